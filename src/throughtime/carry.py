@@ -1,0 +1,141 @@
+"""The model contract: any recurrent module as `forward(x, state) -> (y, state)`, resets applied exactly.
+
+Inside throughtime time comes first and every state leaf has its lanes first; the contracts below turn
+what a module wants into that and back. A reset splits the forward call: the steps before it run, the
+marked lanes are given the initial state, the steps after it run. So it is exact for every module whose
+chunked forward equals its whole forward, and no gradient crosses it.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.contracts import Contract, contract_of
+from throughtime.errors import ModelError, StateError
+from throughtime.state import State
+
+CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
+
+
+class Carried(nn.Module):
+    """A module whose state is an argument and a result: `y, state = net(x, state)`.
+
+    Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself.
+    """
+
+    def __init__(self, module: nn.Module, contract: Contract) -> None:
+        super().__init__()
+        self.module = module
+        self._contract = contract
+
+    def initial_state(self, lanes: int, *, like: Tensor | None = None) -> State:
+        """The state that enters the first step of a recording, for `lanes` lanes.
+
+        Args:
+            lanes: B.
+            like: inputs `(T, B, D)`; needed once by modules that return `(y, state)` and do not have
+                an `initial_state(lanes)` method of their own: their state's layout is learnt from a trial.
+
+        Returns:
+            A state tree, lanes first. It has a graph if the module learns its initial state.
+
+        Raises:
+            StateError: `like` is needed and missing, or the module starts from something else than zeros
+                and does not say what.
+        """
+        return self._contract.initial(lanes, like)
+
+    def forward(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        """Outputs for every step, and the state after the last one.
+
+        Args:
+            x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane as
+                floating `(T, D)` or integer `(T,)`.
+            state: the state entering the first step, one row per lane (one lane if unbatched).
+            resets: `(T, B)` bool, true where the state entering the step is the initial state.
+
+        Returns:
+            `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed.
+
+        Raises:
+            StateError: a state of another structure or number of lanes.
+            ModelError: the module broke its contract.
+        """
+        unbatched = x.dim() == (2 if x.is_floating_point() else 1)
+        if unbatched:
+            x, resets = x.unsqueeze(1), None if resets is None else resets.unsqueeze(1)
+        _check_lanes(x, state)
+        reset_steps = () if resets is None else resets.any(dim=1).nonzero().flatten().tolist()
+        try:
+            y, state = self._play(x, state, resets, reset_steps)
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._explain(error, x)
+            raise
+        return (y.squeeze(1) if unbatched else y), state
+
+    def _play(self, x: Tensor, state: State, resets: Tensor | None, reset_steps: Iterable[int]) -> tuple[Tensor, State]:
+        """Runs the stretches between resets, and between cuDNN's limits."""
+        limit = CUDNN_STEPS if x.is_cuda else x.shape[0]
+        starts = sorted({0, *reset_steps, *range(0, x.shape[0], limit)})
+        outputs: list[Tensor] = []
+        for start, stop in zip(starts, [*starts[1:], x.shape[0]], strict=True):
+            if resets is not None and start in reset_steps:
+                state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
+            y, after = self._contract.run(x if len(starts) == 1 else x[start:stop], state)
+            if torch.is_autocast_enabled(x.device.type):
+                # Autocast may return a bfloat16 state; kept so, it would lose the bits it must carry for hours.
+                after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
+            state = after
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
+
+    def _explain(self, error: Exception, x: Tensor) -> None:
+        weight = next(self.module.parameters(), None)
+        if weight is not None and weight.dtype != x.dtype and not isinstance(error, (StateError, ModelError)):
+            error.add_note(
+                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}. Give the stream the "
+                f"module's type, tt.Stream(..., dtype={weight.dtype}), or convert the module."
+            )
+
+
+def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
+    """The module with its state made explicit: `y, state = net(x, state)`.
+
+    Takes `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells, an `nn.Sequential` of such, a module that hides such
+    layers anywhere inside and returns outputs only, and a module that itself maps `(x, state)` to
+    `(y, state)` with any nested state. `throughtime.testing.check_carry` proves the result on any module.
+
+    Args:
+        module: shared, not copied.
+        batch_first: whether a user module wants `(B, T, D)`. Default: as the recurrent layers inside it,
+            else time first. Layers of torch.nn know it themselves. A carried module is time first always.
+
+    Raises:
+        ModelError: a bidirectional layer, a module without any state that could be carried, or layers
+            that disagree about `batch_first`.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> net = tt.carry(torch.nn.LSTM(3, 8))
+        >>> y, state = net(torch.zeros(5, 2, 3), net.initial_state(lanes=2))
+        >>> y.shape
+        torch.Size([5, 2, 8])
+    """
+    if isinstance(module, Carried):
+        return module
+    return Carried(module, contract_of(module, batch_first))
+
+
+def _check_lanes(x: Tensor, state: State) -> None:
+    if state is None:
+        raise StateError(f"the state is None; the first chunk is not special: start from net.initial_state(lanes={x.shape[1]})")
+    for name, leaf in trees.leaves(state):
+        if leaf.dim() == 0 or leaf.shape[0] != x.shape[1]:
+            raise StateError(
+                f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {x.shape[1]} lanes, and lanes come first. A state "
+                f"belongs to one batch layout; take tt.state.select(state, lanes) or net.initial_state(lanes={x.shape[1]})."
+            )

@@ -1,0 +1,159 @@
+"""Chunk: consecutive steps of all lanes, what one forward call sees.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from throughtime.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive steps of all lanes, with what a model must know about them.
+
+    `tt.Stream` makes chunks; make one by hand with `Chunk.of`, which checks and fills in defaults.
+
+    Attributes:
+        inputs: `(T, B, D)`, or `(T, B)` for token indices.
+        targets: `(T, B)` or `(T, B, C)`; `None` where the recordings have none.
+        resets: `(T, B)` bool, true where a lane starts a recording (the state entering that step is
+            the initial state).
+        mask: `(T, B)` bool, true where the step has a target that counts.
+        recording: `(T, B)` int64, index of the recording; -1 where a lane has nothing left to play.
+        position: `(T, B)` int64, step within the recording; -1 where a lane has nothing left.
+        reset_steps: the steps at which any lane resets, known without asking the device.
+        valid: number of true entries of `mask`, known without asking the device.
+    """
+
+    inputs: Tensor
+    targets: Tensor | None
+    resets: Tensor
+    mask: Tensor
+    recording: Tensor
+    position: Tensor
+    reset_steps: tuple[int, ...]
+    valid: int
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        mask: Tensor | None = None,
+        recording: Tensor | None = None,
+        position: Tensor | None = None,
+    ) -> "Chunk":
+        """A checked chunk from tensors at hand.
+
+        Args:
+            inputs: `(T, B, D)` or `(T, B)`.
+            targets: `(T, B)` or `(T, B, C)`, optional.
+            resets: `(T, B)` bool; default none.
+            mask: `(T, B)` bool; default every step that has a target.
+            recording: `(T, B)` int64; default 0.
+            position: `(T, B)` int64; default 0 to T-1.
+
+        Raises:
+            DataError: a tensor whose first two sizes are not `(T, B)`; all are listed.
+
+        Example:
+            >>> import torch, throughtime as tt
+            >>> tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid
+            10
+        """
+        if inputs.dim() < 2:
+            raise DataError(f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)")
+        shape = inputs.shape[:2]
+        resets = torch.zeros(shape, dtype=torch.bool) if resets is None else resets
+        mask = torch.full(shape, targets is not None) if mask is None else mask
+        recording = torch.zeros(shape, dtype=torch.long) if recording is None else recording
+        position = torch.arange(shape[0]).unsqueeze(1).expand(shape) if position is None else position
+        named = {"targets": targets, "resets": resets, "mask": mask, "recording": recording, "position": position}
+        faults = [
+            f"{name} have shape {tuple(t.shape)}, expected ({shape[0]}, {shape[1]}) first as the inputs {tuple(inputs.shape)}"
+            for name, t in named.items()
+            if t is not None and t.shape[:2] != shape
+        ]
+        faults += [f"{name} are {t.dtype}, expected torch.bool" for name, t in (("resets", resets), ("mask", mask)) if t.dtype != torch.bool]
+        if faults:
+            raise DataError("; ".join(faults))
+        return cls(inputs, targets, resets, mask, recording, position, _reset_steps(resets), int(mask.sum()))
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.inputs.shape[0]
+
+    @property
+    def lanes(self) -> int:
+        """B, the number of lanes."""
+        return self.inputs.shape[1]
+
+    def between(self, start: int, stop: int) -> "Chunk":
+        """The steps from `start` to before `stop`; shares memory."""
+        if start <= 0 and stop >= self.steps:
+            return self
+        mask = self.mask[start:stop]
+        return Chunk(
+            self.inputs[start:stop],
+            None if self.targets is None else self.targets[start:stop],
+            self.resets[start:stop],
+            mask,
+            self.recording[start:stop],
+            self.position[start:stop],
+            tuple(step - start for step in self.reset_steps if start <= step < stop),
+            int(mask.sum()),
+        )
+
+    def to(self, device: torch.device) -> "Chunk":
+        """The chunk on another device; itself if it is there already."""
+        if self.inputs.device == device:
+            return self
+        return Chunk(
+            self.inputs.to(device),
+            None if self.targets is None else self.targets.to(device),
+            self.resets.to(device),
+            self.mask.to(device),
+            self.recording.to(device),
+            self.position.to(device),
+            self.reset_steps,
+            self.valid,
+        )
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk from adjacent ones, in order; copies."""
+    if len(chunks) == 1:
+        return chunks[0]
+    targets = [c.targets for c in chunks if c.targets is not None]
+    offsets = [sum(c.steps for c in chunks[:i]) for i in range(len(chunks))]
+    return Chunk(
+        torch.cat([c.inputs for c in chunks]),
+        torch.cat(targets) if len(targets) == len(chunks) else None,
+        torch.cat([c.resets for c in chunks]),
+        torch.cat([c.mask for c in chunks]),
+        torch.cat([c.recording for c in chunks]),
+        torch.cat([c.position for c in chunks]),
+        tuple(at + step for at, c in zip(offsets, chunks, strict=True) for step in c.reset_steps),
+        sum(c.valid for c in chunks),
+    )
+
+
+def _reset_steps(resets: Tensor) -> tuple[int, ...]:
+    return tuple(resets.any(dim=1).nonzero().flatten().tolist())
+
+
+class Source(Protocol):
+    """Where a gradient policy takes its chunks from; it cuts them as it likes."""
+
+    def take(self, steps: int) -> Chunk | None:
+        """The next `steps` steps (fewer at the end of the epoch), or `None` when it is over."""
+        ...

@@ -1,0 +1,68 @@
+"""The loss of a chunk: outputs and targets of its valid steps, flattened as users do by hand.
+
+Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from throughtime.chunk import Chunk
+from throughtime.errors import DataError, ModelError
+
+LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Scaler(Protocol):
+    """What `torch.amp.GradScaler` does to a loss before its backward pass."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """The loss times the current scale."""
+        ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A user's loss function over the valid steps of a chunk."""
+
+    loss_fn: LossFn
+    scaler: Scaler | None = None
+
+    def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
+        """The mean loss over the valid steps, a scalar with a graph."""
+        rows, targets = valid_rows(outputs, chunk)
+        loss = self.loss_fn(rows, targets)
+        if loss.dim() != 0:
+            raise ModelError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected one number: the mean over its {len(rows)} rows. "
+                "Is it made with reduction='none'?"
+            )
+        return loss
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What the backward pass starts from."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+
+def valid_rows(outputs: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid steps, time first, then lane.
+
+    A floating target of one column matches outputs of one column whether or not the last
+    dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
+    """
+    if chunk.targets is None:
+        raise DataError("the recordings of this stream have no targets; a loss needs 'targets' in every recording")
+    if outputs.shape[:2] != chunk.mask.shape:
+        raise ModelError(
+            f"the net returned outputs of shape {tuple(outputs.shape)} for {chunk.steps} steps of {chunk.lanes} lanes, "
+            "expected (T, B, C): one output per step and lane"
+        )
+    if chunk.valid == chunk.steps * chunk.lanes:
+        rows, targets = outputs.flatten(0, 1), chunk.targets.flatten(0, 1)
+    else:
+        rows, targets = outputs[chunk.mask], chunk.targets[chunk.mask]
+    if targets.is_floating_point() and targets.dim() != rows.dim() and targets.numel() == rows.numel():
+        targets = targets.view_as(rows)
+    return rows, targets

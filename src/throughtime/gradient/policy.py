@@ -1,0 +1,59 @@
+"""What every gradient policy is: a plan of updates over a source of chunks.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source
+from throughtime.gradient.objective import Objective
+from throughtime.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One update's worth of gradient: `.grad` is ready when you have it.
+
+    Attributes:
+        loss: mean over the valid steps, a detached scalar tensor.
+        steps: number of valid steps behind it.
+        state: the carried state after the last step, detached.
+        outputs: `(T, B, C)` detached, of the steps in `chunk`.
+        chunk: the steps whose losses were counted.
+    """
+
+    loss: Tensor
+    steps: int
+    state: State
+    outputs: Tensor
+    chunk: Chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where a policy stands in the stream: values, enough to go on from here.
+
+    Attributes:
+        state: the carried state at the present, detached; `None` before the first step of all.
+        edge: the state entering the first step of `past`, detached.
+        past: the steps before the present that the next window runs again.
+    """
+
+    state: State
+    edge: State
+    past: tuple[Chunk, ...] = ()
+
+
+class Policy(Protocol):
+    """How credit flows back through time."""
+
+    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+        """Takes steps from the source, adds to `.grad` of the parameters once, returns the update and where it got to.
+
+        `None` when the source has reached the end of its epoch.
+        """
+        ...

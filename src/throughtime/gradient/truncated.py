@@ -1,0 +1,87 @@
+"""Truncated backpropagation through time, Williams & Peng's BPTT(h; h').
+
+    every h' steps:  g = d/dw  (1/N) * sum of the losses of the newest h' steps,
+                     the state h steps ago taken as a constant
+
+h' is `stride` (k1), h is `horizon` (k2). Each loss is counted once. A loss sees back between
+`horizon - stride + 1` and `horizon` steps. With `horizon == stride` this is the usual TBPTT(k, k),
+in which the first loss of every chunk sees one step; to be confused neither with counting every loss
+of the window (which multiplies the gradient by about h/h') nor with counting the last loss only.
+
+The window is run again under the current weights, so all of it belongs to the same model.
+Cost per step: h/h' forward and backward passes; memory for the graph of one window.
+
+References: R. J. Williams and J. Peng, An efficient gradient-based algorithm for on-line training of
+recurrent network trajectories, Neural Computation 2 (1990).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from throughtime import state as trees
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source, join
+from throughtime.gradient import schedule
+from throughtime.gradient.objective import Objective
+from throughtime.gradient.policy import Progress, Update
+from throughtime.gradient.sweep import run_window
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """Every `stride` steps, back through the last `horizon`; each loss counted once.
+
+    Args:
+        stride: steps between two updates (k1).
+        horizon: steps that credit may flow back (k2), at least `stride`; default `stride`.
+
+    Raises:
+        ConfigError: a stride below 1, or a horizon below the stride.
+
+    Cost: `horizon / stride` forward and backward passes per step.
+
+    Example:
+        >>> import throughtime as tt
+        >>> tt.Truncated(stride=100, horizon=400).describe()
+        'an update every 100 steps, credit back through 301 to 400 steps (350.5 on average)'
+
+    References: Williams & Peng, Neural Computation 2 (1990).
+    """
+
+    stride: int
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        schedule.check(self.stride, self._horizon)
+
+    @property
+    def _horizon(self) -> int:
+        return self.stride if self.horizon is None else self.horizon
+
+    def describe(self) -> str:
+        """The setting in words: guaranteed and mean horizon."""
+        least, most = self._horizon - self.stride + 1, self._horizon
+        return f"an update every {self.stride} steps, credit back through {least} to {most} steps ({(least + most) / 2:g} on average)"
+
+    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+        """The next stride that has a valid step; strides without one only carry the state on."""
+        while (chunk := source.take(self.stride)) is not None:
+            update, progress = self._advance(net, chunk, objective, progress)
+            if update is not None:
+                return update, progress
+        return None, progress
+
+    def _advance(self, net: Carried, chunk: Chunk, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+        steps = (*progress.past, chunk)
+        counted = sum(c.steps for c in progress.past)
+        plan = schedule.window(counted, counted + chunk.steps, self._horizon - self.stride)
+        whole = join(steps)
+        with torch.set_grad_enabled(chunk.valid > 0):
+            run = run_window(net, whole, progress.edge, plan)
+        state, edge = trees.detach(run.state), trees.detach(run.kept)
+        progress = Progress(state, edge, () if plan.keep == plan.stop else (whole.between(plan.keep, plan.stop),))
+        if not chunk.valid:
+            return None, progress
+        loss = run.backward(objective, chunk)
+        return Update(loss, chunk.valid, state, run.outputs.detach(), chunk), progress

@@ -1,0 +1,222 @@
+"""Evaluation and streaming: chunk by chunk, state carried, no graph, the training state never touched.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
+from throughtime.errors import DataError, ModelError, StateError
+from throughtime.gradient import LossFn, Objective
+from throughtime.gradient.objective import valid_rows
+from throughtime.score import Figures, Score
+from throughtime.state import State
+from throughtime.stream import Recording, Stream
+from throughtime.stream.recording import as_recording
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `tt.evaluate` found.
+
+    Attributes:
+        loss: mean over all valid steps; NaN without a `loss_fn`.
+        steps: number of valid steps.
+        figures: the score over all recordings together; empty without a `score`.
+        recordings: the same figures by recording's name; a recording cut into parts counts as one.
+    """
+
+    loss: float
+    steps: int
+    figures: Figures
+    recordings: dict[str, Figures]
+
+
+def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, score: Score | None = None) -> Evaluation:
+    """Loss and scores of one epoch of the stream, with the state carried as in training.
+
+    The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training in
+    progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are recordings
+    at most: a recording cut into parts starts each part from the initial state.
+
+    Args:
+        net: made by `tt.carry`.
+        stream: a stream of its own, not the one that training iterates.
+        loss_fn: as for `tt.updates`; its means are weighted by valid steps.
+        score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that protocol.
+
+    Raises:
+        DataError: the stream has no targets.
+
+    Cost: one forward pass; memory for one chunk.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> stream = tt.Stream({"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}, lanes=1, chunk=20)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> tt.evaluate(net, stream, torch.nn.MSELoss()).steps
+        50
+    """
+    objective = None if loss_fn is None else Objective(loss_fn)
+    whole = None if score is None else score.fresh()
+    apart: dict[int, Score] = {}
+    total, steps = 0.0, 0
+    player = Predictor(net, stream.lanes)
+    for chunk in stream:
+        chunk = chunk.to(player.device)
+        if chunk.targets is None:
+            raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
+        outputs = player(chunk.inputs, chunk.resets if chunk.reset_steps else None)
+        if not chunk.valid:
+            continue
+        steps += chunk.valid
+        if objective is not None:
+            total += objective.loss(outputs, chunk).item() * chunk.valid
+        if whole is not None:
+            whole.add(*valid_rows(outputs, chunk))
+            _add_apart(apart, whole, outputs, chunk)
+    loss = total / steps if steps and objective is not None else math.nan
+    by_name = {stream.recordings[i].name: apart[i].figures() for i in sorted(apart)}
+    return Evaluation(loss, steps, whole.figures() if whole is not None else {}, by_name)
+
+
+def _add_apart(apart: dict[int, Score], kind: Score, outputs: Tensor, chunk: Chunk) -> None:
+    """Adds the rows of each recording to a score of its own."""
+    rows, targets = valid_rows(outputs, chunk)
+    owners = chunk.recording[chunk.mask]
+    for index in owners.unique().tolist():
+        mine = owners == index
+        apart.setdefault(index, kind.fresh()).add(rows[mine], targets[mine])
+
+
+def predict(
+    net: Carried,
+    recording: Recording | Mapping[str, Any] | str | Path,
+    *,
+    chunk: int = 1024,
+    state: State = None,
+    out: Any = None,
+    dtype: torch.dtype | None = None,
+    missing: Literal["error", "mask"] = "error",
+) -> tuple[Any, State]:
+    """The outputs of a whole recording, and the state after it.
+
+    Use `Predictor` where steps arrive one by one.
+
+    Args:
+        net: made by `tt.carry`.
+        recording: as for `tt.Stream`; targets are not looked at.
+        chunk: steps per forward call; it changes memory and speed only.
+        state: the state entering the first step; default: the initial state.
+        out: where to write, anything that takes `out[start:stop] = array` of shape `(n, C)`, a memory-mapped array for one;
+            default: a new tensor.
+        dtype: type of the inputs; default: as they are.
+        missing: as for `tt.Stream`.
+
+    Returns:
+        `out`, or a tensor `(T, C)`; and the state, one lane.
+
+    Cost: one forward pass; memory for one chunk, and for the outputs unless `out` is given.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> outputs, state = tt.predict(tt.carry(torch.nn.GRU(3, 8)), {"inputs": torch.zeros(50, 3)})
+        >>> outputs.shape
+        torch.Size([50, 8])
+    """
+    stream = Stream([as_recording(recording, 0)], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing)
+    player = Predictor(net, lanes=1, state=state)
+    start = 0
+    for part in stream:
+        outputs = player(part.inputs.to(player.device)).squeeze(1).cpu()
+        if out is None:
+            out = outputs.new_empty(stream.steps, *outputs.shape[1:])
+        out[start : start + len(outputs)] = outputs if isinstance(out, Tensor) else outputs.numpy()
+        start += len(outputs)
+    return out, player.state
+
+
+class Predictor:
+    """A net running on a live stream: takes one step or any number at a time, keeps the state.
+
+    Args:
+        net: made by `tt.carry`; runs in evaluation mode under `no_grad` and is put back after each call.
+        lanes: B, streams side by side.
+        state: where to start; default: the initial state.
+
+    Attributes:
+        state: the state after the last step; `None` before the first. A value: keep it, set it.
+
+    Cost: one forward call per call.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> predictor = tt.Predictor(tt.carry(torch.nn.GRU(3, 8)))
+        >>> predictor(torch.zeros(5, 1, 3)).shape, predictor.step(torch.zeros(1, 3)).shape
+        (torch.Size([5, 1, 8]), torch.Size([1, 8]))
+    """
+
+    def __init__(self, net: Carried, lanes: int = 1, *, state: State = None) -> None:
+        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]  # a raw module would lose its state
+            raise ModelError(f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)")
+        self.net, self.lanes, self.state = net, lanes, state
+        weight = next(net.parameters(), None)
+        self.device = torch.device("cpu") if weight is None else weight.device
+
+    def __call__(self, inputs: Tensor, resets: Tensor | None = None) -> Tensor:
+        """Outputs `(T, B, C)` for inputs `(T, B, D)`; `resets` `(T, B)` marks lanes that start a recording."""
+        with running(self.net):
+            if self.state is None:
+                self.state = self.net.initial_state(self.lanes, like=inputs)
+            outputs, self.state = self.net(inputs, self.state, resets)
+        return outputs
+
+    def step(self, inputs: Tensor) -> Tensor:
+        """Outputs `(B, C)` for the inputs `(B, D)` of a single step."""
+        return self(inputs.unsqueeze(0)).squeeze(0)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the state as safetensors; `load` in another process goes on to the bit.
+
+        Raises:
+            StateError: nothing has been played yet.
+        """
+        if self.state is None:
+            raise StateError("there is no state to save before the first step; call the predictor on some inputs first")
+        trees.save(self.state, path)
+
+    def load(self, path: str | Path, *, like: Tensor | None = None) -> None:
+        """Reads a state written by `save`, for the same net and number of lanes.
+
+        Args:
+            path: the file.
+            like: inputs `(T, B, D)`, for nets whose `initial_state` needs them.
+
+        Raises:
+            StateError: the file holds no state of this net and lane count.
+        """
+        self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
+
+
+@contextmanager
+def running(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode without a graph; every submodule gets its own mode back."""
+    modes = [m for m in net.modules() if m.training]
+    for m in modes:
+        m.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for m in modes:
+            m.training = True

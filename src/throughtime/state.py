@@ -1,0 +1,216 @@
+"""State trees: what a model carries from step to step, as values.
+
+A state is a tensor, or any nesting of tuples, lists, dicts, namedtuples and dataclasses of tensors.
+Every leaf has its lanes first: `(B, ...)`. `nn.LSTM` puts layers first; `tt.carry` turns its state
+around, so that resetting, selecting and saving lanes are one operation for every model.
+
+Shapes: `B` lanes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from throughtime import files
+from throughtime.errors import StateError
+
+State: TypeAlias = Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
+
+
+def _children(tree: State, path: str) -> list[tuple[str, State]]:
+    """The named branches of one node; a node that is no container is refused."""
+    if isinstance(tree, Mapping):
+        return [(str(key), branch) for key, branch in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, (tuple, list)):
+        return [(str(i), branch) for i, branch in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    where = f"state leaf '{path}'" if path else "the state"
+    raise StateError(
+        f"{where} is a {type(tree).__name__}, expected a tensor or a tuple, list, dict, namedtuple or "
+        "dataclass of tensors. Keep counters and flags as tensors with one row per lane."
+    )
+
+
+def _rebuild(tree: State, branches: list[State]) -> State:
+    """A node of the same type as `tree` around new branches."""
+    if isinstance(tree, Mapping):
+        return type(tree)(zip(tree.keys(), branches, strict=True))  # pyright: ignore[reportCallIssue]  # Mapping has no constructor contract; dict and OrderedDict do
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*branches)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(branches)
+    names = [f.name for f in dataclasses.fields(tree)]
+    return dataclasses.replace(tree, **dict(zip(names, branches, strict=True)))
+
+
+def map_leaves(fn: Callable[..., Tensor], state: State, *others: State, path: str = "") -> State:
+    """A tree of the same structure, each leaf being `fn` of the leaves at its place.
+
+    Branches that are `None` stay `None`.
+
+    Raises:
+        StateError: a leaf that is no tensor, or trees of different structure (the place is named).
+    """
+    if isinstance(state, Tensor):
+        for other in others:
+            if not isinstance(other, Tensor):
+                raise StateError(f"state leaf '{path}' is a tensor in one state and a {type(other).__name__} in another")
+        return fn(state, *others)
+    if state is None and path:
+        return None
+    branches = _children(state, path)
+    rest = [_aligned(branches, other, path) for other in others]
+    mapped = [
+        map_leaves(fn, branch, *(o[i][1] for o in rest), path=f"{path}.{name}" if path else name)
+        for i, (name, branch) in enumerate(branches)
+    ]
+    return _rebuild(state, mapped)
+
+
+def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list[tuple[str, State]]:
+    found = _children(other, path)
+    if [name for name, _ in found] != [name for name, _ in branches]:
+        raise StateError(
+            f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and {[n for n, _ in found]}"
+        )
+    return found
+
+
+def leaves(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every leaf with its dotted path, in order: `("cell.h", tensor)`."""
+    if isinstance(state, Tensor):
+        yield path or "state", state
+    elif not (state is None and path):
+        for name, branch in _children(state, path):
+            yield from leaves(branch, f"{path}.{name}" if path else name)
+
+
+def lanes(state: State) -> int | None:
+    """The number of lanes of a state; `None` for a state without leaves.
+
+    Raises:
+        StateError: leaves that disagree, or one without a lane dimension.
+    """
+    found: int | None = None
+    first = ""
+    for name, leaf in leaves(state):
+        if leaf.dim() == 0:
+            raise StateError(f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)")
+        if found is None:
+            found, first = leaf.shape[0], name
+        elif leaf.shape[0] != found:
+            raise StateError(f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {found}")
+    return found
+
+
+def detach(state: State) -> State:
+    """The same values without their graph; shares memory with `state`.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> h = torch.ones(1, 4, requires_grad=True) * 2
+        >>> tt.state.detach({"h": h})["h"].requires_grad
+        False
+    """
+    return map_leaves(torch.Tensor.detach, state)
+
+
+def reset(state: State, initial: State, where: Tensor) -> State:
+    """`state` with the lanes marked in `where` (B, bool) taken from `initial`; no gradient crosses.
+
+    Args:
+        state: the state to reset, every leaf `(B, ...)`.
+        initial: a state of the same structure, usually `net.initial_state(lanes)`.
+        where: `(B,)` bool, true for each lane that starts a new recording.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> tt.state.reset(torch.ones(2, 1), torch.zeros(2, 1), torch.tensor([True, False]))
+        tensor([[0.],
+                [1.]])
+    """
+
+    def pick(leaf: Tensor, start: Tensor) -> Tensor:
+        return torch.where(where.view(-1, *(1,) * (leaf.dim() - 1)), start, leaf)
+
+    return map_leaves(pick, state, initial)
+
+
+def select(state: State, lanes: Sequence[int] | Tensor) -> State:
+    """The state of some lanes, in the order given; a copy.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> tt.state.select((torch.arange(3.0).view(3, 1),), [2, 0])
+        (tensor([[2.],
+                [0.]]),)
+    """
+    index = torch.as_tensor(lanes, dtype=torch.long)
+
+    def rows(leaf: Tensor) -> Tensor:
+        if len(index) and int(index.max()) >= leaf.shape[0]:
+            raise StateError(f"lane {int(index.max())} asked for, the state has {leaf.shape[0]} lanes (0 to {leaf.shape[0] - 1})")
+        return leaf.index_select(0, index.to(leaf.device))
+
+    return map_leaves(rows, state)
+
+
+def stack(states: Sequence[State]) -> State:
+    """One state holding the lanes of several, one after another; the inverse of `select`.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> tt.state.stack([torch.zeros(2, 4), torch.zeros(3, 4)]).shape
+        torch.Size([5, 4])
+    """
+    if not states:
+        raise StateError("no states to stack: got an empty sequence, expected at least one state")
+    return map_leaves(lambda *rows: torch.cat(rows), states[0], *states[1:])
+
+
+def save(state: State, path: str | Path) -> None:
+    """Writes a state as safetensors (no pickle): to a temporary file, synced, then renamed."""
+    tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves(state)}
+    files.write_atomically(Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"}))
+
+
+def load(path: str | Path, like: State) -> State:
+    """Reads a state written by `save`, in the structure, dtype and device of `like`.
+
+    Args:
+        path: the file.
+        like: a state of the structure expected, usually `net.initial_state(lanes)`.
+
+    Raises:
+        StateError: the file is no state, or its leaves, shapes or dtypes are not those of `like`;
+            all differences are listed.
+    """
+    try:
+        found = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise StateError(f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote") from error
+    return unflatten(found, like, source=str(path))
+
+
+def unflatten(found: Mapping[str, Tensor], like: State, *, source: str) -> State:
+    """The tensors of `found`, by leaf name, in the structure of `like`; every difference is listed."""
+    wanted = dict(leaves(like))
+    faults = [f"leaf '{name}' is missing" for name in wanted if name not in found]
+    faults += [f"leaf '{name}' is unknown" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        got, expected = found[name], wanted[name]
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            faults.append(f"leaf '{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
+    if faults:
+        raise StateError(f"{source}: not a state of this model and lane count: " + "; ".join(sorted(faults)))
+    names = iter(wanted)
+    return map_leaves(lambda leaf: found[next(names)].to(leaf.device), like)
