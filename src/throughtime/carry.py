@@ -8,8 +8,6 @@ chunked forward equals its whole forward, and no gradient crosses it.
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -65,31 +63,35 @@ class Carried(nn.Module):
             StateError: a state of another structure or number of lanes.
             ModelError: the module broke its contract.
         """
-        unbatched = x.dim() == (2 if x.is_floating_point() else 1)
-        if unbatched:
-            x, resets = x.unsqueeze(1), None if resets is None else resets.unsqueeze(1)
+        if x.dim() == (2 if x.is_floating_point() else 1):
+            y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
+            return y.squeeze(1), state
         _check_lanes(x, state)
-        reset_steps = () if resets is None else resets.any(dim=1).nonzero().flatten().tolist()
         try:
-            y, state = self._play(x, state, resets, reset_steps)
+            if resets is None and not x.is_cuda:
+                return self._run(x, state)
+            return self._play(x, state, resets)
         except (RuntimeError, ValueError, TypeError) as error:
             self._explain(error, x)
             raise
-        return (y.squeeze(1) if unbatched else y), state
 
-    def _play(self, x: Tensor, state: State, resets: Tensor | None, reset_steps: Iterable[int]) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Without resets. Autocast may return a bfloat16 state; kept so, it would lose the bits it must carry for hours."""
+        y, after = self._contract.run(x, state)
+        if torch.is_autocast_enabled(x.device.type):
+            after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
+        return y, after
+
+    def _play(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """Runs the stretches between resets, and between cuDNN's limits."""
-        limit = CUDNN_STEPS if x.is_cuda else x.shape[0]
-        starts = sorted({0, *reset_steps, *range(0, x.shape[0], limit)})
+        steps = x.shape[0]
+        reset_steps = set[int]() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
+        starts = sorted({0, *reset_steps, *range(0, steps, CUDNN_STEPS if x.is_cuda else steps)})
         outputs: list[Tensor] = []
-        for start, stop in zip(starts, [*starts[1:], x.shape[0]], strict=True):
+        for start, stop in zip(starts, [*starts[1:], steps], strict=True):
             if resets is not None and start in reset_steps:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
-            y, after = self._contract.run(x if len(starts) == 1 else x[start:stop], state)
-            if torch.is_autocast_enabled(x.device.type):
-                # Autocast may return a bfloat16 state; kept so, it would lose the bits it must carry for hours.
-                after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
-            state = after
+            y, state = self._run(x[start:stop], state)
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
@@ -133,9 +135,11 @@ def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
 def _check_lanes(x: Tensor, state: State) -> None:
     if state is None:
         raise StateError(f"the state is None; the first chunk is not special: start from net.initial_state(lanes={x.shape[1]})")
-    for name, leaf in trees.leaves(state):
-        if leaf.dim() == 0 or leaf.shape[0] != x.shape[1]:
-            raise StateError(
-                f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {x.shape[1]} lanes, and lanes come first. A state "
-                f"belongs to one batch layout; take tt.state.select(state, lanes) or net.initial_state(lanes={x.shape[1]})."
-            )
+    lanes = x.shape[1]
+    if all(leaf.dim() and leaf.shape[0] == lanes for leaf in trees.tensors(state)):
+        return
+    name, leaf = next((n, leaf) for n, leaf in trees.leaves(state) if not leaf.dim() or leaf.shape[0] != lanes)
+    raise StateError(
+        f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {lanes} lanes, and lanes come first. A state "
+        f"belongs to one batch layout; take tt.state.select(state, lanes) or net.initial_state(lanes={lanes})."
+    )

@@ -3,14 +3,37 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from throughtime.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """What is known of every step of every lane, and the counts of it that need no look at a tensor.
+
+    Shared by all chunks cut from the same stretch, so that cutting one costs no tensor operation here.
+    """
+
+    resets: Tensor
+    mask: Tensor
+    recording: Tensor
+    position: Tensor
+    reset_steps: tuple[int, ...]
+    counted: tuple[int, ...]  # valid steps before each step, over all lanes; one entry more than steps
+
+    @classmethod
+    def of(cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor) -> "Marks":
+        """The marks with their counts."""
+        reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
+        return cls(resets, mask, recording, position, reset_steps, (0, *accumulate(mask.sum(dim=1).tolist())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,23 +45,16 @@ class Chunk:
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
         targets: `(T, B)` or `(T, B, C)`; `None` where the recordings have none.
-        resets: `(T, B)` bool, true where a lane starts a recording (the state entering that step is
-            the initial state).
-        mask: `(T, B)` bool, true where the step has a target that counts.
-        recording: `(T, B)` int64, index of the recording; -1 where a lane has nothing left to play.
-        position: `(T, B)` int64, step within the recording; -1 where a lane has nothing left.
-        reset_steps: the steps at which any lane resets, known without asking the device.
-        valid: number of true entries of `mask`, known without asking the device.
+        marks: resets, mask, recording and position of the stretch that the chunk is cut from.
+        start: where the chunk begins in that stretch, in steps.
+        stop: where it ends there.
     """
 
     inputs: Tensor
     targets: Tensor | None
-    resets: Tensor
-    mask: Tensor
-    recording: Tensor
-    position: Tensor
-    reset_steps: tuple[int, ...]
-    valid: int
+    marks: Marks
+    start: int
+    stop: int
 
     @classmethod
     def of(
@@ -85,70 +101,87 @@ class Chunk:
         faults += [f"{name} are {t.dtype}, expected torch.bool" for name, t in (("resets", resets), ("mask", mask)) if t.dtype != torch.bool]
         if faults:
             raise DataError("; ".join(faults))
-        return cls(inputs, targets, resets, mask, recording, position, _reset_steps(resets), int(mask.sum()))
+        return cls(inputs, targets, Marks.of(resets, mask, recording, position), 0, shape[0])
 
     @property
     def steps(self) -> int:
         """T, the number of steps."""
-        return self.inputs.shape[0]
+        return self.stop - self.start
 
     @property
     def lanes(self) -> int:
         """B, the number of lanes."""
         return self.inputs.shape[1]
 
+    @property
+    def resets(self) -> Tensor:
+        """`(T, B)` bool, true where a lane starts a recording: the state entering that step is the initial state."""
+        return self.marks.resets[self.start : self.stop]
+
+    @property
+    def mask(self) -> Tensor:
+        """`(T, B)` bool, true where the step has a target that counts."""
+        return self.marks.mask[self.start : self.stop]
+
+    @property
+    def recording(self) -> Tensor:
+        """`(T, B)` int64, index of the recording; -1 where a lane has nothing left to play."""
+        return self.marks.recording[self.start : self.stop]
+
+    @property
+    def position(self) -> Tensor:
+        """`(T, B)` int64, step within the recording; -1 where a lane has nothing left to play."""
+        return self.marks.position[self.start : self.stop]
+
+    @property
+    def valid(self) -> int:
+        """The number of true entries of `mask`."""
+        return self.marks.counted[self.stop] - self.marks.counted[self.start]
+
+    @property
+    def any_reset(self) -> bool:
+        """Whether any lane resets in this chunk."""
+        steps = self.marks.reset_steps
+        if not steps:
+            return False
+        first = bisect_left(steps, self.start)
+        return first < len(steps) and steps[first] < self.stop
+
     def between(self, start: int, stop: int) -> "Chunk":
         """The steps from `start` to before `stop`; shares memory."""
         if start <= 0 and stop >= self.steps:
             return self
-        mask = self.mask[start:stop]
-        return Chunk(
-            self.inputs[start:stop],
-            None if self.targets is None else self.targets[start:stop],
-            self.resets[start:stop],
-            mask,
-            self.recording[start:stop],
-            self.position[start:stop],
-            tuple(step - start for step in self.reset_steps if start <= step < stop),
-            int(mask.sum()),
-        )
+        targets = None if self.targets is None else self.targets[start:stop]
+        return Chunk(self.inputs[start:stop], targets, self.marks, self.start + start, min(self.start + stop, self.stop))
 
     def to(self, device: torch.device) -> "Chunk":
         """The chunk on another device; itself if it is there already."""
         if self.inputs.device == device:
             return self
-        return Chunk(
-            self.inputs.to(device),
-            None if self.targets is None else self.targets.to(device),
-            self.resets.to(device),
-            self.mask.to(device),
-            self.recording.to(device),
-            self.position.to(device),
-            self.reset_steps,
-            self.valid,
+        marks = Marks.of(self.resets, self.mask, self.recording, self.position)
+        moved = Marks(
+            marks.resets.to(device), marks.mask.to(device), marks.recording.to(device), marks.position.to(device), marks.reset_steps, marks.counted
         )
+        return Chunk(self.inputs.to(device), None if self.targets is None else self.targets.to(device), moved, 0, self.steps)
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk from adjacent ones, in order; copies."""
+    """One chunk from adjacent ones, in order; copies, unless there is only one."""
     if len(chunks) == 1:
         return chunks[0]
     targets = [c.targets for c in chunks if c.targets is not None]
-    offsets = [sum(c.steps for c in chunks[:i]) for i in range(len(chunks))]
     return Chunk(
         torch.cat([c.inputs for c in chunks]),
         torch.cat(targets) if len(targets) == len(chunks) else None,
-        torch.cat([c.resets for c in chunks]),
-        torch.cat([c.mask for c in chunks]),
-        torch.cat([c.recording for c in chunks]),
-        torch.cat([c.position for c in chunks]),
-        tuple(at + step for at, c in zip(offsets, chunks, strict=True) for step in c.reset_steps),
-        sum(c.valid for c in chunks),
+        Marks.of(
+            torch.cat([c.resets for c in chunks]),
+            torch.cat([c.mask for c in chunks]),
+            torch.cat([c.recording for c in chunks]),
+            torch.cat([c.position for c in chunks]),
+        ),
+        0,
+        sum(c.steps for c in chunks),
     )
-
-
-def _reset_steps(resets: Tensor) -> tuple[int, ...]:
-    return tuple(resets.any(dim=1).nonzero().flatten().tolist())
 
 
 class Source(Protocol):

@@ -11,8 +11,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -205,17 +204,25 @@ def _of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hiding:
     """A user module that keeps recurrent layers to itself and returns outputs only.
 
-    While its forward runs, hooks hand each layer its carried state on the layer's first call and take the state that the
-    last call returned. A state that the module passes itself must be zeros on the first call: it is replaced.
+    While its forward runs here, hooks hand each layer its carried state on the layer's first call and take the state that the
+    last call returned; at any other time they do nothing. A state that the module passes itself must be zeros on the first
+    call: it is replaced.
     """
 
     module: nn.Module
     layers: dict[str, nn.Module]
     batch_first: bool
+    _before: dict[str, State] | None = field(default=None, init=False, repr=False)
+    _after: dict[str, State] = field(default_factory=dict[str, State], init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, layer in self.layers.items():
+            layer.register_forward_pre_hook(partial(self._put, name), with_kwargs=True)
+            layer.register_forward_hook(partial(self._take, name))
 
     def initial(self, lanes: int, like: Tensor | None) -> State:
         return {name: _plain(layer).initial(lanes, like) for name, layer in self.layers.items()}
@@ -224,49 +231,24 @@ class Hiding:
         return False
 
     def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        exchange = _Exchange(self.layers, state)
-        with exchange.watching():
-            y = self.module(x.transpose(0, 1) if self.batch_first else x)
-        y = _outputs(self.module, y, x, self.batch_first)
-        for name, after in exchange.after.items():
-            _check_hidden_lanes(name, after, x)
-        return y, {**state, **exchange.after}
-
-
-def _plain(layer: nn.Module) -> Contract:
-    return Layer(layer) if isinstance(layer, nn.RNNBase) else Cell(layer)  # pyright: ignore[reportArgumentType]  # layers are RECURRENT
-
-
-@dataclass
-class _Exchange:
-    """The states that go in and come out while one forward of a `Hiding` module runs."""
-
-    layers: dict[str, nn.Module]
-    before: dict[str, State]
-    after: dict[str, State] = field(default_factory=dict[str, State])
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = [
-            handle
-            for name, layer in self.layers.items()
-            for handle in (
-                layer.register_forward_pre_hook(partial(self._put, name), with_kwargs=True),
-                layer.register_forward_hook(partial(self._take, name)),
-            )
-        ]
+        self._before, self._after = state, {}
         try:
-            yield
+            y = self.module(x.transpose(0, 1) if self.batch_first else x)
         finally:
-            for handle in handles:
-                handle.remove()
+            self._before, after = None, self._after
+        y = _outputs(self.module, y, x, self.batch_first)
+        for name in after:
+            _check_hidden_lanes(name, after[name], x)
+        return y, {**state, **after}
 
-    def _put(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _put(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._before is None:
+            return None
         sequence = args[0] if args else kwargs.pop("input")
         given = args[1] if len(args) > 1 else kwargs.pop("hx", None)
         if not isinstance(sequence, Tensor):
-            raise ModelError(f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the padded tensor's own steps")
-        if name in self.after:
+            raise ModelError(f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the tensor of its steps")
+        if name in self._after:
             if given is None:
                 raise ModelError(
                     f"layer '{name}' runs twice in one forward, the second time from no state: two sequences through one layer have two "
@@ -275,12 +257,17 @@ class _Exchange:
             return (sequence, given), kwargs
         if given is not None:
             _check_fresh(name, given)
-        before = self.before[name]
+        before = self._before[name]
         return (sequence, _turned(before) if isinstance(layer, nn.RNNBase) else before), kwargs
 
     def _take(self, name: str, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         del args
-        self.after[name] = _turned(result[1]) if isinstance(layer, nn.RNNBase) else result
+        if self._before is not None:
+            self._after[name] = _turned(result[1]) if isinstance(layer, nn.RNNBase) else result
+
+
+def _plain(layer: nn.Module) -> Contract:
+    return Layer(layer) if isinstance(layer, nn.RNNBase) else Cell(layer)  # pyright: ignore[reportArgumentType]  # layers are RECURRENT
 
 
 def _check_fresh(name: str, given: State) -> None:
@@ -294,7 +281,7 @@ def _check_fresh(name: str, given: State) -> None:
 
 
 def _check_hidden_lanes(name: str, after: State, x: Tensor) -> None:
-    for _, leaf in trees.leaves(after):
+    for leaf in trees.tensors(after):
         if leaf.dim() < 2 or leaf.shape[0] != x.shape[1]:
             raise ModelError(
                 f"layer '{name}' ran with {leaf.shape[0]} rows while the chunk has {x.shape[1]} lanes and {x.shape[0]} steps. Does the "
@@ -325,12 +312,16 @@ class Explicit:
     module: nn.Module
     batch_first: bool
     _known: "tuple[torch.dtype | None, _Layout] | None" = field(default=None, init=False, repr=False)
+    _weight: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._weight = next(self.module.parameters(), None)
 
     def initial(self, lanes: int, like: Tensor | None) -> State:
         layout = self._layout(like)
         if isinstance(self.module, HasInitialState):
             return layout.inward(self.module.initial_state(lanes))
-        weight = next(self.module.parameters(), like)
+        weight = like if self._weight is None else self._weight
         return layout.zeros(lanes, None if weight is None else weight.device)
 
     def needs_trial(self) -> bool:
@@ -352,8 +343,7 @@ class Explicit:
         return _outputs(self.module, result[0], x, self.batch_first), result[1]
 
     def _dtype(self) -> torch.dtype | None:
-        weight = next(self.module.parameters(), None)
-        return None if weight is None else weight.dtype
+        return None if self._weight is None else self._weight.dtype
 
     def _layout(self, like: Tensor | None) -> "_Layout":
         """As learnt before; learnt anew after the module changed its type."""
@@ -420,17 +410,17 @@ class _Layout:
 
     def inward(self, state: State) -> State:
         """Lanes to the front."""
-        if not any(self.dims):
-            return state
-        dims = iter(self.dims)
-        return trees.map_leaves(lambda leaf: leaf.movedim(next(dims), 0), state)
+        return self._moved(state, lambda leaf, dim: leaf.movedim(dim, 0))
 
     def outward(self, state: State) -> State:
         """Lanes back to where the module wants them."""
+        return self._moved(state, lambda leaf, dim: leaf.movedim(0, dim))
+
+    def _moved(self, state: State, move: Callable[[Tensor, int], Tensor]) -> State:
         if not any(self.dims):
             return state
         dims = iter(self.dims)
-        return trees.map_leaves(lambda leaf: leaf.movedim(0, next(dims)), state)
+        return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
 
     def zeros(self, lanes: int, device: torch.device | None) -> State:
         """The zero state for `lanes` lanes, lanes first."""

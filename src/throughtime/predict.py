@@ -76,7 +76,7 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
         chunk = chunk.to(player.device)
         if chunk.targets is None:
             raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
-        outputs = player(chunk.inputs, chunk.resets if chunk.reset_steps else None)
+        outputs = player(chunk.inputs, chunk.resets if chunk.any_reset else None)
         if not chunk.valid:
             continue
         steps += chunk.valid

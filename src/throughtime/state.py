@@ -52,7 +52,7 @@ def _rebuild(tree: State, branches: list[State]) -> State:
     return dataclasses.replace(tree, **dict(zip(names, branches, strict=True)))
 
 
-def map_leaves(fn: Callable[..., Tensor], state: State, *others: State, path: str = "") -> State:
+def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State:
     """A tree of the same structure, each leaf being `fn` of the leaves at its place.
 
     Branches that are `None` stay `None`.
@@ -60,6 +60,23 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State, path: st
     Raises:
         StateError: a leaf that is no tensor, or trees of different structure (the place is named).
     """
+    return _map_several(fn, state, others, "") if others else _map(fn, state, "")
+
+
+def _map(fn: Callable[[Tensor], Tensor], tree: State, path: str) -> State:
+    """One tree; the usual containers first, since this runs several times per update."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if type(tree) is tuple:
+        return tuple([fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{i}") for i, b in enumerate(tree)])
+    if type(tree) is dict:
+        return {k: fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{k}") for k, b in tree.items()}
+    if tree is None and path:
+        return None
+    return _rebuild(tree, [_map(fn, b, f"{path}.{name}") for name, b in _children(tree, path.removeprefix("."))])
+
+
+def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, ...], path: str) -> State:
     if isinstance(state, Tensor):
         for other in others:
             if not isinstance(other, Tensor):
@@ -70,8 +87,7 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State, path: st
     branches = _children(state, path)
     rest = [_aligned(branches, other, path) for other in others]
     mapped = [
-        map_leaves(fn, branch, *(o[i][1] for o in rest), path=f"{path}.{name}" if path else name)
-        for i, (name, branch) in enumerate(branches)
+        _map_several(fn, branch, tuple(o[i][1] for o in rest), f"{path}.{name}" if path else name) for i, (name, branch) in enumerate(branches)
     ]
     return _rebuild(state, mapped)
 
@@ -92,6 +108,16 @@ def leaves(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif not (state is None and path):
         for name, branch in _children(state, path):
             yield from leaves(branch, f"{path}.{name}" if path else name)
+
+
+def tensors(state: State) -> list[Tensor]:
+    """Every leaf, without names: what a check that runs on every call can afford."""
+    found: list[Tensor] = []
+    if type(state) in (tuple, list):
+        for branch in state:
+            found += (branch,) if isinstance(branch, Tensor) else () if branch is None else tensors(branch)
+        return found
+    return [leaf for _, leaf in leaves(state)]
 
 
 def lanes(state: State) -> int | None:

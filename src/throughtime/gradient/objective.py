@@ -54,7 +54,7 @@ def valid_rows(outputs: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """
     if chunk.targets is None:
         raise DataError("the recordings of this stream have no targets; a loss needs 'targets' in every recording")
-    if outputs.shape[:2] != chunk.mask.shape:
+    if outputs.shape[0] != chunk.steps or outputs.shape[1] != chunk.lanes:
         raise ModelError(
             f"the net returned outputs of shape {tuple(outputs.shape)} for {chunk.steps} steps of {chunk.lanes} lanes, "
             "expected (T, B, C): one output per step and lane"

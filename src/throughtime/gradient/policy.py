@@ -4,7 +4,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,8 +33,7 @@ class Update:
     chunk: Chunk
 
 
-@dataclass(frozen=True, eq=False)
-class Progress:
+class Progress(NamedTuple):
     """Where a policy stands in the stream: values, enough to go on from here.
 
     Attributes:

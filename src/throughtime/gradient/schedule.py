@@ -5,13 +5,12 @@ steps, and count the losses of the newest `stride` steps only, so that each loss
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from throughtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """One update: run `start` to `stop` with a graph, count the losses from `counted` on.
 
     The state entering step `keep` is remembered: the next window starts there.

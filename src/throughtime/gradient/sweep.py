@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from throughtime.gradient.schedule import Window
 from throughtime.state import State
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """A window that has been run: the outputs that count, the state at its end, the state to start the next one."""
 
     outputs: Tensor
@@ -45,21 +44,18 @@ class Run:
 
 
 def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:
-    """Runs `steps` from `state`, cut where the next window starts so that its state can be kept.
+    """Runs `steps`, the window of `plan`, from `state`; cut where the next window starts so that its state can be kept.
 
     Weights that autocast cached belong to the model before its last update: the cache is emptied first.
     """
     if torch.is_autocast_enabled(steps.inputs.device.type):
         torch.clear_autocast_cache()
-    cuts = sorted({plan.start, plan.keep, plan.stop})
-    kept, outputs = state, []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        if start == plan.keep:
-            kept = state
-        part = steps.between(start, stop)
-        y, state = net(part.inputs, state, part.resets if part.reset_steps else None)
-        outputs.append(y)
-    if plan.keep == plan.stop:
-        kept = state
-    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return Run(y[plan.counted - plan.start :] if plan.counted > plan.start else y, state, kept)
+    if plan.keep in (plan.start, plan.stop):
+        y, end = net(steps.inputs, state, steps.resets if steps.any_reset else None)
+        kept = end if plan.keep == plan.stop else state
+    else:
+        first, second = steps.between(plan.start, plan.keep), steps.between(plan.keep, plan.stop)
+        y_first, kept = net(first.inputs, state, first.resets if first.any_reset else None)
+        y_second, end = net(second.inputs, kept, second.resets if second.any_reset else None)
+        y = torch.cat([y_first, y_second])
+    return Run(y[plan.counted :] if plan.counted else y, end, kept)

@@ -25,7 +25,7 @@ from throughtime.chunk import Chunk, Source, join
 from throughtime.gradient import schedule
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.sweep import run_window
+from throughtime.gradient.sweep import Run, run_window
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,20 @@ class Truncated:
         return None, progress
 
     def _advance(self, net: Carried, chunk: Chunk, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
-        steps = (*progress.past, chunk)
         counted = sum(c.steps for c in progress.past)
         plan = schedule.window(counted, counted + chunk.steps, self._horizon - self.stride)
-        whole = join(steps)
-        with torch.set_grad_enabled(chunk.valid > 0):
-            run = run_window(net, whole, progress.edge, plan)
-        state, edge = trees.detach(run.state), trees.detach(run.kept)
-        progress = Progress(state, edge, () if plan.keep == plan.stop else (whole.between(plan.keep, plan.stop),))
+        whole = join((*progress.past, chunk))
         if not chunk.valid:
-            return None, progress
+            with torch.no_grad():
+                return None, _progress(run_window(net, whole, progress.edge, plan), whole, plan)
+        run = run_window(net, whole, progress.edge, plan)
         loss = run.backward(objective, chunk)
-        return Update(loss, chunk.valid, state, run.outputs.detach(), chunk), progress
+        progress = _progress(run, whole, plan)
+        return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk), progress
+
+
+def _progress(run: Run, steps: Chunk, plan: schedule.Window) -> Progress:
+    state = trees.detach(run.state)
+    if plan.keep == plan.stop:
+        return Progress(state, state)
+    return Progress(state, trees.detach(run.kept), (steps.between(plan.keep, plan.stop),))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from throughtime.chunk import Chunk
+from throughtime.chunk import Chunk, Marks
 from throughtime.errors import DataError
 from throughtime.stream.lanes import Play
 from throughtime.stream.recording import Recording, Steps
@@ -56,16 +56,8 @@ class Collator:
             position[rows, play.lane] = np.arange(play.position, play.position + play.steps)
         inputs = self._inputs(reads, steps, mask)
         targets = self._targets(reads, steps, mask)
-        return Chunk(
-            torch.from_numpy(inputs),
-            None if targets is None else torch.from_numpy(targets),
-            torch.from_numpy(resets),
-            torch.from_numpy(mask),
-            torch.from_numpy(recording),
-            torch.from_numpy(position),
-            tuple(sorted({play.at for play in plays if play.since == 0})),
-            int(mask.sum()),
-        )
+        marks = Marks.of(torch.from_numpy(resets), torch.from_numpy(mask), torch.from_numpy(recording), torch.from_numpy(position))
+        return Chunk(torch.from_numpy(inputs), None if targets is None else torch.from_numpy(targets), marks, 0, steps)
 
     def _read(self, play: Play) -> Steps:
         recording = self.recordings[play.recording]
@@ -91,7 +83,7 @@ class Collator:
         sample = reads[0][1].inputs
         dtype = self._dtype(sample.dtype)
         tokens = sample.ndim == 1 and dtype.kind == "i"
-        parts = [(play, s.inputs if tokens or s.inputs.ndim > 1 else s.inputs[:, None]) for play, s in reads]
+        parts = [(play, s.inputs if tokens or s.inputs.ndim > 1 else s.inputs.reshape(-1, 1)) for play, s in reads]
         inputs = _splice(parts, steps, self.lanes, dtype)
         if dtype.kind == "f" and not np.isfinite(inputs).all():
             self._missing(inputs, reads, mask)
@@ -147,7 +139,7 @@ def _splice(parts: Sequence[tuple[Play, Array]], steps: int, lanes: int, dtype: 
     """`(T, B, ...)` from the parts of each lane; a lone writeable part of the right type is not copied."""
     first, array = parts[0]
     if lanes == 1 and first.steps == steps:
-        return array.astype(dtype, copy=not array.flags.writeable)[:, None]
+        return array.astype(dtype, copy=not array.flags.writeable).reshape(steps, 1, *array.shape[1:])
     spliced = np.zeros((steps, lanes, *array.shape[1:]), dtype=dtype)
     for play, values in parts:
         spliced[play.at : play.at + play.steps, play.lane] = values

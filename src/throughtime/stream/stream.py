@@ -18,6 +18,9 @@ from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording
 
 
+READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
+
+
 class Stream:
     """Long recordings as an unbroken stream of chunks: to recordings what a DataLoader is to samples.
 
@@ -45,7 +48,7 @@ class Stream:
         DataError: no recordings, an empty one, more lanes than steps, columns that differ between
             recordings, and, when it is read, an input that is NaN or infinite.
 
-    Cost: memory for one chunk; about 30 µs per chunk and 5 µs per lane besides reading.
+    Cost: memory for one chunk, or for 16,384 lane steps if that is more; a few µs per chunk besides reading.
 
     Example:
         >>> import numpy as np, throughtime as tt
@@ -85,6 +88,7 @@ class Stream:
     def _begin(self, epoch: int) -> None:
         order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")
         self._epoch, self._at = epoch, 0
+        self._ahead, self._ahead_at = None, 0
         self._table = Timetable.plan(self.lengths, self.lanes, order)
 
     @property
@@ -138,9 +142,19 @@ class Stream:
             self._begin(self._epoch + 1)
             return None
         stop = min(self._at + steps, self._table.steps)
-        chunk = self.read(self._at, stop)
+        ahead = self._ahead
+        if ahead is None or self._at < self._ahead_at or stop > self._ahead_at + ahead.steps:
+            ahead = self._read_ahead(steps)
+        chunk = ahead.between(self._at - self._ahead_at, stop - self._ahead_at)
         self._at = stop
         return chunk
+
+    def _read_ahead(self, steps: int) -> Chunk:
+        """Reads several chunks at once where they are small: cutting costs a tenth of reading."""
+        several = max(1, READ_AHEAD // (self.lanes * steps)) * steps
+        self._ahead_at = self._at
+        self._ahead = self.read(self._at, min(self._at + several, self._table.steps))
+        return self._ahead
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch, wherever the stream stands."""
