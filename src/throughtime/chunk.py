@@ -98,7 +98,9 @@ class Chunk:
             for name, t in named.items()
             if t is not None and t.shape[:2] != shape
         ]
-        faults += [f"{name} are {t.dtype}, expected torch.bool" for name, t in (("resets", resets), ("mask", mask)) if t.dtype != torch.bool]
+        faults += [
+            f"{name} are {t.dtype}, expected torch.bool" for name, t in (("resets", resets), ("mask", mask)) if t.dtype != torch.bool
+        ]
         if faults:
             raise DataError("; ".join(faults))
         return cls(inputs, targets, Marks.of(resets, mask, recording, position), 0, shape[0])
@@ -160,7 +162,12 @@ class Chunk:
             return self
         marks = Marks.of(self.resets, self.mask, self.recording, self.position)
         moved = Marks(
-            marks.resets.to(device), marks.mask.to(device), marks.recording.to(device), marks.position.to(device), marks.reset_steps, marks.counted
+            marks.resets.to(device),
+            marks.mask.to(device),
+            marks.recording.to(device),
+            marks.position.to(device),
+            marks.reset_steps,
+            marks.counted,
         )
         return Chunk(self.inputs.to(device), None if self.targets is None else self.targets.to(device), moved, 0, self.steps)
 

@@ -11,7 +11,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -76,11 +76,12 @@ def contract_of(module: nn.Module, batch_first: bool | None) -> Contract:
     )
 
 
-def _batch_first(layers: dict[str, nn.Module], asked: bool | None) -> bool:
+def _batch_first(layers: Mapping[str, nn.Module], asked: bool | None) -> bool:
     found = {layer.batch_first for layer in layers.values() if isinstance(layer, nn.RNNBase)}
     if asked is None and len(found) > 1:
         raise ModelError(
-            f"the layers {sorted(layers)} disagree about batch_first; say what forward(x) of your module wants: tt.carry(module, batch_first=True)"
+            f"the layers {sorted(layers)} disagree about batch_first; say what forward(x) of your module wants: "
+            "tt.carry(module, batch_first=True)"
         )
     return found == {True} if asked is None else asked
 
@@ -214,7 +215,7 @@ class Hiding:
     """
 
     module: nn.Module
-    layers: dict[str, nn.Module]
+    layers: Mapping[str, nn.Module]
     batch_first: bool
     _before: dict[str, State] | None = field(default=None, init=False, repr=False)
     _after: dict[str, State] = field(default_factory=dict[str, State], init=False, repr=False)
@@ -241,13 +242,17 @@ class Hiding:
             _check_hidden_lanes(name, after[name], x)
         return y, {**state, **after}
 
-    def _put(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _put(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._before is None:
             return None
         sequence = args[0] if args else kwargs.pop("input")
         given = args[1] if len(args) > 1 else kwargs.pop("hx", None)
         if not isinstance(sequence, Tensor):
-            raise ModelError(f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the tensor of its steps")
+            raise ModelError(
+                f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the tensor of its steps"
+            )
         if name in self._after:
             if given is None:
                 raise ModelError(

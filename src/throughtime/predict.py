@@ -4,7 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +72,7 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     apart: dict[int, Score] = {}
     total, steps = 0.0, 0
     player = Predictor(net, stream.lanes)
-    for chunk in stream:
-        chunk = chunk.to(player.device)
+    for chunk in (c.to(player.device) for c in stream):
         if chunk.targets is None:
             raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
         outputs = player(chunk.inputs, chunk.resets if chunk.any_reset else None)
@@ -141,7 +140,8 @@ def predict(
         outputs = player(part.inputs.to(player.device)).squeeze(1).cpu()
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
-        out[start : start + len(outputs)] = outputs if isinstance(out, Tensor) else outputs.numpy()
+        rows: Any = outputs if isinstance(out, Tensor) else outputs.numpy()
+        out[start : start + len(outputs)] = rows
         start += len(outputs)
     return out, player.state
 
@@ -209,7 +209,7 @@ class Predictor:
 
 
 @contextmanager
-def running(net: nn.Module) -> Iterator[None]:
+def running(net: nn.Module) -> Generator[None]:
     """Evaluation mode without a graph; every submodule gets its own mode back."""
     modes = [m for m in net.modules() if m.training]
     for m in modes:

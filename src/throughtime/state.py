@@ -28,7 +28,7 @@ def _children(tree: State, path: str) -> list[tuple[str, State]]:
     if isinstance(tree, Mapping):
         return [(str(key), branch) for key, branch in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return list(zip(tree._fields, tree, strict=True))
+        return list(zip(getattr(tree, "_fields"), tree, strict=True))  # noqa: B009  # the type checker knows no namedtuple here
     if isinstance(tree, (tuple, list)):
         return [(str(i), branch) for i, branch in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -87,7 +87,8 @@ def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, .
     branches = _children(state, path)
     rest = [_aligned(branches, other, path) for other in others]
     mapped = [
-        _map_several(fn, branch, tuple(o[i][1] for o in rest), f"{path}.{name}" if path else name) for i, (name, branch) in enumerate(branches)
+        _map_several(fn, branch, tuple(o[i][1] for o in rest), f"{path}.{name}" if path else name)
+        for i, (name, branch) in enumerate(branches)
     ]
     return _rebuild(state, mapped)
 
@@ -95,9 +96,7 @@ def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, .
 def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list[tuple[str, State]]:
     found = _children(other, path)
     if [name for name, _ in found] != [name for name, _ in branches]:
-        raise StateError(
-            f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and {[n for n, _ in found]}"
-        )
+        raise StateError(f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and {[n for n, _ in found]}")
     return found
 
 

@@ -51,7 +51,7 @@ def updates(
         ModelError: the net is not carried, or breaks its contract.
         DataError: chunks that are not adjacent, or have no targets.
 
-    Cost: the policy's; besides it about 60 µs per update on a CPU.
+    Cost: the policy's; besides it about 60 microseconds per update on a CPU.
 
     Example:
         >>> import torch, throughtime as tt
@@ -135,7 +135,9 @@ class Updates(Iterator[Update]):
 
     def _need_stream(self) -> Stream:
         if self._stream is None:
-            raise DataError("only a tt.Stream knows its place and can read a step again; to resume, give tt.updates a Stream, not bare chunks")
+            raise DataError(
+                "only a tt.Stream knows its place and can read a step again; to resume, give tt.updates a Stream, not bare chunks"
+            )
         return self._stream
 
 
@@ -194,7 +196,10 @@ class ChunkQueue:
         if chunk is None:
             return False
         if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass loaders of anything
-            raise DataError(f"the stream gave a {type(chunk).__name__}, expected a Chunk: use tt.Stream(recordings, lanes, chunk), or tt.Chunk.of(inputs, targets)")
+            raise DataError(
+                f"the stream gave a {type(chunk).__name__}, expected a Chunk: use tt.Stream(recordings, lanes, chunk), "
+                "or tt.Chunk.of(inputs, targets)"
+            )
         if self._last is not None:
             _check_adjacent(self._last, chunk)
         self._last = chunk
@@ -206,8 +211,8 @@ def _refuse_sampler(loader: "DataLoader[Any]") -> None:
     sampler = loader.sampler
     if not isinstance(sampler, SequentialSampler) and loader.batch_size is not None:
         raise DataError(
-            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches are not adjacent in time, and the state "
-            "carried between them would belong to another place. Give tt.updates a tt.Stream, which keeps every lane in order."
+            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches are not adjacent in time, and "
+            "the state carried between them would belong to another place. Give tt.updates a tt.Stream, which keeps every lane in order."
         )
 
 

@@ -12,9 +12,9 @@ import torch
 
 from throughtime.chunk import Chunk, Marks
 from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array
 from throughtime.stream.lanes import Play
 from throughtime.stream.recording import Recording, Steps
-from throughtime.stream.formats.table import Array
 
 Read: TypeAlias = tuple[Play, Steps]
 

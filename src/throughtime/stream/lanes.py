@@ -58,17 +58,13 @@ def cut(lengths: Sequence[int], lanes: int) -> list[Span]:
     if lanes > sum(lengths):
         raise DataError(f"lanes={lanes} but the recordings have {sum(lengths)} steps in all: a lane needs at least one step")
     parts = _parts(lengths, lanes)
-    return [
-        Span(i, length * k // parts[i], length * (k + 1) // parts[i])
-        for i, length in enumerate(lengths)
-        for k in range(parts[i])
-    ]
+    return [Span(i, length * k // parts[i], length * (k + 1) // parts[i]) for i, length in enumerate(lengths) for k in range(parts[i])]
 
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
     """How many parts each recording is cut into: the longest parts are cut first, until lanes are full."""
     parts = [1] * len(lengths)
-    longest = [(-length, i) for i, length in enumerate(lengths)]
+    longest: list[tuple[float, int]] = [(-length, i) for i, length in enumerate(lengths)]
     heapq.heapify(longest)
     for _ in range(lanes - len(lengths)):
         _, i = longest[0]

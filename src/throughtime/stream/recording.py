@@ -16,7 +16,6 @@ from throughtime.stream import formats
 from throughtime.stream.formats.table import Array
 
 
-
 class Steps(NamedTuple):
     """Some consecutive steps of a recording: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`."""
 
@@ -126,7 +125,7 @@ def as_recording(source: Any, index: int) -> Recording:
         DataError: nothing of the kind, or inputs and targets of different lengths.
     """
     if isinstance(source, Mapping):
-        return _from_mapping(source, index)  # pyright: ignore[reportUnknownArgumentType]  # its keys and values are checked there
+        return _from_mapping(source, index)
     if isinstance(source, (str, Path)):
         return _from_path(Path(source))
     if isinstance(source, Recording):
@@ -155,7 +154,9 @@ def _as_array(value: Any, name: str, role: str) -> Array:
     if not isinstance(value, np.ndarray):
         raise DataError(f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a torch tensor")
     if value.ndim == 0 or not (np.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
-        raise DataError(f"recording '{name}': {role} have shape {value.shape} and type {value.dtype}, expected numbers with one row per step")
+        raise DataError(
+            f"recording '{name}': {role} have shape {value.shape} and type {value.dtype}, expected numbers with one row per step"
+        )
     return value
 
 
@@ -192,4 +193,6 @@ def columns(
 def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> None:
     missing = [c for c in wanted if c not in table.columns]
     if missing or not wanted:
-        raise DataError(f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}; name the columns with --{role}")
+        raise DataError(
+            f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}; name the columns with --{role}"
+        )

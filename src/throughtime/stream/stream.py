@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 """
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from throughtime.errors import DataError
 from throughtime.stream.collate import Collator
 from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording
-
 
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
 
@@ -48,7 +48,7 @@ class Stream:
         DataError: no recordings, an empty one, more lanes than steps, columns that differ between
             recordings, and, when it is read, an input that is NaN or infinite.
 
-    Cost: memory for one chunk, or for 16,384 lane steps if that is more; a few µs per chunk besides reading.
+    Cost: memory for one chunk, or for 16,384 lane steps if that is more; a few microseconds per chunk besides reading.
 
     Example:
         >>> import numpy as np, throughtime as tt
@@ -59,7 +59,7 @@ class Stream:
 
     def __init__(
         self,
-        recordings: Sequence[Any] | Mapping[str, Any] | str | Path,
+        recordings: Sequence[Any] | Mapping[str, Any] | Recording | str | Path,
         lanes: int,
         chunk: int,
         *,
@@ -69,9 +69,10 @@ class Stream:
         missing: Literal["error", "mask"] = "error",
     ) -> None:
         if chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
-            raise DataError(f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1, warm_up >= 0, missing 'error' or 'mask'")
-        single = isinstance(recordings, (Mapping, str, Path)) or not isinstance(recordings, Sequence)
-        sources: Sequence[Any] = [recordings] if single else recordings
+            raise DataError(
+                f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1, warm_up >= 0, missing 'error' or 'mask'"
+            )
+        sources: Sequence[Any] = [recordings] if isinstance(recordings, (Mapping, str, Path, Recording)) else recordings
         self.recordings: tuple[Recording, ...] = tuple(as_recording(source, i) for i, source in enumerate(sources))
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
@@ -86,7 +87,7 @@ class Stream:
             raise DataError(f"recording '{empty[0]}' is empty ({len(empty)} such); leave it out: a recording needs at least one step")
 
     def _begin(self, epoch: int) -> None:
-        order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")
+        order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")  # noqa: S311  # an order, not a secret
         self._epoch, self._at = epoch, 0
         self._ahead, self._ahead_at = None, 0
         self._table = Timetable.plan(self.lengths, self.lanes, order)
@@ -123,7 +124,7 @@ class Stream:
 
     def __len__(self) -> int:
         """Chunks in this epoch."""
-        return -(-self._table.steps // self.chunk)
+        return math.ceil(self._table.steps / self.chunk)
 
     def __iter__(self) -> Iterator[Chunk]:
         self.start()

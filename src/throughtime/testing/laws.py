@@ -29,7 +29,9 @@ class Law:
     tolerance: float
 
 
-def check_carry(net: nn.Module, inputs: Tensor | None = None, *, chunks: tuple[int, ...] = (1, 7, 2, 13, 5), tolerance: float = 1e-12) -> list[Law]:
+def check_carry(
+    net: nn.Module, inputs: Tensor | None = None, *, chunks: tuple[int, ...] = (1, 7, 2, 13, 5), tolerance: float = 1e-12
+) -> list[Law]:
     """Proves that a module may be carried: in chunks it computes what it computes as a whole.
 
     Works on a copy in float64 and evaluation mode; the module is not touched.
@@ -64,7 +66,9 @@ def check_carry(net: nn.Module, inputs: Tensor | None = None, *, chunks: tuple[i
     ]
     broken = [law for law in laws if not law.deviation <= law.tolerance]
     if broken:
-        raise LawError("; ".join(f"{law.name}: {_MEANING[law.name]} (deviation {law.deviation:.2g}, allowed {law.tolerance:.2g})" for law in broken))
+        raise LawError(
+            "; ".join(f"{law.name}: {_MEANING[law.name]} (deviation {law.deviation:.2g}, allowed {law.tolerance:.2g})" for law in broken)
+        )
     return laws
 
 

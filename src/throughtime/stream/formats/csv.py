@@ -2,13 +2,11 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, ArrayTable
-
 
 
 def open_csv(path: Path) -> ArrayTable:

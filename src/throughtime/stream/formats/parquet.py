@@ -12,7 +12,6 @@ from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats.table import Array
 
 
-
 def open_parquet(path: Path) -> "ParquetTable":
     """Opens the file's footer.
 
@@ -21,13 +20,13 @@ def open_parquet(path: Path) -> "ParquetTable":
         DataError: the file is no Parquet file, or cut short.
     """
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow as pa
+        from pyarrow import parquet
     except ImportError as error:
         raise MissingExtraError(f"{path}: Parquet needs pyarrow; pip install 'throughtime[arrow]'") from error
     try:
-        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-    except (OSError, pyarrow.ArrowException) as error:
+        file = parquet.ParquetFile(path, memory_map=True)
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); is it cut short?") from error
     groups = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
     return ParquetTable(path, file, tuple(file.schema_arrow.names), (0, *accumulate(groups)))

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats.table import Array
-
 
 
 def open_wav(path: Path) -> "WavTable":
@@ -32,7 +29,7 @@ def open_wav(path: Path) -> "WavTable":
 
 
 def _refuse_cut_short(path: Path) -> None:
-    """libsndfile plays what is left of a file cut short; its RIFF header tells how long it was."""
+    """Libsndfile plays what is left of a file cut short; its RIFF header tells how long it was."""
     with path.open("rb") as file:
         header = file.read(8)
     promised = 8 + int.from_bytes(header[4:8], "little")

@@ -1,0 +1,49 @@
+# Everything installs into .venv; nothing else is assumed than Python 3.11 or later, pip and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-all check format lint types imports bench wheel clean help
+
+help:
+	@echo "make demo | test | test-all | check | format | bench | wheel | clean"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/throughtime demo $(DEMO)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/basedpyright --warnings
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports --no-cache
+
+check: lint types imports test
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/update_loop.py
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,199 @@
+"""The commands: train, eval, predict, demo."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from throughtime import __version__
+from throughtime import state as trees
+from throughtime.cli.progress import Progress, duration
+from throughtime.errors import ConfigError
+from throughtime.predict import Evaluation
+from throughtime.report import of_demo, of_run
+from throughtime.run import demo as demos
+from throughtime.run.assess import assess
+from throughtime.run.config import make_config, read_toml
+from throughtime.run.folder import Folder
+from throughtime.run.model import load_model
+from throughtime.run.train import Training, begin
+from throughtime.run.write import initial_state, open_recording, predict_to_file
+from throughtime.score import Figures
+
+app = typer.Typer(
+    name="throughtime",
+    help="Train recurrent networks the way they are deployed: on one unbroken stream, with the state carried.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(soft_wrap=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(f"throughtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False) -> None:
+    """Train recurrent networks the way they are deployed: on one unbroken stream, with the state carried."""
+
+
+@app.command()
+def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
+    data: Annotated[Path | None, typer.Argument(help="CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest (CSV: id,split,inputs,targets).")] = None,
+    task: Annotated[str | None, typer.Option(help="classify or regress.")] = None,
+    inputs: Annotated[str | None, typer.Option(help="Input columns, separated by commas; default: all that are not targets.")] = None,
+    targets: Annotated[str | None, typer.Option(help="Target columns, separated by commas; default: 'targets', or all of a targets file.")] = None,
+    model: Annotated[str | None, typer.Option(help="lstm, gru or rnn. [default: lstm]")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the recurrent layers. [default: 64]")] = None,
+    layers: Annotated[int | None, typer.Option(help="How many of them. [default: 1]")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Recordings played side by side. [default: 16]")] = None,
+    stride: Annotated[int | None, typer.Option(help="Steps between two updates. [default: 100]")] = None,
+    horizon: Annotated[int | None, typer.Option(help="Steps that credit may flow back, at least the stride. [default: the stride]")] = None,
+    warm_up: Annotated[int | None, typer.Option(help="First steps of a recording whose loss does not count. [default: 0]")] = None,
+    train_on: Annotated[str | None, typer.Option(help="stream, or windows: shuffled windows of a stride from a zero state, to compare. [default: stream]")] = None,
+    updates: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Or after playing every recording so often. [default: 1]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Adam's learning rate. [default: 0.001]")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient. [default: 1]")] = None,
+    class_weights: Annotated[str | None, typer.Option(help="none or balanced. [default: none]")] = None,
+    missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: error]")] = None,
+    holdout: Annotated[float | None, typer.Option(help="Share held out for validation where no manifest says. [default: 0.2]")] = None,
+    valid_every: Annotated[int | None, typer.Option(help="Updates between validations; 0: only at the end. [default: a fifth of the run]")] = None,
+    checkpoint_every: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 30]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws weights and order. [default: 0]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cpu]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or float64. [default: float32]")] = None,
+    run: Annotated[Path | None, typer.Option("--out", help="The run folder. [default: runs/NAME-OF-DATA]")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with the same settings as keys; flags win.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")] = None,
+) -> None:
+    """Train a model on recordings."""
+    flags: dict[str, Any] = {k: v for k, v in locals().items() if k not in {"config", "resume", "run", "data", "inputs", "targets"} and v is not None}
+    flags |= {k: str(v) for k, v in (("data", data), ("out", run)) if v is not None}
+    flags |= {k: tuple(c.strip() for c in v.split(",")) for k, v in (("inputs", inputs), ("targets", targets)) if v is not None}
+    if resume is not None:
+        if flags or config is not None:
+            raise ConfigError(f"--resume goes on with the settings of {resume}; leave out {', '.join(sorted(flags)) or '--config'}")
+        training = Training.resume(resume)
+    else:
+        settings = (read_toml(config) if config is not None else {}) | flags
+        if "data" in settings:
+            settings.setdefault("out", f"runs/{Path(str(settings['data'])).resolve().stem}")
+        training = begin(make_config(settings, source=str(config or "the command line")))
+    _announce(training)
+    _go(training)
+
+
+def _announce(training: Training) -> None:
+    prepared, spec = training.prepared, training.prepared.spec
+    steps = sum(map(len, prepared.train))
+    out.print(f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks), highlight=False)
+    outputs = f"classes {', '.join(spec.classes)}" if spec.classes else f"targets {', '.join(spec.targets)}"
+    out.print(f"inputs {', '.join(spec.inputs)}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}", highlight=False)
+    if training.count:
+        out.print(f"resumed at update {training.count}")
+
+
+def _go(training: Training) -> None:
+    """Trains under a live line; Ctrl-C saves and stops."""
+    before = {s: signal.signal(s, lambda *_: training.stop()) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Progress(out) as progress:
+            for moment in training.go():
+                progress.show(moment)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    folder = training.folder
+    if not training.finished:
+        out.print(f"stopped at update {training.count}; go on with: throughtime train --resume {folder.path}")
+        return
+    valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
+    if valid:
+        _print_scores("valid", {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}, valid[-1]["recordings"])
+    of_run.write_report(folder)
+    out.print(f"{training.count} updates in {duration(training.seconds)}; model, metrics and report.html are in {folder.path}")
+
+
+def _print_scores(split: str, together: Figures, recordings: dict[str, Figures]) -> None:
+    table = Table(title=f"scores on the unbroken recordings of '{split}'")
+    table.add_column("recording")
+    for name in together:
+        table.add_column(name, justify="right")
+    for recording, figures in recordings.items():
+        table.add_row(recording, *_cells(figures.values()))
+    table.add_section()
+    table.add_row("all steps together", *_cells(together.values()))
+    out.print(table)
+
+
+def _cells(values: Any) -> Sequence[str]:
+    return ["-" if value != value else f"{value:.4f}" for value in values]  # noqa: PLR0124  # NaN is unlike itself
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    data: Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")] = None,
+    split: Annotated[str, typer.Option(help="Which split of it: train, valid, test, ... or all.")] = "test",
+    missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: as in training]")] = None,
+) -> None:
+    """Score a trained model on whole recordings, state carried, and put the scores into its report."""
+    folder = Folder(run)
+    found: Evaluation = assess(folder, data, split, missing)
+    _print_scores(split, found.figures, found.recordings)
+    of_run.write_report(folder)
+    out.print(f"{found.steps:,} frames scored; {folder.scores(split)} and {folder.report} written")
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    recording: Annotated[Path, typer.Argument(help="A file with the input columns that the model was trained on.")],
+    to: Annotated[Path, typer.Option("--out", help="Where to write: .npy (T, C), or .csv with a line per step.")] = Path("predictions.csv"),
+    state_in: Annotated[Path | None, typer.Option(help="Start from a state that an earlier call wrote.")] = None,
+    state_out: Annotated[Path | None, typer.Option(help="Write the state after the last step, to go on later.")] = None,
+    missing: Annotated[str, typer.Option(help="Inputs that are NaN or infinite: error or mask.")] = "error",
+) -> None:
+    """Run a trained model over one whole recording, in memory that does not grow with its length."""
+    if missing not in {"error", "mask"}:
+        raise ConfigError(f"missing={missing!r}: expected 'error' or 'mask'")
+    net, spec = load_model(Folder(run).model)
+    source = open_recording(recording, spec)
+    state = trees.load(state_in, initial_state(net)) if state_in is not None else None
+    after = predict_to_file(net, spec, source, to, state=state, missing=missing)
+    if state_out is not None:
+        trees.save(after, state_out)
+    out.print(f"{len(source):,} frames from {recording} to {to}")
+
+
+@app.command()
+def demo(
+    short: Annotated[bool, typer.Option("--short", help="A third of the updates: to see that everything works.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws recordings and weights.")] = 0,
+    to: Annotated[Path, typer.Option("--out", help="The folder for the report.")] = Path("runs/demo"),
+) -> None:
+    """Train on windows and on the unbroken stream, on a generated recording whose best score is known."""
+    updates = 1_000 if short else 3_000
+    out.print(f"rare pulses switch the mode of a machine; every frame is labelled with the mode. Two LSTMs, {updates} updates each.")
+
+    def watch(name: str, update: int, loss: float) -> None:
+        if update % 500 == 0:
+            out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}", highlight=False)
+
+    found = demos.run_demo(updates, seed, watch)
+    table = Table(title="accuracy", caption=f"{updates} updates each; the same test recording of {len(found.test.recording):,} frames")
+    for heading in ("trained on", "run on the unbroken recording", "run on pieces as trained"):
+        table.add_column(heading, justify="left" if heading == "trained on" else "right")
+    for row in demos.summary(found):
+        table.add_row(*row)
+    out.print(table)
+    out.print(f"the pictures are in {of_demo.write_report(found, to)}")

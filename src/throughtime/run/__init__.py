@@ -1,0 +1,1 @@
+"""A training run on disk: its configuration, its data, its model, its folder."""

@@ -1,0 +1,41 @@
+"""Scoring a finished run on whole recordings, and keeping what came out in its folder."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from throughtime import files
+from throughtime.predict import Evaluation
+from throughtime.run import data as datasets
+from throughtime.run.config import Config, make_config
+from throughtime.run.folder import Folder
+from throughtime.run.model import Spec, load_model
+from throughtime.run.train import scored
+from throughtime.stream import Recording
+
+
+def recordings_for(spec: Spec, data: Path, split: str, config: Config) -> list[Recording]:
+    """The recordings of a split with the columns and classes of the model."""
+    found = datasets.find(data)
+    opened = datasets.open_recordings(found, spec.inputs, spec.targets, need_targets=True)
+    splits, _ = datasets.split([(name, datasets.Numeric(r, spec.task == "regress")) for name, r in opened], config.holdout)
+    chosen = datasets.choose(splits, split)
+    return [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
+
+
+def assess(folder: Folder, data: Path | None, split: str, missing: str | None) -> Evaluation:
+    """Scores the run's model on a split of `data` (default: its own) and writes `scores-SPLIT.json`.
+
+    Raises:
+        RunError: the folder holds no run that reached a checkpoint.
+        DataError: no such split, or recordings that the model does not fit.
+    """
+    config = folder.read_config()
+    if missing is not None:
+        config = make_config({**{k: v for k, v in asdict(config).items() if v is not None}, "missing": missing}, source="the command line")
+    config = replace(config, device="cpu")
+    net, spec = load_model(folder.model)
+    found = scored(net, spec, recordings_for(spec, data or Path(config.data), split, config), config)
+    content = {"split": split, "steps": found.steps, "figures": found.figures, "recordings": found.recordings}
+    files.write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
+    return found

@@ -1,0 +1,69 @@
+"""A checkpoint is one file: any nesting of plain values and tensors, as safetensors and JSON, no pickle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from throughtime import files
+from throughtime.errors import RunError
+
+_FORMAT = "throughtime.checkpoint/1"
+
+
+def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Writes the content: to a temporary file, synced, then renamed over the previous checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    plan = _packed(content, tensors)
+    files.write_atomically(path, safetensors.torch.save(tensors, metadata={"format": _FORMAT, "plan": json.dumps(plan)}))
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The content as it was saved, tensors on the CPU.
+
+    Raises:
+        RunError: no such file, or one that is no checkpoint.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, safetensors.SafetensorError) as error:
+        raise RunError(
+            f"{path}: no checkpoint can be read there ({error}); a run can be resumed once it has written its first one"
+        ) from error
+    if metadata.get("format") != _FORMAT:
+        raise RunError(f"{path}: not a checkpoint that `throughtime train` wrote")
+    return _unpacked(json.loads(metadata["plan"]), tensors)
+
+
+def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value as JSON, each tensor replaced by its number; JSON has no tuples and no keys but text."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        # A copy of its own: safetensors refuses tensors that share memory, as the two states of a policy may.
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[_packed(k, tensors), _packed(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [_packed(v, tensors) for v in value]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise RunError(f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values")
+
+
+def _unpacked(plan: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(plan, dict):
+        return plan
+    ((kind, content),) = plan.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}
+    items = [_unpacked(v, tensors) for v in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,162 @@
+"""Config: every setting of a run, from flags or TOML, checked once and written back resolved."""
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from throughtime.errors import ConfigError
+
+Task = Literal["classify", "regress"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
+
+    Attributes:
+        data: a CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest.
+        task: classes or numbers.
+        inputs: columns of the inputs; empty: all that are not targets.
+        targets: columns of the targets; empty: `targets`, or the whole targets file of a manifest.
+        model: the recurrent layer.
+        hidden: its width.
+        layers: how many of them.
+        lanes: recordings played side by side.
+        stride: steps between two updates.
+        horizon: steps that credit may flow back; default: the stride.
+        warm_up: first steps of a recording whose loss does not count.
+        train_on: the unbroken stream, or shuffled windows of `stride` steps from a zero state, for comparison.
+        updates: how many updates; or give `epochs`.
+        epochs: how often every recording is played; default 1 if `updates` is not given.
+        lr: Adam's learning rate.
+        clip: largest norm of the gradient.
+        class_weights: `balanced` weighs each class by the inverse of its frequency in the training split.
+        missing: what to do with inputs that are NaN or infinite.
+        holdout: share of recordings (or of the end of a single one) held out as `valid` when nothing says which.
+        valid_every: updates between two evaluations of the valid split; default: a fifth of the run; 0: only at the end.
+        checkpoint_every: seconds between two checkpoints.
+        seed: draws the weights and the order of the recordings.
+        device: where to compute.
+        dtype: of inputs and weights.
+        out: the run folder.
+    """
+
+    data: str
+    task: Task
+    out: str
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    model: Literal["lstm", "gru", "rnn"] = "lstm"
+    hidden: int = 64
+    layers: int = 1
+    lanes: int = 16
+    stride: int = 100
+    horizon: int | None = None
+    warm_up: int = 0
+    train_on: Literal["stream", "windows"] = "stream"
+    updates: int | None = None
+    epochs: int | None = None
+    lr: float = 1e-3
+    clip: float = 1.0
+    class_weights: Literal["none", "balanced"] = "none"
+    missing: Literal["error", "mask"] = "error"
+    holdout: float = 0.2
+    valid_every: int | None = None
+    checkpoint_every: float = 30.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: Literal["float32", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}={getattr(self, name)}: expected at least {least}"
+            for name, least in (
+                ("hidden", 1),
+                ("layers", 1),
+                ("lanes", 1),
+                ("stride", 1),
+                ("warm_up", 0),
+                ("updates", 1),
+                ("epochs", 1),
+                ("valid_every", 0),
+            )
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        faults += [
+            f"{name}={value}: expected a finite number above 0"
+            for name, value in (("lr", self.lr), ("clip", self.clip), ("checkpoint_every", self.checkpoint_every))
+            if not (value > 0 and math.isfinite(value))
+        ]
+        if not 0 <= self.holdout < 1:
+            faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
+        if self.updates is not None and self.epochs is not None:
+            faults.append("updates and epochs are both given: one of them says when to stop")
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    def to_toml(self) -> str:
+        """The settings as TOML; what is `None` is left out."""
+        rows = ((key, list(value) if isinstance(value, tuple) else value) for key, value in asdict(self).items())
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows if value is not None)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, unchecked.
+
+    Raises:
+        ConfigError: the file is missing or no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML ({error})") from error
+
+
+def make_config(settings: Mapping[str, Any], *, source: str = "the settings") -> Config:
+    """A checked config from settings by name; `None` means the default.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a missing one, or a value of the wrong kind; all are listed.
+    """
+    kinds = get_type_hints(Config)
+    given = {key: value for key, value in settings.items() if value is not None}
+    faults = [_unknown(key, list(kinds)) for key in given if key not in kinds]
+    required = [f.name for f in fields(Config) if f.name in {"data", "task", "out"} and f.name not in given]
+    faults += [f"'{name}' is missing" for name in required]
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in kinds:
+            values[key], fault = _converted(key, value, kinds[key])
+            faults += [fault] if fault else []
+    if faults:
+        raise ConfigError(f"{source}: " + "; ".join(faults))
+    return Config(**values)
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(known)}")
+
+
+def _converted(key: str, value: Any, kind: Any) -> tuple[Any, str]:
+    """The value in the type of the field, and what is wrong with it."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value, "" if value in options else f"{key}={value!r}: expected one of {', '.join(map(repr, options))}"
+    if get_origin(kind) is tuple:
+        items = [value] if isinstance(value, str) else value
+        right = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
+        return tuple(items) if right else (), "" if right else f"{key}={value!r}: expected a list of column names"
+    plain = next((o for o in options if o is not type(None)), kind)
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value), ""
+    right = isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool)
+    return (
+        value,
+        "" if right else f"{key}={value!r}: expected {'a whole number' if plain is int else 'a number' if plain is float else 'text'}",
+    )

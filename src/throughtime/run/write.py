@@ -1,0 +1,130 @@
+"""Predictions of a whole recording to a file, chunk by chunk: memory does not grow with its length.
+
+Shapes: `T` steps, `C` classes or output columns.
+"""
+
+import csv
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from throughtime import state as trees
+from throughtime.carry import Carried
+from throughtime.errors import ConfigError, DataError
+from throughtime.predict import predict
+from throughtime.run.model import Spec
+from throughtime.state import State
+from throughtime.stream import Recording, formats
+from throughtime.stream.formats.table import Array
+from throughtime.stream.recording import columns
+
+CHUNK = 1024
+
+
+class Sink(Protocol):
+    """Takes the outputs of consecutive steps: probabilities of the classes, or values."""
+
+    def write(self, start: int, values: Array) -> None:
+        """Writes `(n, C)` values of the steps from `start` on."""
+        ...
+
+    def close(self) -> None:
+        """Flushes to the file."""
+        ...
+
+
+class NpySink:
+    """A memory-mapped `.npy` of shape `(T, C)`."""
+
+    def __init__(self, path: Path, steps: int, spec: Spec) -> None:
+        self._file = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(spec.dtype), shape=(steps, spec.outputs))
+
+    def write(self, start: int, values: Array) -> None:
+        self._file[start : start + len(values)] = values
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class CsvSink:
+    """A `.csv` with a line per step: the step, the class if there are classes, and the outputs."""
+
+    def __init__(self, path: Path, steps: int, spec: Spec) -> None:
+        del steps
+        self._spec = spec
+        self._open = path.open("w", newline="", encoding="utf-8")
+        self._rows = csv.writer(self._open)
+        names = (
+            [f"p[{name}]" for name in spec.classes] or [f"y[{name}]" for name in spec.targets] or [f"y[{i}]" for i in range(spec.outputs)]
+        )
+        self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
+
+    def write(self, start: int, values: Array) -> None:
+        classes = self._spec.classes
+        for step, row in enumerate(values.tolist(), start):
+            named = [classes[int(np.argmax(row))]] if classes else []
+            self._rows.writerow([step, *named, *(f"{value:.6g}" for value in row)])
+
+    def close(self) -> None:
+        self._open.close()
+
+
+_SINKS = {".npy": NpySink, ".csv": CsvSink}
+
+
+class _Outputs:
+    """What `predict` writes into: turns logits into probabilities on the way to the sink."""
+
+    def __init__(self, sink: Sink, spec: Spec) -> None:
+        self._sink, self._spec = sink, spec
+
+    def __setitem__(self, steps: slice, values: Array) -> None:
+        if self._spec.task == "classify":
+            values = torch.from_numpy(values).softmax(dim=1).numpy()
+        self._sink.write(steps.start, values)
+
+
+def open_recording(path: Path, spec: Spec) -> Recording:
+    """The recording in a file, with the input columns that the model was trained on.
+
+    Raises:
+        DataError: a column is missing, or the file cannot be read.
+    """
+    table = formats.open_table(path)
+    recording = columns(path.name, table, spec.inputs)
+    width = recording.read(0, 1).inputs.shape[1]
+    if width != spec.features:
+        raise DataError(f"{path}: has {width} input columns, the model was trained on {spec.features} ({', '.join(spec.inputs)})")
+    return recording
+
+
+def predict_to_file(net: Carried, spec: Spec, recording: Recording, out: Path, *, state: State = None, missing: Any = "error") -> State:
+    """Runs the net over the recording and writes what comes out; returns the state after its last step.
+
+    The file appears whole or not at all: it is written under another name first.
+
+    Raises:
+        ConfigError: a file name that ends in something else than `.npy` or `.csv`.
+    """
+    kind = _SINKS.get(out.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"{out}: predictions are written as {' or '.join(_SINKS)}; got '{out.suffix}'")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
+    with ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)
+        sink = kind(temporary, len(recording), spec)
+        try:
+            _, after = predict(net, recording, chunk=CHUNK, state=state, out=_Outputs(sink, spec), dtype=spec.torch_dtype, missing=missing)
+        finally:
+            sink.close()
+        temporary.replace(out)
+    return after
+
+
+def initial_state(net: Carried) -> State:
+    """The state of one lane at the start of a recording, without a graph."""
+    return trees.detach(net.initial_state(1))

@@ -1,0 +1,19 @@
+"""What holds for every test: one thread, NaN in fresh memory, a seed, and hypothesis without a clock."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("throughtime", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("throughtime"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "throughtime")
+
+torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
+torch.use_deterministic_algorithms(True)  # torch.empty is then filled with NaN
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

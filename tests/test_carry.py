@@ -1,0 +1,586 @@
+"""The carry contract: what is carried computes what the whole sequence computes.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    LearntStart,
+    NETS,
+    Rotation,
+    Row,
+    TensorState,
+    apart,
+    every_net,
+    gradients,
+    in_chunks,
+    inputs,
+    named,
+    piece_lengths,
+    remembering,
+    seeds,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.errors import LawError, ModelError, StateError
+from throughtime.testing import check_carry
+
+EXACT = 1e-12
+UNEVEN = (1, 7, 2, 13, 5, 23)
+
+
+def played(net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """Outputs, final state, and the gradient of a loss that weighs every output and the final state."""
+    net.zero_grad()
+    y, state = in_chunks(net, x, lengths, resets=resets)
+    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + sum(leaf.square().sum() for leaf in tt.state.tensors(state))
+    torch.as_tensor(loss).backward()
+    return y.detach(), tt.state.detach(state), gradients(net)
+
+
+@every_net
+def test_every_net_remembers_fifty_steps(row: Row) -> None:
+    """What makes the other tests bite: the gradient at lag 50 is not small beside the one at lag 0."""
+    net, x = row.net(), inputs(51, 1).mul(0.1).requires_grad_()
+    y, _ = net(x, start(net, x))
+    blame = torch.autograd.grad(y[-1].sum(), x)[0].norm(dim=2)
+    assert blame[0].item() > 0.02 * blame[-1].item() > 0
+
+
+@every_net
+def test_chunks_with_the_state_carried_equal_the_whole(row: Row) -> None:
+    net, x = row.net(), inputs(sum(UNEVEN), 3)
+    y, state, gradient = played(net, x, UNEVEN)
+    whole, end, full = played(net, x, (len(x),))
+    assert (y - whole).abs().max() < EXACT
+    assert states_apart(state, end) < EXACT
+    assert apart(gradient, full) < EXACT
+    assert all(g.abs().max() > 0 for g in full.values())
+
+
+@every_net
+def test_chunks_without_the_state_carried_do_not_equal_the_whole(row: Row) -> None:
+    """The mutant: a state that is forgotten at every chunk, or detached, must fail the law above."""
+    net, x = row.net(), inputs(sum(UNEVEN), 3)
+    whole, _, full = played(net, x, (len(x),))
+    forgotten = torch.cat([net(part, start(net, part))[0] for part in x.split(7)])
+    assert (forgotten - whole).abs().max() > 1e-3
+    net.zero_grad()
+    state, losses = start(net, x), list[Tensor]()
+    for part in x.split(7):
+        y, state = net(part, tt.state.detach(state))
+        losses.append(y.sum())
+    torch.stack(losses).sum().backward()
+    assert apart(gradients(net), full) > 1e-3
+
+
+@given(lengths=piece_lengths, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 11, 47]))
+@some_nets("sequential", "hides-cell", "namedtuple-state")
+def test_any_cuts_give_the_whole(row: Row, lengths: list[int], lanes: int, steps: int) -> None:
+    net, x = row.net(), inputs(steps, lanes)
+    with torch.no_grad():
+        y, state = in_chunks(net, x, lengths)
+        whole, end = net(x, start(net, x))
+    assert (y - whole).abs().max() < EXACT
+    assert states_apart(state, end) < EXACT
+
+
+def torch_itself(module: nn.Module, x: Tensor) -> Tensor:
+    """What torch.nn gives, called as its documentation says."""
+    if isinstance(module, nn.RNNBase):
+        y, _ = module(x.transpose(0, 1) if module.batch_first else x)
+        return y.transpose(0, 1) if module.batch_first else y
+    state, outputs = None, list[Tensor]()
+    for t in range(len(x)):
+        state = module(x[t], state)
+        outputs.append(state if isinstance(state, Tensor) else state[0])
+    return torch.stack(outputs)
+
+
+@some_nets("lstm", "lstm-2-batch-first-proj", "gru", "rnn", "lstm-cell", "gru-cell", "rnn-cell")
+def test_carried_layer_equals_torch_itself(row: Row) -> None:
+    x, net = inputs(20, 3), row.net()
+    assert torch.equal(net(x, start(net, x))[0], torch_itself(row.module(), x))
+
+
+@some_nets("hides-layer", "hides-layer-batch-first", "hides-two-layers", "hides-cell", "hides-cell-batch-first")
+def test_carried_user_module_equals_the_module_itself(row: Row) -> None:
+    x, net, module = inputs(20, 3), row.net(), row.module()
+    turned = row.name.endswith("batch-first")
+    y = module(x.transpose(0, 1) if turned else x)
+    assert torch.equal(net(x, start(net, x))[0], y.transpose(0, 1) if turned else y)
+
+
+@some_nets("hides-layer", "hides-cell")
+def test_hidden_module_stays_usable_by_itself(row: Row) -> None:
+    module, x = row.module(), inputs(20, 3)
+    before = module(x)
+    net = tt.carry(module)
+    net(x, start(net, x))
+    assert torch.equal(module(x), before)
+
+
+def recordings_apart(net: tt.Carried, x: Tensor, resets: Tensor) -> Tensor:
+    """The oracle: every lane's recordings, cut at its resets, each played alone from the initial state."""
+    lanes: list[Tensor] = []
+    for lane in range(x.shape[1]):
+        bounds = [0, *resets[1:, lane].nonzero().flatten().add(1).tolist(), len(x)]
+        alone = [x[a:b, lane : lane + 1] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        lanes.append(torch.cat([net(part, start(net, part))[0] for part in alone]))
+    return torch.cat(lanes, dim=1)
+
+
+@every_net
+def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
+    net, x = row.net(), inputs(30, 3)
+    resets = torch.zeros(30, 3, dtype=torch.bool)
+    resets[0] = True
+    resets[11, 0] = resets[17, 1] = resets[17, 2] = resets[18, 1] = resets[29, 2] = True
+    y, _, gradient = played(net, x, (30,), resets)
+    pieces, _, same = played(net, x, (5, 6, 13), resets)
+    net.zero_grad()
+    oracle = recordings_apart(net, x, resets)
+    assert (y - oracle).abs().max() < EXACT
+    assert (pieces - oracle).abs().max() < EXACT
+    assert apart(gradient, same) < EXACT
+    unreset, _ = net(x, start(net, x))
+    assert (unreset - oracle).abs().max() > 1e-3
+
+
+@given(seed=seeds, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 13]), lengths=piece_lengths)
+@some_nets("lstm", "hides-cell", "dict-state", "learnt-start")
+def test_any_resets_equal_recordings_played_apart(row: Row, seed: int, lanes: int, steps: int, lengths: list[int]) -> None:
+    net, x = row.net(), inputs(steps, lanes)
+    resets = torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.3
+    with torch.no_grad():
+        y, _ = in_chunks(net, x, lengths, resets=resets)
+        assert (y - recordings_apart(net, x, resets)).abs().max() < EXACT
+
+
+@every_net
+def test_gradient_does_not_cross_a_reset(row: Row) -> None:
+    net, x = row.net(), inputs(30, 2).requires_grad_()
+    resets = torch.zeros(30, 2, dtype=torch.bool)
+    resets[12, 0] = True
+    y, _ = net(x, start(net, x), resets)
+    blame = torch.autograd.grad(y[12:].sum(), x)[0]
+    assert blame[:12, 0].abs().max() == 0
+    assert blame[:12, 1].norm(dim=1).min() > 1e-4
+    assert blame[12:, 0].norm(dim=1).min() > 1e-4
+
+
+def test_learnt_start_gets_gradient_from_every_reset() -> None:
+    net, x = named("learnt-start").net(), inputs(10, 2)
+    resets = torch.zeros(10, 2, dtype=torch.bool)
+    resets[0], resets[6, 1] = True, True
+    y, _ = net(x, tt.state.detach(start(net, x)), resets)
+    y.sum().backward()
+    by_hand = torch.autograd.grad(recordings_apart(net, x, resets).sum(), net.get_parameter("module.start"))[0]
+    assert torch.allclose(gradients(net)["module.start"], by_hand, atol=EXACT)
+    assert by_hand.abs().max() > 0.1
+
+
+@every_net
+def test_unbatched_lane_equals_a_batch_of_one(row: Row) -> None:
+    net, x = row.net(), inputs(15, 1)
+    resets = torch.zeros(15, 1, dtype=torch.bool)
+    resets[4] = True
+    y, end = net(x.squeeze(1), start(net, x), resets.squeeze(1))
+    batched, after = net(x, start(net, x), resets)
+    assert y.shape == batched.squeeze(1).shape
+    assert torch.equal(y, batched.squeeze(1))
+    assert states_apart(end, after) == 0
+
+
+def test_tokens_are_embedded_with_and_without_a_lane_dimension() -> None:
+    net = tt.carry(nn.Sequential(nn.Embedding(11, 5), nn.GRU(5, HIDDEN)).double())
+    tokens = torch.randint(11, (9, 1))
+    y, _ = net(tokens, net.initial_state(1))
+    assert y.shape == (9, 1, HIDDEN)
+    assert torch.equal(net(tokens.squeeze(1), net.initial_state(1))[0], y.squeeze(1))
+    assert [law.name for law in check_carry(net)] == ["whole", "reset", "lanes", "value"]
+
+
+@every_net
+def test_state_has_its_lanes_first_and_is_never_changed(row: Row) -> None:
+    net, x = row.net(), inputs(9, 5)
+    state = start(net, x)
+    assert tt.state.lanes(state) == 5
+    _, state = net(x, state)
+    assert tt.state.lanes(state) == 5
+    before = tt.state.map_leaves(lambda leaf: leaf.detach().clone(), state)
+    resets = torch.zeros(9, 5, dtype=torch.bool)
+    resets[3, 1] = True
+    net(x, state, resets)
+    assert states_apart(state, before) == 0
+
+
+@every_net
+def test_selected_lanes_play_on_alone(row: Row) -> None:
+    net, x = row.net(), inputs(20, 4)
+    whole, _ = net(x, start(net, x))
+    _, state = net(x[:9], start(net, x))
+    y, _ = net(x[9:, [3, 1]], tt.state.select(state, [3, 1]))
+    assert (y - whole[9:, [3, 1]]).abs().max() < EXACT
+
+
+@every_net
+def test_state_of_other_lanes_is_refused_naming_the_leaf(row: Row) -> None:
+    net, x = row.net(), inputs(5, 4)
+    first = next(name for name, _ in tt.state.leaves(start(net, x)))
+    with pytest.raises(StateError, match=rf"state leaf '{first}' has shape \(4, .*the chunk has 2 lanes.*initial_state\(lanes=2\)"):
+        net(x[:, :2], start(net, x))
+
+
+def test_missing_state_is_refused_with_the_line_to_write() -> None:
+    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
+    with pytest.raises(StateError, match=r"the state is None.*net\.initial_state\(lanes=2\)"):
+        net(torch.zeros(5, 2, FEATURES), None)
+
+
+def test_state_leaf_that_is_no_tensor_is_refused() -> None:
+    net = tt.carry(nn.LSTM(FEATURES, HIDDEN))
+    with pytest.raises(StateError, match=r"is a int, expected a tensor"):
+        net(torch.zeros(5, 2, FEATURES), (torch.zeros(2, 1, HIDDEN), 3))
+
+
+@every_net
+def test_deepcopy_works_independently(row: Row) -> None:
+    net, x = row.net(), inputs(12, 2)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        expected, _ = net(x, start(net, x))
+        for p in net.parameters():
+            p.zero_()
+        changed, _ = net(x, start(net, x))
+        y, state = in_chunks(twin, x, (5, 4))
+        end, _ = twin(x, state)
+    assert (y - expected).abs().max() < EXACT
+    assert (changed - expected).abs().max() > 1e-3
+    assert (end - expected).abs().max() > 1e-3  # the twin carries its own state
+
+
+@every_net
+def test_carrying_twice_is_carrying_once(row: Row) -> None:
+    net = row.net()
+    assert tt.carry(net) is net
+    assert {id(p) for p in net.parameters()} == {id(p) for p in net.module.parameters()}
+
+
+@some_nets("lstm-cell", "gru-cell", "rnn-cell")
+def test_cell_loop_is_linear_in_time(row: Row) -> None:
+    """Indexing `x[t]` gives one `SelectBackward0` per step, each of which allocates a gradient for all of x."""
+
+    def nodes(steps: int, *, mutant: bool = False) -> tuple[int, set[str]]:
+        module, x = row.module(), inputs(steps, 2).requires_grad_()
+        net = tt.carry(module)
+        y = torch_itself(module, x) if mutant else net(x, start(net, x))[0]
+        return _graph(y)
+
+    short, names = nodes(10)
+    long, _ = nodes(100)
+    steps = (long - short) / 90
+    assert "SelectBackward0" not in names
+    assert "SelectBackward0" in nodes(10, mutant=True)[1]
+    assert long == short + 90 * int(steps)
+
+
+def _graph(y: Tensor) -> tuple[int, set[str]]:
+    """How many nodes the graph of `y` has, and their kinds."""
+    waiting, seen, kinds = [y.grad_fn], set[Any](), set[str]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            kinds.add(node.name())
+            waiting += [parent for parent, _ in node.next_functions]
+    return len(seen), kinds
+
+
+def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("throughtime.carry"), "CUDNN_STEPS", 4)
+    calls: list[int] = []
+    layer = nn.GRU(FEATURES, HIDDEN).double()
+    layer.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    net, x = tt.carry(layer), inputs(11, 2)
+    resets = torch.zeros(11, 2, dtype=torch.bool)
+    resets[5, 0] = True
+    net(x, start(net, x), resets)
+    net(x, start(net, x), torch.zeros_like(resets))
+    assert calls == [5, 6, 11]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0] + self.gru(x.flip(2))[0]
+
+
+class KeepsHidden(nn.Module):
+    """Keeps the state in an attribute, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.gru(x, self.hidden)
+        self.hidden = hidden.detach()
+        return y
+
+
+class LearntHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.h0 = nn.Parameter(torch.zeros(1, 1, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x, self.h0.expand(1, x.shape[1], HIDDEN).contiguous())[0]
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])[0]
+
+
+class Returns(nn.Module):
+    """Returns whatever `pick` makes of what a layer returned."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.gru, self.pick = nn.GRU(FEATURES, HIDDEN), pick
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pick(*self.gru(x))
+
+
+class NoPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+        return self.gru(x)[0] * (scale or 1.0)
+
+
+class StartsFromOnes(TensorState):
+    def zeros(self, x: Tensor) -> Tensor:
+        return super().zeros(x) + 1
+
+
+class NeedsState(TensorState):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.play(x, torch.as_tensor(state))
+
+
+class SharedState(Rotation):
+    """A leaf that all lanes share cannot be reset for one of them."""
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        h, seen = (self.zeros(x), x.new_zeros(1)) if state is None else state
+        y, h = self.play(x, h)
+        return y, (h, seen + 1)
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("bidirectional layer", lambda: nn.LSTM(FEATURES, HIDDEN, bidirectional=True), r"layer 'LSTM' is bidirectional.*starts at the end"),
+    (
+        "bidirectional layer inside",
+        lambda: nn.Sequential(nn.GRU(FEATURES, HIDDEN, bidirectional=True)),
+        r"layer '0' is bidirectional.*bidirectional=False",
+    ),
+    ("no recurrent layer", lambda: nn.Linear(FEATURES, HIDDEN), r"Linear has no recurrent layer.*forward\(x, state\)"),
+    ("chain without state", lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()), r"none of the modules in this nn.Sequential"),
+    ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
+    ("own state", KeepsHidden, r"hands layer 'gru' a state of its own that is not zeros"),
+    ("learnt state inside", LearntHidden, r"hands layer 'gru' a state of its own.*initial_state\(lanes\)"),
+    ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
+    ("returns a pair", lambda: Returns(lambda y, h: (y, h)), r"Returns returned a tuple, expected one tensor of outputs"),
+    ("last step only", lambda: Returns(lambda y, _: y[-1]), r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step"),
+    ("batch first out", lambda: Returns(lambda y, _: y.transpose(0, 1)), r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)"),
+    ("returns no state", NoPair, r"NoPair.forward takes a second argument, so it must return the pair"),
+    ("starts from ones", StartsFromOnes, r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)"),
+    ("cannot start", NeedsState, r"NeedsState.forward\(x, None\) failed in a trial of one step"),
+    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 2 lanes and \(1,\) for 3"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), [pytest.param(m, r, id=name) for name, m, r in REFUSED])
+def test_module_that_cannot_be_carried_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    x = inputs(7, 2)
+
+    def play_twice() -> None:
+        net = tt.carry(remembering(make()))
+        for _ in range(2):
+            net(x, start(net, x))
+
+    with pytest.raises((ModelError, StateError), match=reason):
+        play_twice()
+
+
+def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None:
+    module = nn.Module()
+    module.add_module("a", nn.GRU(FEATURES, HIDDEN, batch_first=True))
+    module.add_module("b", nn.GRU(HIDDEN, HIDDEN))
+    with pytest.raises(ModelError, match=r"the layers \['a', 'b'\] disagree about batch_first"):
+        tt.carry(module)
+    assert isinstance(tt.carry(module, batch_first=True), tt.Carried)
+
+
+def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
+    net, x = named("dict-state").net(), inputs(3, 2)
+    with pytest.raises(StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"):
+        net.initial_state(2)
+    net.initial_state(2, like=x)
+    assert tt.state.lanes(net.initial_state(5)) == 5
+
+
+@some_nets("dict-state", "sequential-of-user-modules")
+def test_trial_leaves_no_trace(row: Row) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = row.module()
+            self.dropout = nn.Dropout(0.5).eval()
+
+    net, x = row.net(), inputs(3, 2)
+    net.module.add_module("partly", Noisy()) if not isinstance(net.module, nn.Sequential) else None
+    modes, random = [m.training for m in net.modules()], torch.get_rng_state()
+    net.initial_state(2, like=x)
+    assert [m.training for m in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_wrong_dtype_is_explained_in_a_note() -> None:
+    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
+    with pytest.raises(ValueError, match="dtype|type") as caught:
+        net(inputs(4, 2), net.initial_state(2))
+    assert any("tt.Stream(..., dtype=torch.float32)" in note for note in caught.value.__notes__)
+
+
+@every_net
+def test_check_carry_passes_on_what_carry_makes(row: Row) -> None:
+    before = weights(net := row.net())
+    laws = check_carry(net, inputs(28, 3))
+    assert [law.name for law in laws] == ["whole", "reset", "lanes", "value"]
+    assert apart(weights(net), before) == 0
+
+
+class HiddenBeside(TensorState):
+    """Keeps part of its state in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        beside = self.kept if self.kept is not None and self.kept.shape[0] == x.shape[1] else self.zeros(x)
+        y, h = super().forward(x, state)
+        self.kept = h.detach()
+        return y + beside.sum(1, keepdim=True), h
+
+
+class NormalisesTime(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class LooksAhead(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.cat([x[1:], torch.zeros_like(x[:1])]))
+
+
+class CentredConvolution(HidesLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, FEATURES, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1))
+
+
+class MixesLanes(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class ChangesInPlace(TensorState):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = super().forward(x, state)
+        if state is not None and not state.requires_grad:
+            state.copy_(h.detach())
+        return y, h
+
+
+MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
+    (HiddenBeside, "whole: chunks"),
+    (NormalisesTime, "whole: chunks"),
+    (LooksAhead, "whole: chunks"),
+    (CentredConvolution, "whole: chunks"),
+    (MixesLanes, "lanes: what one lane"),
+    (ChangesInPlace, "value: forward changes"),
+]
+
+
+@pytest.mark.parametrize(("make", "law"), [pytest.param(make, law, id=getattr(make, "__name__", law)) for make, law in MUTANTS])
+def test_check_carry_fails_on_mutants(make: Callable[[], nn.Module], law: str) -> None:
+    with pytest.raises(LawError, match=law):
+        check_carry(remembering(make()), inputs(28, 3))
+
+
+def test_check_carry_fails_on_a_module_that_looks_across_a_reset() -> None:
+    """A causal convolution that keeps no state: right as a whole, wrong in chunks and after a reset."""
+
+    class Causal(HidesLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.cat([torch.zeros_like(x[:1]), x[:-1]]))
+
+    with pytest.raises(LawError, match="whole"):
+        check_carry(remembering(Causal()), inputs(28, 3))
+
+
+def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:
+    with pytest.raises(ModelError, match=r"give check_carry some inputs \(T, B, D\)"):
+        check_carry(_Alone().double())
+
+
+class _Alone(nn.Module):
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        sums = state + x.cumsum(0)
+        return sums, sums[-1]
+
+
+def test_every_kind_of_state_is_a_row() -> None:
+    kinds = {type(start(row.net(), inputs(2, 2))).__name__ for row in NETS}
+    assert kinds >= {"Tensor", "tuple", "dict", "Pair", "Memory", "list"}
+    assert isinstance(named("learnt-start").module(), LearntStart)

@@ -1,0 +1,108 @@
+"""Who plays where: plans of integers, checked without torch."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import chunk_lengths, draw_lanes, lengths_of_recordings, seeds
+
+from throughtime.errors import DataError
+from throughtime.stream.lanes import Play, Timetable, cut
+
+lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
+
+
+def steps_of(plays: list[Play]) -> list[tuple[int, int]]:
+    return [(play.recording, play.position + i) for play in plays for i in range(play.steps)]
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
+def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
+    lanes = draw_lanes(lengths, wish)
+    table = Timetable.plan(lengths, lanes, random.Random(seed))
+    played = Counter[tuple[int, int]]()
+    for begin in range(0, table.steps, chunk):
+        stop = min(begin + chunk, table.steps)
+        busy = {lane: 0 for lane in range(lanes)}
+        for play in table.plays(begin, stop):
+            assert play.at == busy[play.lane]  # gapless, and in order
+            busy[play.lane] += play.steps
+            assert busy[play.lane] <= stop - begin
+            played.update(steps_of([play]))
+        for lane, steps in busy.items():  # nothing to play is nothing to play until the end
+            assert steps == stop - begin or not [p for p in table.plays(stop, table.steps) if p.lane == lane]
+    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
+    assert table.idle == table.steps * lanes - sum(lengths)
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
+def test_plays_do_not_depend_on_where_a_chunk_is_cut(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
+    table = Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed))
+
+    def flat(begin: int, stop: int) -> set[tuple[int, int, int, int, int]]:
+        return {
+            (p.lane, begin + p.at + i, p.recording, p.position + i, p.since + i) for p in table.plays(begin, stop) for i in range(p.steps)
+        }
+
+    cuts = set[tuple[int, int, int, int, int]]()
+    for begin in range(0, table.steps, chunk):
+        cuts |= flat(begin, min(begin + chunk, table.steps))
+    assert cuts == flat(0, table.steps)
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes)
+def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(lengths: list[int], wish: int) -> None:
+    lanes = draw_lanes(lengths, wish)
+    spans = cut(lengths, lanes)
+    assert len(spans) == max(lanes, len(lengths))
+    for i, length in enumerate(lengths):
+        mine = [span for span in spans if span.recording == i]
+        assert [span.start for span in mine] == [0, *[span.stop for span in mine[:-1]]]
+        assert mine[-1].stop == length
+        assert max(map(len, mine)) - min(map(len, mine)) <= 1
+    if len(lengths) >= lanes:
+        assert all(len(span) == lengths[span.recording] for span in spans)
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds)
+def test_lanes_end_within_the_longest_span_of_each_other(lengths: list[int], wish: int, seed: int) -> None:
+    lanes = draw_lanes(lengths, wish)
+    table = Timetable.plan(lengths, lanes, random.Random(seed))
+    ends = [row[-1] for row in table.starts]
+    assert max(ends) - min(ends) <= max(map(len, cut(lengths, lanes)))
+    assert min(ends) > 0
+
+
+@given(seed=seeds)
+def test_order_comes_from_the_seed_and_none_keeps_the_order_given(seed: int) -> None:
+    lengths = list(range(1, 12))
+    same = [Timetable.plan(lengths, 3, random.Random(seed)) for _ in range(2)]
+    assert same[0] == same[1]
+    assert [span.recording for span in Timetable.plan(lengths, 1).spans[0]] == list(range(11))
+
+
+def test_different_seeds_give_different_orders() -> None:
+    orders = {Timetable.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)}
+    assert len(orders) == 20
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lanes", "reason"),
+    [
+        ([3], 0, "lanes=0: expected at least 1"),
+        ([], 1, "no recordings: expected at least one"),
+        ([3, 0, 2], 1, "recording 1 is empty"),
+        ([3, 2], 6, "lanes=6 but the recordings have 5 steps in all"),
+    ],
+    ids=["no lanes", "no recordings", "empty", "too many lanes"],
+)
+def test_what_no_plan_can_serve_is_refused(lengths: list[int], lanes: int, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        Timetable.plan(lengths, lanes)
+
+
+def test_as_many_lanes_as_steps_leave_none_idle() -> None:
+    table = Timetable.plan([3, 1, 7], 11, random.Random(0))
+    assert (table.steps, table.idle) == (1, 0)

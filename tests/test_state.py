@@ -1,0 +1,265 @@
+"""State trees as values: what goes in comes out, and what does not fit is refused by name.
+
+Shapes: `B` lanes.
+"""
+
+import dataclasses
+import math
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import states_apart
+from torch import Tensor
+
+import throughtime as tt
+from throughtime.errors import StateError
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    c: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    fast: Tensor
+    slow: Any
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+TREES: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda b: numbers(b, 4),
+    "tuple": lambda b: (numbers(b, 2, 4), numbers(b, 2, 4)),
+    "list": lambda b: [numbers(b), [numbers(b, 1)]],
+    "dict": lambda b: {"h": numbers(b, 3), "deep": {"c": numbers(b, 3)}},
+    "ordered-dict": lambda b: OrderedDict(z=numbers(b, 3), a=numbers(b, 2)),
+    "namedtuple": lambda b: Pair(numbers(b, 3), (numbers(b, 2),)),
+    "dataclass": lambda b: Memory(numbers(b, 3), [numbers(b, 2)]),
+    "none-inside": lambda b: (numbers(b, 3), None),
+    "integers": lambda b: {"count": torch.arange(b), "seen": torch.ones(b, 2, dtype=torch.bool)},
+}
+every_tree = pytest.mark.parametrize("make", list(TREES.values()), ids=list(TREES))
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    """Containers of the same types around tensors; written without the code under test."""
+    if isinstance(a, Tensor) or a is None:
+        return type(a) is type(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_structure(a[k], b[k]) for k in a)
+    parts = [(t.fast, t.slow) if isinstance(t, Memory) else t for t in (a, b)]
+    return len(parts[0]) == len(parts[1]) and all(same_structure(p, q) for p, q in zip(*parts, strict=True))
+
+
+def equal(a: Any, b: Any) -> bool:
+    return same_structure(a, b) and all(torch.equal(p, q) for (_, p), (_, q) in zip(tt.state.leaves(a), tt.state.leaves(b), strict=True))
+
+
+@every_tree
+def test_map_keeps_structure_and_sees_every_leaf(make: Callable[[int], Any]) -> None:
+    tree, seen = make(3), list[Tensor]()
+
+    def zero(leaf: Tensor) -> Tensor:
+        seen.append(leaf)
+        return torch.zeros_like(leaf)
+
+    zeros = tt.state.map_leaves(zero, tree)
+    assert same_structure(tree, zeros)
+    assert all(p is q for p, q in zip(seen, tt.state.tensors(tree), strict=True))
+    assert not any(leaf.any() for leaf in tt.state.tensors(zeros))
+    assert not equal(tree, zeros)
+    twice = tt.state.map_leaves(lambda a, b: a * 1 + b * 0, tree, zeros)
+    assert states_apart(tt.state.map_leaves(Tensor.double, twice), tt.state.map_leaves(Tensor.double, tree)) == 0
+    assert same_structure(tree, twice)
+
+
+def test_leaves_are_named_by_their_path() -> None:
+    tree = {"cell": Pair(numbers(1), [numbers(1), None]), "m": Memory(numbers(1), (numbers(1),))}
+    assert [name for name, _ in tt.state.leaves(tree)] == ["cell.h", "cell.c.0", "m.fast", "m.slow.0"]
+    assert [name for name, _ in tt.state.leaves(numbers(1))] == ["state"]
+    assert len(tt.state.tensors(tree)) == 4
+
+
+@every_tree
+def test_detach_shares_values_and_drops_the_graph(make: Callable[[int], Any]) -> None:
+    tree = tt.state.map_leaves(lambda leaf: leaf.requires_grad_() * 2 if leaf.is_floating_point() else leaf, make(3))
+    values = tt.state.detach(tree)
+    assert equal(tree, values)
+    assert not any(leaf.requires_grad for leaf in tt.state.tensors(values))
+    shared = zip(tt.state.tensors(tree), tt.state.tensors(values), strict=True)
+    assert all(p.data_ptr() == q.data_ptr() for p, q in shared)
+
+
+@every_tree
+def test_reset_takes_marked_lanes_from_the_initial_state_and_no_others(make: Callable[[int], Any]) -> None:
+    state, initial = make(5), tt.state.map_leaves(lambda leaf: leaf + 1 if leaf.dtype != torch.bool else ~leaf, make(5))
+    before = tt.state.map_leaves(torch.clone, state)
+    where = torch.tensor([True, False, False, True, False])
+    after = tt.state.reset(state, initial, where)
+    assert equal(tt.state.select(after, [0, 3]), tt.state.select(initial, [0, 3]))
+    assert equal(tt.state.select(after, [1, 2, 4]), tt.state.select(state, [1, 2, 4]))
+    assert equal(state, before)
+    assert not equal(after, state)
+
+
+def test_reset_lets_no_gradient_cross_even_from_a_state_that_is_not_finite() -> None:
+    h = torch.tensor([[math.inf], [2.0]], dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    tt.state.reset(h, start, torch.tensor([True, False])).sum().backward()
+    assert h.grad is not None
+    assert start.grad is not None
+    assert h.grad.flatten().tolist() == [0, 1]
+    assert start.grad.flatten().tolist() == [1, 0]
+
+
+@given(sizes=st.lists(st.sampled_from([1, 2, 3, 7]), min_size=1, max_size=5))
+@every_tree
+def test_select_is_the_inverse_of_stack(make: Callable[[int], Any], sizes: list[int]) -> None:
+    states = [make(size) for size in sizes]
+    stacked = tt.state.stack(states)
+    assert tt.state.lanes(stacked) == sum(sizes)
+    for i, state in enumerate(states):
+        begin = sum(sizes[:i])
+        assert equal(tt.state.select(stacked, range(begin, begin + sizes[i])), state)
+
+
+def test_select_copies_and_keeps_the_order_given() -> None:
+    state = (numbers(4, 2),)
+    chosen = tt.state.select(state, torch.tensor([2, 0, 2]))
+    assert torch.equal(chosen[0], torch.stack([state[0][2], state[0][0], state[0][2]]))
+    chosen[0].zero_()
+    assert state[0][2].abs().sum() > 0
+    assert tt.state.select(state, [])[0].shape == (0, 2)
+
+
+@every_tree
+def test_saved_state_is_loaded_to_the_bit(make: Callable[[int], Any], tmp_path: Path) -> None:
+    state, path = make(3), tmp_path / "deep" / "state.safetensors"
+    tt.state.save(state, path)
+    assert equal(tt.state.load(path, tt.state.map_leaves(torch.zeros_like, state)), state)
+    assert [file.name for file in path.parent.iterdir()] == ["state.safetensors"]
+
+
+def test_saved_state_holds_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    state = {"h": numbers(2, 3).transpose(0, 1).requires_grad_()}
+    tt.state.save(state, tmp_path / "s")
+    assert torch.equal(tt.state.load(tmp_path / "s", state)["h"], state["h"].detach())
+    assert b"throughtime.state/1" in (tmp_path / "s").read_bytes()
+    with pytest.raises(AssertionError, match="pickle was used"):
+        pickle.dumps(state)
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, old = tmp_path / "s", numbers(2, 3)
+    tt.state.save(old, path)
+
+    def full(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tt.state.save(numbers(2, 3), path)
+    monkeypatch.undo()
+    assert torch.equal(tt.state.load(path, old), old)
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+def test_load_lists_every_difference(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tt.state.save({"a": numbers(2, 3), "b": numbers(2, 3), "extra": numbers(2), "same": numbers(1)}, path)
+    like = {"a": numbers(4, 3), "b": numbers(2, 3).float(), "gone": numbers(2), "same": numbers(1)}
+    with pytest.raises(StateError) as caught:
+        tt.state.load(path, like)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: not a state of this model and lane count: ")
+    assert "leaf 'gone' is missing" in message
+    assert "leaf 'extra' is unknown" in message
+    assert "leaf 'a' is (2, 3) torch.float64, expected (4, 3) torch.float64" in message
+    assert "leaf 'b' is (2, 3) torch.float64, expected (2, 3) torch.float32" in message
+    assert "same" not in message
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"], ids=["missing", "empty", "text", "cut"])
+def test_unreadable_file_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(StateError, match=rf"{re.escape(str(path))}: cannot be read as a state .* that tt\.state\.save wrote"):
+        tt.state.load(path, numbers(2, 3))
+
+
+def test_state_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tt.state.save(numbers(20, 3), path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StateError, match="cannot be read as a state"):
+        tt.state.load(path, numbers(20, 3))
+
+
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [(3, "the state is a int"), ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str"), ((1.5,), "state leaf '0' is a float")],
+    ids=["root", "nested", "tuple"],
+)
+def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> None:
+    expected = where + r", expected a tensor or a tuple, list, dict, namedtuple or dataclass of tensors\. Keep counters"
+    with pytest.raises(StateError, match=expected):
+        list(tt.state.leaves(tree))
+    with pytest.raises(StateError, match=expected):
+        tt.state.detach(tree)
+
+
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [
+        ({"cell": (torch.ones(2),)}, r"two states differ at 'cell': \['0', '1'\] and \['0'\]"),
+        ({"cell": (torch.ones(2), (torch.ones(2),))}, r"state leaf 'cell\.1' is a tensor in one state and a tuple in another"),
+        ({"core": (torch.ones(2), torch.ones(2))}, r"two states differ at 'the root': \['cell'\] and \['core'\]"),
+        ({"cell": torch.ones(2)}, r"two states differ at 'cell'|state leaf 'cell'"),
+    ],
+    ids=["shorter", "deeper", "renamed", "shallower"],
+)
+def test_states_of_different_structure_are_refused_by_path(other: Any, where: str) -> None:
+    state = {"cell": (torch.ones(2), torch.ones(2))}
+    refused: list[Callable[[], Any]] = [lambda: tt.state.stack([state, other])]
+    if "shallower" not in where:
+        refused.append(lambda: tt.state.reset(state, other, torch.tensor([True, False])))
+    for call in refused:
+        with pytest.raises(StateError, match=where):
+            call()
+
+
+def test_lanes_that_disagree_are_refused_by_path() -> None:
+    with pytest.raises(StateError, match=r"state leaf 'b\.0' has 3 lanes, leaf 'a' has 2"):
+        tt.state.lanes({"a": numbers(2, 3), "b": [numbers(3, 3)]})
+    with pytest.raises(StateError, match=r"state leaf 'a' has no lane dimension: got shape \(\), expected \(B, \.\.\.\)"):
+        tt.state.lanes({"a": torch.tensor(1.0)})
+    assert tt.state.lanes(()) is None
+
+
+def test_lane_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(StateError, match=r"lane 4 asked for, the state has 4 lanes \(0 to 3\)"):
+        tt.state.select(numbers(4, 1), [0, 4])
+
+
+def test_stack_of_nothing_is_refused() -> None:
+    with pytest.raises(StateError, match="no states to stack"):
+        tt.state.stack([])

@@ -1,0 +1,427 @@
+"""The stream: every step once, resets at every start, resumable anywhere, nothing read early.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import chunk_lengths, draw_lanes, few_short_recordings, lengths_of_recordings, recordings, seeds
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import throughtime as tt
+import throughtime.stream.stream as stream_module
+from throughtime.chunk import join
+from throughtime.errors import DataError
+from throughtime.stream import windows
+from throughtime.stream.recording import Arrays, Steps, as_recording
+
+lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
+
+
+def same(a: tt.Chunk, b: tt.Chunk) -> bool:
+    """To the bit; NaN equals NaN."""
+    pairs = [(a.inputs, b.inputs), (a.resets, b.resets), (a.mask, b.mask), (a.recording, b.recording), (a.position, b.position)]
+    if a.targets is not None and b.targets is not None:
+        pairs.append((a.targets, b.targets))
+    alike = (a.targets is None) == (b.targets is None) and a.valid == b.valid and a.any_reset == b.any_reset
+    return alike and all(torch.equal(p.nan_to_num(nan=1e300), q.nan_to_num(nan=1e300)) and p.dtype == q.dtype for p, q in pairs)
+
+
+def all_same(a: Sequence[tt.Chunk], b: Sequence[tt.Chunk]) -> bool:
+    return len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
+
+
+def whole(stream: tt.Stream) -> tt.Chunk:
+    """An epoch as one chunk."""
+    return join(list(stream))
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
+def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
+    lanes, sources = draw_lanes(lengths, wish), recordings(lengths)
+    stream = tt.Stream(sources, lanes, chunk, seed=seed)
+    chunks = list(stream)
+    assert [c.steps for c in chunks[:-1]] == [chunk] * (len(chunks) - 1)  # the last one is ragged, not dropped
+    assert sum(c.steps for c in chunks) <= chunk * len(chunks)
+    epoch = whole(tt.Stream(sources, lanes, chunk, seed=seed))
+    assert len(chunks) == math.ceil(epoch.steps / chunk)
+    steps, positions, resets = epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist()
+    played = Counter[tuple[int, int]]()
+    starts = 0
+    for row, position, reset in zip(steps, positions, resets, strict=True):
+        busy = sum(r >= 0 for r in row)
+        assert row[busy:] == [-1] * (len(row) - busy) == position[busy:]  # idle at the lane's end only
+        assert not any(reset[busy:])
+        for t in range(busy):
+            played[row[t], position[t]] += 1
+            goes_on = t > 0 and row[t] == row[t - 1] and position[t] == position[t - 1] + 1
+            assert reset[t] != goes_on or lanes > len(lengths)
+            starts += reset[t]
+    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
+    assert starts == max(lanes, len(lengths))
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
+def test_delivered_numbers_are_those_of_the_source(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
+    sources = recordings(lengths)
+    for c in tt.Stream(sources, draw_lanes(lengths, wish), chunk, seed=seed):
+        assert c.targets is not None
+        for t, lane in (c.recording >= 0).nonzero().tolist():
+            source, position = sources[int(c.recording[t, lane])], int(c.position[t, lane])
+            assert (c.inputs[t, lane].numpy() == source["inputs"][position]).all()
+            assert (c.targets[t, lane].numpy() == source["targets"][position]).all()
+            assert c.mask[t, lane]
+        assert not c.mask[c.recording < 0].any()
+        assert c.valid == int(c.mask.sum())
+        assert c.any_reset == bool(c.resets.any())
+
+
+def test_order_is_that_of_the_seed_and_new_in_every_epoch() -> None:
+    sources = recordings(range(3, 15))
+
+    def orders(seed: int | None) -> list[tuple[int, ...]]:
+        stream = tt.Stream(sources, lanes=1, chunk=50, seed=seed)
+        return [tuple(whole(stream).recording.flatten().unique_consecutive().tolist()) for _ in range(3)]
+
+    assert orders(5) == orders(5)
+    assert len({*orders(5), *orders(6)}) == 6
+    assert set(orders(None)) == {tuple(range(12))}
+
+
+def test_iterating_again_starts_the_epoch_again_and_a_whole_one_counts() -> None:
+    stream = tt.Stream(recordings([9, 8]), lanes=1, chunk=4)
+    first = next(iter(stream))
+    assert (stream.position, stream.epoch) == (4, 0)
+    assert same(next(iter(stream)), first)
+    assert len(list(stream)) == len(stream) == 5
+    assert (stream.position, stream.epoch) == (0, 1)
+
+
+def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
+    return [chunk for _ in range(epochs) for chunk in stream]
+
+
+@given(lengths=few_short_recordings, wish=lane_wishes, chunk=st.sampled_from([1, 3, 7, 100]), seed=seeds, stop=st.integers(0, 40))
+def test_resume_anywhere_yields_the_same_stream(lengths: list[int], wish: int, chunk: int, seed: int, stop: int) -> None:
+    """Also between chunks, through `take` with other lengths, and on into the epochs that follow."""
+    lanes, sources = draw_lanes(lengths, wish), recordings(lengths)
+    stream = tt.Stream(sources, lanes, chunk, seed=seed)
+    while stop > 0 and stream.position < stream.steps:
+        stream.take(min(stop, 5))
+        stop -= 5
+    place = stream.state_dict()
+    left = stream.steps - stream.position
+    rest = [c for c in iter(lambda: stream.take(chunk), None) if c is not None]
+    after = remaining(stream)
+
+    twin = tt.Stream(sources, lanes, chunk, seed=seed)
+    twin.load_state_dict(place)
+    assert all_same(list(twin), rest)
+    assert all_same(remaining(twin), after)
+    assert sum(c.steps for c in rest) == left
+
+
+def test_resume_in_a_later_epoch_yields_the_same_stream() -> None:
+    sources = recordings([13, 5, 8, 21])
+    stream = tt.Stream(sources, 2, 7)
+    remaining(stream, 3)
+    stream.take(7)
+    place = stream.state_dict()
+    assert place["epoch"] == 3
+    twin = tt.Stream(sources, 2, 7)
+    twin.load_state_dict(place)
+    rest = [c for c in iter(lambda: stream.take(7), None) if c is not None]
+    assert all_same(list(twin), rest)
+    unresumed = list(tt.Stream(sources, 2, 7))
+    assert not all_same(unresumed, rest)  # the mutant: a stream that forgot its place
+
+
+def test_chunk_length_is_no_part_of_the_place() -> None:
+    sources = recordings([13, 5, 8, 21])
+    stream, twin = tt.Stream(sources, 2, 7), tt.Stream(sources, 2, 3)
+    stream.take(8)
+    twin.load_state_dict(stream.state_dict())
+    assert same(twin.read(0, 20), stream.read(0, 20))
+    rest = next(iter(stream.take(50) for _ in range(1)))
+    assert rest is not None
+    assert same(whole(twin), rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"lanes": 3}, "lanes is 2 there and 3 here"),
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"recordings": recordings([13, 5])}, "recordings is 3 there and 2 here; total_steps is 26 there and 18 here"),
+        ({"recordings": recordings([13, 6, 7])}, "names_and_lengths is"),
+    ],
+    ids=["lanes", "seed", "fewer recordings", "other lengths"],
+)
+def test_place_in_another_stream_is_refused_naming_the_difference(change: dict[str, Any], difference: str) -> None:
+    setting: dict[str, Any] = {"recordings": recordings([13, 5, 8]), "lanes": 2, "chunk": 7, "seed": 0}
+    place = tt.Stream(**setting).state_dict()
+    other = tt.Stream(**{**setting, **change})
+    with pytest.raises(DataError, match=rf"belongs to another stream: .*{difference}"):
+        other.load_state_dict(place)
+    tt.Stream(**setting).load_state_dict(place)
+
+
+@dataclass
+class Counting:
+    """A recording that notes what is read of it."""
+
+    steps: int
+    name: str = "counting"
+    reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def read(self, start: int, stop: int) -> Steps:
+        self.reads.append((start, stop))
+        return Steps(np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start))
+
+
+def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "READ_AHEAD", 40)
+    first, second = Counting(100, "a"), Counting(100, "b")
+    stream = tt.Stream([first, second], lanes=1, chunk=10, seed=None)
+    stream.state_dict()
+    assert len(stream) == 20
+    assert first.reads == second.reads == []
+    for _ in range(4):
+        stream.take(10)
+    assert first.reads == [(0, 40)]  # one stretch ahead, then cut
+    stream.take(60)
+    assert (first.reads, second.reads) == ([(0, 40), (40, 100)], [])
+    stream.take(45)  # a chunk longer than a stretch is read as it is
+    assert second.reads == [(0, 45)]
+
+
+@given(takes=st.lists(st.sampled_from([1, 3, 10, 17, 50]), min_size=1, max_size=30), ahead=st.sampled_from([1, 16, 40, 1000]))
+def test_reading_ahead_changes_no_number(takes: list[int], ahead: int) -> None:
+    sources = recordings([37, 11, 29])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "READ_AHEAD", ahead)
+        stream = tt.Stream(sources, lanes=2, chunk=10)
+        for steps in takes:
+            at = stream.position
+            expected = stream.read(at, min(at + steps, stream.steps)) if at < stream.steps else None
+            chunk = stream.take(steps)
+            assert (chunk is None) == (expected is None)
+            assert chunk is None or expected is None or same(chunk, expected)
+
+
+def test_memory_mapped_file_is_read_only_where_it_is_played(tmp_path: Path) -> None:
+    np.save(tmp_path / "long.npy", np.arange(300_000.0).reshape(-1, 3))
+    mapped = np.load(tmp_path / "long.npy", mmap_mode="r")
+    recording = as_recording({"inputs": mapped}, 0)
+    assert isinstance(recording, Arrays)
+    assert isinstance(recording.inputs, np.memmap)
+    chunk = tt.Stream(tmp_path / "long.npy", lanes=4, chunk=5).take(5)
+    assert chunk is not None
+    assert sorted(chunk.inputs[0, :, 0].tolist()) == [0, 75_000, 150_000, 225_000]
+
+
+def one(inputs: Any, targets: Any = None, **options: Any) -> tt.Chunk:
+    source = {"name": "it", "inputs": inputs} | ({} if targets is None else {"targets": targets})
+    return whole(tt.Stream(source, **{"lanes": 1, "chunk": 4, **options}))
+
+
+def test_warm_up_masks_the_first_steps_of_every_recording_and_part() -> None:
+    stream = tt.Stream(recordings([9, 2, 6]), lanes=1, chunk=4, warm_up=3, seed=None)
+    assert whole(stream).mask.flatten().tolist() == [i >= 3 for i in (*range(9), *range(2), *range(6))]
+    parts = tt.Stream(recordings([10]), lanes=2, chunk=4, warm_up=3)
+    assert whole(parts).mask.sum(0).tolist() == [2, 2]
+    assert whole(tt.Stream(recordings([9]), lanes=1, chunk=4)).mask.all()  # the mutant: no warm-up
+
+
+def test_targets_that_are_missing_are_masked_and_counted() -> None:
+    classes = np.array([0, -100, 2, 1, -100])
+    assert one(np.ones((5, 2)), classes).mask.flatten().tolist() == [True, False, True, True, False]
+    floats = np.array([[0, 1], [np.nan, 1], [2, 3], [4, np.nan]])
+    chunk = one(np.ones((4, 2)), floats)
+    assert chunk.mask.flatten().tolist() == [True, False, True, False]
+    assert chunk.valid == 2
+    stream = tt.Stream({"inputs": np.ones((5, 2)), "targets": classes}, lanes=1, chunk=5)
+    list(stream)
+    assert stream.without_target == 2
+    assert one(np.ones((3, 2)), np.array([1.0, -100.0, 2.0])).mask.all()  # -100 is a number among floating targets
+
+
+def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> None:
+    values = np.ones((9, 3))
+    values[4, 2] = values[6, 0] = np.nan
+    values[7, 1] = np.inf
+    with pytest.raises(DataError, match=r"recording 'it' has 3 inputs that are NaN or infinite .* the first at step 4, column 2.*missing='mask'"):
+        one(values, chunk=9)
+    first = recordings([9])[0] | {"name": "good"}
+    second = {"name": "bad", "inputs": values, "targets": np.zeros((9, 2))}
+    with pytest.raises(DataError, match=r"recording 'bad' .* the first at step 4, column 2"):
+        list(tt.Stream([first, second], lanes=2, chunk=5))
+
+
+def test_inputs_that_are_missing_are_zeroed_and_masked_on_request() -> None:
+    values = np.ones((9, 3), dtype=np.float32)
+    values[4, 2], values[7, 1] = np.nan, -np.inf
+    values.flags.writeable = False
+    stream = tt.Stream({"inputs": values, "targets": np.zeros(9)}, lanes=1, chunk=4, missing="mask")
+    chunk = whole(stream)
+    assert chunk.mask.flatten().tolist() == [t not in (4, 7) for t in range(9)]
+    assert chunk.inputs[4].tolist() == chunk.inputs[7].tolist() == [[0, 0, 0]]
+    assert chunk.inputs[3].tolist() == [[1, 1, 1]]
+    assert stream.masked == 2
+    assert np.isnan(values[4, 2])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "dtype", "expected"),
+    [
+        (np.ones((6, 2), np.float32), np.ones(6, np.float32), None, (torch.float32, (6, 1, 2), torch.float32, (6, 1))),
+        (np.ones((6, 2), np.float64), np.ones((6, 1)), None, (torch.float64, (6, 1, 2), torch.float64, (6, 1, 1))),
+        (np.ones((6, 2), np.float64), np.ones((6, 3)), torch.float32, (torch.float32, (6, 1, 2), torch.float32, (6, 1, 3))),
+        (np.ones(6, np.float32), np.ones(6, np.uint8), None, (torch.float32, (6, 1, 1), torch.int64, (6, 1))),
+        (np.ones(6, np.int16), np.ones(6, np.bool_), None, (torch.int64, (6, 1), torch.int64, (6, 1))),
+        (np.ones(6, np.int16), np.ones(6, np.int64), torch.float32, (torch.float32, (6, 1, 1), torch.int64, (6, 1))),
+        (np.ones((6, 2), np.int32), None, None, (torch.int64, (6, 1, 2), None, None)),
+        (torch.ones(6, 2), torch.ones(6, requires_grad=True), None, (torch.float32, (6, 1, 2), torch.float32, (6, 1))),
+        (np.ones((6, 2, 4)), np.ones(6), None, (torch.float64, (6, 1, 2, 4), torch.float64, (6, 1))),
+    ],
+    ids=["float32", "float64", "to float32", "vector", "tokens", "integers as floats", "integer matrix", "tensors", "images"],
+)
+def test_types_and_shapes_follow_the_rules(inputs: Any, targets: Any, dtype: torch.dtype | None, expected: tuple[Any, ...]) -> None:
+    chunk = one(inputs, targets, dtype=dtype)
+    got = (chunk.inputs.dtype, tuple(chunk.inputs.shape))
+    got += (None, None) if chunk.targets is None else (chunk.targets.dtype, tuple(chunk.targets.shape))
+    assert got == expected
+    assert chunk.mask.all() == (targets is not None)
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ({"input": np.ones(4)}, {}, r"recording '0' has the keys \['input'\], expected 'inputs'"),
+    ({"inputs": np.ones(4), "label": 3, "name": "x"}, {}, r"recording 'x' has the keys \['inputs', 'label', 'name'\]"),
+    ({"inputs": np.ones(4), "targets": np.ones(5)}, {}, "4 steps of inputs and 5 of targets"),
+    ({"inputs": np.ones((0, 2)), "name": "x"}, {}, "recording 'x' is empty"),
+    ([], {}, "no recordings"),
+    ({"inputs": [1, 2, 3]}, {}, "recording '0': inputs are a list, expected a NumPy array or a torch tensor"),
+    ({"inputs": np.array(["a", "b"])}, {}, r"inputs have shape \(2,\) and type <U1, expected numbers"),
+    ({"inputs": np.float64(3)}, {}, r"inputs are a float64|inputs have shape \(\)"),
+    ({"inputs": np.ones(4), "targets": np.array([None] * 4)}, {}, "targets have shape .* and type object"),
+    ([3], {}, "recording 0 is a int, expected a mapping with 'inputs'"),
+    ({"inputs": np.ones(4)}, {"lanes": 5}, "lanes=5 but the recordings have 4 steps in all"),
+    ({"inputs": np.ones(4)}, {"lanes": 0}, "lanes=0: expected at least 1"),
+    ({"inputs": np.ones(4)}, {"chunk": 0}, "chunk=0, .*expected chunk >= 1"),
+    ({"inputs": np.ones(4)}, {"warm_up": -1}, "warm_up=-1"),
+    ({"inputs": np.ones(4)}, {"missing": "drop"}, "missing='drop'"),
+    ("nowhere.csv", {}, "nowhere.csv: no such file"),
+    (Path("nowhere.mp3"), {}, "nowhere.mp3: the format '.mp3' is unknown, expected one of .csv"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "reason"), BAD, ids=[reason[:40] for _, _, reason in BAD])
+def test_bad_recordings_and_settings_are_refused(source: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        tt.Stream(source, **{"lanes": 1, "chunk": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"inputs": np.ones((4, 3)), "targets": np.ones(4)}, r"'b' has inputs of 3 columns of floating numbers, recording 'a' of 2 columns"),
+        ({"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)}, "'b' has inputs of 2 columns of integer numbers"),
+        ({"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))}, r"'b' has targets of 1 columns .* of 1 column \(a vector\)"),
+        ({"inputs": np.ones((4, 2)), "targets": np.ones(4, np.int64)}, "'b' has targets of 1 column .* of integer numbers"),
+        ({"inputs": np.ones((4, 2))}, "'b' has targets of no columns, recording 'a' of 1 column"),
+    ],
+    ids=["features", "kind", "target shape", "target kind", "no targets"],
+)
+def test_recordings_with_different_columns_are_refused(second: dict[str, Any], reason: str) -> None:
+    first = {"name": "a", "inputs": np.ones((4, 2)), "targets": np.ones(4)}
+    stream = tt.Stream([first, second | {"name": "b"}], lanes=1, chunk=8, seed=None)
+    with pytest.raises(DataError, match=reason):
+        list(stream)
+
+
+def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
+    class Shrunk(Counting):
+        def read(self, start: int, stop: int) -> Steps:
+            return super().read(start, min(stop, 7))
+
+    with pytest.raises(DataError, match=r"recording 'counting' gave 7 of the 9 steps asked for at step 0; it said that it has 9"):
+        list(tt.Stream(Shrunk(9), lanes=1, chunk=9))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda stream: next(iter(DataLoader(stream, shuffle=True, batch_size=2))),
+        lambda stream: next(iter(DataLoader(stream, batch_size=None))),
+        lambda stream: next(iter(DataLoader(stream, sampler=DistributedSampler(stream, num_replicas=2, rank=0)))),
+        lambda stream: [stream[i] for i in DistributedSampler(stream, num_replicas=2, rank=0)],
+    ],
+    ids=["shuffle", "in order", "distributed in a loader", "distributed"],
+)
+def test_stream_behind_a_sampler_is_refused_with_the_reason(load: Callable[[Any], Any]) -> None:
+    stream = tt.Stream(recordings([40]), lanes=2, chunk=5)
+    with pytest.raises(DataError, match="a Stream is not indexed: its chunks follow one another.*would tear its lanes apart"):
+        load(stream)
+
+
+@given(lengths=few_short_recordings, length=st.sampled_from([1, 2, 7, 31, 50]))
+def test_windows_are_the_recordings_cut_each_with_a_start_of_its_own(lengths: list[int], length: int) -> None:
+    sources = recordings(lengths)
+    parts = windows([as_recording(source, i) for i, source in enumerate(sources)], length)
+    assert sum(map(len, parts)) == sum(lengths)
+    assert max(map(len, parts)) <= length
+    assert sum(len(part) < length for part in parts) <= len(lengths)
+    chunk = whole(tt.Stream(parts, lanes=1, chunk=9, seed=None))
+    assert int(chunk.resets.sum()) == len(parts) == sum(math.ceil(n / length) for n in lengths)
+    assert torch.equal(chunk.inputs[:, 0], torch.from_numpy(np.concatenate([source["inputs"] for source in sources])))
+    assert parts[-1].name.startswith(f"r{len(lengths) - 1}[")
+
+
+def test_windows_of_no_length_are_refused() -> None:
+    with pytest.raises(DataError, match="windows of 0 steps"):
+        windows([], 0)
+
+
+def test_chunks_by_hand_are_checked_and_filled_in() -> None:
+    chunk = tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2))
+    assert (chunk.steps, chunk.lanes, chunk.valid, chunk.any_reset) == (5, 2, 10, False)
+    assert tt.Chunk.of(torch.zeros(5, 2)).valid == 0
+    with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
+        tt.Chunk.of(torch.zeros(5))
+    with pytest.raises(DataError) as caught:
+        tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(2, 5), resets=torch.zeros(4, 2, dtype=torch.bool), mask=torch.ones(5, 2))
+    message = str(caught.value)
+    for part in ("targets have shape (2, 5), expected (5, 2) first", "resets have shape (4, 2)", "mask are torch.float32, expected torch.bool"):
+        assert part in message
+
+
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_chunk_cut_and_cut_again_keeps_its_marks(cuts: list[int]) -> None:
+    chunk: tt.Chunk = whole(tt.Stream(recordings([17, 5, 9]), lanes=2, chunk=50, warm_up=2))
+    begin, parts = 0, list[tt.Chunk]()
+    for steps in [*cuts, chunk.steps]:
+        stop = min(begin + steps, chunk.steps)
+        if begin < stop:
+            parts.append(chunk.between(begin, chunk.steps).between(0, stop - begin))
+        begin = stop
+    assert sum(part.valid for part in parts) == chunk.valid == int(chunk.mask.sum())
+    for part in parts:
+        assert part.valid == int(part.mask.sum())
+        assert part.any_reset == bool(part.resets.any())
+        assert part.inputs.shape[0] == part.steps == part.resets.shape[0] == part.position.shape[0]
+    glued: Tensor = torch.cat([part.inputs for part in parts])
+    assert torch.equal(glued, chunk.inputs)
