@@ -9,6 +9,7 @@ Shapes: `T` steps, `B` lanes, `D` = 3 input features, `H` hidden, `C` outputs.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,15 +263,13 @@ def inputs(steps: int, lanes: int, *, seed: int = 0, features: int = FEATURES) -
     return torch.randn(steps, lanes, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def in_chunks(
-    net: tt.Carried, x: Tensor, lengths: Sequence[int], state: Any = None, resets: Tensor | None = None
-) -> tuple[Tensor, Any]:
+def in_chunks(net: tt.Carried, x: Tensor, lengths: Sequence[int], state: Any = None, resets: Tensor | None = None) -> tuple[Tensor, Any]:
     """Plays `x` in pieces of `lengths` with the state carried; what is left over is the last piece."""
     state = start(net, x) if state is None else state
     bounds = np.cumsum([0, *lengths])
     bounds = [*bounds[bounds < len(x)].tolist(), len(x)]
     outputs: list[Tensor] = []
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         y, state = net(x[begin:end], state, None if resets is None else resets[begin:end])
         outputs.append(y)
     return torch.cat(outputs), state
@@ -288,7 +287,7 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
 def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """The largest difference between two sets of named tensors, relative to the largest entry of the second."""
     assert a.keys() == b.keys()
-    scale = max(1.0, max(t.abs().max().item() for t in b.values()))
+    scale = max(1.0, *(t.abs().max().item() for t in b.values()))
     return max((a[name] - b[name]).abs().max().item() for name in b) / scale
 
 

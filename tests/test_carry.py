@@ -6,18 +6,22 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 import copy
 import importlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
 from strategies import (
     FEATURES,
     HIDDEN,
+    NETS,
     HidesLayer,
     LearntStart,
-    NETS,
     Rotation,
     Row,
     TensorState,
@@ -35,9 +39,6 @@ from strategies import (
     states_apart,
     weights,
 )
-from torch import Tensor, nn
-
-import throughtime as tt
 from throughtime.errors import LawError, ModelError, StateError
 from throughtime.testing import check_carry
 
@@ -49,7 +50,9 @@ def played(net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor 
     """Outputs, final state, and the gradient of a loss that weighs every output and the final state."""
     net.zero_grad()
     y, state = in_chunks(net, x, lengths, resets=resets)
-    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + sum(leaf.square().sum() for leaf in tt.state.tensors(state))
+    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + sum(
+        leaf.square().sum() for leaf in tt.state.tensors(state)
+    )
     torch.as_tensor(loss).backward()
     return y.detach(), tt.state.detach(state), gradients(net)
 
@@ -141,7 +144,7 @@ def recordings_apart(net: tt.Carried, x: Tensor, resets: Tensor) -> Tensor:
     lanes: list[Tensor] = []
     for lane in range(x.shape[1]):
         bounds = [0, *resets[1:, lane].nonzero().flatten().add(1).tolist(), len(x)]
-        alone = [x[a:b, lane : lane + 1] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        alone = [x[a:b, lane : lane + 1] for a, b in pairwise(bounds)]
         lanes.append(torch.cat([net(part, start(net, part))[0] for part in alone]))
     return torch.cat(lanes, dim=1)
 
@@ -422,7 +425,11 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("learnt state inside", LearntHidden, r"hands layer 'gru' a state of its own.*initial_state\(lanes\)"),
     ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
     ("returns a pair", lambda: Returns(lambda y, h: (y, h)), r"Returns returned a tuple, expected one tensor of outputs"),
-    ("last step only", lambda: Returns(lambda y, _: y[-1]), r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step"),
+    (
+        "last step only",
+        lambda: Returns(lambda y, _: y[-1]),
+        r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step",
+    ),
     ("batch first out", lambda: Returns(lambda y, _: y.transpose(0, 1)), r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)"),
     ("returns no state", NoPair, r"NoPair.forward takes a second argument, so it must return the pair"),
     ("starts from ones", StartsFromOnes, r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)"),
@@ -480,7 +487,7 @@ def test_trial_leaves_no_trace(row: Row) -> None:
 
 def test_wrong_dtype_is_explained_in_a_note() -> None:
     net = tt.carry(nn.GRU(FEATURES, HIDDEN))
-    with pytest.raises(ValueError, match="dtype|type") as caught:
+    with pytest.raises(ValueError, match=r"dtype|type") as caught:
         net(inputs(4, 2), net.initial_state(2))
     assert any("tt.Stream(..., dtype=torch.float32)" in note for note in caught.value.__notes__)
 

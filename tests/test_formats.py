@@ -118,7 +118,9 @@ def test_file_is_read_only_where_it_is_played(suffix: str, write: Callable[[Path
     if isinstance(table, ParquetTable):
         groups: list[int] = []
         read = table.file.read_row_group
-        table.file = type("Spy", (), {"read_row_group": lambda _, group, columns: (groups.append(group), read(group, columns=columns))[1]})()
+        table.file = type(
+            "Spy", (), {"read_row_group": lambda _, group, columns: (groups.append(group), read(group, columns=columns))[1]}
+        )()
         table.read(35, 36, ("a",))
         table.read(36, 42, ("a",))
         table.read(42, 50, ("a",))
@@ -137,9 +139,7 @@ def test_file_is_read_only_where_it_is_played(suffix: str, write: Callable[[Path
         assert asked == [7, 3]
 
 
-cut_formats = pytest.mark.parametrize(
-    ("suffix", "write"), [FORMATS[n] for n in ("npy", "parquet", "wav")], ids=["npy", "parquet", "wav"]
-)
+cut_formats = pytest.mark.parametrize(("suffix", "write"), [FORMATS[n] for n in ("npy", "parquet", "wav")], ids=["npy", "parquet", "wav"])
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.003, 0.1, 0.5, 0.9, 0.999])

@@ -2,39 +2,71 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import chunk_lengths, draw_lanes, lengths_of_recordings, seeds
 
+from strategies import chunk_lengths, draw_lanes, lengths_of_recordings, seeds
 from throughtime.errors import DataError
 from throughtime.stream.lanes import Play, Timetable, cut
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
 
-def steps_of(plays: list[Play]) -> list[tuple[int, int]]:
-    return [(play.recording, play.position + i) for play in plays for i in range(play.steps)]
-
-
-@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
-def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
-    lanes = draw_lanes(lengths, wish)
-    table = Timetable.plan(lengths, lanes, random.Random(seed))
+def check_epoch(table: Timetable, lengths: list[int], chunk: int) -> None:
+    """Every step of every recording once, in order, without a gap, and idle lanes only at their end."""
     played = Counter[tuple[int, int]]()
     for begin in range(0, table.steps, chunk):
         stop = min(begin + chunk, table.steps)
-        busy = {lane: 0 for lane in range(lanes)}
+        busy = dict.fromkeys(range(len(table.spans)), 0)
         for play in table.plays(begin, stop):
             assert play.at == busy[play.lane]  # gapless, and in order
             busy[play.lane] += play.steps
             assert busy[play.lane] <= stop - begin
-            played.update(steps_of([play]))
+            played.update((play.recording, play.position + i) for i in range(play.steps))
         for lane, steps in busy.items():  # nothing to play is nothing to play until the end
             assert steps == stop - begin or not [p for p in table.plays(stop, table.steps) if p.lane == lane]
     assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
-    assert table.idle == table.steps * lanes - sum(lengths)
+    assert table.idle == table.steps * len(table.spans) - sum(lengths)
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
+def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
+    check_epoch(Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk)
+
+
+class DropsRagged(Timetable):
+    """A mutant: whole chunks of 7 only."""
+
+    def plays(self, start: int, stop: int) -> Iterator[Play]:
+        yield from () if stop - start < 7 else super().plays(start, stop)
+
+
+class Pads(Timetable):
+    """A mutant: every span starts at the edge of a chunk of 7, as in padded batches."""
+
+    def plays(self, start: int, stop: int) -> Iterator[Play]:
+        for play in super().plays(start, stop):
+            yield replace(play, at=0)
+
+
+class Repeats(Timetable):
+    """A mutant: each chunk begins with the last step of the one before."""
+
+    def plays(self, start: int, stop: int) -> Iterator[Play]:
+        yield from super().plays(max(0, start - 1), stop)
+
+
+@pytest.mark.parametrize("mutant", [DropsRagged, Pads, Repeats])
+def test_check_of_an_epoch_fails_on_mutants(mutant: type[Timetable]) -> None:
+    lengths = [31, 7, 20, 5]
+    table = Timetable.plan(lengths, 2)
+    check_epoch(table, lengths, 7)
+    with pytest.raises(AssertionError):
+        check_epoch(mutant(table.spans, table.starts, table.steps), lengths, 7)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import states_apart
 from torch import Tensor
 
 import throughtime as tt
+from strategies import states_apart
 from throughtime.errors import StateError
 
 
@@ -197,7 +197,9 @@ def test_load_lists_every_difference(tmp_path: Path) -> None:
     assert "same" not in message
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"], ids=["missing", "empty", "text", "cut"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"], ids=["missing", "empty", "text", "cut"]
+)
 def test_unreadable_file_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "s"
     if content is not None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import chunk_lengths, draw_lanes, few_short_recordings, lengths_of_recordings, recordings, seeds
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import throughtime as tt
 import throughtime.stream.stream as stream_module
+from strategies import chunk_lengths, draw_lanes, few_short_recordings, lengths_of_recordings, recordings, seeds
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
@@ -47,21 +47,15 @@ def whole(stream: tt.Stream) -> tt.Chunk:
     return join(list(stream))
 
 
-@given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
-def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
-    lanes, sources = draw_lanes(lengths, wish), recordings(lengths)
-    stream = tt.Stream(sources, lanes, chunk, seed=seed)
-    chunks = list(stream)
-    assert [c.steps for c in chunks[:-1]] == [chunk] * (len(chunks) - 1)  # the last one is ragged, not dropped
-    assert sum(c.steps for c in chunks) <= chunk * len(chunks)
-    epoch = whole(tt.Stream(sources, lanes, chunk, seed=seed))
+def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chunk: int) -> None:
+    """Every step once, in order, with a reset at each start, idle lanes only at their end; ragged at the end only."""
+    assert [c.steps for c in chunks[:-1]] == [chunk] * (len(chunks) - 1)
+    epoch = join(chunks)
     assert len(chunks) == math.ceil(epoch.steps / chunk)
-    steps, positions, resets = epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist()
-    played = Counter[tuple[int, int]]()
-    starts = 0
-    for row, position, reset in zip(steps, positions, resets, strict=True):
+    played, starts = Counter[tuple[int, int]](), 0
+    for row, position, reset in zip(epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True):
         busy = sum(r >= 0 for r in row)
-        assert row[busy:] == [-1] * (len(row) - busy) == position[busy:]  # idle at the lane's end only
+        assert row[busy:] == [-1] * (len(row) - busy) == position[busy:]
         assert not any(reset[busy:])
         for t in range(busy):
             played[row[t], position[t]] += 1
@@ -70,6 +64,43 @@ def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(lengt
             starts += reset[t]
     assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert starts == max(lanes, len(lengths))
+
+
+@given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
+def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
+    lanes = draw_lanes(lengths, wish)
+    check_epoch(list(tt.Stream(recordings(lengths), lanes, chunk, seed=seed)), lengths, lanes, chunk)
+
+
+def without_resets(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
+    return [tt.Chunk.of(c.inputs, c.targets, recording=c.recording, position=c.position) for c in chunks]
+
+
+def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
+    found: list[tt.Chunk] = []
+    for c in chunks:
+        resets = c.resets.clone()
+        resets[0] = True
+        found.append(tt.Chunk.of(c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position))
+    return found
+
+
+MUTANT_EPOCHS: dict[str, Callable[[list[tt.Chunk]], list[tt.Chunk]]] = {
+    "last chunk dropped": lambda chunks: chunks[:-1],
+    "chunks shuffled": lambda chunks: [chunks[i] for i in (2, 0, 1, *range(3, len(chunks)))],
+    "chunk repeated": lambda chunks: [chunks[0], *chunks],
+    "no resets": without_resets,
+    "every chunk reset": reset_at_every_chunk,
+}
+
+
+@pytest.mark.parametrize("mutant", list(MUTANT_EPOCHS.values()), ids=list(MUTANT_EPOCHS))
+def test_check_of_an_epoch_fails_on_mutants(mutant: Callable[[list[tt.Chunk]], list[tt.Chunk]]) -> None:
+    lengths = [31, 7, 20, 5]
+    chunks = list(tt.Stream(recordings(lengths), 2, 7))
+    check_epoch(chunks, lengths, 2, 7)
+    with pytest.raises(AssertionError):
+        check_epoch(mutant(chunks), lengths, 2, 7)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
@@ -108,6 +139,13 @@ def test_iterating_again_starts_the_epoch_again_and_a_whole_one_counts() -> None
     assert (stream.position, stream.epoch) == (0, 1)
 
 
+def rest_of_epoch(stream: tt.Stream, chunk: int) -> list[tt.Chunk]:
+    found: list[tt.Chunk] = []
+    while (taken := stream.take(chunk)) is not None:
+        found.append(taken)
+    return found
+
+
 def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
     return [chunk for _ in range(epochs) for chunk in stream]
 
@@ -122,7 +160,7 @@ def test_resume_anywhere_yields_the_same_stream(lengths: list[int], wish: int, c
         stop -= 5
     place = stream.state_dict()
     left = stream.steps - stream.position
-    rest = [c for c in iter(lambda: stream.take(chunk), None) if c is not None]
+    rest = rest_of_epoch(stream, chunk)
     after = remaining(stream)
 
     twin = tt.Stream(sources, lanes, chunk, seed=seed)
@@ -141,7 +179,7 @@ def test_resume_in_a_later_epoch_yields_the_same_stream() -> None:
     assert place["epoch"] == 3
     twin = tt.Stream(sources, 2, 7)
     twin.load_state_dict(place)
-    rest = [c for c in iter(lambda: stream.take(7), None) if c is not None]
+    rest = rest_of_epoch(stream, 7)
     assert all_same(list(twin), rest)
     unresumed = list(tt.Stream(sources, 2, 7))
     assert not all_same(unresumed, rest)  # the mutant: a stream that forgot its place
@@ -236,7 +274,8 @@ def test_memory_mapped_file_is_read_only_where_it_is_played(tmp_path: Path) -> N
 
 def one(inputs: Any, targets: Any = None, **options: Any) -> tt.Chunk:
     source = {"name": "it", "inputs": inputs} | ({} if targets is None else {"targets": targets})
-    return whole(tt.Stream(source, **{"lanes": 1, "chunk": 4, **options}))
+    setting: dict[str, Any] = {"lanes": 1, "chunk": 4} | options
+    return whole(tt.Stream(source, **setting))
 
 
 def test_warm_up_masks_the_first_steps_of_every_recording_and_part() -> None:
@@ -264,7 +303,9 @@ def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> No
     values = np.ones((9, 3))
     values[4, 2] = values[6, 0] = np.nan
     values[7, 1] = np.inf
-    with pytest.raises(DataError, match=r"recording 'it' has 3 inputs that are NaN or infinite .* the first at step 4, column 2.*missing='mask'"):
+    with pytest.raises(
+        DataError, match=r"recording 'it' has 3 inputs that are NaN or infinite .* the first at step 4, column 2.*missing='mask'"
+    ):
         one(values, chunk=9)
     first = recordings([9])[0] | {"name": "good"}
     second = {"name": "bad", "inputs": values, "targets": np.zeros((9, 2))}
@@ -331,14 +372,18 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("source", "options", "reason"), BAD, ids=[reason[:40] for _, _, reason in BAD])
 def test_bad_recordings_and_settings_are_refused(source: Any, options: dict[str, Any], reason: str) -> None:
+    setting: dict[str, Any] = {"lanes": 1, "chunk": 2} | options
     with pytest.raises(DataError, match=reason):
-        tt.Stream(source, **{"lanes": 1, "chunk": 2, **options})
+        tt.Stream(source, **setting)
 
 
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ({"inputs": np.ones((4, 3)), "targets": np.ones(4)}, r"'b' has inputs of 3 columns of floating numbers, recording 'a' of 2 columns"),
+        (
+            {"inputs": np.ones((4, 3)), "targets": np.ones(4)},
+            r"'b' has inputs of 3 columns of floating numbers, recording 'a' of 2 columns",
+        ),
         ({"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)}, "'b' has inputs of 2 columns of integer numbers"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))}, r"'b' has targets of 1 columns .* of 1 column \(a vector\)"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones(4, np.int64)}, "'b' has targets of 1 column .* of integer numbers"),
@@ -374,7 +419,7 @@ def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
 )
 def test_stream_behind_a_sampler_is_refused_with_the_reason(load: Callable[[Any], Any]) -> None:
     stream = tt.Stream(recordings([40]), lanes=2, chunk=5)
-    with pytest.raises(DataError, match="a Stream is not indexed: its chunks follow one another.*would tear its lanes apart"):
+    with pytest.raises(DataError, match=r"a Stream is not indexed: its chunks follow one another.*would tear its lanes apart"):
         load(stream)
 
 
@@ -405,7 +450,11 @@ def test_chunks_by_hand_are_checked_and_filled_in() -> None:
     with pytest.raises(DataError) as caught:
         tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(2, 5), resets=torch.zeros(4, 2, dtype=torch.bool), mask=torch.ones(5, 2))
     message = str(caught.value)
-    for part in ("targets have shape (2, 5), expected (5, 2) first", "resets have shape (4, 2)", "mask are torch.float32, expected torch.bool"):
+    for part in (
+        "targets have shape (2, 5), expected (5, 2) first",
+        "resets have shape (4, 2)",
+        "mask are torch.float32, expected torch.bool",
+    ):
         assert part in message
 
 

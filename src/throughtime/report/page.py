@@ -1,4 +1,4 @@
-"""One self-contained HTML page: text, facts, tables and figures, and how it writes names, numbers and colours.
+"""One self-contained HTML page: text, facts, tables and figures, and how it writes names, numbers, axes and colours.
 
 No script and no request to anywhere, which its content security policy also says to the browser. It follows the reader's
 choice of light or dark, fits a phone (what is wider scrolls within its own frame) and prints. It is well-formed XML, too.
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-from throughtime.errors import DataError
+from throughtime.errors import ConfigError, DataError
 
 Cell: TypeAlias = str | float
+Range: TypeAlias = tuple[float, float]
 
 _MINUS, _NONE = "\u2212", "\u2013"
 
@@ -134,15 +135,15 @@ def numbers(values: Sequence[float], digits: int = 4) -> list[str]:
 
     Example:
         >>> from throughtime.report import numbers
-        >>> numbers([0.98123, 0.5, 12345])
-        ['0.98', '0.50', '12,345.00']
+        >>> numbers([0.98123, 0.5])
+        ['0.9812', '0.5000']
     """
     finite = [abs(v) for v in values if math.isfinite(v)]
     top = max(finite, default=0.0)
     if top >= 1e12 or 0 < top < 1e-3:
         return [_scientific(v, digits) for v in values]
     most = max(0, digits - 1 - math.floor(math.log10(top))) if top else 0
-    if len(finite) > 1 and any(0 < v < 0.5 * 10.0**-most for v in finite):  # it would read as zero
+    if len(finite) > 1 and any(0 < v < 10.0**-most for v in finite):  # it would read as zero
         return [numbers([v], digits)[0] for v in values]
     places = next((p for p in range(most) if all(abs(round(v, p) - v) <= 1e-9 * v for v in finite)), most)
     return [f"{v:,.{places}f}".replace("-", _MINUS) if math.isfinite(v) else _NONE for v in values]
@@ -197,6 +198,29 @@ def tick_labels(values: Sequence[float]) -> list[str]:
         if least <= top < 1e12 and all(abs(round(v / unit, 1) - v / unit) < 1e-9 for v in values):
             return [text + sign if v else "0" for v, text in zip(values, numbers([v / unit for v in values]), strict=True)]
     return numbers(values, digits=12)
+
+
+def drawn(value: float, *, log: bool = False) -> bool:
+    """Whether a chart can show the value; browsers draw nothing far beyond 1e300, nor does arithmetic end well there."""
+    return abs(value) < 1e300 and (value > 0 or not log)
+
+
+def extent(values: Sequence[float], *, log: bool = False) -> Range:
+    """From the least to the greatest, with room around a single value."""
+    low, high = min(values, default=1.0 if log else 0.0), max(values, default=10.0 if log else 1.0)
+    if high - low > 1e-12 * max(abs(low), abs(high)):
+        return low, high
+    return (low / 2, low * 2) if log else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
+
+
+def axis_range(values: Sequence[float], given: Range | None = None) -> Range:
+    """What an axis shows: what is asked for, or all values and up to the next ticks."""
+    if given is None:
+        every = ticks(*extent(values))
+        return every[0], every[-1]
+    if not (drawn(given[0]) and drawn(given[1]) and given[0] < given[1]):
+        raise ConfigError(f"range {given}: expected two finite numbers, the lower one first")
+    return given
 
 
 def width(*texts: str) -> float:
@@ -291,24 +315,26 @@ nav a{display:inline-block;padding:4px 0;text-decoration:none}
 nav a:hover{text-decoration:underline}
 section{margin-top:48px;padding-top:32px;border-top:1px solid var(--line)}
 section>:last-child{margin-bottom:0}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(148px,1fr));gap:22px 24px;margin:0 0 32px}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:22px 24px;margin:0 0 32px}
 .facts div{border-top:2px solid var(--ink);padding-top:9px}
 .facts dt{font-size:14px;line-height:1.4;color:var(--soft)}
-.facts dd{margin:2px 0 0;font-size:25px;line-height:1.25;font-weight:600;letter-spacing:-.015em;
+.facts dd{margin:2px 0 0;font-size:23px;line-height:1.25;font-weight:600;letter-spacing:-.015em;
  font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 figure,.table{margin:28px 0 36px}
 figcaption,.caption{margin:14px 0 0;font-size:15px;line-height:1.5;color:var(--soft);max-width:76ch}
 .caption{margin:0 0 10px}
 figcaption b,.caption b{margin-right:.5em;color:var(--ink);font-weight:600}
 .frame{overflow-x:auto;-webkit-overflow-scrolling:touch}
-figure .frame{padding:2px}
+figure .frame{padding:2px 0}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font-variant-numeric:tabular-nums}
-table{border-collapse:collapse;width:100%;font-size:15px;line-height:1.4}
+table{border-collapse:collapse;min-width:60%;font-size:15px;line-height:1.4}
 th,td{padding:8px 20px 8px 0;text-align:left;vertical-align:baseline;border-bottom:1px solid var(--line)}
 th:last-child,td:last-child{padding-right:2px}
 thead th{font-weight:600;color:var(--soft);border-bottom:1.5px solid var(--ink);white-space:nowrap;vertical-align:bottom}
+td:not(.n){min-width:9ch}
 tbody th{font-weight:500}
+.n+td:not(.n),.n+th:not(.n){padding-left:20px}
 tbody tr:hover{background:var(--wash)}
 .n{text-align:right;font-variant-numeric:tabular-nums lining-nums;white-space:nowrap}
 @media (max-width:640px){
@@ -318,6 +344,7 @@ tbody tr:hover{background:var(--wash)}
  .lead{font-size:18px}
  .facts{grid-template-columns:repeat(auto-fill,minmax(132px,1fr));gap:18px}
  .facts dd{font-size:21px}
+ table{min-width:100%}
  figure .frame{margin-right:-18px;padding-right:18px}
  figure svg{width:680px}
 }

@@ -3,7 +3,6 @@
 Numbers that are not finite break a line and are never written. Colours are the custom properties of the page. No chart
 relies on colour alone: lines have dashes, bars their names, and a run of one class its name where there is room.
 
-Every chart takes a `title`, said above the picture, and a `description`: what it shows, in words, for who cannot see it.
 Lengths are in user units: a chart is `WIDTH` wide and as tall as it needs to be.
 """
 
@@ -13,13 +12,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import Literal
 
 from throughtime.errors import ConfigError, DataError
-from throughtime.report.page import PALETTE, clean, log_ticks, numbers, shorten, tick_labels, ticks, width
+from throughtime.report.page import PALETTE, Range, axis_range, clean, drawn, extent, log_ticks, numbers, shorten, tick_labels, ticks, width
 
 WIDTH = 760.0
-Range: TypeAlias = tuple[float, float]
 
 _DASHES = ("none", "7 4", "2 4", "10 3 2 3", "4 2", "12 4", "1 3", "7 3 2 3 2 3")
 _MANY = 1500  # points beyond which a line is drawn as its envelope
@@ -28,6 +26,8 @@ _HATCH = (
     '<pattern id="<id>-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<path d="M0 3h6" stroke="currentColor" stroke-opacity=".45" stroke-width="2.4"/></pattern>'
 )
+_MIDDLE, _END = 'text-anchor="middle"', 'text-anchor="end"'
+_DOTTED = 'stroke-opacity=".7" stroke-dasharray="1 3" stroke-width="1.5"'
 _HALO = 'style="paint-order:stroke;stroke:var(--paper,#fff);stroke-width:4;stroke-linejoin:round"'
 
 
@@ -50,11 +50,7 @@ class Mark:
 
     value: float
     label: str
-    axis: str = "y"
-
-    def __post_init__(self) -> None:
-        if self.axis not in {"x", "y"}:
-            raise ConfigError(f"mark {self.label!r} has axis={self.axis!r}, expected 'x' or 'y'")
+    axis: Literal["x", "y"] = "y"
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ def envelope(columns: Sequence[int], y: Sequence[float]) -> list[int]:
     start = 0
     for _, column in groupby(columns):
         here = range(start, start + sum(1 for _ in column))
-        finite = [i for i in here if _drawn(y[i])]
-        gap = next((i for i in here if not _drawn(y[i])), here[0])
+        finite = [i for i in here if drawn(y[i])]
+        gap = next((i for i in here if not drawn(y[i])), here[0])
         extremes = {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)} if finite else set[int]()
         kept += sorted({here[0], here[-1], gap} | extremes)
         start = here.stop
@@ -119,22 +115,24 @@ def lines(
 
     Args:
         series: the curves.
+        title: said above the picture.
+        description: what it shows, in a sentence or two, for who cannot see it.
         x_label: what x is, with its unit.
         y_label: what y is, with its unit.
         y_range: what of y to show, default all; what lies beyond is cut off.
         log_x: a logarithmic x axis; a point at or below zero is a gap.
         marks: lines of reference; the axes reach far enough to show them, unless `y_range` says otherwise.
     """
-    spots = [[(a, b) for a, b in zip(s.x, s.y, strict=True) if _drawn(a, log=log_x) and _drawn(b)] for s in series]
-    across = [m for m in marks if m.axis == "y" and _drawn(m.value)]
-    upright = [m for m in marks if m.axis == "x" and _drawn(m.value, log=log_x)]
-    y_range = _y_range([b for line in spots for _, b in line] + [m.value for m in across], y_range)
-    x_range = _extent([a for line in spots for a, _ in line] + [m.value for m in upright], log=log_x)
+    spots = [[(a, b) for a, b in zip(s.x, s.y, strict=True) if drawn(a, log=log_x) and drawn(b)] for s in series]
+    across = [m for m in marks if m.axis != "x" and drawn(m.value)]
+    upright = [m for m in marks if m.axis == "x" and drawn(m.value, log=log_x)]
+    y_range = axis_range([b for line in spots for _, b in line] + [m.value for m in across], y_range)
+    x_range = extent([a for line in spots for a, _ in line] + [m.value for m in upright], log=log_x)
     head, top = _head(title, [(_stroke(i, "M0 0h22"), s.name) for i, s in enumerate(series)])
-    ends = numbers([line[-1][1] for line in spots if line])
-    x = _Scale(*x_range, _Scale(*y_range, 0, 0).margin, WIDTH - max(24.0, width(*ends) + 14), log_x)
-    reference, plot_top = _upright(upright, x, top + 24, 260)
-    y = _Scale(*y_range, plot_top + 260, plot_top)
+    ends = numbers([line[-1][1] for line in spots if line], 3)
+    x = _Scale(*x_range, _margin(y_range), WIDTH - max(24.0, width(*ends) + 14), log_x)
+    reference, plot_top = _upright(upright, x, top + 30, 240)
+    y = _Scale(*y_range, plot_top + 240, plot_top)
     body = [head, _muted(0, top + 12, y_label), _axes(x, y, y.start, x_label), reference, _across(across, x, y)]
     body += [_clip(x, y), *(_stroke(i, _path(s.x, s.y, x, y), clip=True) for i, s in enumerate(series))]
     body += [_ends([line[-1] for line in spots if line], [i for i, line in enumerate(spots) if line], ends, x, y)]
@@ -158,62 +156,59 @@ def strip(
     Args:
         signal: one number for each step, in ink; may be empty when the overlays say all.
         bands: the rows of classes.
+        title: said above the picture.
+        description: what it shows, in a sentence or two, for who cannot see it.
         x_label: what a step is, with its unit.
         y_label: what the signal is, with its unit.
         classes: the names of the classes, in the order of their numbers.
         start: the number of the first step.
         overlays: lines on the axis of the signal, their x in steps: for regression, target and predicted.
     """
-    if bands and not classes:
-        raise ConfigError("bands without names for their classes. Add classes=(...), a name for each number.")
     # The step i is the stretch from i to i + 1, and its value stands in the middle.
-    ink = Series(y_label, [start + i + 0.5 for i in range(len(signal))], signal)
-    over = [Series(s.name, [a + 0.5 for a in s.x], s.y) for s in overlays]
-    stops = [
-        float(start + len(signal)),
-        *(float(start + len(b.classes)) for b in bands),
-        *(a + 0.5 for s in over for a in s.x if _drawn(a)),
-    ]
-    y_range = _y_range([v for s in (ink, *over) for v in s.y if _drawn(v)])
-    keys = [(_stroke(i, "M0 0h22"), s.name) for i, s in enumerate(over)] + [(_block(i, 0, -6, 22, 12), c) for i, c in enumerate(classes)]
-    head, top = _head(title, [(_stroke(-1, "M0 0h22"), y_label), *keys] if over and len(signal) else keys)
-    x = _Scale(
-        start, max(start + 1.0, *stops), max(_Scale(*y_range, 0, 0).margin, width(*(shorten(b.name, 20) for b in bands)) + 10), WIDTH - 24
-    )
-    y = _Scale(*y_range, top + 194, top + 24)
-    floor = y.start + 32 * len(bands) + (4 if bands else 0)
+    own = Series(y_label, range(start, start + len(signal)), signal)
+    every = [Series(s.name, [a + 0.5 for a in s.x], s.y) for s in (own, *overlays)]
+    steps = [1, *(len(b.classes) for b in bands), *(math.ceil(a) - start for s in every for a in s.x if drawn(a))]
+    y_range = axis_range([v for s in every for v in s.y if drawn(v)])
+    keys = [(_stroke(i, "M0 0h22"), s.name) for i, s in enumerate(every, -1) if overlays and len(s.y)]
+    head, top = _head(title, keys + [(_block(i, 0, -6, 22, 12), name) for i, name in enumerate(classes)])
+    left = max(_margin(y_range), width(*(shorten(b.name, 26) for b in bands)) + 10)
+    x, y = _Scale(start, start + max(steps), left, WIDTH - 24), _Scale(*y_range, top + 200, top + 30)
+    floor = y.start + 32 * len(bands) + 4
     body = [_HATCH, head, _muted(0, top + 12, y_label), _axes(x, y, floor, x_label)]
-    body += [_stroke(i, _path(s.x, s.y, x, y)) for i, s in enumerate([ink, *over], -1)]
+    body += [_stroke(i, _path(s.x, s.y, x, y)) for i, s in enumerate(every, -1)]
     body += [_band(band, classes, x, y.start + 10 + 32 * i) for i, band in enumerate(bands)]
-    return _chart(floor + 46, title, description, body if len(signal) or over or bands else [*body, _empty(x, y)])
+    return _chart(floor + 46, title, description, body if len(signal) or overlays or bands else [*body, _empty(x, y)])
 
 
 def bars(
     rows: Sequence[tuple[str, float]], *, title: str, description: str, x_label: str, x_range: Range | None = None, colour: int = 0
 ) -> str:
-    """A bar for each named value, with the value beside it, in the order given.
+    """A bar for each named value, with the value before it, in the order given.
 
     Args:
         rows: names and values; one that is not finite has no bar.
+        title: said above the picture.
+        description: what it shows, in a sentence or two, for who cannot see it.
         x_label: what the values are, with their unit.
         x_range: where the axis begins and ends, default all values and zero; a bar ends there, its value does not.
         colour: which of the colours of the page, counted from 0.
     """
-    names, texts = [shorten(name, 36) for name, _ in rows], numbers([value for _, value in rows])
+    names, texts = [shorten(name, 32) for name, _ in rows], numbers([value for _, value in rows], 3)
     head, top = _head(title, [])
-    low, high = _y_range([0.0, *(value for _, value in rows if _drawn(value))], x_range)
-    x = _Scale(low, high, width(*names) + 12, WIDTH - max(24.0, width(*texts) + 12))
-    floor = top + 14 + 26 * max(1, len(rows))
+    low, high = axis_range([0.0, *([value for _, value in rows if drawn(value)] or [1.0])], x_range)
+    left = width(*names) + 14
+    x = _Scale(low, high, left + width(*texts) + 12, WIDTH - 24)
+    floor, zero = top + 14 + 26 * max(1, len(rows)), x(min(max(0.0, low), high))
     body = [head, _x_axis(x, top + 8, floor, x_label)]
-    zero = x(min(max(0.0, low), high))
     for i, ((full, value), name, text) in enumerate(zip(rows, names, texts, strict=True)):
         middle = top + 24 + 26 * i
-        end = x(min(max(value, low), high)) if _drawn(value) else zero
+        end = x(min(max(value, low), high)) if drawn(value) else zero
         bar = _block(colour, min(zero, end), middle - 8, abs(end - zero), 16) if end != zero else ""
-        label = _text(x.start - 10, middle + 4.5, name, 'text-anchor="end"')
-        body.append(f"<g><title>{clean(full)}: {text}</title>{label}{bar}{_text(max(zero, end) + 7, middle + 4.5, text, _HALO)}</g>")
-    body.append(f'<path d="M{_n(zero)} {_n(top + 8)}V{_n(floor)}" stroke="currentColor" stroke-opacity=".6"/>')
-    return _chart(floor + 46, title, description, body if rows else [*body, _text(x.start + 12, top + 30, "no data")])
+        # Beside the name, not at the far end of the bar, the value is in sight on a phone, too.
+        label = _text(left - 14, middle + 4.5, name, _END) + _text(x.start - 12, middle + 4.5, text, _END)
+        body.append(f"<g><title>{clean(full)}: {text}</title>{label}{bar}</g>")
+    body.append(_rule(f"M{_n(zero)} {_n(top + 8)}V{_n(floor)}", 'stroke-opacity=".6"'))
+    return _chart(floor + 46, title, description, body if rows else [*body, _text(x.start + 12, top + 30, "no data", _HALO)])
 
 
 @dataclass(frozen=True)
@@ -234,36 +229,16 @@ class _Scale:
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Where the ticks within the axis are, and what they say."""
-        every = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
+        every = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, 6)  # 6: the ends stay ticks
         slack = 1e-9 * (self.high - self.low)
         inside = [t for t in every if self.low - slack <= t <= self.high + slack]
         says = [tick_labels([t])[0] for t in inside] if self.log else tick_labels(inside)
         return list(zip(inside, says, strict=True))
 
-    @property
-    def margin(self) -> float:
-        """The room that the labels need."""
-        return width(*(label for _, label in self.ticks)) + 10
 
-
-def _drawn(value: float, *, log: bool = False) -> bool:
-    return abs(value) < 1e300 and (value > 0 or not log)
-
-
-def _extent(values: Sequence[float], *, log: bool = False) -> Range:
-    low, high = min(values, default=1.0 if log else 0.0), max(values, default=10.0 if log else 1.0)
-    if high - low > 1e-12 * max(abs(low), abs(high)):
-        return low, high
-    return (low / 2, low * 2) if log else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
-
-
-def _y_range(values: Sequence[float], given: Range | None = None) -> Range:
-    if given is None:
-        every = ticks(*_extent(values))
-        return every[0], every[-1]
-    if not (_drawn(given[0]) and _drawn(given[1]) and given[0] < given[1]):
-        raise ConfigError(f"range {given}: expected two finite numbers, the lower one first")
-    return given
+def _margin(y_range: Range) -> float:
+    """The room that the labels of a y axis need."""
+    return width(*(label for _, label in _Scale(*y_range, 0, 0).ticks)) + 10
 
 
 def _n(value: float) -> str:
@@ -289,20 +264,20 @@ def _stroke(i: int, path: str, *, clip: bool = False) -> str:
     return f'<path d="{path}" fill="none" style="{look}" stroke-linejoin="round"{clipped}/>' if path else ""
 
 
-def _block(i: int, x: float, y: float, width: float, height: float) -> str:
+def _block(i: int, x: float, y: float, wide: float, height: float) -> str:
     """A rectangle in the colour of class `i`, hatched once the colours are used up."""
-    place = f'x="{_n(x)}" y="{_n(y)}" width="{max(width, 0.8):.2f}" height="{_n(height)}"'
+    place = f'x="{_n(x)}" y="{_n(y)}" width="{max(wide, 0.8):.2f}" height="{_n(height)}"'
     hatch = f'<rect {place} fill="url(#<id>-hatch)"/>' if i >= len(PALETTE) else ""
     return f'<rect {place} style="fill:{_colour(i)}"/>{hatch}'
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: _Scale, y: _Scale) -> str:
     """The `d` of a line; beyond `_MANY` points, of its envelope. A point between two gaps is a dot."""
-    places = [x(a) if _drawn(a, log=x.log) else math.inf for a in xs]
-    kept = envelope([int(p) if _drawn(p) else -1 for p in places], ys) if len(xs) > _MANY else range(len(xs))
+    places = [x(a) if drawn(a, log=x.log) else math.inf for a in xs]
+    kept = envelope([int(p) if drawn(p) else -1 for p in places], ys) if len(xs) > _MANY else range(len(xs))
     parts, pen = list[str](), "M"
     for i in kept:
-        if _drawn(places[i]) and _drawn(ys[i]):
+        if drawn(places[i]) and drawn(ys[i]):
             parts.append(f"{pen}{_n(places[i])} {_n(y(ys[i]))}" + ("h0" if pen == "M" else ""))
             pen = "L"
         else:
@@ -325,21 +300,17 @@ def _head(title: str, keys: Sequence[tuple[str, str]]) -> tuple[str, float]:
 
 
 def _axes(x: _Scale, y: _Scale, floor: float, x_label: str) -> str:
-    rows = [
-        f'<path d="M{_n(x.start)} {_n(y(v))}H{_n(x.stop)}" stroke="currentColor" stroke-opacity=".13"/>'
-        + _muted(x.start - 8, y(v) + 4.5, label, 'text-anchor="end"')
-        for v, label in y.ticks
-    ]
+    rows = (_rule(f"M{_n(x.start)} {_n(y(v))}H{_n(x.stop)}") + _muted(x.start - 8, y(v) + 4.5, label, _END) for v, label in y.ticks)
     return "".join(rows) + _x_axis(x, y.stop, floor, x_label)
 
 
 def _x_axis(x: _Scale, top: float, floor: float, x_label: str) -> str:
-    columns = [
-        f'<path d="M{_n(x(v))} {_n(top)}V{_n(floor + 4)}" stroke="currentColor" stroke-opacity=".13"/>'
-        + _muted(x(v), floor + 20, label, 'text-anchor="middle"')
-        for v, label in x.ticks
-    ]
-    return "".join(columns) + _muted((x.start + x.stop) / 2, floor + 41, x_label, 'text-anchor="middle"')
+    columns = (_rule(f"M{_n(x(v))} {_n(top)}V{_n(floor + 4)}") + _muted(x(v), floor + 20, label, _MIDDLE) for v, label in x.ticks)
+    return "".join(columns) + _muted((x.start + x.stop) / 2, floor + 41, x_label, _MIDDLE)
+
+
+def _rule(path: str, more: str = 'stroke-opacity=".13"') -> str:
+    return f'<path d="{path}" stroke="currentColor" {more}/>'
 
 
 def _upright(marks: Sequence[Mark], x: _Scale, top: float, height: float) -> tuple[str, float]:
@@ -353,8 +324,8 @@ def _upright(marks: Sequence[Mark], x: _Scale, top: float, height: float) -> tup
         taken[row : row + 1] = [centre + half + 8]
         spots.append((x(mark.value), centre, row, mark.label))
     plot = top + 17 * len(taken) + (4 if taken else 0)
-    lines = (_reference(f"M{_n(at)} {_n(top + 8 + 17 * row)}V{_n(plot + height)}") for at, _, row, _ in spots)
-    labels = (_text(centre, top + 4 + 17 * row, label, f'text-anchor="middle" {_HALO}') for _, centre, row, label in spots)
+    lines = (_rule(f"M{_n(at)} {_n(top + 8 + 17 * row)}V{_n(plot + height)}", _DOTTED) for at, _, row, _ in spots)
+    labels = (_text(centre, top + 4 + 17 * row, label, f"{_MIDDLE} {_HALO}") for _, centre, row, label in spots)
     return "".join([*lines, *labels]), plot
 
 
@@ -362,12 +333,8 @@ def _across(marks: Sequence[Mark], x: _Scale, y: _Scale) -> str:
     """Horizontal lines within the plot, with their labels above them at the left."""
     inside = [m for m in marks if y.low <= m.value <= y.high]
     heights = _spread([y(m.value) - 6 for m in inside], 16, y.stop + 13, y.start - 4)
-    lines = (_reference(f"M{_n(x.start)} {_n(y(m.value))}H{_n(x.stop)}") for m in inside)
+    lines = (_rule(f"M{_n(x.start)} {_n(y(m.value))}H{_n(x.stop)}", _DOTTED) for m in inside)
     return "".join([*lines, *(_text(x.start + 8, at, m.label, _HALO) for at, m in zip(heights, inside, strict=True))])
-
-
-def _reference(path: str) -> str:
-    return f'<path d="{path}" fill="none" stroke="currentColor" stroke-opacity=".7" stroke-dasharray="1 3" stroke-width="1.5"/>'
 
 
 def _ends(spots: Sequence[tuple[float, float]], colours: Sequence[int], texts: Sequence[str], x: _Scale, y: _Scale) -> str:
@@ -396,15 +363,17 @@ def _spread(places: Sequence[float], gap: float, low: float, high: float) -> lis
 
 def _band(band: Band, classes: Sequence[str], x: _Scale, top: float) -> str:
     """One row: a block for each run of a known class, a thin line where there is none."""
-    parts = [_text(x.start - 8, top + 15.5, shorten(band.name, 20), 'text-anchor="end"')]
+    if not classes:
+        raise ConfigError(f"band {band.name!r} without names for its classes. Add classes=(...), a name for each number.")
+    parts = [_text(x.start - 8, top + 15.5, shorten(band.name, 26), _END)]
     for start, stop, i in runs(band.classes):
         left, right = x(x.low + start), x(x.low + stop)
         if not 0 <= i < len(classes):
-            parts.append(f'<path d="M{_n(left)} {_n(top + 11)}H{_n(right)}" stroke="currentColor" stroke-opacity=".3"/>')
+            parts.append(_rule(f"M{_n(left)} {_n(top + 11)}H{_n(right)}", 'stroke-opacity=".5"'))
             continue
         parts.append(_block(i, left, top, right - left, 22))
         if right - left > width(classes[i]) + 8:
-            parts.append(_text((left + right) / 2, top + 15.5, classes[i], 'text-anchor="middle" style="fill:var(--on-series,#fff)"'))
+            parts.append(_text((left + right) / 2, top + 15.5, classes[i], f'{_MIDDLE} style="fill:var(--on-series,#fff)"'))
     return f"<g>{''.join(parts)}</g>"
 
 
@@ -414,7 +383,7 @@ def _clip(x: _Scale, y: _Scale) -> str:
 
 
 def _empty(x: _Scale, y: _Scale) -> str:
-    return _text((x.start + x.stop) / 2, (y.start + y.stop) / 2, "no data", f'text-anchor="middle" {_HALO}')
+    return _text((x.start + x.stop) / 2, (y.start + y.stop) / 2, "no data", f"{_MIDDLE} {_HALO}")
 
 
 def _chart(height: float, title: str, description: str, body: Sequence[str]) -> str:

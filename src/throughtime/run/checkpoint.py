@@ -19,7 +19,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Writes the content: to a temporary file, synced, then renamed over the previous checkpoint."""
     tensors: dict[str, Tensor] = {}
     plan = _packed(content, tensors)
-    files.write_atomically(path, safetensors.torch.save(tensors, metadata={"format": _FORMAT, "plan": json.dumps(plan)}))
+    files.write_atomically(path, safetensors.torch.save(tensors, metadata={_FORMAT: json.dumps(plan)}))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -36,9 +36,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunError(
             f"{path}: no checkpoint can be read there ({error}); a run can be resumed once it has written its first one"
         ) from error
-    if metadata.get("format") != _FORMAT:
+    if _FORMAT not in metadata:
         raise RunError(f"{path}: not a checkpoint that `throughtime train` wrote")
-    return _unpacked(json.loads(metadata["plan"]), tensors)
+    return _unpacked(json.loads(metadata[_FORMAT]), tensors)
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -62,7 +62,8 @@ def _unpacked(plan: Any, tensors: dict[str, Tensor]) -> Any:
         return plan
     ((kind, content),) = plan.items()
     if kind == "tensor":
-        return tensors[content]
+        # A copy in torch's own memory: where a tensor lies decides how a kernel rounds, and a resumed run must round alike.
+        return tensors[content].clone()
     if kind == "dict":
         return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}
     items = [_unpacked(v, tensors) for v in content]

@@ -22,7 +22,7 @@ from throughtime.run.config import Config
 from throughtime.run.survey import Survey, sorted_classes
 from throughtime.score import Classification, Regression, Score
 
-_FORMAT = "throughtime.model/1"
+_FORMAT = "throughtime.model/1"  # the only key of the metadata: safetensors writes several in any order
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def loss_of(config: Config, spec: Spec, net: Carried, found: Survey) -> nn.Modul
 def save_model(path: Path, net: Carried, spec: Spec) -> None:
     """Writes weights, statistics and description into one safetensors file."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in net.module.state_dict().items()}
-    files.write_atomically(path, safetensors.torch.save(tensors, metadata={"format": _FORMAT, "spec": json.dumps(asdict(spec))}))
+    files.write_atomically(path, safetensors.torch.save(tensors, metadata={_FORMAT: json.dumps(asdict(spec))}))
 
 
 def load_model(path: Path) -> tuple[Carried, Spec]:
@@ -138,9 +138,9 @@ def load_model(path: Path) -> tuple[Carried, Spec]:
         raise RunError(
             f"{path}: no model can be read there ({error}); is it the folder of a run that has reached its first checkpoint?"
         ) from error
-    if metadata.get("format") != _FORMAT:
+    if _FORMAT not in metadata:
         raise RunError(f"{path}: not a model that `throughtime train` wrote")
-    values: dict[str, Any] = json.loads(metadata["spec"])
+    values: dict[str, Any] = json.loads(metadata[_FORMAT])
     spec = Spec(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     net = build(spec)
     net.module.load_state_dict(tensors)

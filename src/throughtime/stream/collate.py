@@ -136,11 +136,12 @@ def _layout(array: Array | None) -> str:
 
 
 def _splice(parts: Sequence[tuple[Play, Array]], steps: int, lanes: int, dtype: np.dtype[Any]) -> Array:
-    """`(T, B, ...)` from the parts of each lane; a lone writeable part of the right type is not copied."""
-    first, array = parts[0]
-    if lanes == 1 and first.steps == steps:
-        return array.astype(dtype, copy=not array.flags.writeable).reshape(steps, 1, *array.shape[1:])
-    spliced = np.zeros((steps, lanes, *array.shape[1:]), dtype=dtype)
+    """`(T, B, ...)` from the parts of each lane, in memory that torch allocates.
+
+    Kernels round differently for differently aligned memory; torch aligns to 64 bytes, NumPy and a user's array need not.
+    """
+    shape = (steps, lanes, *parts[0][1].shape[1:])
+    spliced: Array = torch.zeros(shape, dtype=getattr(torch, dtype.name)).numpy()
     for play, values in parts:
         spliced[play.at : play.at + play.steps, play.lane] = values
     return spliced

@@ -1,0 +1,337 @@
+"""Evaluation and streaming: the same numbers as one long forward, and nothing left behind.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import (
+    FEATURES,
+    HidesLayer,
+    Row,
+    TensorState,
+    every_net,
+    gradients,
+    inputs,
+    named,
+    recordings,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
+from throughtime.errors import DataError, ModelError, StateError
+
+LONG = 5000
+
+
+def one_forward(net: tt.Carried, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return net(x, start(net, x))[0]
+
+
+def in_pieces(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    predictor, outputs, begin = tt.Predictor(net, x.shape[1]), list[Tensor](), 0
+    while begin < len(x):
+        steps = sizes[len(outputs) % len(sizes)]
+        outputs.append(predictor(x[begin : begin + steps]))
+        begin += steps
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["float32", "float64"])
+@some_nets("lstm", "gru", "sequential", "hides-layer")
+def test_long_recording_in_pieces_equals_one_forward(row: Row, dtype: torch.dtype, allowed: float) -> None:
+    net, x = row.net().to(dtype), inputs(LONG, 1).to(dtype)
+    whole = one_forward(net, x)
+    pieces = in_pieces(net, x, (1, 997, 64, 3, 1500))
+    assert (pieces - whole).abs().max() <= allowed
+    for chunk in (997, 10_000):
+        outputs, state = tt.predict(net, {"inputs": x[:, 0].numpy()}, chunk=chunk)
+        assert (outputs - whole[:, 0]).abs().max() <= allowed
+        assert tt.state.lanes(state) == 1
+    forgetful = torch.cat([one_forward(net, part) for part in x.split(997)])  # the mutant: the state is not carried
+    assert (forgetful - whole).abs().max() > 1e-3
+
+
+@every_net
+def test_one_step_at_a_time_equals_many(row: Row) -> None:
+    net, x = row.net(), inputs(40, 2)
+    predictor = tt.Predictor(net, lanes=2)
+    steps = torch.stack([predictor.step(step) for step in x])
+    assert (steps - one_forward(net, x)).abs().max() < 1e-12
+    _, end = net(x, start(net, x))
+    assert states_apart(predictor.state, end) < 1e-12
+
+
+@given(chunk=st.sampled_from([1, 2, 7, 31, 100]), cut=st.integers(1, 30), missing=st.booleans())
+def test_predict_goes_on_from_the_state_that_it_returned(chunk: int, cut: int, missing: bool) -> None:
+    net, x = named("sequential").net(), inputs(31, 1)[:, 0].numpy()
+    options: dict[str, Any] = {"chunk": chunk, "missing": "mask" if missing else "error"}
+    whole, end = tt.predict(net, {"inputs": x}, **options)
+    first, state = tt.predict(net, {"inputs": x[:cut]}, **options)
+    second, after = tt.predict(net, {"inputs": x[cut:]}, state=state, **options)
+    assert (torch.cat([first, second]) - whole).abs().max() < 1e-12
+    assert states_apart(after, end) < 1e-12
+
+
+def test_predict_writes_into_what_it_is_given(tmp_path: Path) -> None:
+    net, x = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy()
+    expected, _ = tt.predict(net, {"inputs": x})
+    mapped = np.lib.format.open_memmap(tmp_path / "out.npy", mode="w+", dtype=np.float64, shape=(50, 2))
+    found, _ = tt.predict(net, {"inputs": x}, chunk=7, out=mapped)
+    assert found is mapped
+    mapped.flush()
+    assert (np.load(tmp_path / "out.npy") - expected.numpy() == 0).all() or np.abs(mapped - expected.numpy()).max() < 1e-12
+    np.save(tmp_path / "in.npy", x)
+    from_file, _ = tt.predict(net, tmp_path / "in.npy", chunk=9)
+    assert (from_file - expected).abs().max() < 1e-12
+
+
+def test_resets_within_a_call_start_lanes_anew() -> None:
+    net, x = named("hides-layer").net(), inputs(30, 2)
+    resets = torch.zeros(30, 2, dtype=torch.bool)
+    resets[11, 1] = True
+    y = tt.Predictor(net, lanes=2)(x, resets)
+    assert (y[11:, 1:] - one_forward(net, x[11:, 1:])).abs().max() < 1e-12
+    assert (y[:, :1] - one_forward(net, x[:, :1])).abs().max() < 1e-12
+
+
+RESUMES = """
+import sys, numpy as np, torch, throughtime as tt
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(3)
+net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
+predictor = tt.Predictor(net, lanes=2)
+predictor.load(sys.argv[1])
+outputs = predictor(torch.from_numpy(np.load(sys.argv[2])))
+np.save(sys.argv[3], outputs.numpy())
+"""
+
+
+def test_saved_state_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
+    x = inputs(60, 2).float()
+    predictor = tt.Predictor(net, lanes=2)
+    predictor(x[:41])
+    predictor.save(tmp_path / "state")
+    np.save(tmp_path / "rest.npy", x[41:].numpy())
+    expected = predictor(x[41:])
+    files = [str(tmp_path / name) for name in ("state", "rest.npy", "out.npy")]
+    subprocess.run([sys.executable, "-W", "error", "-c", RESUMES, *files], check=True)
+    found = torch.from_numpy(np.load(tmp_path / "out.npy"))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, tt.Predictor(net, lanes=2)(x[41:]))  # the mutant: from the initial state
+
+
+def test_state_is_saved_only_when_there_is_one_and_loaded_only_where_it_fits(tmp_path: Path) -> None:
+    net = named("lstm").net()
+    predictor = tt.Predictor(net, lanes=2)
+    with pytest.raises(StateError, match="there is no state to save before the first step"):
+        predictor.save(tmp_path / "s")
+    predictor(inputs(3, 2))
+    predictor.save(tmp_path / "s")
+    with pytest.raises(StateError, match=r"leaf '0' is \(2, 1, 4\) .*expected \(3, 1, 4\)"):
+        tt.Predictor(net, lanes=3).load(tmp_path / "s")
+    asking = tt.Predictor(named("dict-state").net(), lanes=2)
+    asking(inputs(3, 2))
+    asking.save(tmp_path / "d")
+    again = tt.Predictor(named("dict-state").net(), lanes=2)
+    again.load(tmp_path / "d", like=inputs(1, 2))
+    assert states_apart(again.state, asking.state) == 0
+
+
+def test_raw_module_is_refused() -> None:
+    raw: Any = nn.GRU(3, 4)
+    with pytest.raises(ModelError, match=r"the net is a GRU; .*tt\.carry\(module\)"):
+        tt.Predictor(raw)
+
+
+class PartlyEvaluating(nn.Module):
+    """Dropout in training, a batch norm that its owner froze in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = HidesLayer(dropout=0.5)
+        self.frozen = nn.Dropout(0.5).eval()
+        self.evaluated = nn.Sequential(nn.Dropout(0.5), nn.Identity().eval())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.evaluated(self.frozen(self.body(x)))
+
+
+def evaluations(net: tt.Carried) -> list[Callable[[], Any]]:
+    source = recordings([30, 11], seed=9)
+    predictor = tt.Predictor(net, lanes=2)
+    return [
+        lambda: tt.evaluate(net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), score=tt.score.Regression()),
+        lambda: tt.predict(net, source[0], chunk=7),
+        lambda: predictor(inputs(4, 2)),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["evaluate", "predict", "Predictor"])
+def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(which: int) -> None:
+    net = tt.carry(PartlyEvaluating().double())
+    net.train()
+    net.module.get_submodule("frozen").eval()
+    net.module.get_submodule("evaluated.1").eval()
+    y, _ = net(inputs(3, 1), net.initial_state(1))
+    y.sum().backward()
+    modes, before, weight = [m.training for m in net.modules()], gradients(net), weights(net)
+    random = torch.get_rng_state()
+    assert len(set(modes)) == 2
+    evaluations(net)[which]()
+    assert [m.training for m in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], g) for name, g in gradients(net).items())
+    assert all(torch.equal(weight[name], w) for name, w in weights(net).items())
+
+
+def test_evaluation_that_fails_puts_the_modes_back() -> None:
+    net = tt.carry(PartlyEvaluating().double())
+    modes = [m.training for m in net.modules()]
+    with pytest.raises(RuntimeError):
+        tt.Predictor(net)(torch.zeros(4, 1, 17, dtype=torch.float64))
+    assert [m.training for m in net.modules()] == modes
+    assert torch.is_grad_enabled()
+
+
+def trained(*, evaluating: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = tt.carry(PartlyEvaluating().double())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    stream = tt.Stream(recordings([31, 7, 20]), lanes=2, chunk=8)
+    for _ in range(2):
+        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5, 9)):
+            if evaluating:  # also between a gradient and its step
+                for evaluation in evaluations(net):
+                    evaluation()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(net)
+
+
+def test_training_with_evaluations_in_between_gives_the_same_weights_to_the_bit() -> None:
+    plain, interleaved = trained(evaluating=False), trained(evaluating=True)
+    assert all(torch.equal(plain[name], interleaved[name]) for name in plain)
+
+
+def test_outputs_have_no_graph() -> None:
+    net = tt.carry(TensorState().double())
+    assert not tt.Predictor(net)(inputs(4, 1)).requires_grad
+    outputs, state = tt.predict(net, {"inputs": inputs(4, 1)[:, 0].numpy()})
+    assert not outputs.requires_grad
+    assert not state.requires_grad
+
+
+def with_gaps(lengths: list[int]) -> list[dict[str, Any]]:
+    """Recordings whose targets are partly missing, so that chunks have different numbers of valid steps."""
+    found = recordings(lengths, seed=4)
+    for recording in found:
+        recording["targets"][1::3] = np.nan
+        recording["targets"][:2] = np.nan
+    return found
+
+
+def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of the valid steps of one recording, alone."""
+    y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
+    targets = torch.from_numpy(source["targets"])
+    valid = ~targets.isnan().any(1)
+    return y[valid], targets[valid]
+
+
+@pytest.mark.parametrize(("lanes", "chunk"), [(1, 7), (3, 5), (4, 100)])
+@some_nets("hides-layer", "dict-state")
+def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk: int) -> None:
+    sources, net = with_gaps([31, 7, 20, 13]), row.net()
+    found = tt.evaluate(net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), score=tt.score.Regression())
+    pairs = {source["name"]: direct(net, source) for source in sources}
+    y, targets = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
+    assert found.steps == len(targets)
+    assert found.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
+    assert found.figures["rmse"] == pytest.approx(math.sqrt(found.loss), rel=1e-12)
+    assert set(found.recordings) == set(pairs)
+    for name, (outputs, wanted) in pairs.items():
+        error = (outputs - wanted).square()
+        assert found.recordings[name]["rmse"] == pytest.approx(error.mean().sqrt().item(), rel=1e-12)
+        assert found.recordings[name]["esr"] == pytest.approx((error.sum() / wanted.square().sum()).item(), rel=1e-12)
+        spread = (wanted - wanted.mean(0)).square().sum()
+        assert found.recordings[name]["r2"] == pytest.approx((1 - error.sum() / spread).item(), rel=1e-9)
+
+
+def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
+    """The mutant of the law above, on the same recordings."""
+    net, sources = named("hides-layer").net(), with_gaps([31, 7, 20, 13])
+    means, player = list[float](), tt.Predictor(net, lanes=3)
+    for chunk in tt.Stream(sources, 3, 5):
+        y = player(chunk.inputs, chunk.resets)
+        assert chunk.targets is not None
+        if chunk.valid:
+            means.append((y - chunk.targets)[chunk.mask].square().mean().item())
+    weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss
+    assert np.mean(means) != pytest.approx(weighted, rel=1e-3)
+
+
+def test_classification_by_recording() -> None:
+    net = named("hides-layer").net()
+    sources = [r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])]
+    found = tt.evaluate(net, tt.Stream(sources, 2, 6), nn.CrossEntropyLoss(), score=tt.score.Classification(("low", "high")))
+    for source in sources:
+        y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
+        expected = (y.argmax(1).numpy() == source["targets"]).mean()
+        assert found.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
+
+
+def test_recording_cut_into_parts_counts_as_one() -> None:
+    net, sources = named("hides-layer").net(), recordings([40])
+    found = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), score=tt.score.Regression())
+    assert list(found.recordings) == ["r0"]
+    assert found.recordings["r0"] == pytest.approx(found.figures)
+    assert math.isnan(found.loss)
+    assert found.steps == 40
+
+
+def test_nothing_asked_and_nothing_valid_give_nan() -> None:
+    net, source = named("hides-layer").net(), recordings([9])[0]
+    assert math.isnan(tt.evaluate(net, tt.Stream(source, 1, 4)).loss)
+    nothing = source | {"targets": np.full((9, 2), np.nan)}
+    found = tt.evaluate(net, tt.Stream(nothing, 1, 4), nn.MSELoss(), score=tt.score.Regression())
+    assert (found.steps, found.recordings) == (0, {})
+    assert math.isnan(found.loss)
+    assert math.isnan(found.figures["rmse"])
+
+
+def test_stream_without_targets_is_refused() -> None:
+    source = {"inputs": np.zeros((9, FEATURES))}
+    with pytest.raises(DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"):
+        tt.evaluate(named("hides-layer").net(), tt.Stream(source, 1, 4), nn.MSELoss())
+
+
+def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
+    net, x = named("hides-layer").net(), inputs(9, 1)[:, 0].numpy().copy()
+    x[4, 1] = np.nan
+    with pytest.raises(DataError, match=r"the first at step 4, column 1"):
+        tt.predict(net, {"inputs": x})
+    x.flags.writeable = False
+    outputs, _ = tt.predict(net, {"inputs": x}, missing="mask")
+    assert outputs.isfinite().all()
+    x.flags.writeable = True
+    x[4] = 0
+    assert (outputs - tt.predict(net, {"inputs": x})[0]).abs().max() < 1e-12

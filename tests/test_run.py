@@ -1,0 +1,391 @@
+"""A run: its configuration, its data, its checkpoints; killed at any moment it goes on to the bit."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from throughtime import state as trees
+from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.run import data as datasets
+from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
+from throughtime.run.config import Config, make_config, read_toml
+from throughtime.run.folder import Folder
+from throughtime.run.model import load_model
+from throughtime.run.survey import survey
+from throughtime.run.train import begin, prepare
+from throughtime.stream.recording import as_recording
+
+
+def write_recordings(folder: Path, lengths: tuple[int, ...] = (400, 250, 330), classes: int = 3) -> Path:
+    """A manifest of npy recordings whose class follows the sign pattern of a slow signal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    rows = ["id,split,inputs,targets"]
+    for i, (length, split) in enumerate(zip(lengths, ("train", "train", "valid"), strict=True)):
+        signal = np.cumsum(random.normal(size=(length, 2)), axis=0)
+        np.save(folder / f"{i}_x.npy", signal.astype(np.float32))
+        np.save(folder / f"{i}_y.npy", (np.arange(length) // 7 % classes).astype(np.uint8))
+        rows.append(f"{i},{split},{i}_x.npy,{i}_y.npy")
+    (folder / "recordings.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
+    small = {"task": "classify", "hidden": 8, "lanes": 2, "stride": 10, "updates": 60, "checkpoint_every": 1000.0}
+    return {"data": str(data), "out": str(out), **small, **more}
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    named = [part for key, value in values.items() if key != "data" for part in (f"--{key.replace('_', '-')}", str(value))]
+    return ["train", values["data"], *named]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "throughtime", *arguments]
+
+
+def finish(values: dict[str, Any]) -> Folder:
+    training = begin(make_config(values))
+    for _ in training.go():
+        pass
+    return training.folder
+
+
+def test_config_survives_its_own_toml(tmp_path: Path) -> None:
+    config = make_config({"data": 'a "b" ü.csv', "task": "regress", "out": "x", "inputs": ["u", "v,w"], "horizon": 300, "lr": 1})
+    path = tmp_path / "run.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert make_config(read_toml(path)) == config
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"hiden": 3}, "unknown key 'hiden', did you mean 'hidden'?"),
+        ({"task": "clasify"}, "task='clasify': expected one of 'classify', 'regress'"),
+        ({"lanes": "four"}, "lanes='four': expected a whole number"),
+        ({"lanes": True}, "lanes=True: expected a whole number"),
+        ({"lanes": 0}, "lanes=0: expected at least 1"),
+        ({"lr": float("nan")}, "lr=nan: expected a finite number above 0"),
+        ({"updates": 3, "epochs": 1}, "updates and epochs are both given"),
+        ({"inputs": 3}, "inputs=3: expected a list of column names"),
+        ({"data": None}, "'data' is missing"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_config({"data": "d", "task": "classify", "out": "o"} | wrong)
+    assert said in str(refused.value)
+
+
+def test_all_wrong_settings_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'task' is missing"):
+        make_config({"data": "d", "out": "o", "strid": 1, "hiden": 2})
+
+
+def test_a_checkpoint_gives_back_what_was_put_in(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    content: dict[str, Any] = {
+        "tuple": (1, (), None),
+        "list": [True, 2.5e-320, "text"],
+        3: {"nested": shared, "same": shared, "strided": torch.arange(12).view(3, 4).t()},
+        "state": {"a": (torch.zeros(2, 1), torch.ones(2))},
+    }
+    save_checkpoint(tmp_path / "c.safetensors", content)
+    found = load_checkpoint(tmp_path / "c.safetensors")
+    assert found["tuple"] == (1, (), None)
+    assert found["list"] == [True, 2.5e-320, "text"]
+    assert torch.equal(found[3]["strided"], torch.arange(12).view(3, 4).t())
+    assert isinstance(found["state"]["a"], tuple)
+    assert list(found) == list(content)
+
+
+def test_a_checkpoint_refuses_what_it_could_not_give_back(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot hold a set"):
+        save_checkpoint(tmp_path / "c.safetensors", {"a": {1, 2}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    trees.save({"a": torch.zeros(1)}, tmp_path / "state.safetensors")
+    with pytest.raises(RunError, match="not a checkpoint"):
+        load_checkpoint(tmp_path / "state.safetensors")
+    (tmp_path / "cut").write_bytes((tmp_path / "state.safetensors").read_bytes()[:-2])
+    with pytest.raises(RunError, match="no checkpoint can be read"):
+        load_checkpoint(tmp_path / "cut")
+
+
+def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
+    random = np.random.default_rng(0)
+    parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
+    found = survey([as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)], classify=True)
+    whole = np.concatenate(parts)
+    np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
+    assert found.classes == {"0": len(whole)}
+
+
+def test_survey_counts_missing_inputs_and_names_the_first() -> None:
+    inputs = np.zeros((100, 3))
+    inputs[40, 1] = np.nan
+    inputs[70, :] = np.inf
+    found = survey([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
+    assert found.faults == ["recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40, column 1"]
+    np.testing.assert_array_equal(found.inputs.scale, np.ones(3))
+
+
+def test_bad_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    data, out = write_recordings(tmp_path / "data"), tmp_path / "run"
+    broken = np.load(data / "1_x.npy")
+    broken[17, 1] = np.nan
+    np.save(data / "1_x.npy", broken)
+    with pytest.raises(DataError, match=r"recording '1': 1 steps .* step 17, column 1.*--missing mask"):
+        begin(make_config(settings(data, out)))
+    assert not out.exists()
+    masked = finish(settings(data, out, missing="mask"))
+    assert masked.report.parent.is_dir()
+
+
+def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    labels = np.load(data / "2_y.npy")
+    labels[200] = 9
+    np.save(data / "2_y.npy", labels)
+    training = begin(make_config(settings(data, tmp_path / "run")))
+    with pytest.raises(DataError, match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2"):
+        list(training.go())
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("id,split,inputs,targets\na,train,no.npy,0_y.npy", "'a': no such file"),
+        ("id,split,inputs,targets\na,train,0_x.npy,0_y.npy\na,valid,1_x.npy,1_y.npy", "'a' is listed twice"),
+        ("id,split,inputs,labels\na,train,0_x.npy,0_y.npy", "a manifest has the columns"),
+        ("id,split,inputs,targets\n", "lists no recording"),
+        ("id,split,inputs,targets\na,train,0_x.npy,1_y.npy", "has 400 steps and .*1_y.npy has 250"),
+        ("id,split,inputs,targets\na,train,0_x.npy,", "which columns are the targets"),
+        ("id,split,inputs,targets\na,test,0_x.npy,0_y.npy", "no recordings in split 'train'; there are test"),
+        ("id,split,inputs,targets\na,train,0_x.npy,0_y.npy\nb,train,0_y.npy,0_y.npy", "inputs .*asked for, the file has|input columns"),
+    ],
+)
+def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, said: str) -> None:
+    data = write_recordings(tmp_path / "data")
+    (data / "recordings.csv").write_text(rows, encoding="utf-8")
+    with pytest.raises(DataError, match=said):
+        prepare(make_config(settings(data, tmp_path / "run")))
+
+
+def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="lanes=9999 but the recordings have 650 steps"):
+        begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999)))
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3)
+    finish(values)
+    with pytest.raises(RunError, match="holds a run already; continue it with --resume"):
+        begin(make_config(values))
+
+
+def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> None:
+    recordings = [("", as_recording({"inputs": np.zeros(n), "name": str(n)}, 0)) for n in (10, 20, 30)]
+    several, _ = datasets.split(recordings, 0.2)
+    assert [r.name for r in several["valid"]] == ["30"]
+    single, _ = datasets.split(recordings[2:], 0.2)
+    assert [len(single["train"][0]), len(single["valid"][0])] == [24, 6]
+    everything, remark = datasets.split(recordings, 0.0)
+    assert list(everything) == ["train"]
+    assert "nothing held out" in remark
+
+
+def test_training_that_diverges_says_so_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", lr=1e30)))
+    training.save()
+    before = training.folder.checkpoint.read_bytes()
+    with pytest.raises(RunError, match=r"the loss is (nan|inf) at update .*try a lower --lr"):
+        list(training.go())
+    assert training.folder.checkpoint.read_bytes() == before
+
+
+def test_balanced_weights_are_inverse_frequencies(tmp_path: Path) -> None:
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", class_weights="balanced")))
+    loss = training.loss_fn
+    assert isinstance(loss, torch.nn.CrossEntropyLoss)
+    assert loss.weight is not None
+    counts = torch.tensor([float(training.prepared.found.classes[c]) for c in "012"])
+    torch.testing.assert_close(loss.weight * counts, torch.full((3,), counts.sum().item() / 3))
+
+
+def test_a_regression_model_answers_in_the_units_of_its_targets(tmp_path: Path) -> None:
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", updates=300, lr=0.01)
+    folder = finish(values)
+    net, spec = load_model(folder.model)
+    assert spec.task == "regress"
+    shift = net.module.get_buffer("units.shift")
+    assert shift.item() == pytest.approx(1.0, abs=0.05)  # the classes 0, 1, 2 as numbers
+
+
+RESUMED = [
+    {"train_on": "stream"},
+    {"train_on": "stream", "horizon": 25, "model": "gru", "layers": 2},
+    {"train_on": "windows", "updates": 90},
+    {"epochs": 3, "updates": None, "warm_up": 5, "dtype": "float64"},
+]
+
+
+@pytest.mark.parametrize("more", RESUMED, ids=lambda more: "-".join(map(str, more.values())))
+@pytest.mark.parametrize("stop_at", [1, 23, 32, 33, 47])
+def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, more: dict[str, Any], stop_at: int) -> None:
+    from throughtime.run.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    whole = finish(settings(data, tmp_path / "whole", **more))
+    stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for moment in stopped.go():
+        if moment.update >= stop_at:
+            stopped.stop()
+    assert not stopped.finished
+    torch.manual_seed(999)
+    resumed = Training.resume(stopped.folder.path)
+    assert resumed.count == stop_at
+    for _ in resumed.go():
+        pass
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    assert _lines(whole) == _lines(resumed.folder)
+
+
+def _lines(folder: Folder) -> list[dict[str, Any]]:
+    timing = {"seconds", "peak_memory"}
+    return [{k: v for k, v in row.items() if k not in timing} for row in folder.read_metrics()]
+
+
+def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data", (4000, 2500, 300))
+    more = {"updates": 1500, "checkpoint_every": 0.2, "horizon": 30}
+    whole = finish(settings(data, tmp_path / "whole", **(more | {"checkpoint_every": 1000.0})))
+    values = settings(data, tmp_path / "killed", **more)
+    process = subprocess.Popen(command(*flags(values)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = Folder(tmp_path / "killed")
+    seen = _wait_for_checkpoint(folder, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert seen
+    assert not load_checkpoint(folder.checkpoint)["finished"]
+    resumed = subprocess.run(command("train", "--resume", str(folder.path)), capture_output=True, text=True, check=True)
+    assert "resumed at update" in resumed.stdout
+    assert whole.model.read_bytes() == folder.model.read_bytes()
+    assert _lines(whole) == _lines(folder)
+
+
+def _wait_for_checkpoint(folder: Folder, process: "subprocess.Popen[bytes]") -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if folder.checkpoint.is_file() and len(folder.read_metrics()) > 3:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    values = settings(write_recordings(tmp_path / "data", (4000, 2500, 300)), tmp_path / "run", updates=100_000)
+    process = subprocess.Popen(command(*flags(values)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "go on with: throughtime train --resume" in said
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")["counts"][0] > 0
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """The system itself refuses the write: the process may write files of so many bytes and no more."""
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", hidden=64)
+    training = begin(make_config(values))
+    training.save()
+    before = training.folder.checkpoint.read_bytes()
+    limit = len(before) // 2
+
+    def smaller() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    run = subprocess.run(command("train", "--resume", values["out"]), preexec_fn=smaller, capture_output=True, text=True, check=False)  # no threads here
+    assert run.returncode == 2
+    assert "could not be written" in run.stderr
+    assert "the previous checkpoint" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert training.folder.checkpoint.read_bytes() == before
+    assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]
+
+
+def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Path) -> None:
+    from throughtime.run.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    training = begin(make_config(settings(data, tmp_path / "run")))
+    training.save()
+    write_recordings(data, (400, 260, 330))
+    with pytest.raises(DataError, match="total_steps is 650 there and 660 here"):
+        Training.resume(training.folder.path)
+
+
+def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    from throughtime.run.train import Training
+
+    with pytest.raises(RunError, match="no run there"):
+        Training.resume(tmp_path)
+    Folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run")))
+    with pytest.raises(RunError, match="once it has written its first one"):
+        Training.resume(tmp_path / "run")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    from throughtime.run.train import Training
+
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
+    before = folder.model.read_bytes(), folder.metrics.read_bytes()
+    assert list(Training.resume(folder.path).go()) == []
+    assert before == (folder.model.read_bytes(), folder.metrics.read_bytes())
+
+
+def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000)))
+    with pytest.raises(DataError, match="without a single step that counts"):
+        list(training.go())
+
+
+def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
+    from throughtime.run.assess import assess
+
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
+    found = assess(folder, None, "valid", None)
+    content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
+    assert content["figures"] == pytest.approx(found.figures, nan_ok=True)
+    assert list(content["recordings"]) == ["2"]
+    with pytest.raises(DataError, match="no recordings in split 'tset'; there are train"):
+        assess(folder, None, "tset", None)
+
+
+def test_files_are_whole_or_absent(tmp_path: Path) -> None:
+    from throughtime import files
+
+    path = tmp_path / "a"
+    files.write_atomically(path, b"old")
+    (tmp_path / f"a.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        files.write_atomically(path, b"new" * 100_000)
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -1,0 +1,382 @@
+"""The loop: resumed to the bit, equal to the loop written by hand, and never holding a graph.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+import contextlib
+import gc
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+
+import throughtime as tt
+from strategies import HidesLayer, LearntStart, Row, TensorState, inputs, named, recordings, some_nets, start, states_apart, weights
+from throughtime.errors import DataError
+
+POLICIES = pytest.mark.parametrize("policy", [tt.Truncated(6), tt.Truncated(6, 15)], ids=["horizon-is-stride", "horizon-beyond-stride"])
+LENGTHS = [31, 7, 20, 3, 11]
+
+
+def stream() -> tt.Stream:
+    return tt.Stream(recordings(LENGTHS), lanes=3, chunk=8, warm_up=1)
+
+
+@dataclass
+class Training:
+    """Everything that a training consists of."""
+
+    net: tt.Carried
+    stream: tt.Stream
+    optimizer: torch.optim.Optimizer
+    updates: tt.Updates
+
+    @classmethod
+    def begin(cls, net: tt.Carried, policy: tt.Truncated) -> "Training":
+        source = stream()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+        return cls(net, source, optimizer, tt.updates(net, source, nn.MSELoss(), gradient=policy))
+
+    def run(self, updates: int, policy: tt.Truncated) -> int:
+        """Makes so many updates, or what is left of two epochs; returns how many."""
+        done = 0
+        while done < updates and self.stream.epoch < 2:
+            for _ in self.updates:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                done += 1
+                if done == updates:
+                    return done
+            if self.stream.epoch < 2:
+                self.updates = tt.updates(self.net, self.stream, nn.MSELoss(), gradient=policy)
+        return done
+
+    def saved(self) -> bytes:
+        """A checkpoint as users write it; read back without running pickled code."""
+        file = io.BytesIO()
+        place = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": self.updates.state_dict()}
+        torch.save(place | {"random": torch.get_rng_state()}, file)
+        return file.getvalue()
+
+    def restore(self, checkpoint: bytes, change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place) -> None:
+        found = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        self.net.load_state_dict(found["net"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.updates.load_state_dict(change(found["updates"]))
+        torch.set_rng_state(found["random"])
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def dropping_out() -> tt.Carried:
+    return tt.carry(HidesLayer(dropout=0.4).double())
+
+
+RESUMED: dict[str, Callable[[], tt.Carried]] = {
+    "lstm-with-dropout": dropping_out,
+    "rotation": lambda: tt.carry(TensorState().double()),
+    "learnt-start": lambda: tt.carry(LearntStart().double()),
+    "hidden-cell": named("hides-cell").net,
+}
+
+
+@pytest.mark.parametrize("make", list(RESUMED.values()), ids=list(RESUMED))
+@POLICIES
+def test_resume_after_any_update_gives_the_same_weights_to_the_bit(make: Callable[[], tt.Carried], policy: tt.Truncated) -> None:
+    total = Training.begin(make(), policy).run(10_000, policy)
+    assert total > 10
+    for stop in range(1, total):
+        through, resumed = run_and_resume(make, policy, stop)
+        assert same_bits(through, resumed)
+
+
+def run_and_resume(
+    make: Callable[[], tt.Carried],
+    policy: tt.Truncated,
+    stop: int,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights after two epochs: run through, and stopped after `stop` updates and resumed in new objects."""
+    torch.manual_seed(1)
+    through = Training.begin(make(), policy)
+    assert through.run(stop, policy) == stop
+    checkpoint = through.saved()
+    assert through.run(10_000, policy) > 0
+    torch.manual_seed(99)
+    resumed = Training.begin(make(), policy)
+    resumed.restore(checkpoint, change)
+    resumed.run(10_000, policy)
+    return weights(through.net), weights(resumed.net)
+
+
+FORGETFUL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "the state": lambda place: place | {"state": None, "edge": None, "past": 0},
+    "the window": lambda place: place | {"edge": place["state"], "past": 0},
+    "the edge": lambda place: place | {"edge": place["state"]},
+    "the place in the stream": lambda place: place | {"stream": place["stream"] | {"position": place["stream"]["position"] - 1}},
+}
+
+
+@pytest.mark.parametrize("change", list(FORGETFUL.values()), ids=list(FORGETFUL))
+def test_resume_that_forgets_anything_gives_other_weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The mutants of the law above."""
+    through, resumed = run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
+    assert not same_bits(through, resumed)
+
+
+def test_resume_needs_the_random_state_for_dropout() -> None:
+    torch.manual_seed(1)
+    through = Training.begin(dropping_out(), tt.Truncated(6))
+    through.run(3, tt.Truncated(6))
+    checkpoint = through.saved()
+    through.run(10_000, tt.Truncated(6))
+    resumed = Training.begin(dropping_out(), tt.Truncated(6))
+    resumed.restore(checkpoint)
+    torch.manual_seed(98)
+    resumed.run(10_000, tt.Truncated(6))
+    assert not same_bits(weights(through.net), weights(resumed.net))
+
+
+def test_place_needs_a_stream() -> None:
+    run = tt.updates(named("hides-layer").net(), list(stream()), nn.MSELoss(), gradient=tt.Truncated(6))
+    next(run)
+    for call in (run.state_dict, lambda: run.load_state_dict({})):
+        with pytest.raises(DataError, match=r"only a tt\.Stream knows its place"):
+            call()
+
+
+def test_place_in_another_stream_is_refused() -> None:
+    net = named("hides-layer").net()
+    place = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6)).state_dict()
+    other = tt.updates(net, tt.Stream(recordings([9]), 1, 4), nn.MSELoss(), gradient=tt.Truncated(6))
+    with pytest.raises(DataError, match="belongs to another stream: lanes is 3 there and 1 here"):
+        other.load_state_dict(place)
+
+
+def test_exhausted_updates_stay_exhausted_and_a_new_call_plays_the_next_epoch() -> None:
+    net, source = named("hides-layer").net(), stream()
+    run = tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
+    first = [update.chunk.recording for update in run]
+    assert list(run) == []
+    assert source.epoch == 1
+    second = [update.chunk.recording for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))]
+    assert source.epoch == 2
+    assert len(first) != len(second) or not all(map(torch.equal, first, second))
+
+
+def test_given_state_goes_on_from_where_the_stream_stands() -> None:
+    net, source = named("tensor-state").net(), stream()
+    run = tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
+    next(run)
+    on = next(tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6), state=run.state))
+    assert on.chunk.position[0, 0] == 6
+    expected = next(run_again := tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6)))
+    assert expected.chunk.position[0, 0] == 0
+    assert states_apart(on.state, next(run_again).state) == 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What users put around the loop."""
+
+    dtype: torch.dtype = torch.float32
+    lanes: int = 1
+    clip: bool = False
+    schedule: bool = False
+    scale: bool = False
+    autocast: bool = False
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+
+@dataclass
+class Tools:
+    """An optimizer and its company, the same for both loops."""
+
+    net: nn.Module
+    setting: Setting
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    scaler: torch.amp.GradScaler
+
+    @classmethod
+    def of(cls, net: nn.Module, setting: Setting) -> "Tools":
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+        scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=10)
+        return cls(net, setting, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=2.0**7, enabled=setting.scale))
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if self.setting.clip:
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.setting.schedule:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+def module_of(setting: Setting) -> HidesLayer:
+    torch.manual_seed(5)
+    return HidesLayer().to(setting.dtype)
+
+
+def data_of(setting: Setting, steps: int = 70) -> tuple[Tensor, Tensor]:
+    x, targets = inputs(steps, setting.lanes), inputs(steps, setting.lanes, seed=1, features=2)
+    return x.to(setting.dtype), targets.to(setting.dtype)
+
+
+def hand_written(setting: Setting, stride: int = 9, *, detach_in_autocast: bool = True) -> dict[str, Tensor]:
+    """The loop that this library replaces; `autocast` around forward and loss, as torch's documentation has it."""
+    module, (x, targets) = module_of(setting), data_of(setting)
+    tools, loss_fn = Tools.of(module, setting), nn.MSELoss()
+    h = c = torch.zeros(1, setting.lanes, 4, dtype=setting.dtype)
+    for begin in range(0, len(x), stride):
+        part, wanted = x[begin : begin + stride], targets[begin : begin + stride]
+        with setting.casting():
+            hidden, (h, c) = module.lstm(part, (h, c))
+            y = module.head(hidden)
+            loss = loss_fn(y.flatten(0, 1), wanted.flatten(0, 1))
+        tools.scaler.scale(loss).backward()
+        tools.step()
+        h, c = h.detach().to(setting.dtype), c.detach().to(setting.dtype)
+        if not detach_in_autocast:
+            h, c = torch.zeros_like(h), torch.zeros_like(c)
+    return weights(module)
+
+
+def with_updates(setting: Setting, stride: int = 9) -> dict[str, Tensor]:
+    module, (x, targets) = module_of(setting), data_of(setting)
+    net = tt.carry(module)
+    tools, chunk = Tools.of(net, setting), tt.Chunk.of(x, targets)
+    with setting.casting():
+        for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride), scaler=tools.scaler):
+            tools.step()
+    return weights(module)
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "float64": Setting(dtype=torch.float64),
+    "batch-of-4": Setting(lanes=4),
+    "clip": Setting(clip=True),
+    "scheduler": Setting(schedule=True),
+    "scaler": Setting(scale=True),
+    "autocast": Setting(autocast=True),
+    "autocast-batch-of-4": Setting(autocast=True, lanes=4),
+    "all": Setting(clip=True, schedule=True, scale=True, autocast=True),
+    "all-float64": Setting(dtype=torch.float64, clip=True, schedule=True, scale=True, lanes=4),
+}
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS.values()), ids=list(SETTINGS))
+def test_loop_equals_the_hand_written_one_to_the_bit(setting: Setting) -> None:
+    found = with_updates(setting)
+    assert same_bits(found, hand_written(setting))
+    assert not same_bits(found, weights(module_of(setting)))
+    assert not same_bits(found, hand_written(setting, detach_in_autocast=False))  # the mutant: state forgotten
+
+
+@pytest.mark.parametrize("change", [{"clip": True}, {"schedule": True}, {"autocast": True}, {"lanes": 4}], ids=str)
+def test_every_tool_in_the_loop_makes_a_difference(change: dict[str, Any]) -> None:
+    """So that the rows above are not the same test ten times."""
+    assert not same_bits(with_updates(Setting()), with_updates(replace(Setting(), **change)))
+
+
+def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
+    setting = Setting(scale=True)
+    x, targets = data_of(setting)
+    plain, scaled = (tt.carry(module_of(setting)) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    first = next(tt.updates(plain, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9)))
+    second = next(tt.updates(scaled, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9), scaler=scaler))
+    assert torch.equal(first.loss, second.loss)
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad * 2.0**7, q.grad)
+
+
+@pytest.mark.parametrize(
+    "make", [LearntStart, HidesLayer, lambda: nn.Sequential(nn.GRUCell(3, 4), nn.Linear(4, 2))], ids=["learnt-start", "hides-layer", "cell"]
+)
+def test_autocast_keeps_the_state_in_the_type_of_the_weights(make: Callable[[], nn.Module]) -> None:
+    x, targets = data_of(Setting())
+    net = tt.carry(make())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for update in tt.updates(net, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
+            assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
+            assert update.outputs.dtype == torch.bfloat16
+            assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
+
+
+def live_nodes() -> int:
+    """How many autograd nodes can be reached from any tensor that is alive."""
+    gc.collect()
+    waiting: list[Any] = [t.grad_fn for t in gc.get_objects() if issubclass(type(t), Tensor) and t.grad_fn is not None]
+    seen = set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    return len(seen)
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(t), Tensor) for t in gc.get_objects())
+
+
+def counts(net: tt.Carried, updates: int, samples: Sequence[int], stride: int, horizon: int) -> list[tuple[int, int]]:
+    """Live nodes and live tensors after some of many updates."""
+    chunk = tt.Chunk.of(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
+    found: list[tuple[int, int]] = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    for i, update in enumerate(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))):
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(leaf.grad_fn is None for leaf in tt.state.tensors(update.state))
+        assert update.loss.grad_fn is None
+        assert update.outputs.grad_fn is None
+        if i in samples:
+            found.append((live_nodes(), live_tensors()))
+    return found
+
+
+@some_nets("tensor-state", "lstm", "hides-layer")
+@POLICIES
+def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Truncated) -> None:
+    module = row.module() if row.name != "lstm" else nn.Sequential(row.module(), nn.Linear(4, 2).double())
+    horizon = 1 if policy.horizon is None else 3
+    samples = (10, 200, 990)
+    found = counts(tt.carry(module), 1000, samples, 1, horizon)
+    assert len(found) == len(samples)
+    assert len(set(found)) == 1
+    if row.name != "hides-layer":
+        assert found[0][0] == 0
+
+
+def test_loop_of_ten_thousand_updates_holds_no_graph() -> None:
+    found = counts(named("tensor-state").net(), 10_000, (100, 5_000, 9_990), 1, 2)
+    assert [nodes for nodes, _ in found] == [0, 0, 0]
+    assert len({tensors for _, tensors in found}) == 1
+
+
+def test_count_of_nodes_sees_a_graph_that_grows() -> None:
+    """The mutant: a loop that forgets to detach."""
+    net, x = named("tensor-state").net(), inputs(50, 1)
+    state, found = start(net, x), list[int]()
+    for t in range(50):
+        _, state = net(x[t : t + 1], state)
+        if t in (9, 19, 49):
+            found.append(live_nodes())
+    assert found[0] < found[1] < found[2]
+    del state
