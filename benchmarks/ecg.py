@@ -53,7 +53,12 @@ def main() -> None:
         for seed in range(options.seeds)
         for train_on in ("stream", "windows")
     ]
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
     (options.out / "ecg.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1), encoding="utf-8")
     print("| trained on | " + " | ".join(COLUMNS) + " |")
     print("|---|" + "---|" * len(COLUMNS))

@@ -468,21 +468,41 @@ def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
     assert tt.state.lanes(net.initial_state(5)) == 5
 
 
-@some_nets("dict-state", "sequential-of-user-modules")
-def test_trial_leaves_no_trace(row: Row) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = row.module()
-            self.dropout = nn.Dropout(0.5).eval()
+class Noisy(TensorState):
+    """Draws random numbers even in evaluation mode; part of it was put into that mode by its owner."""
 
-    net, x = row.net(), inputs(3, 2)
-    net.module.add_module("partly", Noisy()) if not isinstance(net.module, nn.Sequential) else None
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        torch.rand(3)
+        return super().forward(self.parts(x), state)
+
+
+def test_trial_leaves_no_trace() -> None:
+    net, x = tt.carry(nn.Sequential(remembering(Noisy()), nn.Linear(2, FEATURES).double(), remembering(Noisy()))), inputs(3, 2)
     modes, random = [m.training for m in net.modules()], torch.get_rng_state()
+    assert len(set(modes)) == 2
     net.initial_state(2, like=x)
     assert [m.training for m in net.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in net.parameters())
+    net(x, net.initial_state(2))
+    assert not torch.equal(torch.get_rng_state(), random)
+
+
+def test_state_of_a_layer_that_is_not_used_stays_as_it_is() -> None:
+    class Skips(HidesLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.GRU(FEATURES, HIDDEN)
+
+    net, x = tt.carry(Skips().double()), inputs(9, 2)
+    y, state = in_chunks(net, x, (4, 2))
+    assert set(state) == {"lstm", "spare"}
+    assert state["spare"].abs().sum() == 0
+    assert (y - net(x, start(net, x))[0]).abs().max() < EXACT
 
 
 def test_wrong_dtype_is_explained_in_a_note() -> None:
@@ -546,13 +566,27 @@ class ChangesInPlace(TensorState):
         return y, h
 
 
+class IgnoresItsState(Rotation):
+    """Goes on from an attribute, which `initial_state` sets to zero: right in chunks, wrong for one lane alone."""
+
+    def initial_state(self, lanes: int) -> Tensor:
+        self.kept = self.turn.new_zeros(lanes, HIDDEN)
+        return self.kept.clone()
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = self.play(x, self.kept + 0 * state)
+        self.kept = h.detach()
+        return y, h
+
+
 MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
     (HiddenBeside, "whole: chunks"),
     (NormalisesTime, "whole: chunks"),
     (LooksAhead, "whole: chunks"),
     (CentredConvolution, "whole: chunks"),
-    (MixesLanes, "lanes: what one lane"),
-    (ChangesInPlace, "value: forward changes"),
+    (IgnoresItsState, "^reset: a lane that is reset"),
+    (MixesLanes, "^lanes: what one lane"),
+    (ChangesInPlace, "^value: forward changes"),
 ]
 
 

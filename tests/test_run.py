@@ -95,14 +95,14 @@ def test_all_wrong_settings_are_listed_at_once() -> None:
 
 def test_a_checkpoint_gives_back_what_was_put_in(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
-    content: dict[str, Any] = {
+    content: dict[Any, Any] = {
         "tuple": (1, (), None),
         "list": [True, 2.5e-320, "text"],
         3: {"nested": shared, "same": shared, "strided": torch.arange(12).view(3, 4).t()},
         "state": {"a": (torch.zeros(2, 1), torch.ones(2))},
     }
     save_checkpoint(tmp_path / "c.safetensors", content)
-    found = load_checkpoint(tmp_path / "c.safetensors")
+    found: dict[Any, Any] = load_checkpoint(tmp_path / "c.safetensors")
     assert found["tuple"] == (1, (), None)
     assert found["list"] == [True, 2.5e-320, "text"]
     assert torch.equal(found[3]["strided"], torch.arange(12).view(3, 4).t())
@@ -272,7 +272,7 @@ def _lines(folder: Folder) -> list[dict[str, Any]]:
 
 def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data", (4000, 2500, 300))
-    more = {"updates": 1500, "checkpoint_every": 0.2, "horizon": 30}
+    more = {"updates": 800, "checkpoint_every": 0.2, "horizon": 30}
     whole = finish(settings(data, tmp_path / "whole", **(more | {"checkpoint_every": 1000.0})))
     values = settings(data, tmp_path / "killed", **more)
     process = subprocess.Popen(command(*flags(values)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -322,7 +322,9 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    run = subprocess.run(command("train", "--resume", values["out"]), preexec_fn=smaller, capture_output=True, text=True, check=False)  # no threads here
+    run = subprocess.run(
+        command("train", "--resume", values["out"]), preexec_fn=smaller, capture_output=True, text=True, check=False
+    )  # no threads here
     assert run.returncode == 2
     assert "could not be written" in run.stderr
     assert "the previous checkpoint" in run.stderr

@@ -118,7 +118,9 @@ def test_reset_takes_marked_lanes_from_the_initial_state_and_no_others(make: Cal
 def test_reset_lets_no_gradient_cross_even_from_a_state_that_is_not_finite() -> None:
     h = torch.tensor([[math.inf], [2.0]], dtype=torch.float64, requires_grad=True)
     start = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
-    tt.state.reset(h, start, torch.tensor([True, False])).sum().backward()
+    after = tt.state.reset(h, start, torch.tensor([True, False]))
+    after.sum().backward()
+    assert after.flatten().tolist() == [0, 2]
     assert h.grad is not None
     assert start.grad is not None
     assert h.grad.flatten().tolist() == [0, 1]

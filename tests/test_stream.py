@@ -313,17 +313,19 @@ def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> No
         list(tt.Stream([first, second], lanes=2, chunk=5))
 
 
-def test_inputs_that_are_missing_are_zeroed_and_masked_on_request() -> None:
+@pytest.mark.parametrize("writeable", [True, False])
+def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch(writeable: bool) -> None:
     values = np.ones((9, 3), dtype=np.float32)
     values[4, 2], values[7, 1] = np.nan, -np.inf
-    values.flags.writeable = False
+    values.flags.writeable = writeable
     stream = tt.Stream({"inputs": values, "targets": np.zeros(9)}, lanes=1, chunk=4, missing="mask")
     chunk = whole(stream)
     assert chunk.mask.flatten().tolist() == [t not in (4, 7) for t in range(9)]
     assert chunk.inputs[4].tolist() == chunk.inputs[7].tolist() == [[0, 0, 0]]
     assert chunk.inputs[3].tolist() == [[1, 1, 1]]
     assert stream.masked == 2
-    assert np.isnan(values[4, 2])
+    assert np.isnan(values[4, 2])  # the user's array is not changed
+    assert same(whole(stream), chunk)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +339,21 @@ def test_inputs_that_are_missing_are_zeroed_and_masked_on_request() -> None:
         (np.ones(6, np.int16), np.ones(6, np.int64), torch.float32, (torch.float32, (6, 1, 1), torch.int64, (6, 1))),
         (np.ones((6, 2), np.int32), None, None, (torch.int64, (6, 1, 2), None, None)),
         (torch.ones(6, 2), torch.ones(6, requires_grad=True), None, (torch.float32, (6, 1, 2), torch.float32, (6, 1))),
+        (np.ones((6, 2), ">f8"), np.ones(6)[::-1], None, (torch.float64, (6, 1, 2), torch.float64, (6, 1))),
         (np.ones((6, 2, 4)), np.ones(6), None, (torch.float64, (6, 1, 2, 4), torch.float64, (6, 1))),
     ],
-    ids=["float32", "float64", "to float32", "vector", "tokens", "integers as floats", "integer matrix", "tensors", "images"],
+    ids=[
+        "float32",
+        "float64",
+        "to float32",
+        "vector",
+        "tokens",
+        "integers as floats",
+        "integer matrix",
+        "tensors",
+        "big endian and reversed",
+        "images",
+    ],
 )
 def test_types_and_shapes_follow_the_rules(inputs: Any, targets: Any, dtype: torch.dtype | None, expected: tuple[Any, ...]) -> None:
     chunk = one(inputs, targets, dtype=dtype)
@@ -382,7 +396,7 @@ def test_bad_recordings_and_settings_are_refused(source: Any, options: dict[str,
     [
         (
             {"inputs": np.ones((4, 3)), "targets": np.ones(4)},
-            r"'b' has inputs of 3 columns of floating numbers, recording 'a' of 2 columns",
+            r"'b' has inputs of 3 columns of float64 numbers, recording 'a' of 2 columns",
         ),
         ({"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)}, "'b' has inputs of 2 columns of integer numbers"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))}, r"'b' has targets of 1 columns .* of 1 column \(a vector\)"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.contracts import Contract, contract_of
-from throughtime.errors import ModelError, StateError
+from throughtime.errors import DataError, StateError, ThroughtimeError
 from throughtime.state import State
 
 CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
@@ -71,8 +71,8 @@ class Carried(nn.Module):
             if resets is None and not x.is_cuda:
                 return self._run(x, state)
             return self._play(x, state, resets)
-        except (RuntimeError, ValueError, TypeError) as error:
-            self._explain(error, x)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            self._explain(error, x, state)
             raise
 
     def _run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -85,6 +85,8 @@ class Carried(nn.Module):
     def _play(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """Runs the stretches between resets, and between cuDNN's limits."""
         steps = x.shape[0]
+        if resets is not None and resets.shape != x.shape[:2]:
+            raise DataError(f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag for each step and lane")
         reset_steps = set[int]() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
         starts = sorted({0, *reset_steps, *range(0, steps, CUDNN_STEPS if x.is_cuda else steps)})
         outputs: list[Tensor] = []
@@ -95,9 +97,19 @@ class Carried(nn.Module):
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
-    def _explain(self, error: Exception, x: Tensor) -> None:
+    def _explain(self, error: Exception, x: Tensor, state: State) -> None:
+        """Says what throughtime knows of an error that came out of the module: a state that does not fit, inputs of another type."""
+        if isinstance(error, ThroughtimeError):
+            return
+        expected = dict(trees.leaves(self.initial_state(x.shape[1], like=x)))
+        got = dict(trees.leaves(state))
+        if {n: leaf.shape for n, leaf in expected.items()} != {n: leaf.shape for n, leaf in got.items()}:
+            raise StateError(
+                f"the state has the leaves { {n: tuple(leaf.shape) for n, leaf in got.items()} }, this net carries "
+                f"{ {n: tuple(leaf.shape) for n, leaf in expected.items()} }, lanes first; start from net.initial_state(lanes={x.shape[1]})"
+            ) from error
         weight = next(self.module.parameters(), None)
-        if weight is not None and weight.dtype != x.dtype and not isinstance(error, (StateError, ModelError)):
+        if weight is not None and weight.dtype != x.dtype:
             error.add_note(
                 f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}. Give the stream the "
                 f"module's type, tt.Stream(..., dtype={weight.dtype}), or convert the module."

@@ -88,10 +88,10 @@ class Chunk:
         if inputs.dim() < 2:
             raise DataError(f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)")
         shape = inputs.shape[:2]
-        resets = torch.zeros(shape, dtype=torch.bool) if resets is None else resets
-        mask = torch.full(shape, targets is not None) if mask is None else mask
-        recording = torch.zeros(shape, dtype=torch.long) if recording is None else recording
-        position = torch.arange(shape[0]).unsqueeze(1).expand(shape) if position is None else position
+        resets = torch.zeros(shape, dtype=torch.bool, device=inputs.device) if resets is None else resets
+        mask = torch.full(shape, targets is not None, device=inputs.device) if mask is None else mask
+        recording = torch.zeros(shape, dtype=torch.long, device=inputs.device) if recording is None else recording
+        position = torch.arange(shape[0], device=inputs.device).unsqueeze(1).expand(shape) if position is None else position
         named = {"targets": targets, "resets": resets, "mask": mask, "recording": recording, "position": position}
         faults = [
             f"{name} have shape {tuple(t.shape)}, expected ({shape[0]}, {shape[1]}) first as the inputs {tuple(inputs.shape)}"

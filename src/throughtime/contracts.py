@@ -235,8 +235,16 @@ class Hiding:
         self._before, self._after = state, {}
         try:
             y = self.module(x.transpose(0, 1) if self.batch_first else x)
+        except RuntimeError as error:
+            error.add_note(
+                f"throughtime: the layers of {type(self.module).__name__} were given the carried state of {x.shape[1]} lanes, and inputs "
+                f"{'(B, T, D)' if self.batch_first else '(T, B, D)'}. If the module wants it the other way round, say "
+                f"tt.carry(module, batch_first={not self.batch_first}); "
+                "if it folds time into the batch, let forward(x, state) return (y, state)."
+            )
+            raise
         finally:
-            self._before, after = None, self._after
+            self._before, after, self._after = None, self._after, {}
         y = _outputs(self.module, y, x, self.batch_first)
         for name in after:
             _check_hidden_lanes(name, after[name], x)
@@ -386,7 +394,8 @@ def _quietly(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tuple[
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(device, enabled=False):
             return call()
     except (ModelError, StateError):
         raise

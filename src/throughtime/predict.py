@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
+from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,8 +86,14 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
             whole.add(*valid_rows(outputs, chunk))
             _add_apart(apart, whole, outputs, chunk)
     loss = total / steps if steps and objective is not None else math.nan
-    by_name = {stream.recordings[i].name: apart[i].figures() for i in sorted(apart)}
+    names = Counter(recording.name for recording in stream.recordings)
+    by_name = {_unique(stream.recordings[i].name, i, names): apart[i].figures() for i in sorted(apart)}
     return Evaluation(loss, steps, whole.figures() if whole is not None else {}, by_name)
+
+
+def _unique(name: str, index: int, names: Counter[str]) -> str:
+    """The name, with its place in the stream where several recordings share it."""
+    return name if names[name] == 1 else f"{name} (#{index})"
 
 
 def _add_apart(apart: dict[int, Score], kind: Score, outputs: Tensor, chunk: Chunk) -> None:

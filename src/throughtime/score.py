@@ -62,6 +62,10 @@ class Classification:
         n = len(self.classes)
         if outputs.shape[-1] != n:
             raise DataError(f"the outputs have {outputs.shape[-1]} columns, expected one for each of the classes {list(self.classes)}")
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < n:
+            raise DataError(
+                f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to {n - 1} for {list(self.classes)}"
+            )
         pairs = targets.long() * n + outputs.argmax(dim=-1)
         self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
 
@@ -103,9 +107,13 @@ class Regression:
         return Regression()
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        y, t = outputs.double().flatten(1), targets.double().reshape(len(targets), -1)
-        if not len(t):
+        if not len(targets):
             return
+        y, t = outputs.double().reshape(len(outputs), -1), targets.double().reshape(len(targets), -1)
+        if y.shape != t.shape:
+            raise DataError(
+                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}; expected one output for each target"
+            )
         self.squared_error += (y - t).square().sum().item()
         self.squared_target += t.square().sum().item()
         self._grow(t)

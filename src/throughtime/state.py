@@ -80,7 +80,7 @@ def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, .
     if isinstance(state, Tensor):
         for other in others:
             if not isinstance(other, Tensor):
-                raise StateError(f"state leaf '{path}' is a tensor in one state and a {type(other).__name__} in another")
+                raise StateError(f"state leaf '{path or 'state'}' is a tensor in one state and a {type(other).__name__} in another")
         return fn(state, *others)
     if state is None and path:
         return None
@@ -114,7 +114,12 @@ def tensors(state: State) -> list[Tensor]:
     found: list[Tensor] = []
     if type(state) in (tuple, list):
         for branch in state:
-            found += (branch,) if isinstance(branch, Tensor) else () if branch is None else tensors(branch)
+            if isinstance(branch, Tensor):
+                found.append(branch)
+            elif isinstance(branch, (tuple, list)):
+                found += tensors(branch)
+            else:
+                return [leaf for _, leaf in leaves(state)]
         return found
     return [leaf for _, leaf in leaves(state)]
 
@@ -163,6 +168,12 @@ def reset(state: State, initial: State, where: Tensor) -> State:
         tensor([[0.],
                 [1.]])
     """
+    count = lanes(state)
+    if count is not None and (where.shape != (count,) or lanes(initial) != count):
+        raise StateError(
+            f"the state has {count} lanes, the initial state {lanes(initial)}, `where` the shape {tuple(where.shape)}; all need one "
+            "row per lane"
+        )
 
     def pick(leaf: Tensor, start: Tensor) -> Tensor:
         return torch.where(where.view(-1, *(1,) * (leaf.dim() - 1)), start, leaf)
@@ -171,7 +182,7 @@ def reset(state: State, initial: State, where: Tensor) -> State:
 
 
 def select(state: State, lanes: Sequence[int] | Tensor) -> State:
-    """The state of some lanes, in the order given; a copy.
+    """The state of some lanes, given by number, in the order given; a copy.
 
     Example:
         >>> import torch, throughtime as tt
@@ -179,11 +190,15 @@ def select(state: State, lanes: Sequence[int] | Tensor) -> State:
         (tensor([[2.],
                 [0.]]),)
     """
-    index = torch.as_tensor(lanes, dtype=torch.long)
+    index = torch.as_tensor(lanes)
+    if index.dtype == torch.bool:
+        raise StateError("lanes are given as a mask, expected their numbers: mask.nonzero().flatten()")
+    index = index.long()
 
     def rows(leaf: Tensor) -> Tensor:
-        if len(index) and int(index.max()) >= leaf.shape[0]:
-            raise StateError(f"lane {int(index.max())} asked for, the state has {leaf.shape[0]} lanes (0 to {leaf.shape[0] - 1})")
+        wrong = index[(index < 0) | (index >= leaf.shape[0])]
+        if len(wrong):
+            raise StateError(f"lane {int(wrong[0])} asked for, the state has {leaf.shape[0]} lanes (0 to {leaf.shape[0] - 1})")
         return leaf.index_select(0, index.to(leaf.device))
 
     return map_leaves(rows, state)
@@ -199,12 +214,22 @@ def stack(states: Sequence[State]) -> State:
     """
     if not states:
         raise StateError("no states to stack: got an empty sequence, expected at least one state")
+    for other in states[1:]:
+        for (name, a), (_, b) in zip(leaves(states[0]), leaves(other), strict=False):
+            if a.shape[1:] != b.shape[1:]:
+                raise StateError(
+                    f"state leaf '{name}' is {tuple(a.shape)} in one state and {tuple(b.shape)} in another; only the lanes may differ"
+                )
     return map_leaves(lambda *rows: torch.cat(rows), states[0], *states[1:])
 
 
 def save(state: State, path: str | Path) -> None:
     """Writes a state as safetensors (no pickle): to a temporary file, synced, then renamed."""
-    tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves(state)}
+    named = list(leaves(state))
+    tensors = {name: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for name, leaf in named}
+    if len(tensors) < len(named):
+        twice = sorted({name for name, _ in named if [n for n, _ in named].count(name) > 1})
+        raise StateError(f"two leaves of the state are both called '{twice[0]}': a key with a dot in it looks like nesting; rename it")
     files.write_atomically(Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"}))
 
 

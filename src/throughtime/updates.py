@@ -96,8 +96,8 @@ class Updates(Iterator[Update]):
 
     def _begin(self) -> Progress:
         first = self._source.peek()
-        state = trees.detach(self._net.initial_state(first.lanes, like=first.inputs))
-        return Progress(state, state)
+        state = self._net.initial_state(first.lanes, like=first.inputs)
+        return Progress(trees.detach(state), state)  # the first window reaches an initial state that is learnt
 
     @property
     def state(self) -> State:

@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console(soft_wrap=True)
+out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns and files may hold brackets
 
 
 def _version(asked: bool) -> None:
@@ -46,11 +46,16 @@ def root(version: Annotated[bool, typer.Option("--version", callback=_version, i
 
 
 @app.command()
-def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
-    data: Annotated[Path | None, typer.Argument(help="CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest (CSV: id,split,inputs,targets).")] = None,
+def train(  # every setting is a flag
+    data: Annotated[
+        Path | None,
+        typer.Argument(help="CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest (CSV: id,split,inputs,targets)."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="classify or regress.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Input columns, separated by commas; default: all that are not targets.")] = None,
-    targets: Annotated[str | None, typer.Option(help="Target columns, separated by commas; default: 'targets', or all of a targets file.")] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Target columns, separated by commas; default: 'targets', or all of a targets file.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="lstm, gru or rnn. [default: lstm]")] = None,
     hidden: Annotated[int | None, typer.Option(help="Width of the recurrent layers. [default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help="How many of them. [default: 1]")] = None,
@@ -58,7 +63,9 @@ def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
     stride: Annotated[int | None, typer.Option(help="Steps between two updates. [default: 100]")] = None,
     horizon: Annotated[int | None, typer.Option(help="Steps that credit may flow back, at least the stride. [default: the stride]")] = None,
     warm_up: Annotated[int | None, typer.Option(help="First steps of a recording whose loss does not count. [default: 0]")] = None,
-    train_on: Annotated[str | None, typer.Option(help="stream, or windows: shuffled windows of a stride from a zero state, to compare. [default: stream]")] = None,
+    train_on: Annotated[
+        str | None, typer.Option(help="stream, or windows: shuffled windows of a stride from a zero state, to compare. [default: stream]")
+    ] = None,
     updates: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Or after playing every recording so often. [default: 1]")] = None,
     lr: Annotated[float | None, typer.Option(help="Adam's learning rate. [default: 0.001]")] = None,
@@ -66,7 +73,9 @@ def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
     class_weights: Annotated[str | None, typer.Option(help="none or balanced. [default: none]")] = None,
     missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: error]")] = None,
     holdout: Annotated[float | None, typer.Option(help="Share held out for validation where no manifest says. [default: 0.2]")] = None,
-    valid_every: Annotated[int | None, typer.Option(help="Updates between validations; 0: only at the end. [default: a fifth of the run]")] = None,
+    valid_every: Annotated[
+        int | None, typer.Option(help="Updates between validations; 0: only at the end. [default: a fifth of the run]")
+    ] = None,
     checkpoint_every: Annotated[float | None, typer.Option(help="Seconds between checkpoints. [default: 30]")] = None,
     seed: Annotated[int | None, typer.Option(help="Draws weights and order. [default: 0]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cpu]")] = None,
@@ -76,7 +85,9 @@ def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")] = None,
 ) -> None:
     """Train a model on recordings."""
-    flags: dict[str, Any] = {k: v for k, v in locals().items() if k not in {"config", "resume", "run", "data", "inputs", "targets"} and v is not None}
+    flags: dict[str, Any] = {
+        k: v for k, v in locals().items() if k not in {"config", "resume", "run", "data", "inputs", "targets"} and v is not None
+    }
     flags |= {k: str(v) for k, v in (("data", data), ("out", run)) if v is not None}
     flags |= {k: tuple(c.strip() for c in v.split(",")) for k, v in (("inputs", inputs), ("targets", targets)) if v is not None}
     if resume is not None:
@@ -95,9 +106,15 @@ def train(  # noqa: PLR0913, PLR0917  # every setting is a flag
 def _announce(training: Training) -> None:
     prepared, spec = training.prepared, training.prepared.spec
     steps = sum(map(len, prepared.train))
-    out.print(f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks), highlight=False)
+    out.print(
+        f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks),
+        highlight=False,
+    )
     outputs = f"classes {', '.join(spec.classes)}" if spec.classes else f"targets {', '.join(spec.targets)}"
-    out.print(f"inputs {', '.join(spec.inputs)}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}", highlight=False)
+    out.print(
+        f"inputs {', '.join(spec.inputs)}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}",
+        highlight=False,
+    )
     if training.count:
         out.print(f"resumed at update {training.count}")
 
@@ -118,7 +135,9 @@ def _go(training: Training) -> None:
         return
     valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
     if valid:
-        _print_scores("valid", {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}, valid[-1]["recordings"])
+        _print_scores(
+            "valid", {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}, valid[-1]["recordings"]
+        )
     of_run.write_report(folder)
     out.print(f"{training.count} updates in {duration(training.seconds)}; model, metrics and report.html are in {folder.path}")
 
@@ -136,7 +155,7 @@ def _print_scores(split: str, together: Figures, recordings: dict[str, Figures])
 
 
 def _cells(values: Any) -> Sequence[str]:
-    return ["-" if value != value else f"{value:.4f}" for value in values]  # noqa: PLR0124  # NaN is unlike itself
+    return ["-" if value != value else f"{value:.4f}" for value in values]  # NaN is unlike itself
 
 
 @app.command(name="eval")
@@ -177,17 +196,17 @@ def predict(
 
 @app.command()
 def demo(
-    short: Annotated[bool, typer.Option("--short", help="A third of the updates: to see that everything works.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Half the updates: to see that everything works.")] = False,
     seed: Annotated[int, typer.Option(help="Draws recordings and weights.")] = 0,
     to: Annotated[Path, typer.Option("--out", help="The folder for the report.")] = Path("runs/demo"),
 ) -> None:
     """Train on windows and on the unbroken stream, on a generated recording whose best score is known."""
-    updates = 1_000 if short else 3_000
+    updates = 2_000 if short else 4_000
     out.print(f"rare pulses switch the mode of a machine; every frame is labelled with the mode. Two LSTMs, {updates} updates each.")
 
     def watch(name: str, update: int, loss: float) -> None:
         if update % 500 == 0:
-            out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}", highlight=False)
+            out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}")
 
     found = demos.run_demo(updates, seed, watch)
     table = Table(title="accuracy", caption=f"{updates} updates each; the same test recording of {len(found.test.recording):,} frames")

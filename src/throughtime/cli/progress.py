@@ -54,7 +54,8 @@ def progress_line(moment: Moment) -> str:
     figures = "".join(f"  {name} {value:.3f}" for name, value in list(moment.figures.items())[:2])
     memory = "" if moment.peak_memory is None else f"  {moment.peak_memory / 1e6:.0f} MB peak"
     rate = f"{moment.frames_per_second / 1e3:.1f}k" if moment.frames_per_second >= 1e3 else f"{moment.frames_per_second:.0f}"
-    return f"update {moment.update}/{moment.updates}  loss {moment.loss:.4f}{figures}  {rate} frames/s  {duration(moment.remaining_seconds)} left{memory}"
+    speed = f"{rate} frames/s  {duration(moment.remaining_seconds)} left{memory}"
+    return f"update {moment.update}/{moment.updates}  loss {moment.loss:.4f}{figures}  {speed}"
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from throughtime import files
+from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.gradient import Truncated
 from throughtime.report.page import Facts, Figure, Page, Section, Table, Text, render
@@ -27,50 +28,50 @@ def write_report(folder: Folder) -> Path:
     net, spec = load_model(folder.model)
     names = tuple(spec.score().figures())
     sections = [
-        Section("The run", [_facts(config, rows), Text(_in_words(config, spec))]),
+        Section("The run", [_facts(config, rows), *map(Text, _in_words(config, spec, rows[0]))]),
         Section("Learning", list(_curves(rows, names))),
         *_scores(folder, rows, names),
+        Section("A stretch of signal", [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")]),
+        Section("Settings", [_settings(config)]),
     ]
-    try:
-        splits = ("valid", "train") if any(row["kind"] == "valid" for row in rows) else ("train",)
-        recording = recordings_for(spec, Path(config.data), splits[0], config)[0]
-        sections.append(Section("A stretch of signal", [_stretch(stretch(net, spec, recording, config), spec)]))
-    except DataError as error:
-        sections.append(Section("A stretch of signal", [Text(f"Not shown: {error}")]))
-    sections.append(Section("Settings", [_settings(config)]))
-    lead = f"{spec.model.upper()} trained on {Path(config.data).name}, {'unbroken recordings, state carried' if config.train_on == 'stream' else f'windows of {config.stride} steps from a zero state'}."
-    files.write_atomically(folder.report, render(Page(f"throughtime: {folder.path.name}", lead, sections)).encode())
+    how = "unbroken recordings, the state carried" if config.train_on == "stream" else f"windows of {config.stride} steps from a zero state"
+    page = Page(f"throughtime: {folder.path.name}", f"{spec.model.upper()} trained on {Path(config.data).name}: {how}.", sections)
+    files.write_atomically(folder.report, render(page).encode())
     return folder.report
 
 
 def _facts(config: Config, rows: Sequence[Row]) -> Facts:
     last = rows[-1]
     memory = last["peak_memory"]
-    return Facts([
-        ("updates", f"{last['update']:,}"),
-        ("frames trained on", f"{last['frames']:,}"),
-        ("frames per second", f"{last['frames'] / max(last['seconds'], 1e-9):,.0f}"),
-        ("training time", f"{last['seconds']:.0f} s"),
-        ("peak memory", "not measured" if memory is None else f"{memory / 1e6:.0f} MB"),
-        ("lanes", f"{config.lanes}"),
-    ])  # fmt: skip
+    return Facts(
+        [
+            ("updates", f"{last['update']:,}"),
+            ("frames trained on", f"{last['frames']:,}"),
+            ("frames per second", f"{last['frames'] / max(last['seconds'], 1e-9):,.0f}"),
+            ("training time", f"{last['seconds']:.0f} s"),
+            ("peak memory", "not measured" if memory is None else f"{memory / 1e6:.0f} MB"),
+            ("lanes", f"{config.lanes}"),
+        ]
+    )
 
 
-def _in_words(config: Config, spec: Spec) -> str:
-    """The gradient setting and what it means, in sentences."""
-    start = (
-        "Every lane plays whole recordings one after another and carries its state from update to update; only the start of a recording resets it."
-        if config.train_on == "stream"
-        else f"Recordings were cut into windows of {config.stride} steps, shuffled, each starting from a zero state: the usual way, for comparison."
-    )
-    warm = (
-        f" The first {config.warm_up} steps of each recording only warm the state up; their loss does not count." if config.warm_up else ""
-    )
-    policy = Truncated(config.stride, config.horizon).describe()
-    scored = (
-        "Scores are those of whole recordings, played from their first step to their last with the state carried, as the model is deployed."
-    )
-    return f"Gradient: {policy}. {start}{warm} {scored} Inputs are standardised with the training split's mean and deviation, kept in the model ({spec.features} input columns, {spec.outputs} outputs)."
+def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
+    """The data, the gradient setting and the scoring, in sentences."""
+    recordings, lanes = data["train"], config.lanes
+    found = f"{recordings:,} recordings with {data['steps']:,} steps to train on, {data['valid']:,} held out: {'; '.join(data['remarks'])}."
+    if config.train_on == "windows":
+        start = f"They were cut into shuffled windows of {config.stride} steps, each starting from a zero state: for comparison."
+    elif lanes > recordings:
+        start = f"They were cut into {lanes} contiguous parts, one for each lane; within a part the state is carried from update to update."
+    else:
+        start = f"Each of {lanes} lanes plays whole recordings one after another, its state carried; only a recording's start resets it."
+    warm = f" The first {config.warm_up} steps after a reset only warm the state up; their loss does not count." if config.warm_up else ""
+    return [
+        f"{found} {start}{warm}",
+        f"Gradient: {Truncated(config.stride, config.horizon).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.",
+        "Scores are those of whole recordings, played from first step to last with the state carried, as the model is deployed.",
+        f"Inputs ({spec.features}) are standardised with the training split's mean and deviation, which are kept in the model.",
+    ]
 
 
 def _curves(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
@@ -79,16 +80,22 @@ def _curves(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
     first, last = (train[0]["loss"], train[-1]["loss"]) if train else (math.nan, math.nan)
     loss = lines(
         [Series("training loss", steps, [row["loss"] for row in train])],
-        title="Loss", description=f"Mean training loss between log lines, from {first:.4g} to {last:.4g}.", x_label="update", y_label="loss",
-    )  # fmt: skip
+        title="Loss",
+        description=f"Mean training loss between log lines, from {first:.4g} to {last:.4g}.",
+        x_label="update",
+        y_label="loss",
+    )
     name = names[1] if len(names) > 1 and names[0] == "accuracy" else names[0]
     series = [Series("training, last update", steps, [row[name] for row in train])]
     if valid:
         series.append(Series("validation, whole recordings", [float(row["update"]) for row in valid], [row[name] for row in valid]))
     metric = lines(
-        series, title=_title(name), description=f"{_title(name)} of the training steps of one update and of the validation recordings, over the run.",
-        x_label="update", y_label=_title(name),
-    )  # fmt: skip
+        series,
+        title=_title(name),
+        description=f"{_title(name)} of the training steps of one update and of the validation recordings, over the run.",
+        x_label="update",
+        y_label=_title(name),
+    )
     return [
         Figure(loss, "The loss that is minimised, averaged over the updates since the last log line."),
         Figure(metric, "Training figures are those of a single update and therefore noisy; validation plays whole recordings."),
@@ -123,30 +130,47 @@ def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Ro
         return [table]
     picture = bars(
         [(recording, figures[name]) for recording, figures in recordings.items()],
-        title=f"{_title(name)} by recording", description=f"{_title(name)} of each of the {len(recordings)} recordings of the split {split}.", x_label=_title(name),
+        title=f"{_title(name)} by recording",
+        description=f"{_title(name)} of each of the {len(recordings)} recordings of the split {split}.",
+        x_label=_title(name),
         x_range=(0.0, 1.0) if name == "macro_f1" else None,
-    )  # fmt: skip
+    )
     return [table, Figure(picture, "Recordings differ: a mean over all steps hides the ones on which a model fails.")]
 
 
-def _stretch(shown: Stretch, spec: Spec) -> Figure:
-    stop = shown.start + len(shown.signal)
-    if spec.task == "classify":
-        wrong = float(((shown.predicted != shown.targets) & (shown.targets >= 0)).mean())
-        svg = strip(
-            shown.signal.tolist(),
-            [Band("labels", shown.targets.astype(int).tolist()), Band("predicted", shown.predicted.astype(int).tolist())],
-            title=f"Recording {shown.recording}", description=f"Steps {shown.start} to {stop}: the signal, its labels and the predictions, which differ on {wrong:.1%} of the steps.",
-            x_label="step", y_label=spec.inputs[0], classes=spec.classes, start=shown.start,
-        )  # fmt: skip
-    else:
-        x = [float(i) for i in range(shown.start, stop)]
-        svg = lines(
-            [Series("target", x, shown.targets.tolist()), Series("predicted", x, shown.predicted.tolist())],
-            title=f"Recording {shown.recording}", description=f"Steps {shown.start} to {stop}: the first target column and its prediction.",
-            x_label="step", y_label=spec.targets[0] if spec.targets else "target",
-        )  # fmt: skip
-    return Figure(svg, f"Steps {shown.start:,} to {stop:,} of recording {shown.recording}, the state carried from its first step.")
+def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:
+    """The liveliest part of the first recording of a split, if it is still there."""
+    try:
+        shown = stretch(net, spec, recordings_for(spec, Path(config.data), split, config)[0], config)
+    except DataError as error:
+        return Text(f"Not shown, since the recordings of the run cannot be read any more: {error}")
+    where = f"Steps {shown.start:,} to {shown.start + len(shown.signal):,} of recording {shown.recording} ({split} split)"
+    draw = _classes_drawn if spec.task == "classify" else _values_drawn
+    return Figure(draw(shown, spec, where), f"{where}, the state carried from its first step.")
+
+
+def _classes_drawn(shown: Stretch, spec: Spec, where: str) -> str:
+    counts = shown.targets >= 0
+    wrong = float((shown.predicted[counts] != shown.targets[counts]).mean()) if counts.any() else 0.0
+    bands = [Band("labels", shown.targets.astype(int).tolist()), Band("predicted", shown.predicted.astype(int).tolist())]
+    described = f"{where}: the signal, its labels and the predictions, which differ on {wrong:.1%} of the steps."
+    return strip(
+        shown.signal.tolist(),
+        bands,
+        title=f"Recording {shown.recording}",
+        description=described,
+        x_label="step",
+        y_label=f"input {spec.inputs[0]}",
+        classes=spec.classes,
+        start=shown.start,
+    )
+
+
+def _values_drawn(shown: Stretch, spec: Spec, where: str) -> str:
+    x = [float(i) for i in range(shown.start, shown.start + len(shown.signal))]
+    series = [Series("target", x, shown.targets.tolist()), Series("predicted", x, shown.predicted.tolist())]
+    described = f"{where}: the target and its prediction."
+    return lines(series, title=f"Recording {shown.recording}", description=described, x_label="step", y_label=f"target {spec.targets[0]}")
 
 
 def _settings(config: Config) -> Table:

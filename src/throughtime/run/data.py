@@ -53,7 +53,8 @@ def _manifest(path: Path, table: Table) -> list[Files]:
     unknown = [c for c in table.columns if c not in _MANIFEST_COLUMNS]
     if unknown or not {"id", "inputs"} <= set(table.columns):
         raise DataError(
-            f"{path}: a manifest has the columns {', '.join(_MANIFEST_COLUMNS)} (split and targets optional); got {', '.join(table.columns)}"
+            f"{path}: a manifest has the columns {', '.join(_MANIFEST_COLUMNS)} (split and targets optional); got "
+            f"{', '.join(table.columns)}"
         )
     if not len(table):
         raise DataError(f"{path}: the manifest lists no recording")
@@ -162,7 +163,8 @@ class Labelled:
             wrong = values[codes == -1][0]
             at = start + int(np.argmax(targets == wrong))
             raise DataError(
-                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {at}; the training split has {', '.join(self.classes)}"
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {at}; the training split has "
+                f"{', '.join(self.classes)}"
             )
         return codes[inverse]
 

@@ -12,6 +12,7 @@ Shapes: `T` frames.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Generated:
     """A recording made by the rules above, with what only its maker knows."""
 
     recording: Arrays
+    labels: Array
     since: Array  # frames since the last pulse
 
 
@@ -59,7 +61,7 @@ def generate(name: str, frames: int, seed: int) -> Generated:
     mode = np.repeat(modes, lengths)
     wrong = random.random(frames) < WRONG_LABELS
     labels = np.where(wrong, (mode + random.integers(1, len(MODES), frames)) % len(MODES), mode)
-    return Generated(Arrays(name, signal, labels), np.arange(frames) - np.repeat(starts, lengths))
+    return Generated(Arrays(name, signal, labels), labels, np.arange(frames) - np.repeat(starts, lengths))
 
 
 @dataclass
@@ -102,16 +104,22 @@ def run_demo(updates_each: int, seed: int, watch: Callable[[str, int, float], No
 
 
 def _way(
-    name: str, train: list[Recording], as_trained: list[Recording], test: Generated, count: int, seed: int, watch: Callable[[str, int, float], None]
+    name: str,
+    train: list[Recording],
+    as_trained: list[Recording],
+    test: Generated,
+    count: int,
+    seed: int,
+    watch: Callable[[str, int, float], None],
 ) -> Trained:
     way = Trained(name)
     net = _trained(way, train, count, seed, watch)
     outputs, _ = predict(net, test.recording)
     way.predicted = outputs.argmax(dim=1).numpy()
-    right = way.predicted == test.recording.targets
+    right = way.predicted == test.labels
     way.accuracy = float(right.mean())
     edges = (*SINCE, len(right) + 1)
-    bins = [right[(test.since >= low) & (test.since < high)] for low, high in zip(edges, edges[1:], strict=False)]
+    bins = [right[(test.since >= low) & (test.since < high)] for low, high in pairwise(edges)]
     way.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
     pieces = Stream(as_trained, min(LANES, len(as_trained)), STRIDE, seed=None)
     way.as_trained = evaluate(net, pieces, score=Classification(MODES)).figures["accuracy"]

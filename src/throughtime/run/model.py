@@ -141,7 +141,8 @@ def load_model(path: Path) -> tuple[Carried, Spec]:
     if _FORMAT not in metadata:
         raise RunError(f"{path}: not a model that `throughtime train` wrote")
     values: dict[str, Any] = json.loads(metadata[_FORMAT])
-    spec = Spec(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    values |= {key: tuple(values[key]) for key in ("classes", "inputs", "targets")}
+    spec = Spec(**values)
     net = build(spec)
     net.module.load_state_dict(tensors)
     return net, spec

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from throughtime.carry import Carried
-from throughtime.errors import DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Truncated, Update
 from throughtime.gradient.objective import valid_rows
 from throughtime.predict import Evaluation, evaluate
@@ -42,6 +42,10 @@ class Prepared:
     spec: Spec
     remarks: tuple[str, ...]
 
+    def facts(self) -> dict[str, Any]:
+        """What was found, as plain values."""
+        return {"train": len(self.train), "valid": len(self.valid), "steps": sum(map(len, self.train)), "remarks": list(self.remarks)}
+
 
 def prepare(config: Config) -> Prepared:
     """Opens the recordings, looks at all that training will see, and settles the model's shape.
@@ -49,6 +53,7 @@ def prepare(config: Config) -> Prepared:
     Raises:
         DataError: whatever is wrong with the data: all faults of the survey at once.
     """
+    _check_device(config.device)
     files = datasets.find(Path(config.data))
     opened = datasets.open_recordings(files, config.inputs, config.targets, need_targets=True)
     first = opened[0][1]
@@ -64,6 +69,13 @@ def prepare(config: Config) -> Prepared:
         raise DataError("a target column of the training split has no value at all; regression needs some")
     spec = Spec.of(config, found, first.input_columns, first.target_columns)
     return Prepared(train, valid, found, spec, _remarks(found, whence))
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises for a device that is not there
+        raise ConfigError(f"device={device}: cannot be used here ({str(error).splitlines()[0]}); take --device cpu") from error
 
 
 def _labelled(train: list[Recording], valid: list[Recording], found: Survey) -> tuple[list[Recording], list[Recording]]:
@@ -148,8 +160,14 @@ class Training:
         config, recordings = self.config, self.prepared.train
         played: list[Recording] = list(windows(recordings, config.stride)) if config.train_on == "windows" else recordings
         return Stream(
-            played, config.lanes, config.stride, seed=config.seed, warm_up=config.warm_up, dtype=self.prepared.spec.torch_dtype, missing=config.missing
-        )  # fmt: skip
+            played,
+            config.lanes,
+            config.stride,
+            seed=config.seed,
+            warm_up=config.warm_up,
+            dtype=self.prepared.spec.torch_dtype,
+            missing=config.missing,
+        )
 
     def _total(self) -> int:
         """Updates in the whole run; by epochs it is an estimate, since the order of recordings moves an epoch's end."""
@@ -168,6 +186,8 @@ class Training:
         """Trains to the end, or until `stop`: logs, evaluates and saves on the way, and yields a moment with every log line."""
         if self.finished:
             return
+        if not self.rows:
+            self._write({"kind": "data", "update": 0, **self.prepared.facts()})
         clock = _Clock(self.seconds)
         every = max(1, self.total // 200)
         valid_every = max(1, self.total // 5) if self.config.valid_every is None else self.config.valid_every

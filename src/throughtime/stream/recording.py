@@ -150,10 +150,12 @@ def _from_mapping(source: Mapping[str, Any], index: int) -> Recording:
 
 def _as_array(value: Any, name: str, role: str) -> Array:
     if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:
+            raise DataError(f"recording '{name}': {role} are torch.bfloat16, which NumPy does not know; convert them: {role}.float()")
         value = value.detach().cpu().numpy()
     if not isinstance(value, np.ndarray):
         raise DataError(f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a torch tensor")
-    if value.ndim == 0 or not (np.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
+    if value.ndim == 0 or value.dtype.kind not in "biuf" or value.dtype == np.longdouble:
         raise DataError(
             f"recording '{name}': {role} have shape {value.shape} and type {value.dtype}, expected numbers with one row per step"
         )

@@ -14,7 +14,7 @@ import torch
 
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
-from throughtime.stream.collate import Collator
+from throughtime.stream.collate import DTYPES, Collator, Gaps
 from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording
 
@@ -54,7 +54,7 @@ class Stream:
         >>> import numpy as np, throughtime as tt
         >>> recordings = [{"inputs": np.ones((n, 2)), "targets": np.zeros(n)} for n in (5, 3, 4)]
         >>> [tuple(chunk.inputs.shape) for chunk in tt.Stream(recordings, lanes=2, chunk=4)]
-        [(4, 2, 2), (4, 2, 2)]
+        [(4, 2, 2), (3, 2, 2)]
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class Stream:
                 f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1, warm_up >= 0, missing 'error' or 'mask'"
             )
         sources: Sequence[Any] = [recordings] if isinstance(recordings, (Mapping, str, Path, Recording)) else recordings
+        if dtype is not None and dtype not in DTYPES:
+            raise DataError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision use torch.autocast")
         self.recordings: tuple[Recording, ...] = tuple(as_recording(source, i) for i, source in enumerate(sources))
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
@@ -80,6 +82,7 @@ class Stream:
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._begin(0)
         self._resumed = False
+        self._masked = self._without_target = 0
 
     def _refuse_empty(self) -> None:
         empty = [recording.name for recording, length in zip(self.recordings, self.lengths, strict=True) if length == 0]
@@ -89,7 +92,7 @@ class Stream:
     def _begin(self, epoch: int) -> None:
         order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")  # noqa: S311  # an order, not a secret
         self._epoch, self._at = epoch, 0
-        self._ahead, self._ahead_at = None, 0
+        self._ahead, self._ahead_at, self._gaps = None, 0, Gaps(None, None)
         self._table = Timetable.plan(self.lengths, self.lanes, order)
 
     @property
@@ -115,12 +118,12 @@ class Stream:
     @property
     def masked(self) -> int:
         """Steps masked so far because their inputs were not finite (`missing="mask"`)."""
-        return self._collator.masked
+        return self._masked
 
     @property
     def without_target(self) -> int:
         """Steps masked so far because their target was NaN or -100."""
-        return self._collator.without_target
+        return self._without_target
 
     def __len__(self) -> int:
         """Chunks in this epoch."""
@@ -146,9 +149,13 @@ class Stream:
         ahead = self._ahead
         if ahead is None or self._at < self._ahead_at or stop > self._ahead_at + ahead.steps:
             ahead = self._read_ahead(steps)
-        chunk = ahead.between(self._at - self._ahead_at, stop - self._ahead_at)
+        begin, end = self._at - self._ahead_at, stop - self._ahead_at
+        if self._gaps.masked is not None:
+            self._masked += self._gaps.masked[end] - self._gaps.masked[begin]
+        if self._gaps.without_target is not None:
+            self._without_target += self._gaps.without_target[end] - self._gaps.without_target[begin]
         self._at = stop
-        return chunk
+        return ahead.between(begin, end)
 
     def _read_ahead(self, steps: int) -> Chunk:
         """Reads several chunks at once where they are small: cutting costs a tenth of reading.
@@ -161,11 +168,14 @@ class Stream:
         if self._at + steps > start + several:
             start = self._at
         self._ahead_at = start
-        self._ahead = self.read(start, min(start + several, self._table.steps))
+        self._ahead, self._gaps = self._chunk(start, min(start + several, self._table.steps))
         return self._ahead
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch, wherever the stream stands."""
+        return self._chunk(start, stop)[0]
+
+    def _chunk(self, start: int, stop: int) -> tuple[Chunk, Gaps]:
         return self._collator.chunk(list(self._table.plays(start, stop)), stop - start)
 
     def state_dict(self) -> dict[str, Any]:

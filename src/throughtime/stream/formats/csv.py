@@ -23,13 +23,17 @@ def open_csv(path: Path) -> ArrayTable:
             reader = csv.reader(file, strict=True)
             header = _header(path, next(reader, []))
             rows: list[list[str]] = [[] for _ in header]
+            blank = 0  # lines without a field: missing values of a single column, unless nothing follows
             for fields in reader:
                 if not fields:
+                    blank += len(header) == 1
                     continue
                 if len(fields) != len(header):
                     raise DataError(f"{path}: line {reader.line_num} has {len(fields)} fields, the header has {len(header)}")
                 for column, field in zip(rows, fields, strict=True):
+                    column.extend([""] * blank)
                     column.append(field)
+                blank = 0
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line") from error
     return ArrayTable(path, {name: _values(column) for name, column in zip(header, rows, strict=True)})

@@ -26,7 +26,7 @@ def open_npy(path: Path) -> ArrayTable:
 def open_npz(path: Path) -> ArrayTable:
     """Every array is a column under its own name; all need the same number of rows."""
     try:
-        with np.load(path, allow_pickle=False) as members:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as members:
             arrays = {name: members[name] for name in members.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not a readable .npz file ({error}); is it cut short?") from error

@@ -1,0 +1,294 @@
+"""The command line on real files of each format: train, eval, predict, and what bad input gets."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import soundfile
+import torch
+from pyarrow import parquet
+
+import throughtime as tt
+from throughtime.cli import main
+from throughtime.run.folder import Folder
+from throughtime.run.model import load_model
+
+STEPS = 600
+
+
+def run(*arguments: str | Path, ok: bool = True) -> str:
+    """The command line's own entry point, in this process; what it printed."""
+    printed, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(complained):
+        patch.setattr(sys, "argv", ["throughtime", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code in {0, None}) == ok, printed.getvalue() + complained.getvalue()
+    return printed.getvalue() if ok else complained.getvalue()
+
+
+def signals() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    random = np.random.default_rng(0)
+    u = random.uniform(-0.5, 0.5, size=STEPS).astype(np.float32)
+    y = np.zeros(STEPS, dtype=np.float32)
+    for t in range(1, STEPS):
+        y[t] = 0.9 * y[t - 1] + 0.1 * u[t]
+    return u, y
+
+
+def as_csv(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    rows = "\n".join(f"{i},{a},{b}" for i, (a, b) in enumerate(zip(u, y, strict=True)))
+    (folder / "plant.csv").write_text(f"time,u,y\n{rows}\n", encoding="utf-8")
+    return folder / "plant.csv", ["--inputs", "u", "--targets", "y"]
+
+
+def as_parquet(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    parquet.write_table(pa.table({"u": u, "y": y}), folder / "plant.parquet", row_group_size=100)
+    return folder / "plant.parquet", ["--targets", "y"]
+
+
+def as_npz(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    np.savez(folder / "plant.npz", inputs=u, targets=y)
+    return folder / "plant.npz", []
+
+
+def as_folder(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    (folder / "many").mkdir()
+    for i in range(3):
+        np.savez(folder / "many" / f"{i}.npz", inputs=u[: 300 + 100 * i], targets=y[: 300 + 100 * i])
+    return folder / "many", []
+
+
+def as_wav(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    soundfile.write(folder / "dry.wav", u, 8000, subtype="FLOAT")
+    soundfile.write(folder / "wet.wav", y, 8000, subtype="FLOAT")
+    (folder / "pairs.csv").write_text("id,split,inputs,targets\na,train,dry.wav,wet.wav\nb,valid,dry.wav,wet.wav\n", encoding="utf-8")
+    return folder / "pairs.csv", []
+
+
+def as_npy(folder: Path) -> tuple[Path, list[str]]:
+    u, y = signals()
+    np.save(folder / "plant.npy", np.stack([u, y], axis=1))
+    return folder / "plant.npy", ["--inputs", "0", "--targets", "1"]
+
+
+SMALL = ["--task", "regress", "--hidden", "8", "--lanes", "2", "--stride", "20", "--updates", "40", "--lr", "0.01"]
+
+
+@pytest.mark.parametrize("written", [as_csv, as_parquet, as_npz, as_folder, as_wav, as_npy])
+def test_every_format_trains_and_is_scored(tmp_path: Path, written: Callable[[Path], tuple[Path, list[str]]]) -> None:
+    data, columns = written(tmp_path)
+    said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
+    assert "frames/s" in said
+    assert "scores on the unbroken recordings of 'valid'" in said
+    rows = Folder(tmp_path / "run").read_metrics()
+    assert rows[0]["kind"] == "data"
+    assert rows[-1]["kind"] == "valid"
+    assert np.isfinite(rows[-1]["rmse"])
+    assert (tmp_path / "run" / "report.html").stat().st_size > 5_000
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A classifier of two text classes from a CSV, and its data."""
+    folder = tmp_path_factory.mktemp("trained")
+    random = np.random.default_rng(0)
+    rows = "\n".join(f"{random.normal():.3f},{'high' if i // 30 % 2 else 'low'},{i}" for i in range(STEPS))
+    (folder / "data.csv").write_text(f"x,label,note\n{rows}\n", encoding="utf-8")
+    settings = [
+        "--task",
+        "classify",
+        "--inputs",
+        "x",
+        "--targets",
+        "label",
+        "--hidden",
+        "8",
+        "--lanes",
+        "2",
+        "--stride",
+        "20",
+        "--updates",
+        "30",
+    ]
+    run("train", folder / "data.csv", *settings, "--out", folder / "run")
+    return folder / "run", folder / "data.csv"
+
+
+def test_eval_prints_and_keeps_scores_by_recording(trained: tuple[Path, Path]) -> None:
+    folder, data = trained
+    said = run("eval", folder, data, "--split", "valid")
+    assert "f1[high]" in said
+    content = json.loads((folder / "scores-valid.json").read_text(encoding="utf-8"))
+    assert content["steps"] == STEPS * 0.2
+    assert "Scores: valid" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_predict_writes_what_the_library_predicts(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, data = trained
+    run("predict", folder, data, "--out", tmp_path / "p.npy")
+    run("predict", folder, data, "--out", tmp_path / "p.csv")
+    net, spec = load_model(folder / "model.safetensors")
+    assert spec.classes == ("high", "low")
+    x = np.array([float(line.split(",")[0]) for line in data.read_text(encoding="utf-8").splitlines()[1:]], dtype=np.float32)
+    logits, _ = tt.predict(net, {"inputs": x})
+    np.testing.assert_allclose(np.load(tmp_path / "p.npy"), logits.softmax(dim=1).numpy(), atol=1e-6)
+    lines = (tmp_path / "p.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "step,class,p[high],p[low]"
+    assert [line.split(",")[1] for line in lines[1:]] == [spec.classes[i] for i in logits.argmax(dim=1)]
+
+
+def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, data = trained
+    header, *rows = data.read_text(encoding="utf-8").splitlines()
+    for name, part in (("a", rows[:250]), ("b", rows[250:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *part]), encoding="utf-8")
+    run("predict", folder, data, "--out", tmp_path / "whole.npy")
+    run("predict", folder, tmp_path / "a.csv", "--out", tmp_path / "a.npy", "--state-out", tmp_path / "s.safetensors")
+    run("predict", folder, tmp_path / "b.csv", "--out", tmp_path / "b.npy", "--state-in", tmp_path / "s.safetensors")
+    parts = np.concatenate([np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy")])
+    np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["train", "{data}", "--task", "classify", "--targets", "lable", "--inputs", "x"],
+            "targets ['lable'] asked for, the file has ['x', 'label', 'note']",
+        ),
+        (["train", "{data}", "--task", "classify", "--inputs", "x"], "which columns are the targets? The file has x, label, note"),
+        (["train", "{data}", "--task", "classify", "--targets", "x", "--inputs", "label"], "the inputs hold text, such as 'low'"),
+        (["train", "{data}", "--task", "regress", "--targets", "label", "--inputs", "x"], "the targets hold text, such as 'low'"),
+        (["train", "{data}", "--task", "regress", "--targets", "x", "--horizon", "5", "--inputs", "note"], "horizon=5 is below stride=100"),
+        (["train", "{data}.missing.csv", "--task", "regress"], "no such file"),
+        (["train", "{data}", "--task", "regress", "--config", "{config}"], "unknown key 'strides', did you mean 'stride'?"),
+        (["train", "--task", "regress"], "'data' is missing"),
+        (["train", "--resume", "{run}", "--lr", "1"], "--resume goes on with the settings"),
+        (["train", "{data}", "--task", "classify", "--inputs", "x", "--targets", "label", "--out", "{run}"], "holds a run already"),
+        (["eval", "{data}", "{data}"], "no run there"),
+        (["eval", "{run}", "{data}", "--split", "tst"], "no recordings in split 'tst'; there are train (1), valid (1)"),
+        (["eval", "{run}", "{data}", "--missing", "drop"], "missing='drop': expected one of"),
+        (["predict", "{run}", "{other}"], "inputs ['x'] asked for, the file has ['y']"),
+        (["predict", "{run}", "{data}", "--out", "p.txt"], "predictions are written as .npy or .csv"),
+        (["predict", "{run}", "{data}", "--state-in", "{other}"], "cannot be read as a state"),
+    ],
+)
+def test_bad_input_gets_one_message_that_says_what_to_do(
+    trained: tuple[Path, Path], tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "config.toml").write_text("strides = 3\n", encoding="utf-8")
+    (tmp_path / "other.csv").write_text("y\n1\n", encoding="utf-8")
+    places = {"data": trained[1], "run": trained[0], "config": tmp_path / "config.toml", "other": tmp_path / "other.csv"}
+    filled = [a.format(**places) for a in arguments]
+    if filled[0] == "train" and "--out" not in filled and "--resume" not in filled:
+        filled += ["--out", str(tmp_path / "out")]
+    printed = run(*filled, ok=False)
+    assert printed.startswith("error: ")
+    assert said in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_win_over_the_config_file_and_both_are_kept(tmp_path: Path) -> None:
+    data, _ = as_npz(tmp_path)
+    (tmp_path / "run.toml").write_text(f'data = "{data}"\ntask = "regress"\nhidden = 7\nupdates = 5\nlanes = 1\n', encoding="utf-8")
+    run("train", "--config", tmp_path / "run.toml", "--hidden", "6", "--out", tmp_path / "run")
+    config = Folder(tmp_path / "run").read_config()
+    assert (config.hidden, config.updates, config.lanes, config.data) == (6, 5, 1, str(data.resolve()))
+
+
+def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
+    data, columns = as_csv(tmp_path)
+    run("train", data, *columns, *SMALL, "--out", tmp_path / "first")
+    run("train", "--config", tmp_path / "first" / "config.toml", "--out", tmp_path / "second")
+    assert (tmp_path / "first" / "model.safetensors").read_bytes() == (tmp_path / "second" / "model.safetensors").read_bytes()
+
+
+def test_demo_shows_the_stream_ahead_and_draws_it(tmp_path: Path) -> None:
+    said = run("demo", "--short", "--out", tmp_path)
+    found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    windows, stream = (found["ways"][name]["accuracy"] for name in ("windows from a zero state", "one unbroken stream"))
+    assert windows + 0.1 < stream <= found["best"] + 0.01
+    assert f"{stream:.3f}" in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 3
+    HTMLParser().feed(page)
+
+
+@pytest.mark.slow
+def test_predicting_ten_times_the_length_takes_no_more_memory(tmp_path: Path) -> None:
+    """Peak resident memory of the process, over a memory-mapped int16 recording."""
+    folder = tmp_path / "run"
+    np.savez(tmp_path / "d.npz", inputs=np.zeros(500, dtype=np.int16), targets=np.arange(500) % 2)
+    run("train", tmp_path / "d.npz", "--task", "classify", "--hidden", "8", "--lanes", "1", "--updates", "3", "--out", folder)
+    net_input = "import numpy as np, sys; np.save(sys.argv[1], np.zeros(int(sys.argv[2]), dtype=np.int16))"
+    peaks: dict[int, float] = {}
+    for steps in (200_000, 4_000_000):
+        recording = tmp_path / f"{steps}.npy"
+        subprocess.run([sys.executable, "-c", net_input, str(recording), str(steps)], check=True)
+        peaks[steps] = _peak(folder, recording, tmp_path / "out.npy")
+    assert peaks[4_000_000] < peaks[200_000] + 40e6, peaks
+
+
+def _peak(folder: Path, recording: Path, out: Path) -> float:
+    """Bytes of anonymous memory at most: pages of mapped files are the system's cache, and go when others need them."""
+    script = (
+        "import sys, threading, time, psutil\n"
+        "from throughtime.run.folder import Folder\n"
+        "from throughtime.run.model import load_model\n"
+        "from throughtime.run.write import open_recording, predict_to_file\n"
+        "from throughtime.stream.recording import Arrays\n"
+        "import numpy as np\n"
+        "from pathlib import Path\n"
+        "net, spec = load_model(Folder(Path(sys.argv[1])).model)\n"
+        "peak = 0\n"
+        "done = threading.Event()\n"
+        "def watch():\n"
+        "    global peak\n"
+        "    while not done.is_set():\n"
+        "        m = psutil.Process().memory_info()\n"
+        "        peak = max(peak, m.rss - m.shared)\n"
+        "        time.sleep(0.002)\n"
+        "thread = threading.Thread(target=watch)\n"
+        "thread.start()\n"
+        "x = np.load(sys.argv[2], mmap_mode='r')\n"
+        "predict_to_file(net, spec, Arrays('x', x), Path(sys.argv[3]))\n"
+        "done.set(); thread.join()\n"
+        "print(peak)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(folder), str(recording), str(out)], capture_output=True, text=True, check=True
+    )
+    return float(process.stdout)
+
+
+def test_the_module_is_the_command() -> None:
+    process = subprocess.run([sys.executable, "-m", "throughtime", "--version"], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == f"throughtime {tt.__version__}"
+
+
+def test_an_unknown_flag_names_the_nearest_one() -> None:
+    process = subprocess.run([sys.executable, "-m", "throughtime", "train", "--lane", "3"], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "--lanes" in process.stderr
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    data, columns = as_csv(tmp_path)
+    assert "device=cuda" in run("train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False)
