@@ -133,10 +133,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"machine": machine, "rounds": options.rounds, "result": result}, indent=1) + "\n", encoding="utf-8")
     for name, row in result.items():
-        low, high = row["ratio_quartiles"]
-        print(
-            f"{name:>9}: {row['microseconds_per_update']:7.0f} us per update, ratio {row['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
-        )
+        spread = f"quartiles {row['lower_quartile']:.3f} to {row['upper_quartile']:.3f}"
+        print(f"{name:>9}: {row['us_per_update']:7.0f} us per update, ratio {row['ratio']:.3f} ({spread})")
 
 
 if __name__ == "__main__":

@@ -112,16 +112,15 @@ def leaves(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def tensors(state: State) -> list[Tensor]:
     """Every leaf, without names: what a check that runs on every call can afford."""
     found: list[Tensor] = []
-    if type(state) in (tuple, list):
-        for branch in state:
-            if isinstance(branch, Tensor):
-                found.append(branch)
-            elif isinstance(branch, (tuple, list)):
-                found += tensors(branch)
-            else:
-                return [leaf for _, leaf in leaves(state)]
-        return found
-    return [leaf for _, leaf in leaves(state)]
+    branches = state.values() if type(state) is dict else state if type(state) in {tuple, list} else (state,)
+    for branch in branches:
+        if isinstance(branch, Tensor):
+            found.append(branch)
+        elif type(branch) in {tuple, list, dict}:
+            found += tensors(branch)
+        else:
+            return [leaf for _, leaf in leaves(state)]
+    return found
 
 
 def lanes(state: State) -> int | None:

@@ -1,0 +1,88 @@
+"""README and docs are true: their Python runs, their commands exist and do what they say."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from throughtime.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    assert len(names) > 5
+
+
+def test_every_block_of_a_page_is_of_a_kind_that_is_run() -> None:
+    kinds = {kind for page in PAGES for kind in re.findall(r"^```(\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)}
+    assert kinds == {"bash", "python"}
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of throughtime on a small set of the same form, with fewer updates."""
+    small_ecg(tmp_path / "ecg")
+    monkeypatch.chdir(tmp_path)
+    mine = [line for line in commands() if line.startswith("throughtime")]
+    for line in mine:
+        words = shlex.split(re.sub(r"--updates \d+", "--updates 3", line))
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in {0, None}, capsys.readouterr().err
+    assert len(mine) == 3
+    assert np.load(tmp_path / "200.npy").shape == (900, 3)
+
+
+def small_ecg(folder: Path) -> None:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    rows = ["id,split,inputs,targets"]
+    for name, split in (("100", "train"), ("102", "train"), ("104", "valid"), ("200", "test")):
+        np.save(folder / f"{name}_adc.npy", random.integers(900, 1100, 900).astype(np.int16))
+        np.save(folder / f"{name}_labels.npy", (np.arange(900) // 20 % 3).astype(np.uint8))
+        rows.append(f"{name},{split},{name}_adc.npy,{name}_labels.npy")
+    (folder / "recordings.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def test_the_other_commands_are_targets_and_installs_that_ci_runs() -> None:
+    others = [line for line in commands() if not line.startswith("throughtime")]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line in others:
+        words = line.split()
+        assert (words[0] == "make" and words[1] in targets) or words[:4] == ["python3", "-m", "pip", "install"], line
+
+
+def test_every_page_that_is_linked_exists() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            assert target.startswith("http") or (ROOT / page).parent.joinpath(target).is_file(), f"{page}: {target}"
+
+
+def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
+    import typer
+
+    from throughtime.cli.app import app
+    from throughtime.run.config import Config
+
+    train = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]  # a click group
+    flags = {"out" if p.name == "run" else p.name for p in train.params} - {"config", "resume", "help"}
+    assert flags == set(Config.__dataclass_fields__)
