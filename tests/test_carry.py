@@ -5,7 +5,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import copy
 import importlib
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -20,11 +19,8 @@ from strategies import (
     FEATURES,
     HIDDEN,
     NETS,
-    HidesLayer,
     LearntStart,
-    Rotation,
     Row,
-    TensorState,
     apart,
     every_net,
     gradients,
@@ -32,14 +28,12 @@ from strategies import (
     inputs,
     named,
     piece_lengths,
-    remembering,
     seeds,
     some_nets,
     start,
     states_apart,
-    weights,
 )
-from throughtime.errors import LawError, ModelError, StateError
+from throughtime.errors import StateError
 from throughtime.testing import check_carry
 
 EXACT = 1e-12
@@ -327,298 +321,6 @@ def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(monkeypatch
     net(x, start(net, x), resets)
     net(x, start(net, x), torch.zeros_like(resets))
     assert calls == [5, 6, 11]
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0] + self.gru(x.flip(2))[0]
-
-
-class KeepsHidden(nn.Module):
-    """Keeps the state in an attribute, as people do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.hidden: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, hidden = self.gru(x, self.hidden)
-        self.hidden = hidden.detach()
-        return y
-
-
-class LearntHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.h0 = nn.Parameter(torch.zeros(1, 1, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x, self.h0.expand(1, x.shape[1], HIDDEN).contiguous())[0]
-
-
-class Packs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
-        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])[0]
-
-
-class Returns(nn.Module):
-    """Returns whatever `pick` makes of what a layer returned."""
-
-    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.gru, self.pick = nn.GRU(FEATURES, HIDDEN), pick
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pick(*self.gru(x))
-
-
-class NoPair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
-        return self.gru(x)[0] * (scale or 1.0)
-
-
-class StartsFromOnes(TensorState):
-    def zeros(self, x: Tensor) -> Tensor:
-        return super().zeros(x) + 1
-
-
-class NeedsState(TensorState):
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.play(x, torch.as_tensor(state))
-
-
-class SharedState(Rotation):
-    """A leaf that all lanes share cannot be reset for one of them."""
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        h, seen = (self.zeros(x), x.new_zeros(1)) if state is None else state
-        y, h = self.play(x, h)
-        return y, (h, seen + 1)
-
-
-REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("bidirectional layer", lambda: nn.LSTM(FEATURES, HIDDEN, bidirectional=True), r"layer 'LSTM' is bidirectional.*starts at the end"),
-    (
-        "bidirectional layer inside",
-        lambda: nn.Sequential(nn.GRU(FEATURES, HIDDEN, bidirectional=True)),
-        r"layer '0' is bidirectional.*bidirectional=False",
-    ),
-    ("no recurrent layer", lambda: nn.Linear(FEATURES, HIDDEN), r"Linear has no recurrent layer.*forward\(x, state\)"),
-    ("chain without state", lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()), r"none of the modules in this nn.Sequential"),
-    ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
-    ("own state", KeepsHidden, r"hands layer 'gru' a state of its own that is not zeros"),
-    ("learnt state inside", LearntHidden, r"hands layer 'gru' a state of its own.*initial_state\(lanes\)"),
-    ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
-    ("returns a pair", lambda: Returns(lambda y, h: (y, h)), r"Returns returned a tuple, expected one tensor of outputs"),
-    (
-        "last step only",
-        lambda: Returns(lambda y, _: y[-1]),
-        r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step",
-    ),
-    ("batch first out", lambda: Returns(lambda y, _: y.transpose(0, 1)), r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)"),
-    ("returns no state", NoPair, r"NoPair.forward takes a second argument, so it must return the pair"),
-    ("starts from ones", StartsFromOnes, r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)"),
-    ("cannot start", NeedsState, r"NeedsState.forward\(x, None\) failed in a trial of one step"),
-    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 2 lanes and \(1,\) for 3"),
-]
-
-
-@pytest.mark.parametrize(("make", "reason"), [pytest.param(m, r, id=name) for name, m, r in REFUSED])
-def test_module_that_cannot_be_carried_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
-    x = inputs(7, 2)
-
-    def play_twice() -> None:
-        net = tt.carry(remembering(make()))
-        for _ in range(2):
-            net(x, start(net, x))
-
-    with pytest.raises((ModelError, StateError), match=reason):
-        play_twice()
-
-
-def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None:
-    module = nn.Module()
-    module.add_module("a", nn.GRU(FEATURES, HIDDEN, batch_first=True))
-    module.add_module("b", nn.GRU(HIDDEN, HIDDEN))
-    with pytest.raises(ModelError, match=r"the layers \['a', 'b'\] disagree about batch_first"):
-        tt.carry(module)
-    assert isinstance(tt.carry(module, batch_first=True), tt.Carried)
-
-
-def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
-    net, x = named("dict-state").net(), inputs(3, 2)
-    with pytest.raises(StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"):
-        net.initial_state(2)
-    net.initial_state(2, like=x)
-    assert tt.state.lanes(net.initial_state(5)) == 5
-
-
-class Noisy(TensorState):
-    """Draws random numbers even in evaluation mode; part of it was put into that mode by its owner."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        torch.rand(3)
-        return super().forward(self.parts(x), state)
-
-
-def test_trial_leaves_no_trace() -> None:
-    net, x = tt.carry(nn.Sequential(remembering(Noisy()), nn.Linear(2, FEATURES).double(), remembering(Noisy()))), inputs(3, 2)
-    modes, random = [m.training for m in net.modules()], torch.get_rng_state()
-    assert len(set(modes)) == 2
-    net.initial_state(2, like=x)
-    assert [m.training for m in net.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(p.grad is None for p in net.parameters())
-    net(x, net.initial_state(2))
-    assert not torch.equal(torch.get_rng_state(), random)
-
-
-def test_state_of_a_layer_that_is_not_used_stays_as_it_is() -> None:
-    class Skips(HidesLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.GRU(FEATURES, HIDDEN)
-
-    net, x = tt.carry(Skips().double()), inputs(9, 2)
-    y, state = in_chunks(net, x, (4, 2))
-    assert set(state) == {"lstm", "spare"}
-    assert state["spare"].abs().sum() == 0
-    assert (y - net(x, start(net, x))[0]).abs().max() < EXACT
-
-
-def test_wrong_dtype_is_explained_in_a_note() -> None:
-    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
-    with pytest.raises(ValueError, match=r"dtype|type") as caught:
-        net(inputs(4, 2), net.initial_state(2))
-    assert any("tt.Stream(..., dtype=torch.float32)" in note for note in caught.value.__notes__)
-
-
-@every_net
-def test_check_carry_passes_on_what_carry_makes(row: Row) -> None:
-    before = weights(net := row.net())
-    laws = check_carry(net, inputs(28, 3))
-    assert [law.name for law in laws] == ["whole", "reset", "lanes", "value"]
-    assert apart(weights(net), before) == 0
-
-
-class HiddenBeside(TensorState):
-    """Keeps part of its state in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        beside = self.kept if self.kept is not None and self.kept.shape[0] == x.shape[1] else self.zeros(x)
-        y, h = super().forward(x, state)
-        self.kept = h.detach()
-        return y + beside.sum(1, keepdim=True), h
-
-
-class NormalisesTime(HidesLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0))
-
-
-class LooksAhead(HidesLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.cat([x[1:], torch.zeros_like(x[:1])]))
-
-
-class CentredConvolution(HidesLayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(FEATURES, FEATURES, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1))
-
-
-class MixesLanes(HidesLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(1, keepdim=True))
-
-
-class ChangesInPlace(TensorState):
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = super().forward(x, state)
-        if state is not None and not state.requires_grad:
-            state.copy_(h.detach())
-        return y, h
-
-
-class IgnoresItsState(Rotation):
-    """Goes on from an attribute, which `initial_state` sets to zero: right in chunks, wrong for one lane alone."""
-
-    def initial_state(self, lanes: int) -> Tensor:
-        self.kept = self.turn.new_zeros(lanes, HIDDEN)
-        return self.kept.clone()
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y, h = self.play(x, self.kept + 0 * state)
-        self.kept = h.detach()
-        return y, h
-
-
-MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
-    (HiddenBeside, "whole: chunks"),
-    (NormalisesTime, "whole: chunks"),
-    (LooksAhead, "whole: chunks"),
-    (CentredConvolution, "whole: chunks"),
-    (IgnoresItsState, "^reset: a lane that is reset"),
-    (MixesLanes, "^lanes: what one lane"),
-    (ChangesInPlace, "^value: forward changes"),
-]
-
-
-@pytest.mark.parametrize(("make", "law"), [pytest.param(make, law, id=getattr(make, "__name__", law)) for make, law in MUTANTS])
-def test_check_carry_fails_on_mutants(make: Callable[[], nn.Module], law: str) -> None:
-    with pytest.raises(LawError, match=law):
-        check_carry(remembering(make()), inputs(28, 3))
-
-
-def test_check_carry_fails_on_a_module_that_looks_across_a_reset() -> None:
-    """A causal convolution that keeps no state: right as a whole, wrong in chunks and after a reset."""
-
-    class Causal(HidesLayer):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + torch.cat([torch.zeros_like(x[:1]), x[:-1]]))
-
-    with pytest.raises(LawError, match="whole"):
-        check_carry(remembering(Causal()), inputs(28, 3))
-
-
-def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:
-    with pytest.raises(ModelError, match=r"give check_carry some inputs \(T, B, D\)"):
-        check_carry(_Alone().double())
-
-
-class _Alone(nn.Module):
-    def initial_state(self, lanes: int) -> Tensor:
-        return torch.zeros(lanes, 1, dtype=torch.float64)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        sums = state + x.cumsum(0)
-        return sums, sums[-1]
 
 
 def test_every_kind_of_state_is_a_row() -> None:

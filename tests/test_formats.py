@@ -19,8 +19,9 @@ import throughtime as tt
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream.formats import SUFFIXES, open_table
+from throughtime.stream.formats.npy import MappedTable
 from throughtime.stream.formats.parquet import ParquetTable
-from throughtime.stream.formats.table import Array, ArrayTable
+from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import columns
 
 STEPS = 103
@@ -125,8 +126,8 @@ def test_file_is_read_only_where_it_is_played(suffix: str, write: Callable[[Path
         table.read(36, 42, ("a",))
         table.read(42, 50, ("a",))
         assert groups == [3, 4]  # each group once
-    elif isinstance(table, ArrayTable):
-        assert all(isinstance(array.base, np.memmap) or isinstance(array, np.memmap) for array in table.arrays.values())
+    elif isinstance(table, MappedTable):
+        assert isinstance(table.array, np.memmap)
     else:
         asked: list[int] = []
         file: Any = vars(table)["file"]
@@ -297,3 +298,30 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
     short = open_table(tmp_path / "short.npy")
     with pytest.raises(DataError, match=rf"r\.wav has {STEPS} steps and .*short\.npy has 5"):
         columns("r", audio, audio.columns, short, short.columns)
+
+
+def test_gaps_of_a_single_column_are_missing_values_but_not_blank_lines_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n\n3\n\n\n", encoding="utf-8")
+    table = open_table(tmp_path / "a.csv")
+    np.testing.assert_array_equal(table.read(0, 9, ["x"])[:, 0], [1, np.nan, 3])
+
+
+def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", inputs=np.zeros(1000))
+    whole = (tmp_path / "a.npz").read_bytes()
+    for share in (0, 1, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "b.npz").write_bytes(whole[:share])
+        with pytest.raises(DataError, match=r"b\.npz: not a readable"):
+            open_table(tmp_path / "b.npz")
+
+
+def test_rows_stay_valid_after_their_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("throughtime.stream.formats.npy.RELEASE_AFTER", 4096)
+    values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
+    np.save(tmp_path / "a.npy", values)
+    table = open_table(tmp_path / "a.npy")
+    rows = [table.read(start, start + 1000, ("1", "0")) for start in range(0, 50_000, 1000)]
+    np.testing.assert_array_equal(np.concatenate(rows), values[:, ::-1])
+    first = table.read(0, 5000, table.columns)
+    table.read(5000, 10_000, table.columns)
+    np.testing.assert_array_equal(first, values[:5000])

@@ -334,3 +334,10 @@ def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
     assert np.isnan(x[4, 1])
     x[4] = 0
     assert (outputs - tt.predict(net, {"inputs": x})[0]).abs().max() < 1e-12
+
+
+def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
+    recordings = [{"name": "a", "inputs": np.zeros((n, 1)), "targets": np.zeros(n)} for n in (5, 7)]
+    net = tt.carry(torch.nn.GRU(1, 1).double())
+    found = tt.evaluate(net, tt.Stream(recordings, lanes=2, chunk=4), score=tt.score.Regression())
+    assert list(found.recordings) == ["a (#0)", "a (#1)"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import throughtime as tt
 from strategies import seeds
 from throughtime.errors import DataError
+from throughtime.score import Classification, Regression
 
 pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
 
@@ -109,3 +110,14 @@ def test_fresh_is_empty_and_of_the_same_kind() -> None:
     regression = tt.score.Regression()
     regression.add(torch.ones(2, 1), torch.zeros(2))
     assert regression.fresh().count == 0
+
+
+def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
+    with pytest.raises(DataError, match="targets run from 0 to 5"):
+        Classification(("a", "b")).add(torch.zeros(2, 2), torch.tensor([0, 5]))
+    with pytest.raises(DataError, match="one output for each target"):
+        Regression().add(torch.zeros(3, 1), torch.zeros(3, 2))
+    score = Regression()
+    score.add(torch.zeros(0, 1), torch.zeros(0))
+    score.add(torch.ones(2), torch.zeros(2))
+    assert score.figures()["rmse"] == 1.0

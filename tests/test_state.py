@@ -267,3 +267,29 @@ def test_lane_that_does_not_exist_is_refused() -> None:
 def test_stack_of_nothing_is_refused() -> None:
     with pytest.raises(StateError, match="no states to stack"):
         tt.state.stack([])
+
+
+def test_keys_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"both called 'a\.b'"):
+        tt.state.save({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, tmp_path / "s")
+
+
+def test_a_tensor_held_twice_is_saved_twice(tmp_path: Path) -> None:
+    h = torch.randn(2, 3)
+    tt.state.save((h, h), tmp_path / "s")
+    found = tt.state.load(tmp_path / "s", (h, h))
+    assert all(torch.equal(leaf, h) for leaf in found)
+
+
+def test_lanes_as_a_mask_or_below_zero_are_refused() -> None:
+    with pytest.raises(StateError, match="given as a mask"):
+        tt.state.select(torch.zeros(3, 1), torch.tensor([True, False, True]))
+    with pytest.raises(StateError, match="lane -1 asked for"):
+        tt.state.select(torch.zeros(3, 1), [-1])
+
+
+def test_reset_and_stack_refuse_what_would_broadcast() -> None:
+    with pytest.raises(StateError, match="one row per lane"):
+        tt.state.reset(torch.zeros(3, 1), torch.zeros(3, 1), torch.tensor([True]))
+    with pytest.raises(StateError, match="only the lanes may differ"):
+        tt.state.stack([torch.zeros(3, 1), torch.zeros(3, 2)])

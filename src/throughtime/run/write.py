@@ -37,16 +37,20 @@ class Sink(Protocol):
 
 
 class NpySink:
-    """A memory-mapped `.npy` of shape `(T, C)`."""
+    """A `.npy` of shape `(T, C)`, appended to; mapping it would hold its pages in memory."""
 
     def __init__(self, path: Path, steps: int, spec: Spec) -> None:
-        self._file = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(spec.dtype), shape=(steps, spec.outputs))
+        self._file = path.open("wb")
+        dtype = np.dtype(spec.dtype)
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (steps, spec.outputs)}
+        np.lib.format.write_array_header_2_0(self._file, header)
 
     def write(self, start: int, values: Array) -> None:
-        self._file[start : start + len(values)] = values
+        del start
+        self._file.write(np.ascontiguousarray(values).tobytes())
 
     def close(self) -> None:
-        self._file.flush()
+        self._file.close()
 
 
 class CsvSink:

@@ -1,6 +1,9 @@
 """NumPy files: `.npy` memory-mapped, `.npz` read whole (its members are compressed or unaligned)."""
 
+import mmap
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,10 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, ArrayTable
 
+RELEASE_AFTER = 32 * 2**20  # bytes of a mapped file read before its pages are given back
 
-def open_npy(path: Path) -> ArrayTable:
+
+def open_npy(path: Path) -> "MappedTable":
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -18,9 +23,39 @@ def open_npy(path: Path) -> ArrayTable:
     _check(path, "the array", array)
     if array.ndim > 2:
         raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    if array.ndim == 1:
-        return ArrayTable(path, {"0": array})
-    return ArrayTable(path, {str(i): array[:, i] for i in range(array.shape[1])})
+    return MappedTable(path, array if array.ndim == 2 else array.reshape(-1, 1))
+
+
+@dataclass
+class MappedTable:
+    """A memory-mapped matrix that gives the pages it has read back to the system, so that memory stays flat."""
+
+    path: Path
+    array: Array
+    _held: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(map(str, range(self.array.shape[1])))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        rows = self.array[start:stop]
+        self._held += rows.nbytes
+        if self._held > RELEASE_AFTER:
+            self._release()
+        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
+
+    def _release(self) -> None:
+        """Arrays handed out before stay valid: the system reads their pages again where they are touched."""
+        mapped = self.array
+        while not isinstance(mapped, mmap.mmap) and mapped is not None:
+            mapped = mapped.base
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+        self._held = 0
 
 
 def open_npz(path: Path) -> ArrayTable:

@@ -1,0 +1,291 @@
+"""What cannot be carried, or does not fit, is refused with the reason and the line to write."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    Rotation,
+    TensorState,
+    in_chunks,
+    inputs,
+    named,
+    remembering,
+    start,
+)
+from throughtime.errors import DataError, ModelError, StateError
+
+EXACT = 1e-12
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0] + self.gru(x.flip(2))[0]
+
+
+class KeepsHidden(nn.Module):
+    """Keeps the state in an attribute, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.gru(x, self.hidden)
+        self.hidden = hidden.detach()
+        return y
+
+
+class LearntHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.h0 = nn.Parameter(torch.zeros(1, 1, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x, self.h0.expand(1, x.shape[1], HIDDEN).contiguous())[0]
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])[0]
+
+
+class Returns(nn.Module):
+    """Returns whatever `pick` makes of what a layer returned."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.gru, self.pick = nn.GRU(FEATURES, HIDDEN), pick
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pick(*self.gru(x))
+
+
+class NoPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+        return self.gru(x)[0] * (scale or 1.0)
+
+
+class StartsFromOnes(TensorState):
+    def zeros(self, x: Tensor) -> Tensor:
+        return super().zeros(x) + 1
+
+
+class NeedsState(TensorState):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.play(x, torch.as_tensor(state))
+
+
+class SharedState(Rotation):
+    """A leaf that all lanes share cannot be reset for one of them."""
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        h, seen = (self.zeros(x), x.new_zeros(1)) if state is None else state
+        y, h = self.play(x, h)
+        return y, (h, seen + 1)
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("bidirectional layer", lambda: nn.LSTM(FEATURES, HIDDEN, bidirectional=True), r"layer 'LSTM' is bidirectional.*starts at the end"),
+    (
+        "bidirectional layer inside",
+        lambda: nn.Sequential(nn.GRU(FEATURES, HIDDEN, bidirectional=True)),
+        r"layer '0' is bidirectional.*bidirectional=False",
+    ),
+    ("no recurrent layer", lambda: nn.Linear(FEATURES, HIDDEN), r"Linear has no recurrent layer.*forward\(x, state\)"),
+    ("chain without state", lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()), r"none of the modules in this nn.Sequential"),
+    ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
+    ("own state", KeepsHidden, r"hands layer 'gru' a state of its own that is not zeros"),
+    ("learnt state inside", LearntHidden, r"hands layer 'gru' a state of its own.*initial_state\(lanes\)"),
+    ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
+    ("returns a pair", lambda: Returns(lambda y, h: (y, h)), r"Returns returned a tuple, expected one tensor of outputs"),
+    (
+        "last step only",
+        lambda: Returns(lambda y, _: y[-1]),
+        r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step",
+    ),
+    ("batch first out", lambda: Returns(lambda y, _: y.transpose(0, 1)), r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)"),
+    ("returns no state", NoPair, r"NoPair.forward takes a second argument, so it must return the pair"),
+    ("starts from ones", StartsFromOnes, r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)"),
+    ("cannot start", NeedsState, r"NeedsState.forward\(x, None\) failed in a trial of one step"),
+    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 2 lanes and \(1,\) for 3"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), [pytest.param(m, r, id=name) for name, m, r in REFUSED])
+def test_module_that_cannot_be_carried_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    x = inputs(7, 2)
+
+    def play_twice() -> None:
+        net = tt.carry(remembering(make()))
+        for _ in range(2):
+            net(x, start(net, x))
+
+    with pytest.raises((ModelError, StateError), match=reason):
+        play_twice()
+
+
+def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None:
+    module = nn.Module()
+    module.add_module("a", nn.GRU(FEATURES, HIDDEN, batch_first=True))
+    module.add_module("b", nn.GRU(HIDDEN, HIDDEN))
+    with pytest.raises(ModelError, match=r"the layers \['a', 'b'\] disagree about batch_first"):
+        tt.carry(module)
+    assert isinstance(tt.carry(module, batch_first=True), tt.Carried)
+
+
+def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
+    net, x = named("dict-state").net(), inputs(3, 2)
+    with pytest.raises(StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"):
+        net.initial_state(2)
+    net.initial_state(2, like=x)
+    assert tt.state.lanes(net.initial_state(5)) == 5
+
+
+class Noisy(TensorState):
+    """Draws random numbers even in evaluation mode; part of it was put into that mode by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        torch.rand(3)
+        return super().forward(self.parts(x), state)
+
+
+def test_trial_leaves_no_trace() -> None:
+    net, x = tt.carry(nn.Sequential(remembering(Noisy()), nn.Linear(2, FEATURES).double(), remembering(Noisy()))), inputs(3, 2)
+    modes, random = [m.training for m in net.modules()], torch.get_rng_state()
+    assert len(set(modes)) == 2
+    net.initial_state(2, like=x)
+    assert [m.training for m in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in net.parameters())
+    net(x, net.initial_state(2))
+    assert not torch.equal(torch.get_rng_state(), random)
+
+
+def test_state_of_a_layer_that_is_not_used_stays_as_it_is() -> None:
+    class Skips(HidesLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.GRU(FEATURES, HIDDEN)
+
+    net, x = tt.carry(Skips().double()), inputs(9, 2)
+    y, state = in_chunks(net, x, (4, 2))
+    assert set(state) == {"lstm", "spare"}
+    assert state["spare"].abs().sum() == 0
+    assert (y - net(x, start(net, x))[0]).abs().max() < EXACT
+
+
+def test_wrong_dtype_is_explained_in_a_note() -> None:
+    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
+    with pytest.raises(ValueError, match=r"dtype|type") as caught:
+        net(inputs(4, 2), net.initial_state(2))
+    assert any("tt.Stream(..., dtype=torch.float32)" in note for note in caught.value.__notes__)
+
+
+class Hidden(nn.Module):
+    def __init__(self, *, batch_first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 4, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Explained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 4)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        return self.layer(x, state)
+
+
+def test_a_hiding_module_keeps_no_graph_after_its_forward() -> None:
+    net = tt.carry(Hidden())
+    net(torch.randn(5, 2, 3), net.initial_state(2))
+    copy.deepcopy(net)  # refused by torch while a graph hangs on the module
+    tt.testing.check_carry(net)
+
+
+def test_a_trial_under_autocast_leaves_the_state_its_own_type() -> None:
+    net = tt.carry(Explained())
+    x = torch.randn(5, 2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, state = net(x, net.initial_state(2, like=x))
+    assert {leaf.dtype for _, leaf in tt.state.leaves(state)} == {torch.float32}
+    assert {leaf.dtype for _, leaf in tt.state.leaves(net.initial_state(2))} == {torch.float32}
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (9, 2), (5, 1), (2, 5)])
+def test_resets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    net = tt.carry(nn.GRU(3, 4))
+    with pytest.raises(DataError, match=r"resets have shape .* expected \(5, 2\)"):
+        net(torch.randn(5, 2, 3), net.initial_state(2), torch.zeros(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("state", [(torch.zeros(2, 1, 4),), torch.zeros(2, 1, 4), (torch.zeros(2, 1, 5), torch.zeros(2, 1, 5))])
+def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> None:
+    net = tt.carry(nn.LSTM(3, 4))
+    with pytest.raises(StateError, match=r"the state has the leaves .*this net carries .*'0': \(2, 1, 4\)"):
+        net(torch.randn(5, 2, 3), state)
+
+
+def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
+    net = tt.carry(Hidden(batch_first=True), batch_first=False)
+    with pytest.raises(RuntimeError) as refused:
+        net(torch.randn(5, 2, 3), net.initial_state(2))
+    assert "tt.carry(module, batch_first=True)" in refused.value.__notes__[0]
+
+
+def test_a_learnt_start_gets_its_gradient_from_chunks_without_resets() -> None:
+    class Learnt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.ones(1))
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def initial_state(self, lanes: int) -> Tensor:
+            return self.start.expand(lanes, 1)
+
+        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            y = state + self.gain * x.cumsum(0)
+            return y, y[-1]
+
+    net = tt.carry(Learnt())
+    chunks = [
+        tt.Chunk.of(torch.randn(4, 2, 1), torch.randn(4, 2, 1), position=torch.arange(4).add(at).unsqueeze(1).expand(4, 2)) for at in (0, 4)
+    ]
+    grads: list[float] = []
+    for _ in tt.updates(net, chunks, nn.MSELoss(), gradient=tt.Truncated(stride=4)):
+        start = net.module.get_parameter("start")
+        grads.append(0.0 if start.grad is None else start.grad.item())
+        net.zero_grad()
+    assert grads[0] != 0.0
+    assert grads[1] == 0.0

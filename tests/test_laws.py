@@ -1,0 +1,132 @@
+"""`check_carry` passes on what may be carried and fails on every mutant."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    Rotation,
+    Row,
+    TensorState,
+    apart,
+    every_net,
+    inputs,
+    remembering,
+    weights,
+)
+from throughtime.errors import LawError, ModelError
+from throughtime.testing import check_carry
+
+
+@every_net
+def test_check_carry_passes_on_what_carry_makes(row: Row) -> None:
+    before = weights(net := row.net())
+    laws = check_carry(net, inputs(28, 3))
+    assert [law.name for law in laws] == ["whole", "reset", "lanes", "value"]
+    assert apart(weights(net), before) == 0
+
+
+class HiddenBeside(TensorState):
+    """Keeps part of its state in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        beside = self.kept if self.kept is not None and self.kept.shape[0] == x.shape[1] else self.zeros(x)
+        y, h = super().forward(x, state)
+        self.kept = h.detach()
+        return y + beside.sum(1, keepdim=True), h
+
+
+class NormalisesTime(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class LooksAhead(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.cat([x[1:], torch.zeros_like(x[:1])]))
+
+
+class CentredConvolution(HidesLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, FEATURES, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1))
+
+
+class MixesLanes(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class ChangesInPlace(TensorState):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = super().forward(x, state)
+        if state is not None and not state.requires_grad:
+            state.copy_(h.detach())
+        return y, h
+
+
+class IgnoresItsState(Rotation):
+    """Goes on from an attribute, which `initial_state` sets to zero: right in chunks, wrong for one lane alone."""
+
+    def initial_state(self, lanes: int) -> Tensor:
+        self.kept = self.turn.new_zeros(lanes, HIDDEN)
+        return self.kept.clone()
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = self.play(x, self.kept + 0 * state)
+        self.kept = h.detach()
+        return y, h
+
+
+MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
+    (HiddenBeside, "whole: chunks"),
+    (NormalisesTime, "whole: chunks"),
+    (LooksAhead, "whole: chunks"),
+    (CentredConvolution, "whole: chunks"),
+    (IgnoresItsState, "^reset: a lane that is reset"),
+    (MixesLanes, "^lanes: what one lane"),
+    (ChangesInPlace, "^value: forward changes"),
+]
+
+
+@pytest.mark.parametrize(("make", "law"), [pytest.param(make, law, id=getattr(make, "__name__", law)) for make, law in MUTANTS])
+def test_check_carry_fails_on_mutants(make: Callable[[], nn.Module], law: str) -> None:
+    with pytest.raises(LawError, match=law):
+        check_carry(remembering(make()), inputs(28, 3))
+
+
+def test_check_carry_fails_on_a_module_that_looks_across_a_reset() -> None:
+    """A causal convolution that keeps no state: right as a whole, wrong in chunks and after a reset."""
+
+    class Causal(HidesLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.cat([torch.zeros_like(x[:1]), x[:-1]]))
+
+    with pytest.raises(LawError, match="whole"):
+        check_carry(remembering(Causal()), inputs(28, 3))
+
+
+def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:
+    with pytest.raises(ModelError, match=r"give check_carry some inputs \(T, B, D\)"):
+        check_carry(_Alone().double())
+
+
+class _Alone(nn.Module):
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        sums = state + x.cumsum(0)
+        return sums, sums[-1]
