@@ -32,7 +32,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 
 types: $(INSTALLED)
-	$(BIN)/basedpyright --warnings
+	$(BIN)/basedpyright --warnings --pythonpath $(BIN)/python
 
 imports: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
