@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -264,28 +265,114 @@ def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
     assert "tt.carry(module, batch_first=True)" in refused.value.__notes__[0]
 
 
-def test_a_learnt_start_gets_its_gradient_from_chunks_without_resets() -> None:
-    class Learnt(nn.Module):
+class LearntLevel(nn.Module):
+    """A sum with a learnt start and gain: one without resets reaches its start from every window that begins at step 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(1))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.start.expand(lanes, 1)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y = state + self.gain * x.cumsum(0)
+        return y, y[-1]
+
+
+@pytest.mark.parametrize(("horizon", "reached"), [(4, 1), (8, 2), (12, 3), (16, 4)])
+def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(horizon: int, reached: int) -> None:
+    net = tt.carry(LearntLevel())
+    x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
+    found: list[float] = []
+    for _ in tt.updates(net, [tt.Chunk.of(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)):
+        start = net.module.get_parameter("start")
+        found.append(0.0 if start.grad is None else start.grad.item())
+        net.zero_grad()
+    y = net(x, net.initial_state(2))[0]
+    expected = [2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0 for at in range(0, 16, 4)]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_module_that_stands_in_a_chain_twice_runs_twice() -> None:
+    act, gru = nn.Tanh(), nn.GRU(3, 3)
+    x = torch.randn(7, 2, 3)
+    net = tt.carry(nn.Sequential(nn.Linear(3, 3), act, gru, nn.Linear(3, 3), act))
+    expected = net.module.get_submodule("3")(gru(act(net.module.get_submodule("0")(x)))[0]).tanh()
+    torch.testing.assert_close(net(x, net.initial_state(2))[0], expected)
+    twice = tt.carry(nn.Sequential(gru, gru))
+    y, state = twice(x, twice.initial_state(2))
+    torch.testing.assert_close(y, gru(gru(x)[0])[0])
+    assert not torch.equal(state["0"], state["1"])
+
+
+def test_a_module_replaced_after_carry_is_noticed() -> None:
+    chain = tt.carry(nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 2)))
+    hidden = tt.carry(Hidden())
+    chain.module.add_module("1", nn.Linear(8, 5))
+    hidden.module.add_module("layer", nn.LSTM(3, 4))
+    for net in (chain, hidden):
+        with pytest.raises(ModelError, match=r"replaced after tt\.carry"):
+            net(torch.randn(5, 2, 3), net.initial_state(2))
+
+
+def test_a_link_that_drops_steps_is_refused() -> None:
+    class First(nn.Module):
+        def forward(self, v: Tensor) -> Tensor:
+            return v[0]
+
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 8), First(), nn.Linear(8, 2)))
+    with pytest.raises(ModelError, match=r"module '1' .* turns \(5, 2, 8\) into \(2, 8\)"):
+        net(torch.randn(5, 2, 3), net.initial_state(2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_of_a_hidden_layer_is_refused(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Saves(Hidden):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(lambda v: self.layer(v)[0], x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return y
+
+    net = tt.carry(Saves())
+    y, _ = net(torch.randn(5, 2, 3, requires_grad=True), net.initial_state(2))
+    with pytest.raises(ModelError, match="run again inside a backward pass"):
+        y.sum().backward()
+
+
+def test_two_sequences_through_one_layer_are_refused_even_from_explicit_zeros() -> None:
+    class Two(Hidden):
+        def forward(self, x: Tensor) -> Tensor:
+            zeros = torch.zeros(1, x.shape[1], 4)
+            return self.layer(x, (zeros, zeros))[0] + self.layer(-x, (zeros, zeros))[0]
+
+    net = tt.carry(Two())
+    with pytest.raises(ModelError, match="runs twice in one forward"):
+        net(torch.randn(5, 2, 3), net.initial_state(2))
+
+
+def test_threads_that_share_a_net_do_not_share_their_states() -> None:
+    net = tt.carry(Hidden()).eval()
+    xs = [torch.randn(40, 1, 3) for _ in range(4)]
+    expected = [tt.Predictor(net)(x) for x in xs]
+
+    def play(x: Tensor) -> Tensor:
+        predictor = tt.Predictor(net)
+        return torch.cat([predictor(part) for part in x.split(1)])
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            for found, whole in zip(pool.map(play, xs), expected, strict=True):
+                torch.testing.assert_close(found, whole)
+
+
+def test_a_parameter_called_initial_state_is_no_method() -> None:
+    class Learns(Hidden):
         def __init__(self) -> None:
             super().__init__()
-            self.start = nn.Parameter(torch.ones(1))
-            self.gain = nn.Parameter(torch.ones(1))
+            self.initial_state = nn.Parameter(torch.zeros(1))
 
-        def initial_state(self, lanes: int) -> Tensor:
-            return self.start.expand(lanes, 1)
-
-        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            y = state + self.gain * x.cumsum(0)
-            return y, y[-1]
-
-    net = tt.carry(Learnt())
-    chunks = [
-        tt.Chunk.of(torch.randn(4, 2, 1), torch.randn(4, 2, 1), position=torch.arange(4).add(at).unsqueeze(1).expand(4, 2)) for at in (0, 4)
-    ]
-    grads: list[float] = []
-    for _ in tt.updates(net, chunks, nn.MSELoss(), gradient=tt.Truncated(stride=4)):
-        start = net.module.get_parameter("start")
-        grads.append(0.0 if start.grad is None else start.grad.item())
-        net.zero_grad()
-    assert grads[0] != 0.0
-    assert grads[1] == 0.0
+    assert tt.carry(Learns()).initial_state(2)["layer"][0].shape == (2, 1, 4)

@@ -164,6 +164,22 @@ def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path
     np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
 
 
+def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> None:
+    folder, data = trained
+    before = data.read_bytes()
+    assert "is the recording itself" in run("predict", folder, data, "--out", data, ok=False)
+    assert data.read_bytes() == before
+
+
+def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(trained: tuple[Path, Path]) -> None:
+    folder, data = trained
+    assert "'valid'" in run("eval", folder)
+    assert "'all'" in run("eval", folder, data)
+    (folder / "metrics.jsonl").rename(folder / "kept")
+    assert "the lines that a report is made of are missing" in run("eval", folder, ok=False)
+    (folder / "kept").rename(folder / "metrics.jsonl")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

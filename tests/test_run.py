@@ -1,5 +1,6 @@
 """A run: its configuration, its data, its checkpoints; killed at any moment it goes on to the bit."""
 
+import copy
 import json
 import os
 import resource
@@ -161,9 +162,9 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
     labels = np.load(data / "2_y.npy")
     labels[200] = 9
     np.save(data / "2_y.npy", labels)
-    training = begin(make_config(settings(data, tmp_path / "run")))
     with pytest.raises(DataError, match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2"):
-        list(training.go())
+        begin(make_config(settings(data, tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "go on with: throughtime train --resume" in said
     assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")["counts"][0] > 0
 
@@ -340,7 +341,7 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
     training = begin(make_config(settings(data, tmp_path / "run")))
     training.save()
     write_recordings(data, (400, 260, 330))
-    with pytest.raises(DataError, match="total_steps is 650 there and 660 here"):
+    with pytest.raises(DataError, match=r"a statistic of the training split, was .* and is now"):
         Training.resume(training.folder.path)
 
 
@@ -350,8 +351,106 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
     Folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run")))
-    with pytest.raises(RunError, match="once it has written its first one"):
+    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
+    with pytest.raises(RunError, match="no checkpoint can be read there"):
         Training.resume(tmp_path / "run")
+
+
+def test_a_run_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    from throughtime.run.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    whole = finish(settings(data, tmp_path / "whole"))
+    ended = begin(make_config(settings(data, tmp_path / "ended")))
+    next(ended.go())
+    (ended.folder.path / "model.safetensors.123.tmp").write_bytes(b"left by a kill")
+    resumed = Training.resume(ended.folder.path)
+    assert list(resumed.go())
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    assert _lines(whole) == _lines(resumed.folder)
+    assert not list(resumed.folder.path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("changed", ["another class by name", "one class more", "another scale"])
+def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path, changed: str) -> None:
+    from throughtime.run.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    training = begin(make_config(settings(data, tmp_path / "run")))
+    training.save()
+    labels, inputs = np.load(data / "0_y.npy"), np.load(data / "0_x.npy")
+    if changed == "another class by name":
+        for name in ("0", "1", "2"):
+            own = np.load(data / f"{name}_y.npy")
+            np.save(data / f"{name}_y.npy", np.where(own == 0, 7, own))
+    elif changed == "one class more":
+        np.save(data / "0_y.npy", np.where(np.arange(len(labels)) == 5, 9, labels))
+    else:
+        np.save(data / "0_x.npy", inputs * 1.001)
+    with pytest.raises(DataError, match="have changed since the run was started"):
+        Training.resume(training.folder.path)
+
+
+def test_a_value_that_is_missing_in_held_out_data_is_found_before_training(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    inputs = np.load(data / "2_x.npy")
+    inputs[3, 1] = np.inf
+    np.save(data / "2_x.npy", inputs)
+    with pytest.raises(DataError, match=r"recording '2': 1 steps .* step 3, column 1"):
+        begin(make_config(settings(data, tmp_path / "run")))
+
+
+def test_infinite_targets_are_refused(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    np.save(data / "0_y.npy", np.where(np.arange(400) == 17, np.inf, 0.0))
+    with pytest.raises(DataError, match="recording '0': 1 targets are infinite from step 17 on"):
+        begin(make_config(settings(data, tmp_path / "run", task="regress")))
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run")))
+    training.save()
+    before = training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes()
+    with torch.no_grad():
+        next(training.net.parameters())[0] = torch.nan
+    with pytest.raises(RunError, match=r"the weights are not finite .* diverged"):
+        training.save()
+    assert before == (training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes())
+
+
+def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
+    """Two updates of Adam with a tight clip, against the same by hand."""
+    import throughtime as tt
+
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, clip=1e-3)))
+    net = copy.deepcopy(training.net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
+    stream = training._stream()
+    for update, _ in zip(tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)), range(2), strict=False):
+        del update
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        assert norm > 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+    list(training.go())
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), training.net.parameters(), strict=True))
+
+
+def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", train_on="windows")))
+    assert {len(recording) for recording in training.stream.recordings} == {10}
+    assert sum(map(len, training.stream.recordings)) == 650
+    assert all(chunk.resets[0].sum() == (chunk.recording[0] >= 0).sum() and not chunk.resets[1:].any() for chunk in training.stream)
+    carried = begin(make_config(settings(tmp_path / "data", tmp_path / "carried")))
+    assert sum(int(chunk.resets.sum()) for chunk in carried.stream) == 2
+
+
+def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
+    from throughtime.run.assess import assess
+
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=25))
+    assert assess(folder, None, "valid", None)[1].steps == 330 - 25
+    assert assess(folder, None, "all", None)[1].steps == 980 - 3 * 25
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -373,7 +472,8 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
     from throughtime.run.assess import assess
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    found = assess(folder, None, "valid", None)
+    split, found = assess(folder, None, "valid", None)
+    assert split == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
     assert content["figures"] == pytest.approx(found.figures, nan_ok=True)
     assert list(content["recordings"]) == ["2"]

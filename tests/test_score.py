@@ -115,6 +115,8 @@ def test_fresh_is_empty_and_of_the_same_kind() -> None:
 def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
     with pytest.raises(DataError, match="targets run from 0 to 5"):
         Classification(("a", "b")).add(torch.zeros(2, 2), torch.tensor([0, 5]))
+    with pytest.raises(DataError, match="outputs hold NaN"):
+        Classification(("a", "b")).add(torch.full((2, 2), torch.nan), torch.tensor([0, 0]))
     with pytest.raises(DataError, match="one output for each target"):
         Regression().add(torch.zeros(3, 1), torch.zeros(3, 2))
     score = Regression()

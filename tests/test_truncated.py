@@ -159,11 +159,12 @@ class CountsWindow(tt.Truncated):
         if chunk is None:
             return None, progress
         whole = join((*progress.past, chunk))
-        y, end = net(whole.inputs, progress.edge, whole.resets)
+        start = net.initial_state(whole.lanes, like=whole.inputs) if progress.edge is None else progress.edge
+        y, end = net(whole.inputs, start, whole.resets)
         objective.loss(y, whole).backward()
         past = whole.between(max(0, whole.steps - self._horizon + self.stride), whole.steps)
         with torch.no_grad():
-            _, edge = net(whole.inputs[: whole.steps - past.steps], progress.edge) if past.steps < whole.steps else (None, progress.edge)
+            _, edge = net(whole.inputs[: whole.steps - past.steps], start) if past.steps < whole.steps else (None, progress.edge)
         state = tt.state.detach(end)
         return tt.Update(torch.zeros(()), chunk.valid, state, y.detach(), chunk), Progress(state, edge, (past,))
 

@@ -117,7 +117,6 @@ def run_and_resume(
 
 
 FORGETFUL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "the state": lambda place: place | {"state": None, "edge": None, "past": 0},
     "the window": lambda place: place | {"edge": place["state"], "past": 0},
     "the edge": lambda place: place | {"edge": place["state"]},
     "the place in the stream": lambda place: place | {"stream": place["stream"] | {"position": place["stream"]["position"] - 1}},
@@ -129,6 +128,27 @@ def test_resume_that_forgets_anything_gives_other_weights(change: Callable[[dict
     """The mutants of the law above."""
     through, resumed = run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
     assert not same_bits(through, resumed)
+
+
+def test_a_place_without_its_state_is_refused() -> None:
+    with pytest.raises(DataError, match="no state came with it"):
+        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, lambda place: place | {"state": None, "edge": None, "past": 0})
+
+
+def test_a_place_of_another_policy_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"belongs to Truncated\(stride=6, horizon=12\), these updates to Truncated\(stride=6, horizon=15\)"
+    ):
+        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, lambda place: place | {"gradient": repr(tt.Truncated(6, 12))})
+
+
+def test_a_stream_that_somebody_else_starts_is_noticed() -> None:
+    net, shared = named("hides-layer").net(), stream()
+    run = tt.updates(net, shared, nn.MSELoss(), gradient=tt.Truncated(6))
+    next(run)
+    tt.evaluate(net, shared)
+    with pytest.raises(DataError, match="started again or moved"):
+        next(run)
 
 
 def test_resume_needs_the_random_state_for_dropout() -> None:

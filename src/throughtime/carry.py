@@ -8,6 +8,9 @@ chunked forward equals its whole forward, and no gradient crosses it.
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
 """
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -88,7 +91,7 @@ class Carried(nn.Module):
         if resets is not None and resets.shape != x.shape[:2]:
             raise DataError(f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag for each step and lane")
         reset_steps = set[int]() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
-        starts = sorted({0, *reset_steps, *range(0, steps, CUDNN_STEPS if x.is_cuda else steps)})
+        starts = stretches(steps, reset_steps, CUDNN_STEPS if x.is_cuda else steps)
         outputs: list[Tensor] = []
         for start, stop in zip(starts, [*starts[1:], steps], strict=True):
             if resets is not None and start in reset_steps:
@@ -111,9 +114,21 @@ class Carried(nn.Module):
         weight = next(self.module.parameters(), None)
         if weight is not None and weight.dtype != x.dtype:
             error.add_note(
-                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}. Give the stream the "
-                f"module's type, tt.Stream(..., dtype={weight.dtype}), or convert the module."
+                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}. Ask for the "
+                f"module's type, tt.Stream(..., dtype={weight.dtype}) or tt.predict(..., dtype={weight.dtype}), or convert the module."
             )
+
+
+def stretches(steps: int, resets: Iterable[int], limit: int) -> list[int]:
+    """Where each forward call starts: at the first step, at every reset, and after at most `limit` steps.
+
+    Example:
+        >>> from throughtime.carry import stretches
+        >>> stretches(100, {30, 31}, 25)
+        [0, 25, 30, 31, 56, 81]
+    """
+    starts = sorted({0, *resets})
+    return [at for start, stop in pairwise([*starts, steps]) for at in range(start, stop, limit)]
 
 
 def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:

@@ -12,9 +12,10 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ class Contract(Protocol):
         ...
 
 
-@runtime_checkable
 class HasInitialState(Protocol):
     """A user module that says what its recordings start from."""
 
@@ -66,7 +66,7 @@ def contract_of(module: nn.Module, batch_first: bool | None) -> Contract:
         return Cell(module)
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         return _chain(module, batch_first)
-    if isinstance(module, HasInitialState) or _takes_state(module):
+    if _own_start(module) is not None or _takes_state(module):
         return Explicit(module, _batch_first(layers, batch_first))
     if layers:
         return Hiding(module, layers, _batch_first(layers, batch_first))
@@ -74,6 +74,11 @@ def contract_of(module: nn.Module, batch_first: bool | None) -> Contract:
         f"{type(module).__name__} has no recurrent layer of torch.nn inside, and its forward takes no state: there is nothing to "
         "carry, or it is hidden where it cannot be reached. Let forward(x, state) return (y, state)."
     )
+
+
+def _own_start(module: nn.Module) -> HasInitialState | None:
+    """The module, if it has a method `initial_state`; a parameter of that name is none."""
+    return cast("HasInitialState", module) if callable(getattr(module, "initial_state", None)) else None
 
 
 def _batch_first(layers: Mapping[str, nn.Module], asked: bool | None) -> bool:
@@ -168,9 +173,10 @@ class Stateless:
 
 @dataclass(frozen=True)
 class Chain:
-    """nn.Sequential: each child's outputs are the next one's inputs; its state a dict by child's name."""
+    """nn.Sequential: each child's outputs are the next one's inputs; its state a dict by the child's place."""
 
     module: nn.Sequential
+    children: tuple[nn.Module, ...]
     links: dict[str, Contract]
 
     def initial(self, lanes: int, like: Tensor | None) -> State:
@@ -184,28 +190,52 @@ class Chain:
         return any(link.needs_trial() for link in self.links.values())
 
     def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        if tuple(self.module) != self.children:
+            raise ModelError("a module of this nn.Sequential was replaced after tt.carry; carry it again: net = tt.carry(module)")
         after: dict[str, State] = {}
         for name, link in self.links.items():
-            x, after[name] = link.run(x, state[name])
+            y, after[name] = link.run(x, state[name])
+            if y.shape[:2] != x.shape[:2]:
+                raise ModelError(
+                    f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)}, expected one output per "
+                    "step and lane. "
+                    "A carried recurrent layer hands on its outputs only: drop a module that picks them out of a tuple, or the last step."
+                )
+            x = y
         return x, after
 
 
 def _chain(module: nn.Sequential, batch_first: bool | None) -> Contract:
     links: dict[str, Contract] = {}
-    for name, child in module.named_children():
+    places = zip(
+        (name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name), module, strict=True
+    )  # named_children leaves out a module's second place
+    for name, child in places:
         recurrent = any(isinstance(m, RECURRENT) for m in child.modules())
-        carried = recurrent or isinstance(child, HasInitialState) or (_takes_state(child) and not _of_torch(child))
+        carried = recurrent or _own_start(child) is not None or (_takes_state(child) and not _of_torch(child))
         links[name] = contract_of(child, batch_first) if carried else Stateless(child)
     if all(isinstance(link, Stateless) for link in links.values()):
         raise ModelError("none of the modules in this nn.Sequential carries a state; nothing to carry")
-    return Chain(module, links)
+    return Chain(module, tuple(module), links)
 
 
 def _of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-@dataclass
+@dataclass(eq=False)
+class _Exchange:
+    """The states that go into the layers of one forward call, and come out."""
+
+    owner: "Hiding"
+    before: dict[str, State]
+    after: dict[str, State] = field(default_factory=dict[str, State])
+
+
+_exchange: ContextVar[_Exchange | None] = ContextVar("_exchange", default=None)  # one for each thread
+
+
+@dataclass(eq=False)
 class Hiding:
     """A user module that keeps recurrent layers to itself and returns outputs only.
 
@@ -217,8 +247,6 @@ class Hiding:
     module: nn.Module
     layers: Mapping[str, nn.Module]
     batch_first: bool
-    _before: dict[str, State] | None = field(default=None, init=False, repr=False)
-    _after: dict[str, State] = field(default_factory=dict[str, State], init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, layer in self.layers.items():
@@ -232,28 +260,34 @@ class Hiding:
         return False
 
     def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        self._before, self._after = state, {}
+        exchange = _Exchange(self, state)
+        token = _exchange.set(exchange)
         try:
             y = self.module(x.transpose(0, 1) if self.batch_first else x)
         except RuntimeError as error:
             error.add_note(
                 f"throughtime: the layers of {type(self.module).__name__} were given the carried state of {x.shape[1]} lanes, and inputs "
                 f"{'(B, T, D)' if self.batch_first else '(T, B, D)'}. If the module wants it the other way round, say "
-                f"tt.carry(module, batch_first={not self.batch_first}); "
-                "if it folds time into the batch, let forward(x, state) return (y, state)."
+                f"tt.carry(module, batch_first={not self.batch_first}); if it folds time into the batch, let forward(x, state) return "
+                "(y, state)."
             )
             raise
         finally:
-            self._before, after, self._after = None, self._after, {}
-        y = _outputs(self.module, y, x, self.batch_first)
-        for name in after:
-            _check_hidden_lanes(name, after[name], x)
-        return y, {**state, **after}
+            _exchange.reset(token)
+        if not exchange.after:
+            raise ModelError(
+                f"none of the recurrent layers {list(self.layers)} ran in {type(self.module).__name__}.forward: they were replaced "
+                "after tt.carry "
+                "(carry it again), or are not used"
+            )
+        return _outputs(self.module, y, x, self.batch_first), {**state, **exchange.after}
 
     def _put(
         self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._before is None:
+        exchange = _exchange.get()
+        if exchange is None or exchange.owner is not self:
+            _refuse_recompute(name)
             return None
         sequence = args[0] if args else kwargs.pop("input")
         given = args[1] if len(args) > 1 else kwargs.pop("hx", None)
@@ -261,22 +295,41 @@ class Hiding:
             raise ModelError(
                 f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the tensor of its steps"
             )
-        if name in self._after:
-            if given is None:
-                raise ModelError(
-                    f"layer '{name}' runs twice in one forward, the second time from no state: two sequences through one layer have two "
-                    "states. Let forward(x, state) return (y, state)."
-                )
+        before = exchange.before[name]
+        if name in exchange.after:
+            _check_goes_on(name, given, exchange.after[name])
             return (sequence, given), kwargs
         if given is not None:
             _check_fresh(name, given)
-        before = self._before[name]
         return (sequence, _turned(before) if isinstance(layer, nn.RNNBase) else before), kwargs
 
     def _take(self, name: str, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         del args
-        if self._before is not None:
-            self._after[name] = _turned(result[1]) if isinstance(layer, nn.RNNBase) else result
+        exchange = _exchange.get()
+        if exchange is not None and exchange.owner is self:
+            exchange.after[name] = _turned(result[1]) if isinstance(layer, nn.RNNBase) else result
+
+
+def _refuse_recompute(name: str) -> None:
+    """A checkpointed forward runs a second time in the backward pass, where no state is handed in."""
+    # As torch.utils.checkpoint itself asks whether a backward pass runs; there is no public way.
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        raise ModelError(
+            f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its carried state is not there any "
+            "more. Let "
+            "forward(x, state) return (y, state), so that the state is an argument of what is checkpointed."
+        )
+
+
+def _check_goes_on(name: str, given: State, last: State) -> None:
+    """A layer's second call in one forward goes on from its first, and does not start another sequence."""
+    if given is None or (
+        not any(leaf.requires_grad or bool(leaf.any()) for leaf in trees.tensors(given)) and any(map(torch.any, trees.tensors(last)))
+    ):
+        raise ModelError(
+            f"layer '{name}' runs twice in one forward, the second time from no state: two sequences through one layer have two "
+            "states. Let forward(x, state) return (y, state)."
+        )
 
 
 def _plain(layer: nn.Module) -> Contract:
@@ -290,15 +343,6 @@ def _check_fresh(name: str, given: State) -> None:
                 f"the module hands layer '{name}' a state of its own that is not zeros: one kept in an attribute, learnt, or made by an "
                 "encoder. A carried state cannot replace it silently; let forward(x, state) return (y, state), and give the "
                 "module an initial_state(lanes) method if it learns where to start."
-            )
-
-
-def _check_hidden_lanes(name: str, after: State, x: Tensor) -> None:
-    for leaf in trees.tensors(after):
-        if leaf.dim() < 2 or leaf.shape[0] != x.shape[1]:
-            raise ModelError(
-                f"layer '{name}' ran with {leaf.shape[0]} rows while the chunk has {x.shape[1]} lanes and {x.shape[0]} steps. Does the "
-                "module want the batch first? Then tt.carry(module, batch_first=True); or does it fold time into the batch?"
             )
 
 
@@ -332,14 +376,15 @@ class Explicit:
 
     def initial(self, lanes: int, like: Tensor | None) -> State:
         layout = self._layout(like)
-        if isinstance(self.module, HasInitialState):
-            return layout.inward(self.module.initial_state(lanes))
-        weight = like if self._weight is None else self._weight
+        own = _own_start(self.module)
+        if own is not None:
+            return layout.inward(own.initial_state(lanes))
+        weight = next(self.module.parameters(), like)
         return layout.zeros(lanes, None if weight is None else weight.device)
 
     def needs_trial(self) -> bool:
         known = self._known is not None and self._known[0] == self._dtype()
-        return not known and not isinstance(self.module, HasInitialState)
+        return not known and _own_start(self.module) is None
 
     def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         layout = self._layout(x)
@@ -361,7 +406,8 @@ class Explicit:
     def _layout(self, like: Tensor | None) -> "_Layout":
         """As learnt before; learnt anew after the module changed its type."""
         if self._known is None or self._known[0] != self._dtype():
-            layout = self._ask(self.module) if isinstance(self.module, HasInitialState) else self._try(like)
+            own = _own_start(self.module)
+            layout = self._try(like) if own is None else self._ask(own)
             self._known = (self._dtype(), layout)
         return self._known[1]
 

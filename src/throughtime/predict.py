@@ -53,7 +53,8 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     Args:
         net: made by `tt.carry`.
         stream: a stream of its own, not the one that training iterates.
-        loss_fn: as for `tt.updates`; its means are weighted by valid steps.
+        loss_fn: as for `tt.updates`; its means are weighted by valid steps. A loss that weighs rows unequally, as
+            `CrossEntropyLoss(weight=...)`, has another mean for every cut into chunks.
         score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that protocol.
 
     Raises:
@@ -163,6 +164,8 @@ class Predictor:
 
     Attributes:
         state: the state after the last step; `None` before the first. A value: keep it, set it.
+
+    Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a predictor of its own.
 
     Cost: one forward call per call.
 

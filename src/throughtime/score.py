@@ -66,6 +66,8 @@ class Classification:
             raise DataError(
                 f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to {n - 1} for {list(self.classes)}"
             )
+        if bool(outputs.isnan().any()):
+            raise DataError("the outputs hold NaN: the model diverged, or its weights were spoilt; a NaN has no class")
         pairs = targets.long() * n + outputs.argmax(dim=-1)
         self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
 

@@ -80,12 +80,18 @@ class Updates(Iterator[Update]):
         self._objective, self._gradient = objective, gradient
         if state is None and isinstance(stream, Stream):
             stream.start()
+        self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
         self._finished = False
 
     def __next__(self) -> Update:
         if self._finished:
             raise StopIteration
+        if self._stream is not None and self._stream.turn != self._turn:
+            raise DataError(
+                "the stream was started again or moved while its updates were taken: the carried state belongs to another place. Give "
+                "tt.evaluate, and every other loop, a Stream of its own."
+            )
         if self._progress is None:
             self._progress = self._begin()
         update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
@@ -95,9 +101,14 @@ class Updates(Iterator[Update]):
         return update
 
     def _begin(self) -> Progress:
+        if self._stream is not None and self._stream.position > 0:
+            raise DataError(
+                f"the stream stands at step {self._stream.position} and no state came with it: it would go on from a cold state. "
+                "Resume with "
+                "updates.load_state_dict(...), or give tt.updates the carried state."
+            )
         first = self._source.peek()
-        state = self._net.initial_state(first.lanes, like=first.inputs)
-        return Progress(trees.detach(state), state)  # the first window reaches an initial state that is learnt
+        return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
 
     @property
     def state(self) -> State:
@@ -114,7 +125,7 @@ class Updates(Iterator[Update]):
             DataError: the chunks do not come from a `tt.Stream`, which alone knows its place.
         """
         stream = self._need_stream()
-        place: dict[str, Any] = {"stream": stream.state_dict(), "past": 0, "state": None, "edge": None}
+        place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
         if self._progress is not None and not self._finished:
             place |= {"past": sum(c.steps for c in self._progress.past), "state": self._progress.state, "edge": self._progress.edge}
         return place
@@ -126,8 +137,13 @@ class Updates(Iterator[Update]):
             DataError: the place belongs to another stream; each difference is named.
         """
         stream = self._need_stream()
+        if place["gradient"] != repr(self._gradient):
+            raise DataError(
+                f"the saved place belongs to {place['gradient']}, these updates to {self._gradient!r}; resume with the same policy"
+            )
         stream.load_state_dict(place["stream"])
         stream.start()
+        self._turn = stream.turn
         self._finished, self._progress = False, None
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None

@@ -13,7 +13,6 @@ from throughtime import __version__
 from throughtime import state as trees
 from throughtime.cli.progress import Progress, duration
 from throughtime.errors import ConfigError
-from throughtime.predict import Evaluation
 from throughtime.report import of_demo, of_run
 from throughtime.run import demo as demos
 from throughtime.run.assess import assess
@@ -121,7 +120,13 @@ def _announce(training: Training) -> None:
 
 def _go(training: Training) -> None:
     """Trains under a live line; Ctrl-C saves and stops."""
-    before = {s: signal.signal(s, lambda *_: training.stop()) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(*_: object) -> None:
+        if training.stopping:
+            raise KeyboardInterrupt
+        training.stop()
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         with Progress(out) as progress:
             for moment in training.go():
@@ -132,7 +137,7 @@ def _go(training: Training) -> None:
     folder = training.folder
     if not training.finished:
         out.print(f"stopped at update {training.count}; go on with: throughtime train --resume {folder.path}")
-        return
+        raise typer.Exit(130)
     valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
     if valid:
         _print_scores(
@@ -162,15 +167,17 @@ def _cells(values: Any) -> Sequence[str]:
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     data: Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")] = None,
-    split: Annotated[str, typer.Option(help="Which split of it: train, valid, test, ... or all.")] = "test",
+    split: Annotated[
+        str | None, typer.Option(help="Which split: train, valid, ..., all. [default: test; without names valid, or all of other data]")
+    ] = None,
     missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: as in training]")] = None,
 ) -> None:
     """Score a trained model on whole recordings, state carried, and put the scores into its report."""
     folder = Folder(run)
-    found: Evaluation = assess(folder, data, split, missing)
+    split, found = assess(folder, data, split, missing)
     _print_scores(split, found.figures, found.recordings)
+    out.print(f"{found.steps:,} frames scored; {folder.scores(split)} written")
     of_run.write_report(folder)
-    out.print(f"{found.steps:,} frames scored; {folder.scores(split)} and {folder.report} written")
 
 
 @app.command()
@@ -185,6 +192,8 @@ def predict(
     """Run a trained model over one whole recording, in memory that does not grow with its length."""
     if missing not in {"error", "mask"}:
         raise ConfigError(f"missing={missing!r}: expected 'error' or 'mask'")
+    if to.exists() and to.samefile(recording):
+        raise ConfigError(f"{to}: is the recording itself; choose another --out")
     net, spec = load_model(Folder(run).model)
     source = open_recording(recording, spec)
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
@@ -197,17 +206,18 @@ def predict(
 @app.command()
 def demo(
     short: Annotated[bool, typer.Option("--short", help="One seed only: to see that everything works.")] = False,
-    updates: Annotated[int, typer.Option(help="Updates of each network.")] = 2_000,
+    updates: Annotated[int, typer.Option(help="Updates of each network.")] = 1_000,
     to: Annotated[Path, typer.Option("--out", help="The folder for the report.")] = Path("runs/demo"),
 ) -> None:
     """Train on windows and on the unbroken stream, on a generated recording whose best score is known."""
     if updates < 1:
         raise ConfigError(f"updates={updates}: expected at least 1")
+    to.mkdir(parents=True, exist_ok=True)
     seeds = range(1 if short else 3)
     out.print("Rare pulses switch a machine off and on; every frame is labelled off or on. The same LSTM, trained two ways:")
 
     def watch(name: str, update: int, loss: float) -> None:
-        if update % 1_000 == 0 or update == updates:
+        if update % 500 == 0 or update == updates:
             out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}")
 
     found = demos.run_demo(updates, seeds, watch)

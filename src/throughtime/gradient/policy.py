@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
     Attributes:
         state: the carried state at the present, detached; `None` before the first step of all.
-        edge: the state entering the first step of `past`, detached unless it is the initial state.
+        edge: the state entering the first step of `past`, detached; `None` for the initial state, which may be learnt.
         past: the steps before the present that the next window runs again.
     """
 

@@ -42,6 +42,8 @@ def windows(steps: int, stride: int, horizon: int) -> Iterator[Window]:
 
 def check(stride: int, horizon: int) -> None:
     """Refuses what no plan can serve."""
+    if not isinstance(stride, int) or not isinstance(horizon, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
+        raise ConfigError(f"stride={stride!r}, horizon={horizon!r}: expected whole numbers of steps")
     if stride < 1:
         raise ConfigError(f"stride={stride}: expected at least 1 step between two updates")
     if horizon < stride:

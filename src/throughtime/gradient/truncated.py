@@ -39,6 +39,8 @@ class Truncated:
     Raises:
         ConfigError: a stride below 1, or a horizon below the stride.
 
+    At the end of an epoch a last stride of n < `stride` steps sees back `horizon - stride + n` steps at most.
+
     Cost: `horizon / stride` forward and backward passes per step.
 
     Example:
@@ -76,17 +78,19 @@ class Truncated:
         counted = sum(c.steps for c in progress.past)
         plan = schedule.window(counted, counted + chunk.steps, self._horizon - self.stride)
         whole = join((*progress.past, chunk))
+        edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
         if not chunk.valid:
             with torch.no_grad():
-                return None, _progress(run_window(net, whole, progress.edge, plan), whole, plan)
-        run = run_window(net, whole, progress.edge, plan)
+                return None, _progress(run_window(net, whole, edge, plan), whole, plan, progress)
+        run = run_window(net, whole, edge, plan)
         loss = run.backward(objective, chunk)
-        progress = _progress(run, whole, plan)
+        progress = _progress(run, whole, plan, progress)
         return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk), progress
 
 
-def _progress(run: Run, steps: Chunk, plan: schedule.Window) -> Progress:
+def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -> Progress:
     state = trees.detach(run.state)
     if plan.keep == plan.stop:
         return Progress(state, state)
-    return Progress(state, trees.detach(run.kept), (steps.between(plan.keep, plan.stop),))
+    edge = before.edge if plan.keep == plan.start else trees.detach(run.kept)
+    return Progress(state, edge, (steps.between(plan.keep, plan.stop),))

@@ -9,7 +9,7 @@ from typing import Any
 
 from throughtime import files
 from throughtime.carry import Carried
-from throughtime.errors import DataError
+from throughtime.errors import DataError, RunError
 from throughtime.gradient import Truncated
 from throughtime.report.page import Facts, Figure, Page, Section, Table, Text, render
 from throughtime.report.svg import Band, Series, bars, lines, strip
@@ -25,6 +25,8 @@ Row = dict[str, Any]
 def write_report(folder: Folder) -> Path:
     """Writes `report.html` from what is in the folder; a split's scores appear once `eval` has made them."""
     config, rows = folder.read_config(), folder.read_metrics()
+    if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
+        raise RunError(f"{folder.metrics}: the lines that a report is made of are missing; {folder.report.name} was not written")
     net, spec = load_model(folder.model)
     names = tuple(spec.score().figures())
     sections = [

@@ -17,14 +17,22 @@ from throughtime.stream import Recording
 def recordings_for(spec: Spec, data: Path, split: str, config: Config) -> list[Recording]:
     """The recordings of a split with the columns and classes of the model."""
     found = datasets.find(data)
-    opened = datasets.open_recordings(found, spec.inputs, spec.targets, need_targets=True)
+    wanted = found if split == "all" else datasets.of_splits(found, (split,))
+    opened = datasets.open_recordings(wanted, spec.inputs, spec.targets, need_targets=True)
     splits, _ = datasets.split([(name, datasets.Numeric(r, spec.task == "regress")) for name, r in opened], config.holdout)
     chosen = datasets.choose(splits, split)
     return [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
 
 
-def assess(folder: Folder, data: Path | None, split: str, missing: str | None) -> Evaluation:
-    """Scores the run's model on a split of `data` (default: its own) and writes `scores-SPLIT.json`.
+def usual_split(data: Path | None, config: Config) -> str:
+    """The split that is meant when none is named: `test`; without named splits what was held out, or all of other data."""
+    if any(files.split for files in datasets.find(data or Path(config.data))):
+        return "test"
+    return "valid" if data is None else "all"
+
+
+def assess(folder: Folder, data: Path | None, split: str | None, missing: str | None) -> tuple[str, Evaluation]:
+    """Scores the run's model on a split of `data` (default: its own) and writes `scores-SPLIT.json`; returns the split's name too.
 
     Raises:
         RunError: the folder holds no run that reached a checkpoint.
@@ -35,7 +43,8 @@ def assess(folder: Folder, data: Path | None, split: str, missing: str | None) -
         config = make_config({**{k: v for k, v in asdict(config).items() if v is not None}, "missing": missing}, source="the command line")
     config = replace(config, device="cpu")
     net, spec = load_model(folder.model)
+    split = split or usual_split(data, config)
     found = scored(net, spec, recordings_for(spec, data or Path(config.data), split, config), config)
     content = {"split": split, "steps": found.steps, "figures": found.figures, "recordings": found.recordings}
     files.write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
-    return found
+    return split, found

@@ -81,6 +81,7 @@ class Config:
                 ("lanes", 1),
                 ("stride", 1),
                 ("warm_up", 0),
+                ("seed", 0),
                 ("updates", 1),
                 ("epochs", 1),
                 ("valid_every", 0),
@@ -92,6 +93,8 @@ class Config:
             for name, value in (("lr", self.lr), ("clip", self.clip), ("checkpoint_every", self.checkpoint_every))
             if not (value > 0 and math.isfinite(value))
         ]
+        if self.seed >= 2**63:
+            faults.append(f"seed={self.seed}: expected a number below 2**63")
         if not 0 <= self.holdout < 1:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:

@@ -3,6 +3,7 @@
 Shapes: `T` steps, `D` input features, `C` target columns.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.collate import IGNORED
-from throughtime.stream.formats.table import Array, Table
+from throughtime.stream.formats import csv
+from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Columns, Part, Recording, Steps, columns
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 _MANIFEST_COLUMNS = ("id", "split", "inputs", "targets")
+_FAULTS = 5  # listed at most
 
 
 @dataclass(frozen=True)
@@ -35,47 +38,50 @@ def find(data: Path) -> list[Files]:
     Raises:
         DataError: nothing there, or a manifest with a missing file or column, or a recording listed twice.
     """
+    if not data.exists():
+        raise DataError(f"{data}: no such file or folder")
     if data.is_dir():
         manifest = next((data / name for name in MANIFESTS if (data / name).is_file()), None)
         if manifest is not None:
-            return _manifest(manifest, formats.open_table(manifest))
+            return _manifest(manifest)
         paths = sorted(p for p in data.iterdir() if p.suffix.lower() in formats.SUFFIXES)
         if not paths:
             raise DataError(f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no {' or '.join(MANIFESTS)}")
         return [Files(path.name, "", path, None) for path in paths]
     table = formats.open_table(data)
     if data.suffix.lower() == ".csv" and {"id", "inputs"} <= set(table.columns):
-        return _manifest(data, table)
+        return _manifest(data)
     return [Files(data.name, "", data, None)]
 
 
-def _manifest(path: Path, table: Table) -> list[Files]:
-    unknown = [c for c in table.columns if c not in _MANIFEST_COLUMNS]
-    if unknown or not {"id", "inputs"} <= set(table.columns):
+def _manifest(path: Path) -> list[Files]:
+    """A manifest is text: the ids `1` and `001` are two recordings."""
+    columns = csv.read_columns(path)
+    unknown = [c for c in columns if c not in _MANIFEST_COLUMNS]
+    if unknown or not {"id", "inputs"} <= set(columns):
         raise DataError(
-            f"{path}: a manifest has the columns {', '.join(_MANIFEST_COLUMNS)} (split and targets optional); got "
-            f"{', '.join(table.columns)}"
+            f"{path}: a manifest has the columns {', '.join(_MANIFEST_COLUMNS)} (split and targets optional); got {', '.join(columns)}"
         )
-    if not len(table):
+    rows = [dict(zip(columns, map(str.strip, row), strict=True)) for row in zip(*columns.values(), strict=True)]
+    if not rows:
         raise DataError(f"{path}: the manifest lists no recording")
-    cells = {c: _cells(table.read(0, len(table), [c])[:, 0]) for c in table.columns}
-    rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     found = [
         Files(row["id"], row.get("split", ""), path.parent / row["inputs"], path.parent / row["targets"] if row.get("targets") else None)
         for row in rows
     ]
-    faults = [f"'{f.name}' is listed twice" for i, f in enumerate(found) if f.name in {g.name for g in found[:i]}]
+    names = Counter(files.name for files in found)
+    faults = [f"'{name}' is listed twice" for name, count in names.items() if count > 1]
     faults += [f"'{f.name}': no such file {p}" for f in found for p in (f.inputs, f.targets) if p is not None and not p.is_file()]
     if faults:
-        raise DataError(f"{path}: " + "; ".join(faults))
+        more = f"; and {len(faults) - _FAULTS} more faults" if len(faults) > _FAULTS else ""
+        raise DataError(f"{path}: " + "; ".join(faults[:_FAULTS]) + more)
     return found
 
 
-def _cells(values: Array) -> list[str]:
-    """The fields of a manifest as text; a column of numbers was read as numbers."""
-    if values.dtype.kind == "U":
-        return [str(v).strip() for v in values]
-    return ["" if np.isnan(v) else f"{v:g}" if v != int(v) else str(int(v)) for v in values]
+def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
+    """The recordings of some splits, and those that no split is named for; all of them if there is none such."""
+    chosen = [files for files in found if files.split in {*wanted, ""}]
+    return chosen or list(found)
 
 
 def open_recordings(
@@ -92,7 +98,7 @@ def open_recordings(
 def _opened(files: Files, inputs: Sequence[str], targets: Sequence[str], need_targets: bool) -> Columns:
     table = formats.open_table(files.inputs)
     apart = formats.open_table(files.targets) if files.targets is not None else None
-    labels = apart or table
+    labels = table if apart is None else apart
     wanted = tuple(targets) or (apart.columns if apart else ("targets",) if "targets" in table.columns else ())
     if not need_targets:
         return columns(files.name, table, tuple(inputs) or tuple(c for c in table.columns if apart or c not in wanted))
@@ -124,9 +130,11 @@ class Numeric:
         for role, values in named:
             if values is not None and values.dtype.kind not in "biuf":
                 table = self.source.inputs if role == "inputs" else self.source.targets or self.source.inputs
+                fields = values.reshape(len(values), -1)
+                step, text = next((i, v) for i, row in enumerate(fields.tolist()) for v in row if not csv.is_number(v))
                 raise DataError(
-                    f"{table.path}: the {role} hold text, such as {str(values.flat[0])!r}, expected numbers; choose columns with --{role} "
-                    f"(the file has {', '.join(table.columns)})"
+                    f"{table.path}: the {role} hold text, such as {text!r} at step {start + step}, expected numbers; choose columns with "
+                    f"--{role} (the file has {', '.join(table.columns)})"
                 )
         return steps
 
@@ -172,6 +180,8 @@ class Labelled:
 def class_name(value: object) -> str:
     """A class as it is called everywhere: whole numbers without a point; empty for a missing one."""
     text = str(value).strip()
+    if text.lstrip("-").isdecimal():
+        return str(int(text))
     try:
         number = float(text)
     except ValueError:

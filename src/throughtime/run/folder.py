@@ -18,15 +18,23 @@ class Folder:
     path: Path
 
     @classmethod
-    def create(cls, config: Config) -> "Folder":
-        """A new folder with the resolved configuration.
+    def check_free(cls, config: Config) -> "Folder":
+        """The folder that the run will have.
 
         Raises:
-            RunError: there is a run already.
+            RunError: there is a run already, or a file of that name.
         """
         folder = cls(Path(config.out))
+        if folder.path.exists() and not folder.path.is_dir():
+            raise RunError(f"{folder.path}: is a file; choose another --out, a folder that does not exist yet")
         if folder.config.exists():
             raise RunError(f"{folder.path}: holds a run already; continue it with --resume {folder.path}, or choose another --out")
+        return folder
+
+    @classmethod
+    def create(cls, config: Config) -> "Folder":
+        """A new folder with the resolved configuration."""
+        folder = cls.check_free(config)
         files.write_atomically(folder.config, config.to_toml().encode())
         return folder
 
@@ -73,7 +81,13 @@ class Folder:
         """The lines of `metrics.jsonl`; none before the first."""
         if not self.metrics.is_file():
             return []
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a last line cut short by a kill is none
+
+    def sweep(self) -> None:
+        """Removes temporary files that a kill in the middle of a write has left."""
+        for path in self.path.glob("*.tmp"):
+            path.unlink()
 
     def keep_metrics(self, count: int) -> None:
         """Drops lines written after the checkpoint that the run goes on from, one that was cut short among them."""

@@ -17,7 +17,7 @@ from throughtime.run.data import class_name
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Recording
 
-_BLOCK = 65_536
+SURVEY_BLOCK = 65_536
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Survey:
     without_target: int = 0
     steps: int = 0
     faults: list[str] = field(default_factory=list[str])
+    bad_targets: list[str] = field(default_factory=list[str])
 
 
 def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
@@ -85,7 +86,7 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
             missing_here += int(bad.any(axis=1).sum())
             found.inputs.add(inputs)
             if targets is not None:
-                _add_targets(found, targets, classify)
+                _add_targets(found, recording.name, start, targets, classify)
         found.steps += len(recording)
         found.missing += missing_here
         if missing_here:
@@ -96,12 +97,12 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
 
 
 def _blocks(recording: Recording) -> Iterator[tuple[int, Array, Array | None]]:
-    for start in range(0, len(recording), _BLOCK):
-        inputs, targets = recording.read(start, min(start + _BLOCK, len(recording)))
+    for start in range(0, len(recording), SURVEY_BLOCK):
+        inputs, targets = recording.read(start, min(start + SURVEY_BLOCK, len(recording)))
         yield start, inputs.reshape(len(inputs), -1).astype(np.float64), targets
 
 
-def _add_targets(found: Survey, targets: Array, classify: bool) -> None:
+def _add_targets(found: Survey, name: str, start: int, targets: Array, classify: bool) -> None:
     if classify:
         values, counts = np.unique(targets, return_counts=True)
         for value, count in zip(values, counts, strict=True):
@@ -109,6 +110,11 @@ def _add_targets(found: Survey, targets: Array, classify: bool) -> None:
         found.without_target += found.classes.pop("", 0)
         return
     rows = targets.reshape(len(targets), -1).astype(np.float64)
+    infinite = np.isinf(rows).any(axis=1)
+    if infinite.any():
+        found.bad_targets.append(
+            f"recording '{name}': {int(infinite.sum())} targets are infinite from step {start + int(infinite.argmax())} on"
+        )
     found.without_target += int(np.isnan(rows).any(axis=1).sum())
     found.targets.add(rows)
 

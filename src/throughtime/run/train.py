@@ -6,9 +6,9 @@ Shapes: `T` steps, `B` lanes.
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -23,7 +23,7 @@ from throughtime.run.config import Config
 from throughtime.run.folder import Folder
 from throughtime.run.memory import peak_memory
 from throughtime.run.model import Spec, build, fit_statistics, loss_of, save_model
-from throughtime.run.survey import Survey, sorted_classes, survey
+from throughtime.run.survey import SURVEY_BLOCK, Survey, sorted_classes, survey
 from throughtime.score import Figures
 from throughtime.stream import Recording, Stream, windows
 from throughtime.updates import Updates, updates
@@ -54,24 +54,38 @@ def prepare(config: Config) -> Prepared:
         DataError: whatever is wrong with the data: all faults of the survey at once.
     """
     _check_device(config.device)
-    files = datasets.find(Path(config.data))
+    files = datasets.of_splits(datasets.find(Path(config.data)), ("train", "valid"))
     opened = datasets.open_recordings(files, config.inputs, config.targets, need_targets=True)
     first = opened[0][1]
     checked = [(name, datasets.Numeric(recording, config.task == "regress")) for name, recording in opened]
     splits, whence = datasets.split(checked, config.holdout)
     train, valid = datasets.choose(splits, "train"), splits.get("valid", [])
-    found = survey(train, classify=config.task == "classify")
-    if config.missing == "error" and found.faults:
-        raise DataError("; ".join(found.faults) + ". Clean the files, or mask those steps: --missing mask")
-    if config.task == "classify":
+    classify = config.task == "classify"
+    found, later = survey(train, classify=classify), survey(valid, classify=classify)
+    faults = found.faults + later.faults if config.missing == "error" else []
+    faults += [f"{fault}; targets must be finite, or NaN where there are none" for fault in found.bad_targets + later.bad_targets]
+    if faults:
+        raise DataError("; ".join(faults) + (". Clean the files, or mask steps without inputs: --missing mask"))
+    if classify:
         train, valid = _labelled(train, valid, found)
+        _refuse_unknown(valid, later, found)
     elif not len(found.targets.mean) or not found.targets.count.all():
         raise DataError("a target column of the training split has no value at all; regression needs some")
     spec = Spec.of(config, found, first.input_columns, first.target_columns)
     return Prepared(train, valid, found, spec, _remarks(found, whence))
 
 
+def _refuse_unknown(valid: list[Recording], later: Survey, found: Survey) -> None:
+    """Reads the held-out recordings again to name the place, if there is a class that training never sees."""
+    if set(later.classes) - set(found.classes):
+        for recording in valid:
+            for start in range(0, len(recording), SURVEY_BLOCK):
+                recording.read(start, min(start + SURVEY_BLOCK, len(recording)))
+
+
 def _check_device(device: str) -> None:
+    if device == "meta":
+        raise ConfigError("device=meta: holds no numbers; take --device cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises for a device that is not there
@@ -133,27 +147,30 @@ class Training:
         self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
         self.stream = self._stream()
-        self.count = self.rows = self.lane_steps = 0
+        self.count = self.rows = self.frames = 0
         self.seconds = 0.0
         self.total = self._total()
         self.finished = False
-        self._stopping = False
+        self.stopping = False
         self._updates: Updates | None = None
         self._sum, self._sum_steps = torch.zeros((), dtype=prepared.spec.torch_dtype, device=config.device), 0
 
     @classmethod
     def resume(cls, path: Path) -> "Training":
-        """The run in a folder, at its last checkpoint.
+        """The run in a folder, at its last checkpoint; at its start if it was ended before the first one.
 
         Raises:
-            RunError: the folder holds no run, or none that reached a checkpoint.
+            RunError: the folder holds no run.
             DataError: the data are not those that the run was started with.
         """
         folder = Folder(path)
         config = folder.read_config()
-        saved = load_checkpoint(folder.checkpoint)
+        saved = load_checkpoint(folder.checkpoint) if folder.checkpoint.is_file() else None
         training = cls(config, prepare(config), folder)
-        training._load(saved)
+        folder.sweep()
+        if saved is not None:
+            training._load(saved)
+        folder.keep_metrics(training.rows)
         return training
 
     def _stream(self) -> Stream:
@@ -180,7 +197,7 @@ class Training:
 
     def stop(self) -> None:
         """Asks `go` to save and return after the update in hand; safe to call from a signal handler."""
-        self._stopping = True
+        self.stopping = True
 
     def go(self) -> Iterator[Moment]:
         """Trains to the end, or until `stop`: logs, evaluates and saves on the way, and yields a moment with every log line."""
@@ -198,10 +215,11 @@ class Training:
                 yield self._log(update)
             if self.prepared.valid and valid_every and self.count % valid_every == 0 and self.count < self.total:
                 self._log_valid()
-            if self._stopping or clock.due(self.config.checkpoint_every):
+            if self.stopping or clock.due(self.config.checkpoint_every):
                 self.save()
-            if self._stopping:
+            if self.stopping:
                 return
+        self.save()
         self._log_valid()
         self.finished = True
         self.save()
@@ -231,7 +249,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.count += 1
-        self.lane_steps += update.chunk.steps * update.chunk.lanes
+        self.frames += update.steps
         self._sum += update.loss * update.steps
         self._sum_steps += update.steps
 
@@ -239,15 +257,12 @@ class Training:
         """One line of metrics; the figures are those of the last update's steps."""
         loss = (self._sum / self._sum_steps).item()
         if not math.isfinite(loss):
-            raise RunError(
-                f"the loss is {loss} at update {self.count}: training diverged. The last checkpoint is untouched; try a lower --lr (now "
-                f"{self.config.lr}) or --clip (now {self.config.clip})"
-            )
+            self._diverged(f"the loss is {loss}")
         self._sum.zero_()
         self._sum_steps = 0
         score = self.prepared.spec.score()
         score.add(*valid_rows(update.outputs, update.chunk))
-        rate = self.lane_steps / self.seconds
+        rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
         moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory())
         self._write({"kind": "train", "update": self.count, "epoch": self.stream.epoch, "loss": loss, **moment.figures})
@@ -260,15 +275,23 @@ class Training:
         self._write({"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self.folder.add_metrics({**row, "seconds": round(self.seconds, 3), "peak_memory": peak_memory(), "frames": self.lane_steps})
+        self.folder.add_metrics({**row, "seconds": round(self.seconds, 3), "peak_memory": peak_memory(), "frames": self.frames})
         self.rows += 1
 
+    def _diverged(self, what: str) -> Never:
+        raise RunError(
+            f"{what} at update {self.count}: training diverged. The last checkpoint is untouched; try a lower --lr (now "
+            f"{self.config.lr}) or --clip (now {self.config.clip})"
+        )
+
     def save(self) -> None:
-        """Writes the checkpoint, then the model.
+        """Writes the model, then the checkpoint that says it was reached.
 
         Raises:
-            RunError: the disk is full or not writable; the previous checkpoint is untouched.
+            RunError: the weights are not finite, or the disk is full or not writable; the previous checkpoint is untouched.
         """
+        if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
+            self._diverged("the weights are not finite")
         place = None if self._updates is None else self._updates.state_dict()
         content = {
             "net": dict(self.net.state_dict()),
@@ -276,13 +299,14 @@ class Training:
             "updates": place,
             "stream": self.stream.state_dict(),
             "random": torch.get_rng_state(),
-            "counts": [self.count, self.rows, self.lane_steps, self.seconds, self._sum_steps],
+            "counts": [self.count, self.rows, self.frames, self.seconds, self._sum_steps],
             "sum": self._sum,
             "finished": self.finished,
+            "spec": asdict(self.prepared.spec),
         }
         try:
-            save_checkpoint(self.folder.checkpoint, content)
             save_model(self.folder.model, self.net, self.prepared.spec)
+            save_checkpoint(self.folder.checkpoint, content)
         except OSError as error:
             kept = (
                 f"the previous checkpoint in {self.folder.path} is untouched"
@@ -292,9 +316,10 @@ class Training:
             raise RunError(f"the checkpoint of update {self.count} could not be written ({error}); {kept}") from error
 
     def _load(self, saved: dict[str, Any]) -> None:
+        self._check_same_data(saved)
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.count, self.rows, self.lane_steps, self.seconds, self._sum_steps = saved["counts"]
+        self.count, self.rows, self.frames, self.seconds, self._sum_steps = saved["counts"]
         self._sum.copy_(saved["sum"])
         self.finished = saved["finished"]
         self.stream.load_state_dict(saved["stream"])
@@ -302,7 +327,21 @@ class Training:
             self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
             self._updates.load_state_dict(saved["updates"])
         torch.set_rng_state(saved["random"])
-        self.folder.keep_metrics(self.rows)
+
+    def _check_same_data(self, saved: dict[str, Any]) -> None:
+        """The model's shape, classes and statistics, which the data decide, are those of the checkpoint."""
+        mine = asdict(self.prepared.spec)
+        faults = [
+            f"{key} were {saved['spec'].get(key)!r} and are now {value!r}" for key, value in mine.items() if saved["spec"].get(key) != value
+        ]
+        if not faults:
+            faults = [
+                f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()} and is now {value.tolist()}"
+                for name, value in self.net.named_buffers()
+                if not torch.equal(saved["net"][name], value.cpu())
+            ]
+        if faults:
+            raise DataError(f"the data of {self.folder.path} have changed since the run was started: " + "; ".join(faults))
 
 
 class _Clock:
@@ -331,5 +370,7 @@ def begin(config: Config) -> Training:
     """
     resolved = replace(config, data=str(Path(config.data).resolve()))
     Truncated(config.stride, config.horizon)
-    prepared = prepare(resolved)
-    return Training(resolved, prepared, Folder.create(resolved))
+    Folder.check_free(resolved)
+    training = Training(resolved, prepare(resolved), Folder(Path(resolved.out)))
+    Folder.create(resolved)
+    return training

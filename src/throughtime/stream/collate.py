@@ -20,7 +20,7 @@ from throughtime.stream.recording import Recording, Steps
 Read: TypeAlias = tuple[Play, Steps]
 Counts: TypeAlias = tuple[int, ...] | None
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64)
+DTYPES = (torch.float32, torch.float64, torch.float16)
 IGNORED = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
 

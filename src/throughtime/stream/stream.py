@@ -68,7 +68,8 @@ class Stream:
         dtype: torch.dtype | None = None,
         missing: Literal["error", "mask"] = "error",
     ) -> None:
-        if chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
+        whole = isinstance(lanes, int) and isinstance(chunk, int) and isinstance(warm_up, int)  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
+        if not whole or chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
             raise DataError(
                 f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1, warm_up >= 0, missing 'error' or 'mask'"
             )
@@ -82,7 +83,7 @@ class Stream:
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._begin(0)
         self._resumed = False
-        self._masked = self._without_target = 0
+        self._masked = self._without_target = self._turn = 0
 
     def _refuse_empty(self) -> None:
         empty = [recording.name for recording, length in zip(self.recordings, self.lengths, strict=True) if length == 0]
@@ -104,6 +105,11 @@ class Stream:
     def position(self) -> int:
         """Steps of every lane played in this epoch."""
         return self._at
+
+    @property
+    def turn(self) -> int:
+        """Changes whenever the stream is started or moved: who counts on its place can see that somebody else did."""
+        return self._turn
 
     @property
     def steps(self) -> int:
@@ -139,6 +145,7 @@ class Stream:
         if not self._resumed:
             self._at = 0
         self._resumed = False
+        self._turn += 1
 
     def take(self, steps: int) -> Chunk | None:
         """The next `steps` steps (fewer at the end); `None`, once, at the end of each epoch."""
@@ -195,12 +202,16 @@ class Stream:
         self._begin(int(state["epoch"]))
         self._at = int(state["position"])
         self._resumed = True
+        self._turn += 1
 
     def _identity(self) -> dict[str, Any]:
         named = "\n".join(f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True))
         return {
             "lanes": self.lanes,
             "seed": self.seed,
+            "warm_up": self._collator.warm_up,
+            "dtype": str(self._collator.dtype),
+            "missing": "mask" if self._collator.mask_missing else "error",
             "recordings": len(self.recordings),
             "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(named.encode()).hexdigest()[:16],

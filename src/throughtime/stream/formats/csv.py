@@ -15,6 +15,18 @@ def open_csv(path: Path) -> ArrayTable:
     Cost: memory for the whole table; large recordings belong in NPY or Parquet.
 
     Raises:
+        DataError: as `read_columns`, and a first line of numbers.
+    """
+    columns = read_columns(path)
+    if all(is_number(name) for name in columns):
+        raise DataError(f"{path}: the first line holds numbers, expected a header line with column names; add one")
+    return ArrayTable(path, {name: _values(column) for name, column in columns.items()})
+
+
+def read_columns(path: Path) -> dict[str, list[str]]:
+    """The fields of every column, as text.
+
+    Raises:
         DataError: no header, duplicate column names, a line with more or fewer fields, or bytes that
             are not UTF-8; the line is named.
     """
@@ -36,19 +48,18 @@ def open_csv(path: Path) -> ArrayTable:
                 blank = 0
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line") from error
-    return ArrayTable(path, {name: _values(column) for name, column in zip(header, rows, strict=True)})
+    return dict(zip(header, rows, strict=True))
 
 
 def _header(path: Path, names: list[str]) -> list[str]:
     names = [name.strip() for name in names]
     if not names or "" in names or len(set(names)) < len(names):
         raise DataError(f"{path}: the first line is {names}, expected distinct column names")
-    if all(_is_number(name) for name in names):
-        raise DataError(f"{path}: the first line holds numbers, expected a header line with column names; add one")
     return names
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a field holds a number."""
     try:
         float(text)
     except ValueError:

@@ -11,6 +11,8 @@ import numpy as np
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats.table import Array
 
+KEPT_BYTES = 128 * 2**20  # of decoded row groups for each file, and at least one group
+
 
 def open_parquet(path: Path) -> "ParquetTable":
     """Opens the file's footer.
@@ -34,7 +36,7 @@ def open_parquet(path: Path) -> "ParquetTable":
 
 @dataclass
 class ParquetTable:
-    """Keeps the row group it read last, so that a stream decodes each group once."""
+    """Keeps the row groups it read last, so that a stream decodes each of them once."""
 
     path: Path
     file: Any
@@ -56,20 +58,24 @@ class ParquetTable:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _group(self, group: int, columns: tuple[str, ...]) -> Array:
+        """Decoded once, and kept while there is room: lanes play different parts of the same file."""
         key = (group, columns)
-        if key not in self._kept:
-            for other in [k for k in self._kept if k[1] == columns]:
-                del self._kept[other]
+        rows = self._kept.pop(key, None)
+        if rows is None:
             table = self.file.read_row_group(group, columns=list(columns))
-            self._kept[key] = np.stack([_values(self.path, name, table.column(name)) for name in columns], axis=1)
-        return self._kept[key]
+            rows = np.stack([_values(self.path, name, table.column(name)) for name in columns], axis=1)
+            while self._kept and sum(kept.nbytes for kept in self._kept.values()) + rows.nbytes > KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = rows
+        return rows
 
 
 def _values(path: Path, name: str, column: Any) -> Array:
     values = column.to_numpy()
     if values.dtype.kind == "O":
+        values = np.array(["" if value is None else value for value in values], dtype=object)
         if any(not isinstance(value, str) for value in values):
-            raise DataError(f"{path}: column '{name}' has the type {column.type}, expected numbers or text without gaps")
+            raise DataError(f"{path}: column '{name}' has the type {column.type}, expected numbers or text")
         return values.astype(np.str_)
     if values.dtype.kind not in "biuf":
         raise DataError(f"{path}: column '{name}' has the type {column.type}, expected numbers or text")
