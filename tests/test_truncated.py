@@ -34,7 +34,7 @@ from strategies import (
     states_apart,
 )
 from throughtime.chunk import Source, join
-from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.errors import DataError, ModelError
 from throughtime.gradient import Objective, Policy, Progress
 
 EXACT = 1e-11
@@ -365,14 +365,6 @@ def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> No
         assert not update.outputs.requires_grad
         assert not update.loss.requires_grad
         assert states_apart(update.state, end) < EXACT or last < 23
-
-
-def test_settings_that_no_plan_can_serve_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"horizon=50 is below stride=100: .*Take horizon >= stride, or stride=50"):
-        tt.Truncated(100, 50)
-    with pytest.raises(ConfigError, match="stride=0: expected at least 1 step"):
-        tt.Truncated(0)
-    assert tt.Truncated(100).describe() == "an update every 100 steps, credit back through 1 to 100 steps (50.5 on average)"
 
 
 def refused(source: Any, net: Any = None, loss_fn: Any = None) -> None:

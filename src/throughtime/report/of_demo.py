@@ -49,7 +49,7 @@ def _outcome(demo: Demo) -> list[Table | Text]:
 
 def _why(demo: Demo) -> list[Figure | Text]:
     by_lag = lines(
-        [_line(network, [float(f) for f in (*SINCE[1:], 2 * SINCE[-1])], network.by_lag) for network in demo.networks],
+        [_line(network, [float(f) for f in (*SINCE[1:], 2 * SINCE[-1])], network.by_lag) for network in _ordered(demo)],
         title="Accuracy by frames since the last pulse",
         description="; ".join(
             f"{_called(n)}: {n.by_lag[0]:.2f} right after a pulse, {n.by_lag[-1]:.2f} long after it" for n in demo.networks
@@ -72,6 +72,10 @@ def _why(demo: Demo) -> list[Figure | Text]:
         Figure(by_lag, "How often each network names the label, by how long ago the pulse came that it depends on."),
         Figure(_stretch(demo), "The signal, the true labels, and what two of the networks say, on the same stretch of the test recording."),
     ]
+
+
+def _ordered(demo: Demo) -> list[Trained]:
+    return [*demo.of(WINDOWS), *demo.of(STREAM)]
 
 
 def _called(network: Trained) -> str:
@@ -104,8 +108,8 @@ def _stretch(demo: Demo) -> str:
 
 
 def _learning(demo: Demo) -> Figure:
-    series = [_line(n, [float(u) for u, _ in n.losses], [loss for _, loss in n.losses]) for n in demo.networks]
-    ends = "; ".join(f"{_called(n)}, ends at {n.losses[-1][1]:.2f}" for n in demo.networks)
+    series = [_line(n, [float(u) for u, _ in n.losses], [loss for _, loss in n.losses]) for n in _ordered(demo)]
+    ends = "; ".join(f"{_called(n)}, ends at {n.losses[-1][1]:.2f}" for n in _ordered(demo))
     svg = lines(series, title="Training loss", description=f"Mean loss per 100 updates: {ends}.", x_label="update", y_label="cross-entropy")
     return Figure(svg, f"Guessing costs {np.log(len(MODES)):.2f}. Almost no window holds what its labels depend on.")
 

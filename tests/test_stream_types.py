@@ -1,0 +1,53 @@
+"""What a stream reads and counts: types that may not mix, values that are missing, memory that lies alike."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import throughtime as tt
+from throughtime.errors import DataError
+
+
+def test_missing_targets_are_counted_once_however_often_they_are_read() -> None:
+    stream = tt.Stream({"inputs": np.zeros((40_000, 1)), "targets": np.full(40_000, np.nan)}, lanes=1, chunk=100, seed=None)
+    for _ in tt.updates(tt.carry(torch.nn.GRU(1, 1).double()), stream, torch.nn.MSELoss(), gradient=tt.Truncated(stride=777)):
+        raise AssertionError("no step counts")
+    assert stream.without_target == 40_000
+
+
+def test_floating_types_are_not_mixed_unless_a_type_is_asked_for() -> None:
+    pair = [{"inputs": np.zeros((4, 1), dtype)} for dtype in (np.float32, np.float64)]
+    with pytest.raises(DataError, match=r"float64 numbers, recording '0' of 1 columns of float32 numbers.*give the stream a dtype"):
+        list(tt.Stream(pair, lanes=2, chunk=4, seed=None))
+    assert next(iter(tt.Stream(pair, lanes=2, chunk=4, dtype=torch.float64))).inputs.dtype == torch.float64
+
+
+def test_types_that_cannot_be_played_are_refused() -> None:
+    with pytest.raises(DataError, match=r"torch\.bfloat16: expected one of"):
+        tt.Stream({"inputs": np.zeros(4)}, lanes=1, chunk=4, dtype=torch.bfloat16)
+    with pytest.raises(DataError, match="complex128"):
+        tt.Stream({"inputs": np.zeros(4, np.complex128)}, lanes=1, chunk=4)
+    with pytest.raises(DataError, match=r"inputs are torch\.bfloat16"):
+        tt.Stream({"inputs": torch.zeros(4, dtype=torch.bfloat16)}, lanes=1, chunk=4)
+
+
+def test_text_targets_are_refused_saying_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("inputs,targets\n1,high\n2,low\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"the targets are .* map text to integers first"):
+        list(tt.Stream(tmp_path / "a.csv", lanes=1, chunk=4))
+
+
+def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> None:
+    """Kernels round differently for differently aligned memory, so resuming to the bit needs this."""
+
+    def made() -> tt.Stream:
+        return tt.Stream({"inputs": np.zeros((5000, 3), np.float32)}, lanes=1, chunk=7, seed=None)
+
+    through = made()
+    for at in range(0, 700, 7):
+        resumed = made()
+        resumed.load_state_dict(through.state_dict() | {"position": at})
+        pair = through.take(7), resumed.take(7)
+        assert len({chunk.inputs.data_ptr() % 64 for chunk in pair if chunk is not None}) == 1
