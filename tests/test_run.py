@@ -122,7 +122,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a checkpoint"):
         load_checkpoint(tmp_path / "state.safetensors")
     (tmp_path / "cut").write_bytes((tmp_path / "state.safetensors").read_bytes()[:-2])
-    with pytest.raises(RunError, match="no checkpoint can be read"):
+    with pytest.raises(RunError, match="no checkpoint to go on from"):
         load_checkpoint(tmp_path / "cut")
 
 
@@ -352,7 +352,7 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
         Training.resume(tmp_path)
     Folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run")))
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
-    with pytest.raises(RunError, match="no checkpoint can be read there"):
+    with pytest.raises(RunError, match="no checkpoint to go on from"):
         Training.resume(tmp_path / "run")
 
 

@@ -1,25 +1,22 @@
 """A checkpoint is one file: any nesting of plain values and tensors, as safetensors and JSON, no pickle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from throughtime import files
 from throughtime.errors import RunError
+from throughtime.run import tensors as files
 
-_FORMAT = "throughtime.checkpoint/1"
+_KIND = "throughtime.checkpoint/1"
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Writes the content: to a temporary file, synced, then renamed over the previous checkpoint."""
     tensors: dict[str, Tensor] = {}
     plan = _packed(content, tensors)
-    files.write_atomically(path, safetensors.torch.save(tensors, metadata={_FORMAT: json.dumps(plan)}))
+    files.write(path, _KIND, plan, tensors)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -28,17 +25,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         RunError: no such file, or one that is no checkpoint.
     """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (OSError, safetensors.SafetensorError) as error:
-        raise RunError(
-            f"{path}: no checkpoint can be read there ({error}); a run can be resumed once it has written its first one"
-        ) from error
-    if _FORMAT not in metadata:
-        raise RunError(f"{path}: not a checkpoint that `throughtime train` wrote")
-    return _unpacked(json.loads(metadata[_FORMAT]), tensors)
+    return _unpacked(*files.read(path, _KIND, "no checkpoint to go on from; begin the run again with another --out"))
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:

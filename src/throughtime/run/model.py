@@ -3,26 +3,21 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-import json
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from throughtime import files
 from throughtime.carry import Carried, carry
-from throughtime.errors import RunError
+from throughtime.run import tensors as files
 from throughtime.run.config import Config
 from throughtime.run.survey import Survey, sorted_classes
 from throughtime.score import Classification, Regression, Score
 
-_FORMAT = "throughtime.model/1"  # the only key of the metadata: safetensors writes several in any order
+_KIND = "throughtime.model/1"
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ def loss_of(config: Config, spec: Spec, net: Carried, found: Survey) -> nn.Modul
 def save_model(path: Path, net: Carried, spec: Spec) -> None:
     """Writes weights, statistics and description into one safetensors file."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in net.module.state_dict().items()}
-    files.write_atomically(path, safetensors.torch.save(tensors, metadata={_FORMAT: json.dumps(asdict(spec))}))
+    files.write(path, _KIND, asdict(spec), tensors)
 
 
 def load_model(path: Path) -> tuple[Carried, Spec]:
@@ -130,19 +125,8 @@ def load_model(path: Path) -> tuple[Carried, Spec]:
     Raises:
         RunError: no such file, or one that holds no model of throughtime.
     """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (OSError, safetensors.SafetensorError) as error:
-        raise RunError(
-            f"{path}: no model can be read there ({error}); is it the folder of a run that has reached its first checkpoint?"
-        ) from error
-    if _FORMAT not in metadata:
-        raise RunError(f"{path}: not a model that `throughtime train` wrote")
-    values: dict[str, Any] = json.loads(metadata[_FORMAT])
-    values |= {key: tuple(values[key]) for key in ("classes", "inputs", "targets")}
-    spec = Spec(**values)
+    values, tensors = files.read(path, _KIND, "is it the folder of a run that has reached its first checkpoint?")
+    spec = Spec(**(values | {key: tuple(values[key]) for key in ("classes", "inputs", "targets")}))
     net = build(spec)
     net.module.load_state_dict(tensors)
     return net, spec
