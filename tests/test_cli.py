@@ -164,6 +164,16 @@ def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path
     np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
 
 
+def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path, Path]) -> None:
+    assert "already finished at update 30; to train on: throughtime train --resume" in run("train", "--resume", trained[0])
+
+
+def test_help_names_the_defaults() -> None:
+    process = subprocess.run([sys.executable, "-m", "throughtime", "train", "--help"], capture_output=True, text=True, check=True)
+    assert "[default: 64]" in process.stdout
+    assert "[default: 16]" in process.stdout
+
+
 def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> None:
     folder, data = trained
     before = data.read_bytes()
@@ -175,6 +185,9 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(trained: tu
     folder, data = trained
     assert "'valid'" in run("eval", folder)
     assert "'all'" in run("eval", folder, data)
+    whole = json.loads((folder / "scores-all.json").read_text(encoding="utf-8"))
+    assert list(whole["recordings"]) == ["data.csv"]  # whole, nothing held out of it
+    assert whole["steps"] == STEPS
     (folder / "metrics.jsonl").rename(folder / "kept")
     assert "the lines that a report is made of are missing" in run("eval", folder, ok=False)
     (folder / "kept").rename(folder / "metrics.jsonl")

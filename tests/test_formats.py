@@ -181,7 +181,7 @@ def test_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
 
 def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="is a folder, expected one file"):
         open_table(tmp_path / "folder.csv")
     (tmp_path / "r.txt").write_text("a\n1\n")
     with pytest.raises(DataError, match=r"r\.txt: the format '\.txt' is unknown, expected one of \.csv, \.npy, \.npz, \.parquet, \.wav"):
@@ -192,7 +192,7 @@ MALFORMED: dict[str, tuple[str, bytes, str]] = {
     "csv-short-line": ("r.csv", b"a,b\n1,2\n3\n", "line 3 has 1 fields, the header has 2"),
     "csv-long-line": ("r.csv", b"a,b\n1,2,3\n", "line 2 has 3 fields, the header has 2"),
     "csv-no-header": ("r.csv", b"1,2\n3,4\n", "the first line holds numbers, expected a header line"),
-    "csv-empty": ("r.csv", b"", r"the first line is \[\], expected distinct column names"),
+    "csv-empty": ("r.csv", b"", r"the file is empty"),
     "csv-header-only": ("r.csv", b"a,b\n", "the recording is empty"),
     "csv-duplicate-columns": ("r.csv", b"a, a\n1,2\n", r"the first line is \['a', 'a'\], expected distinct"),
     "csv-unnamed-column": ("r.csv", b"a,\n1,2\n", r"the first line is \['a', ''\], expected distinct"),
@@ -291,7 +291,7 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
     assert epoch.inputs.shape[2] == 3
     busy = epoch.recording >= 0
     assert torch.equal(epoch.targets[busy], epoch.position[busy])
-    with pytest.raises(DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]; .*--targets"):
+    with pytest.raises(DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"):
         columns("r", audio, audio.columns, labels, ("gone",))
     np.save(tmp_path / "short.npy", np.zeros(5))
     short = open_table(tmp_path / "short.npy")

@@ -453,6 +453,34 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
     assert assess(folder, None, "all", None)[1].steps == 980 - 3 * 25
 
 
+def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(tmp_path: Path) -> None:
+    from throughtime.run.assess import assess
+    from throughtime.run.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    short = finish(settings(data, tmp_path / "run", valid_every=0))
+    assess(short, None, "valid", None)
+    training = Training.resume(short.path, updates=90)
+    assert list(training.go())
+    assert not short.scores("valid").is_file()  # scores of the model as it was
+    whole = finish(settings(data, tmp_path / "whole", updates=90, valid_every=0))
+    assert whole.model.read_bytes() == short.model.read_bytes()
+    assert short.read_config().updates == 90
+
+
+def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    for name in ("0", "1", "2"):
+        inputs = np.load(data / f"{name}_x.npy")
+        np.save(data / f"{name}_x.npy", np.column_stack([inputs[:, 0], np.arange(len(inputs))]))
+    said = "; ".join(prepare(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
+    assert "splits as in the manifest (train 2, valid 1)" in said
+    assert "cut into 5 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings whole)" in said
+    assert "input 1 only ever rises: a clock?" in said
+    quiet = prepare(make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run")))
+    assert quiet.remarks == ("splits as in the manifest (train 2, valid 1)",)
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     from throughtime.run.train import Training
 

@@ -51,3 +51,12 @@ def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> Non
         resumed.load_state_dict(through.state_dict() | {"position": at})
         pair = through.take(7), resumed.take(7)
         assert len({chunk.inputs.data_ptr() % 64 for chunk in pair if chunk is not None}) == 1
+
+
+def test_what_is_printed_is_short() -> None:
+    stream = tt.Stream({"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, lanes=1, chunk=20)
+    net = tt.carry(torch.nn.GRU(3, 1))
+    (first, *_) = tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(20))
+    assert repr(first).startswith("Update(loss=")
+    assert repr(first.chunk) == "Chunk(inputs (20, 1, 3), targets (20, 1), valid=20, resets=1)"
+    assert repr(stream) == "Stream(1 recordings, 50 steps, lanes=1, at step 0 of epoch 1)"

@@ -105,6 +105,10 @@ class Chunk:
             raise DataError("; ".join(faults))
         return cls(inputs, targets, Marks.of(resets, mask, recording, position), 0, shape[0])
 
+    def __repr__(self) -> str:
+        targets = "none" if self.targets is None else tuple(self.targets.shape)
+        return f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid}, resets={int(self.resets.sum())})"
+
     @property
     def steps(self) -> int:
         """T, the number of steps."""

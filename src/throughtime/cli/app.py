@@ -29,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help texts name their defaults in brackets
 )
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns and files may hold brackets
 
@@ -90,9 +91,13 @@ def train(  # every setting is a flag
     flags |= {k: str(v) for k, v in (("data", data), ("out", run)) if v is not None}
     flags |= {k: tuple(c.strip() for c in v.split(",")) for k, v in (("inputs", inputs), ("targets", targets)) if v is not None}
     if resume is not None:
-        if flags or config is not None:
-            raise ConfigError(f"--resume goes on with the settings of {resume}; leave out {', '.join(sorted(flags)) or '--config'}")
-        training = Training.resume(resume)
+        if set(flags) - {"updates", "epochs"} or config is not None:
+            raise ConfigError(
+                f"--resume goes on with the settings of {resume}; leave out "
+                f"{', '.join(sorted(set(flags) - {'updates', 'epochs'})) or '--config'}. "
+                "Only --updates or --epochs may be given, to train on to another end."
+            )
+        training = Training.resume(resume, updates=updates, epochs=epochs)
     else:
         settings = (read_toml(config) if config is not None else {}) | flags
         if "data" in settings:
@@ -120,6 +125,7 @@ def _announce(training: Training) -> None:
 
 def _go(training: Training) -> None:
     """Trains under a live line; Ctrl-C saves and stops."""
+    finished = training.finished
 
     def stop(*_: object) -> None:
         if training.stopping:
@@ -135,6 +141,11 @@ def _go(training: Training) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     folder = training.folder
+    if finished:
+        out.print(
+            f"already finished at update {training.count}; to train on: throughtime train --resume {folder.path} --updates "
+            f"{2 * training.count}"
+        )
     if not training.finished:
         out.print(f"stopped at update {training.count}; go on with: throughtime train --resume {folder.path}")
         raise typer.Exit(130)

@@ -32,6 +32,9 @@ class Update:
     outputs: Tensor
     chunk: Chunk
 
+    def __repr__(self) -> str:
+        return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {tuple(self.outputs.shape)})"
+
 
 class Progress(NamedTuple):
     """Where a policy stands in the stream: values, enough to go on from here.

@@ -110,22 +110,22 @@ def _title(name: str) -> str:
 
 def _scores(folder: Folder, rows: Sequence[Row], names: Sequence[str]) -> list[Section]:
     """A section for the last validation and for every split that `eval` has scored."""
-    found: dict[str, tuple[Row, Row]] = {}
+    found: dict[str, tuple[Row, Row, str]] = {}
     for row in rows:
         if row["kind"] == "valid":
-            found["valid"] = ({name: row[name] for name in names}, row["recordings"])
+            found["valid"] = ({name: row[name] for name in names}, row["recordings"], Path(folder.read_config().data).name)
     for path in sorted(folder.path.glob("scores-*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        found[content["split"]] = (content["figures"], content["recordings"])
+        found[content["split"]] = (content["figures"], content["recordings"], Path(content["data"]).name)
     return [Section(f"Scores: {split}", _score_parts(split, names, *figures)) for split, figures in found.items()]
 
 
-def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Row) -> list[Table | Figure]:
+def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Row, data: str) -> list[Table | Figure]:
     cells = [[name, *(figures[n] for n in names)] for name, figures in recordings.items()]
     table = Table(
         ["recording", *map(_title, names)],
         [*cells, ["all steps together", *(together[n] for n in names)]],
-        f"Whole recordings of the split '{split}'.",
+        f"Whole recordings of the split '{split}' of {data}.",
     )
     name = "macro_f1" if "macro_f1" in names else names[0]
     if len(recordings) < 2:

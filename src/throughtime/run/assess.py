@@ -19,7 +19,8 @@ def recordings_for(spec: Spec, data: Path, split: str, config: Config) -> list[R
     found = datasets.find(data)
     wanted = found if split == "all" else datasets.of_splits(found, (split,))
     opened = datasets.open_recordings(wanted, spec.inputs, spec.targets, need_targets=True)
-    splits, _ = datasets.split([(name, datasets.Numeric(r, spec.task == "regress")) for name, r in opened], config.holdout)
+    holdout = 0.0 if split == "all" else config.holdout
+    splits, _ = datasets.split([(name, datasets.Numeric(r, spec.task == "regress")) for name, r in opened], holdout)
     chosen = datasets.choose(splits, split)
     return [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
 
@@ -45,6 +46,12 @@ def assess(folder: Folder, data: Path | None, split: str | None, missing: str | 
     net, spec = load_model(folder.model)
     split = split or usual_split(data, config)
     found = scored(net, spec, recordings_for(spec, data or Path(config.data), split, config), config)
-    content = {"split": split, "steps": found.steps, "figures": found.figures, "recordings": found.recordings}
+    content = {
+        "split": split,
+        "data": str(data or config.data),
+        "steps": found.steps,
+        "figures": found.figures,
+        "recordings": found.recordings,
+    }
     files.write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
     return split, found

@@ -89,6 +89,11 @@ class Folder:
         for path in self.path.glob("*.tmp"):
             path.unlink()
 
+    def drop_scores(self) -> None:
+        """Removes scores of a model that is about to change."""
+        for path in self.path.glob("scores-*.json"):
+            path.unlink()
+
     def keep_metrics(self, count: int) -> None:
         """Drops lines written after the checkpoint that the run goes on from, one that was cut short among them."""
         if self.metrics.is_file():

@@ -59,6 +59,7 @@ class Survey:
     missing: int = 0
     without_target: int = 0
     steps: int = 0
+    rising: Array = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))  # input columns that only ever rise within a recording
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
 
@@ -85,6 +86,8 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
                 first = f"step {start + step}, column {column}"
             missing_here += int(bad.any(axis=1).sum())
             found.inputs.add(inputs)
+            rises = np.asarray((np.diff(inputs, axis=0) > 0).all(axis=0)) & (len(inputs) > 2)
+            found.rising = np.asarray(found.rising & rises if len(found.rising) else rises)
             if targets is not None:
                 _add_targets(found, recording.name, start, targets, classify)
         found.steps += len(recording)

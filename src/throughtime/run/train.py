@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Never
 
 import torch
 
+from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Truncated, Update
@@ -54,8 +56,8 @@ def prepare(config: Config) -> Prepared:
         DataError: whatever is wrong with the data: all faults of the survey at once.
     """
     _check_device(config.device)
-    files = datasets.of_splits(datasets.find(Path(config.data)), ("train", "valid"))
-    opened = datasets.open_recordings(files, config.inputs, config.targets, need_targets=True)
+    listed = datasets.find(Path(config.data))
+    opened = datasets.open_recordings(datasets.of_splits(listed, ("train", "valid")), config.inputs, config.targets, need_targets=True)
     first = opened[0][1]
     checked = [(name, datasets.Numeric(recording, config.task == "regress")) for name, recording in opened]
     splits, whence = datasets.split(checked, config.holdout)
@@ -72,7 +74,7 @@ def prepare(config: Config) -> Prepared:
     elif not len(found.targets.mean) or not found.targets.count.all():
         raise DataError("a target column of the training split has no value at all; regression needs some")
     spec = Spec.of(config, found, first.input_columns, first.target_columns)
-    return Prepared(train, valid, found, spec, _remarks(found, whence))
+    return Prepared(train, valid, found, spec, _remarks(config, listed, found, spec, whence))
 
 
 def _refuse_unknown(valid: list[Recording], later: Survey, found: Survey) -> None:
@@ -104,8 +106,18 @@ def _labelled(train: list[Recording], valid: list[Recording], found: Survey) -> 
     return list(named[0]), list(named[1])
 
 
-def _remarks(found: Survey, whence: str) -> tuple[str, ...]:
-    remarks = [whence]
+def _remarks(config: Config, listed: list[datasets.Files], found: Survey, spec: Spec, whence: str) -> tuple[str, ...]:
+    """What a user should know of the data before training."""
+    named = Counter(one.split for one in listed)
+    remarks = [whence + (f" ({', '.join(f'{name} {count}' for name, count in named.items())})" if len(named) > 1 else "")]
+    trained = named.get("train", len(listed))
+    if config.train_on == "stream" and trained < config.lanes:
+        remarks.append(
+            f"cut into {config.lanes} parts, one for each lane, each from a zero state (--lanes {trained} keeps recordings whole)"
+        )
+    clocks = [name for name, rises in zip(spec.inputs, found.rising, strict=False) if rises]
+    if clocks:
+        remarks.append(f"input {', '.join(clocks)} only ever rises: a clock? name the inputs with --inputs to leave it out")
     if found.missing:
         remarks.append(f"{found.missing} steps masked: their inputs are NaN or infinite")
     if found.without_target:
@@ -156,8 +168,13 @@ class Training:
         self._sum, self._sum_steps = torch.zeros((), dtype=prepared.spec.torch_dtype, device=config.device), 0
 
     @classmethod
-    def resume(cls, path: Path) -> "Training":
+    def resume(cls, path: Path, *, updates: int | None = None, epochs: int | None = None) -> "Training":
         """The run in a folder, at its last checkpoint; at its start if it was ended before the first one.
+
+        Args:
+            path: the folder.
+            updates: another end of the run than the one it was started with; so a finished run trains on.
+            epochs: the same, in epochs.
 
         Raises:
             RunError: the folder holds no run.
@@ -165,12 +182,18 @@ class Training:
         """
         folder = Folder(path)
         config = folder.read_config()
+        further = updates is not None or epochs is not None
+        if further:
+            config = replace(config, updates=updates, epochs=epochs)
         saved = load_checkpoint(folder.checkpoint) if folder.checkpoint.is_file() else None
         training = cls(config, prepare(config), folder)
         folder.sweep()
         if saved is not None:
             training._load(saved)
         folder.keep_metrics(training.rows)
+        if further:
+            training.finished = training._over()
+            files.write_atomically(folder.config, config.to_toml().encode())
         return training
 
     def _stream(self) -> Stream:
@@ -203,6 +226,7 @@ class Training:
         """Trains to the end, or until `stop`: logs, evaluates and saves on the way, and yields a moment with every log line."""
         if self.finished:
             return
+        self.folder.drop_scores()
         if not self.rows:
             self._write({"kind": "data", "update": 0, **self.prepared.facts()})
         clock = _Clock(self.seconds)

@@ -3,6 +3,7 @@
 Shapes: `T` steps of the recording, `D` input features, `C` target columns.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,10 @@ def columns(
 
 def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> None:
     missing = [c for c in wanted if c not in table.columns]
-    if missing or not wanted:
-        raise DataError(
-            f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}; name the columns with --{role}"
-        )
+    if not missing and wanted:
+        return
+    near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    if len(table.columns) == 1 and ";" in table.columns[0]:
+        hint = "; its fields seem to be separated by ';', expected ','"
+    raise DataError(f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}{hint}")

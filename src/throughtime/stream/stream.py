@@ -96,6 +96,10 @@ class Stream:
         self._ahead, self._ahead_at, self._gaps = None, 0, Gaps(None, None)
         self._table = Timetable.plan(self.lengths, self.lanes, order)
 
+    def __repr__(self) -> str:
+        held = f"{len(self.recordings)} recordings, {sum(self.lengths)} steps"
+        return f"Stream({held}, lanes={self.lanes}, at step {self._at} of epoch {self._epoch})"
+
     @property
     def epoch(self) -> int:
         """Epochs finished so far."""

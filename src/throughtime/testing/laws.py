@@ -74,7 +74,8 @@ def check_carry(
 
 _MEANING = {
     "whole": "chunks with the carried state do not give what one forward call gives. Does the module look ahead, normalise over time, "
-    "convolve over steps without keeping them in its state, or keep a state that it does not return?",
+    "convolve over steps without keeping them in its state, or keep a state that it does not return? A convolution "
+    "must be causal and carry its last steps: see docs/loop.md.",
     "reset": "a lane that is reset does not go on as a new recording would, or a gradient crosses the reset. Does the module keep a state "
     "outside the one it returns?",
     "lanes": "what one lane is given changes another. Does the module mix its lanes: normalise over the batch, reshape time into it?",

@@ -25,6 +25,8 @@ def open_table(path: Path) -> Table:
         DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
         MissingExtraError: the format needs an extra that is not installed.
     """
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, expected one file")
     opener = _OPENERS.get(path.suffix.lower())
     if opener is None:
         raise DataError(f"{path}: the format '{path.suffix}' is unknown, expected one of {', '.join(SUFFIXES)}")

@@ -53,6 +53,8 @@ def read_columns(path: Path) -> dict[str, list[str]]:
 
 def _header(path: Path, names: list[str]) -> list[str]:
     names = [name.strip() for name in names]
+    if not names:
+        raise DataError(f"{path}: the file is empty, expected a header line with column names")
     if not names or "" in names or len(set(names)) < len(names):
         raise DataError(f"{path}: the first line is {names}, expected distinct column names")
     return names
