@@ -477,6 +477,17 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
         assess(folder, None, "tset", None)
 
 
+def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    from throughtime.report.of_run import write_report
+
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
+    write_report(folder)
+    for content in ("{", '{"split": "test"}'):
+        folder.scores("test").write_text(content, encoding="utf-8")
+        with pytest.raises(RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"):
+            write_report(folder)
+
+
 def test_files_are_whole_or_absent(tmp_path: Path) -> None:
     from throughtime import files
 

@@ -115,8 +115,11 @@ def _scores(folder: Folder, rows: Sequence[Row], names: Sequence[str]) -> list[S
         if row["kind"] == "valid":
             found["valid"] = ({name: row[name] for name in names}, row["recordings"], Path(folder.read_config().data).name)
     for path in sorted(folder.path.glob("scores-*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found[content["split"]] = (content["figures"], content["recordings"], Path(content["data"]).name)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found[content["split"]] = (content["figures"], content["recordings"], Path(content["data"]).name)
+        except (json.JSONDecodeError, KeyError) as error:
+            raise RunError(f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run eval again") from error
     return [Section(f"Scores: {split}", _score_parts(split, names, *figures)) for split, figures in found.items()]
 
 
