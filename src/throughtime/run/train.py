@@ -369,7 +369,7 @@ class Training:
 
 
 class _Clock:
-    """Seconds of training over all sessions of a run, and when a checkpoint is due."""
+    """Seconds of training over all parts of a run, and when a checkpoint is due."""
 
     def __init__(self, before: float) -> None:
         self._start = time.monotonic() - before
