@@ -133,8 +133,8 @@ def lines(
     x = _Scale(*x_range, _margin(y_range), WIDTH - max(24.0, width(*ends) + 14), log_x)
     reference, plot_top = _upright(upright, x, top + 30, 240)
     y = _Scale(*y_range, plot_top + 240, plot_top)
-    body = [head, _muted(0, top + 12, y_label), _axes(x, y, y.start, x_label), reference, _across(across, x, y)]
-    body += [_clip(x, y), *(_stroke(i, _path(s.x, s.y, x, y), clip=True) for i, s in enumerate(series))]
+    body = [head, _muted(0, top + 12, y_label), _axes(x, y, y.start, x_label), reference]
+    body += [_clip(x, y), *(_stroke(i, _path(s.x, s.y, x, y), clip=True) for i, s in enumerate(series)), _across(across, x, y)]
     body += [_ends([line[-1] for line in spots if line], [i for i, line in enumerate(spots) if line], ends, x, y)]
     return _chart(y.start + 46, title, description, body if any(spots) else [*body, _empty(x, y)])
 
