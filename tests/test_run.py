@@ -22,7 +22,6 @@ from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.run.config import Config, make_config
 from throughtime.run.folder import Folder
 from throughtime.run.model import load_model
-from throughtime.run.survey import survey
 from throughtime.run.train import begin, prepare
 from throughtime.stream.recording import as_recording
 
@@ -92,25 +91,6 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes((tmp_path / "state.safetensors").read_bytes()[:-2])
     with pytest.raises(RunError, match="no checkpoint to go on from"):
         load_checkpoint(tmp_path / "cut")
-
-
-def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
-    random = np.random.default_rng(0)
-    parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
-    found = survey([as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)], classify=True)
-    whole = np.concatenate(parts)
-    np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
-    assert found.classes == {"0": len(whole)}
-
-
-def test_survey_counts_missing_inputs_and_names_the_first() -> None:
-    inputs = np.zeros((100, 3))
-    inputs[40, 1] = np.nan
-    inputs[70, :] = np.inf
-    found = survey([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
-    assert found.faults == ["recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40, column 1"]
-    np.testing.assert_array_equal(found.inputs.scale, np.ones(3))
 
 
 def test_bad_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -447,6 +427,24 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
     assert "input 1 only ever rises: a clock?" in said
     quiet = prepare(make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run")))
     assert quiet.remarks == ("splits as in the manifest (train 2, valid 1)",)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("--5", "--5"), ("-5", "-5"), ("007", "7"), ("2.0", "2"), ("nan", ""), (2**53 + 1, str(2**53 + 1))]
+)
+def test_classes_are_called_by_one_name(label: object, name: str) -> None:
+    assert datasets.class_name(label) == name
+
+
+def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_path: Path) -> None:
+    folder = write_recordings(tmp_path / "data")
+    (folder / "recordings.csv").unlink()
+    for i in range(3):
+        np.savez(folder / f"{i}.npz", inputs=np.load(folder / f"{i}_x.npy"), targets=np.load(folder / f"{i}_y.npy"))
+    for path in folder.glob("*.npy"):
+        path.unlink()
+    said = "; ".join(prepare(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks)
+    assert "cut into 9 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings whole)" in said
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ class Chain:
             if y.shape[:2] != x.shape[:2]:
                 raise ModelError(
                     f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)}, expected one output per "
-                    "step and lane. "
-                    "A carried recurrent layer hands on its outputs only: drop a module that picks them out of a tuple, or the last step."
+                    "step and lane. A carried recurrent layer hands on its outputs only: drop a module that picks them out of a "
+                    "tuple, or the last step."
                 )
             x = y
         return x, after
@@ -277,8 +277,7 @@ class Hiding:
         if not exchange.after:
             raise ModelError(
                 f"none of the recurrent layers {list(self.layers)} ran in {type(self.module).__name__}.forward: they were replaced "
-                "after tt.carry "
-                "(carry it again), or are not used"
+                "after tt.carry (carry it again), or are not used"
             )
         return _outputs(self.module, y, x, self.batch_first), {**state, **exchange.after}
 
@@ -316,20 +315,24 @@ def _refuse_recompute(name: str) -> None:
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         raise ModelError(
             f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its carried state is not there any "
-            "more. Let "
-            "forward(x, state) return (y, state), so that the state is an argument of what is checkpointed."
+            "more. Let forward(x, state) return (y, state), so that the state is an argument of what is checkpointed."
         )
 
 
 def _check_goes_on(name: str, given: State, last: State) -> None:
     """A layer's second call in one forward goes on from its first, and does not start another sequence."""
-    if given is None or (
-        not any(leaf.requires_grad or bool(leaf.any()) for leaf in trees.tensors(given)) and any(map(torch.any, trees.tensors(last)))
-    ):
+    if given is not None and all(a is b for a, b in zip(trees.tensors(given), trees.tensors(last), strict=True)):
+        return  # the usual loop over a cell, without looking at a number
+    if given is None or (_is_fresh(given) and not _is_fresh(last)):
         raise ModelError(
             f"layer '{name}' runs twice in one forward, the second time from no state: two sequences through one layer have two "
             "states. Let forward(x, state) return (y, state)."
         )
+
+
+def _is_fresh(state: State) -> bool:
+    """Zeros that nothing was learnt for: what a module makes itself where it has no state."""
+    return not any(leaf.requires_grad or bool(leaf.any()) for leaf in trees.tensors(state))
 
 
 def _plain(layer: nn.Module) -> Contract:
@@ -337,13 +340,12 @@ def _plain(layer: nn.Module) -> Contract:
 
 
 def _check_fresh(name: str, given: State) -> None:
-    for _, leaf in trees.leaves(given):
-        if leaf.requires_grad or bool(leaf.any()):
-            raise ModelError(
-                f"the module hands layer '{name}' a state of its own that is not zeros: one kept in an attribute, learnt, or made by an "
-                "encoder. A carried state cannot replace it silently; let forward(x, state) return (y, state), and give the "
-                "module an initial_state(lanes) method if it learns where to start."
-            )
+    if not _is_fresh(given):
+        raise ModelError(
+            f"the module hands layer '{name}' a state of its own that is not zeros: one kept in an attribute, learnt, or made by an "
+            "encoder. A carried state cannot replace it silently; let forward(x, state) return (y, state), and give the "
+            "module an initial_state(lanes) method if it learns where to start."
+        )
 
 
 def _outputs(module: nn.Module, y: Any, x: Tensor, batch_first: bool) -> Tensor:

@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from throughtime import state as trees
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, Source, join
+from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import LossFn, Objective, Policy, Progress, Scaler, Update
 from throughtime.state import State
@@ -104,8 +103,7 @@ class Updates(Iterator[Update]):
         if self._stream is not None and self._stream.position > 0:
             raise DataError(
                 f"the stream stands at step {self._stream.position} and no state came with it: it would go on from a cold state. "
-                "Resume with "
-                "updates.load_state_dict(...), or give tt.updates the carried state."
+                "Resume with updates.load_state_dict(...), or give tt.updates the carried state."
             )
         first = self._source.peek()
         return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
@@ -161,11 +159,9 @@ class Moving:
     """A source whose chunks arrive on the device of the net."""
 
     def __init__(self, source: "Stream | ChunkQueue", net: nn.Module) -> None:
-        self._chunks: Source = source
-        self._seen: deque[Chunk] = deque()
+        self._source = source
         weight = next(net.parameters(), None)
         self._device = torch.device("cpu") if weight is None else weight.device
-        self._source = source
 
     def take(self, steps: int) -> Chunk | None:
         chunk = self._source.take(steps)

@@ -39,10 +39,8 @@ def _outcome(demo: Demo) -> list[Table | Text]:
         ),
         Text(
             "Every frame is labelled: the machine is off or on. A pulse of ten frames switches it; then, for thousands of frames, "
-            "nothing in "
-            "the signal tells. Whoever remembers the last pulse is right on 95 of 100 frames, and nobody can be right more often, "
-            "because one "
-            "label in twenty is wrong at random."
+            "nothing in the signal tells. Whoever remembers the last pulse is right on 95 of 100 frames, and nobody can be right "
+            "more often, because one label in twenty is wrong at random."
         ),
     ]
 
@@ -64,10 +62,9 @@ def _why(demo: Demo) -> list[Figure | Text]:
     return [
         Text(
             f"A window of {STRIDE} frames seldom holds a pulse. In all the others the labels cannot be known from a zero state, so "
-            "there is nothing "
-            "to learn from them; and what it takes to keep a mode for longer than a window is never asked for. Run on the unbroken "
-            "recording, the "
-            "network's state goes where training never took it: what it does there is luck, and differs from seed to seed."
+            "there is nothing to learn from them; and what it takes to keep a mode for longer than a window is never asked for. Run "
+            "on the unbroken recording, the network's state goes where training never took it: what it does there is luck, and "
+            "differs from seed to seed."
         ),
         Figure(by_lag, "How often each network names the label, by how long ago the pulse came that it depends on."),
         Figure(_stretch(demo), "The signal, the true labels, and what two of the networks say, on the same stretch of the test recording."),
@@ -118,10 +115,8 @@ def _task() -> list[Text]:
     return [
         Text(
             "Pulses come 300 frames apart at least and 2,000 on average, each ten frames long and 3 high, up for on and down for "
-            "off. Single frames, "
-            "one in 30, spike by 2 up or down and mean nothing; the rest is normal noise of deviation 0.3. All networks are an LSTM of "
-            f"{HIDDEN} units with a linear readout; Adam at {RATE:g}, gradients clipped to norm 1, {LANES} lanes, an update every "
-            f"{STRIDE} frames. "
-            "They differ in one thing: the state entering each chunk is carried, or zero."
+            "off. Single frames, one in 30, spike by 2 up or down and mean nothing; the rest is normal noise of deviation 0.3. All "
+            f"networks are an LSTM of {HIDDEN} units with a linear readout; Adam at {RATE:g}, gradients clipped to norm 1, {LANES} "
+            f"lanes, an update every {STRIDE} frames. They differ in one thing: the state entering each chunk is carried, or zero."
         )
     ]

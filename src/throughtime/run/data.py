@@ -3,6 +3,7 @@
 Shapes: `T` steps, `D` input features, `C` target columns.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,12 +100,12 @@ def _opened(files: Files, inputs: Sequence[str], targets: Sequence[str], need_ta
     table = formats.open_table(files.inputs)
     apart = formats.open_table(files.targets) if files.targets is not None else None
     labels = table if apart is None else apart
-    wanted = tuple(targets) or (apart.columns if apart else ("targets",) if "targets" in table.columns else ())
+    wanted = tuple(targets) or (apart.columns if apart is not None else ("targets",) if "targets" in table.columns else ())
     if not need_targets:
-        return columns(files.name, table, tuple(inputs) or tuple(c for c in table.columns if apart or c not in wanted))
+        return columns(files.name, table, tuple(inputs) or tuple(c for c in table.columns if apart is not None or c not in wanted))
     if not wanted:
         raise DataError(f"{files.inputs}: which columns are the targets? The file has {', '.join(table.columns)}; name them with --targets")
-    chosen = tuple(inputs) or tuple(c for c in table.columns if apart or c not in wanted)
+    chosen = tuple(inputs) or tuple(c for c in table.columns if apart is not None or c not in wanted)
     if not chosen:
         raise DataError(f"{files.inputs}: no column is left for the inputs, {', '.join(wanted)} being the targets; name them with --inputs")
     return columns(files.name, table, chosen, labels, wanted)
@@ -180,7 +181,7 @@ class Labelled:
 def class_name(value: object) -> str:
     """A class as it is called everywhere: whole numbers without a point; empty for a missing one."""
     text = str(value).strip()
-    if text.lstrip("-").isdecimal():
+    if re.fullmatch(r"-?[0-9]+", text):
         return str(int(text))
     try:
         number = float(text)

@@ -74,7 +74,7 @@ def prepare(config: Config) -> Prepared:
     elif not len(found.targets.mean) or not found.targets.count.all():
         raise DataError("a target column of the training split has no value at all; regression needs some")
     spec = Spec.of(config, found, first.input_columns, first.target_columns)
-    return Prepared(train, valid, found, spec, _remarks(config, listed, found, spec, whence))
+    return Prepared(train, valid, found, spec, _remarks(config, listed, len(train), found, spec, whence))
 
 
 def _refuse_unknown(valid: list[Recording], later: Survey, found: Survey) -> None:
@@ -106,11 +106,10 @@ def _labelled(train: list[Recording], valid: list[Recording], found: Survey) -> 
     return list(named[0]), list(named[1])
 
 
-def _remarks(config: Config, listed: list[datasets.Files], found: Survey, spec: Spec, whence: str) -> tuple[str, ...]:
+def _remarks(config: Config, listed: list[datasets.Files], trained: int, found: Survey, spec: Spec, whence: str) -> tuple[str, ...]:
     """What a user should know of the data before training."""
     named = Counter(one.split for one in listed)
     remarks = [whence + (f" ({', '.join(f'{name} {count}' for name, count in named.items())})" if len(named) > 1 else "")]
-    trained = named.get("train", len(listed))
     if config.train_on == "stream" and trained < config.lanes:
         remarks.append(
             f"cut into {config.lanes} parts, one for each lane, each from a zero state (--lanes {trained} keeps recordings whole)"
