@@ -10,29 +10,32 @@ import throughtime as tt
 from throughtime.errors import ConfigError
 from throughtime.gradient.schedule import Window, windows
 
-plans = st.tuples(st.integers(1, 200), st.integers(1, 40), st.integers(0, 60))
+plans = st.tuples(st.integers(1, 200), st.integers(1, 40), st.integers(0, 60), st.integers(0, 30), st.integers(1, 40))
 
 
 @given(plans)
-def test_every_step_is_counted_once_and_sees_back_the_horizon(plan: tuple[int, int, int]) -> None:
-    steps, stride, more = plan
-    found = list(windows(steps, stride, stride + more))
+def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(plan: tuple[int, int, int, int, int]) -> None:
+    steps, stride, more, refresh, first = plan
+    found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
     assert [step for w in found for step in range(w.counted, w.stop)] == list(range(steps))
-    assert all(w.start == max(0, w.counted - more) for w in found)
-    assert all(w.stop - w.start <= stride + more for w in found)
+    if more or refresh:
+        assert all(w.start == max(0, w.stop - stride - more) for w in found)
+        assert all(w.lead == max(0, w.start - refresh) for w in found)
+    else:
+        assert all(w.lead == w.start == w.counted for w in found)
 
 
 @given(plans)
-def test_the_next_window_starts_where_a_state_was_kept(plan: tuple[int, int, int]) -> None:
-    steps, stride, more = plan
-    found = list(windows(steps, stride, stride + more))
-    assert all(now.keep == later.start for now, later in pairwise(found))
-    assert all(w.start <= w.keep <= w.stop for w in found)
+def test_the_next_window_leads_in_where_a_state_was_kept(plan: tuple[int, int, int, int, int]) -> None:
+    steps, stride, more, refresh, first = plan
+    found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
+    assert all(now.keep == later.lead for now, later in pairwise(found))
+    assert all(w.lead <= w.keep <= w.stop for w in found)
 
 
 def test_a_plan_that_counts_a_step_twice_breaks_the_law() -> None:
     """The mutant: windows that count all they run."""
-    mutant = [Window(w.start, w.start, w.stop, w.keep) for w in windows(10, 4, 6)]
+    mutant = [Window(w.lead, w.start, w.start, w.stop, w.keep) for w in windows(10, 4, 6)]
     assert [step for w in mutant for step in range(w.counted, w.stop)] != list(range(10))
 
 

@@ -85,7 +85,7 @@ def oracle(step: Step, leaves: int, weights: Weights, data: Given, stride: int, 
         valid = data.mask[counted : counted + stride]
         if valid.any():
             loss = torch.stack(losses[counted : counted + stride])[valid].mean()
-            window = copies[max(0, counted + stride - horizon) : counted + stride]
+            window = copies[min(counted, max(0, min(counted + stride, len(data.x)) - horizon)) if horizon > stride else counted : counted + stride]
             parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
             sums = {name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)}
             found.append((int(valid.sum()), loss.item(), sums))
@@ -153,21 +153,39 @@ class CountsWindow(tt.Truncated):
 
 
 @dataclass(frozen=True)
+class Changed:
+    """A source whose chunks are changed on their way."""
+
+    inner: Source
+    change: Callable[[tt.Chunk], tt.Chunk]
+
+    @property
+    def position(self) -> int:
+        return self.inner.position
+
+    def take(self, steps: int) -> tt.Chunk | None:
+        chunk = self.inner.take(steps)
+        return None if chunk is None else self.change(chunk)
+
+    def ahead(self, steps: int) -> int:
+        return self.inner.ahead(steps)
+
+    def read(self, start: int, stop: int) -> tt.Chunk:
+        return self.change(self.inner.read(start, stop))
+
+    def unbroken(self) -> int:
+        return self.inner.unbroken()
+
+
+@dataclass(frozen=True)
 class Marked:
     """A policy that sees each stride changed by `change`."""
 
-    inner: tt.Truncated
+    inner: Policy
     change: Callable[[tt.Chunk], tt.Chunk]
 
     def update(self, net: tt.Carried, source: Source, objective: Objective, progress: Progress) -> tuple[tt.Update | None, Progress]:
-        policy = self
-
-        class Changed:
-            def take(self, steps: int) -> tt.Chunk | None:
-                chunk = source.take(steps)
-                return None if chunk is None else policy.change(chunk)
-
-        return self.inner.update(net, Changed(), objective, progress)
+        return self.inner.update(net, Changed(source, self.change), objective, progress)
 
 
 def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:

@@ -3,7 +3,7 @@
 from throughtime import score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
-from throughtime.gradient import Truncated, Update
+from throughtime.gradient import Exact, Truncated, Update, rollout
 from throughtime.predict import Evaluation, Predictor, evaluate, predict
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
@@ -12,6 +12,7 @@ __all__ = [
     "Carried",
     "Chunk",
     "Evaluation",
+    "Exact",
     "Predictor",
     "Recording",
     "Stream",
@@ -22,6 +23,7 @@ __all__ = [
     "carry",
     "evaluate",
     "predict",
+    "rollout",
     "score",
     "state",
     "testing",

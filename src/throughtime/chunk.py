@@ -198,6 +198,31 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 class Source(Protocol):
     """Where a gradient policy takes its chunks from; it cuts them as it likes."""
 
+    @property
+    def position(self) -> int:
+        """Steps taken in this epoch."""
+        ...
+
     def take(self, steps: int) -> Chunk | None:
         """The next `steps` steps (fewer at the end of the epoch), or `None` when it is over."""
+        ...
+
+    def ahead(self, steps: int) -> int:
+        """How many of the next `steps` steps there are: fewer at the end of the epoch, 0 when it is over."""
+        ...
+
+    def read(self, start: int, stop: int) -> Chunk:
+        """The steps `start` to before `stop` of this epoch once more, or ahead of time.
+
+        Raises:
+            DataError: the chunks come from an iterator, which gives every step once.
+        """
+        ...
+
+    def unbroken(self) -> int:
+        """Steps to the next one at which every lane starts a recording, so that no credit can cross it; or to the end of the epoch.
+
+        Raises:
+            DataError: the chunks come from an iterator, which does not know what comes.
+        """
         ...

@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -163,9 +163,22 @@ class Moving:
         weight = next(net.parameters(), None)
         self._device = torch.device("cpu") if weight is None else weight.device
 
+    @property
+    def position(self) -> int:
+        return self._source.position
+
     def take(self, steps: int) -> Chunk | None:
         chunk = self._source.take(steps)
         return None if chunk is None else self.placed(chunk)
+
+    def ahead(self, steps: int) -> int:
+        return self._source.ahead(steps)
+
+    def read(self, start: int, stop: int) -> Chunk:
+        return self.placed(self._source.read(start, stop))
+
+    def unbroken(self) -> int:
+        return self._source.unbroken()
 
     def placed(self, chunk: Chunk) -> Chunk:
         """The chunk on the net's device."""
@@ -175,28 +188,71 @@ class Moving:
         """One step as it comes next, left in its place."""
         if isinstance(self._source, Stream):
             at = min(self._source.position, self._source.steps - 1)
-            return self.placed(self._source.read(at, at + 1))
+            return self.read(at, at + 1)
         return self.placed(self._source.peek())
 
 
 class ChunkQueue:
-    """Chunks from any iterable, cut anew to the lengths asked for, after checking that they are adjacent."""
+    """Chunks from any iterable, cut anew to the lengths asked for, after checking that they are adjacent.
+
+    A list or tuple of chunks can be read again; an iterator gives every step once.
+    """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         if isinstance(chunks, DataLoader):
             _refuse_sampler(cast("DataLoader[Any]", chunks))
+        self._again = chunks if isinstance(chunks, Sequence) else None
+        self._kind = type(chunks).__name__
         self._chunks = iter(chunks)
         self._waiting: list[Chunk] = []
         self._last: Chunk | None = None
+        self.position = 0
 
     def take(self, steps: int) -> Chunk | None:
-        while sum(c.steps for c in self._waiting) < steps and self._fetch():
-            pass
+        self._wait_for(steps)
         if not self._waiting:
             return None
         whole = join(self._waiting)
         self._waiting = [whole.between(steps, whole.steps)] if whole.steps > steps else []
-        return whole.between(0, steps)
+        taken = whole.between(0, steps)
+        self.position += taken.steps
+        return taken
+
+    def ahead(self, steps: int) -> int:
+        return min(steps, self._wait_for(steps))
+
+    def read(self, start: int, stop: int) -> Chunk:
+        parts: list[Chunk] = []
+        at = 0
+        for chunk in self._readable():
+            if at < stop and at + chunk.steps > start:
+                parts.append(chunk.between(max(0, start - at), stop - at))
+            at += chunk.steps
+        return join(parts)
+
+    def unbroken(self) -> int:
+        at = 0
+        for chunk in self._readable():
+            starts = (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
+            later = [at + step for step in starts if at + step > self.position]
+            if later:
+                return later[0] - self.position
+            at += chunk.steps
+        return at - self.position
+
+    def _readable(self) -> Sequence[Chunk]:
+        if self._again is None:
+            raise DataError(
+                f"this gradient policy reads its steps again, and the chunks come from a {self._kind}, which gives each of them once: give "
+                "tt.updates a tt.Stream, or a list of chunks"
+            )
+        return self._again
+
+    def _wait_for(self, steps: int) -> int:
+        """Fetches chunks until `steps` steps are waiting, or there are no more; how many are."""
+        while (waiting := sum(c.steps for c in self._waiting)) < steps and self._fetch():
+            pass
+        return waiting
 
     def peek(self) -> Chunk:
         if not self._waiting and not self._fetch():

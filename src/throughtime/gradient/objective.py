@@ -3,11 +3,11 @@
 Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
@@ -30,16 +30,41 @@ class Objective:
     loss_fn: LossFn
     scaler: Scaler | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_fn, nn.Module) and getattr(self.loss_fn, "reduction", "mean") == "sum":
+            raise ModelError(
+                "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are weighted by their valid steps, which takes "
+                "the mean over the rows of each"
+            )
+
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph."""
         rows, targets = valid_rows(outputs, chunk)
         loss = self.loss_fn(rows, targets)
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's loss_fn may return anything
+            raise ModelError(f"loss_fn returned a {type(loss).__name__}, expected a tensor with one number: the mean over its {len(rows)} rows")
         if loss.dim() != 0:
             raise ModelError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected one number: the mean over its {len(rows)} rows. "
                 "Is it made with reduction='none'?"
             )
         return loss
+
+    def mass(self, chunk: Chunk) -> float:
+        """What the mean loss of this chunk weighs in that of several: its valid steps, or the sum of their classes' weights."""
+        weight = self.loss_fn.weight if isinstance(self.loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+        if weight is None or chunk.targets is None or chunk.targets.is_floating_point():
+            return chunk.valid
+        return float(weight[chunk.targets[chunk.mask]].sum())
+
+    @staticmethod
+    def check_depends(gradients: Sequence[Tensor | None]) -> None:
+        """Refuses a loss that no parameter has a part in."""
+        if all(gradient is None for gradient in gradients):
+            raise ModelError(
+                "the loss depends on no parameter that requires a gradient: is every parameter frozen, or does the net or loss_fn "
+                "detach its outputs?"
+            )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the backward pass starts from."""

@@ -15,6 +15,21 @@ from throughtime.state import State
 
 
 @dataclass(frozen=True, eq=False)
+class Swept:
+    """What a sweep saw on its way back.
+
+    Attributes:
+        chunk: steps per forward call.
+        adjoints: `(edges, B)`, norm of the gradient that crossed each edge between chunks, from the last edge to the first.
+        clipped: how many of them were longer than `clip_adjoint`, and made shorter.
+    """
+
+    chunk: int
+    adjoints: Tensor
+    clipped: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Update:
     """One update's worth of gradient: `.grad` is ready when you have it.
 
@@ -23,7 +38,8 @@ class Update:
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
-        chunk: the steps whose losses were counted.
+        chunk: the steps whose losses were counted; where a whole recording was, the last of them, so that memory stays flat.
+        swept: norms of the credit that crossed the edges of chunks, where the gradient came from a sweep.
     """
 
     loss: Tensor
@@ -31,6 +47,7 @@ class Update:
     state: State
     outputs: Tensor
     chunk: Chunk
+    swept: Swept | None = None
 
     def __repr__(self) -> str:
         return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {tuple(self.outputs.shape)})"

@@ -1,61 +1,227 @@
-"""The executor: runs a planned window through the net and hands its loss back as `.grad`.
+"""The executor: a stretch of steps run forward without a graph, then piece by piece backward with one.
+
+    forward:    s_0 -> s_1 -> ... -> s_n          states at the edges kept, nothing else
+    backward:   for i = n-1 ... 0:  run piece i again from s_i, with a graph
+                (g, a_i) += vector-Jacobian products of its loss, and of s_{i+1} with the adjoint a_{i+1}
+
+The adjoint a_i is the gradient of all later losses with respect to s_i. The sum of the g is the gradient of plain
+autograd over the whole stretch, in the memory of one piece and the edge states. The last piece is run once.
+Cost per step: two forward passes and one backward pass (4/3 of plain autograd, if a backward costs two forwards).
+
+References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al., Memory-efficient
+backpropagation through time, NeurIPS 2016; A. Griewank and A. Walther, Revolve, ACM TOMS 26 (2000).
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
-from throughtime.errors import ModelError
-from throughtime.gradient.objective import Objective
-from throughtime.gradient.schedule import Window
+from throughtime.errors import ConfigError, ModelError
+from throughtime.gradient.edges import Edges, Offload
+from throughtime.gradient.replay import Replay, unnoticed
 from throughtime.state import State
 
-
-class Run(NamedTuple):
-    """A window that has been run: the outputs that count, the state at its end, the state to start the next one."""
-
-    outputs: Tensor
-    state: State
-    kept: State
-
-    def backward(self, objective: Objective, chunk: Chunk) -> Tensor:
-        """Adds the gradient of the loss of `chunk` to `.grad`; returns the loss, detached.
-
-        The backward pass runs outside autocast, as torch recommends.
-        """
-        loss = objective.loss(self.outputs, chunk)
-        if not loss.requires_grad:
-            raise ModelError(
-                "the loss depends on no parameter that requires a gradient: is every parameter frozen, or does the net or loss_fn "
-                "detach its outputs?"
-            )
-        scaled = objective.scaled(loss)
-        if torch.is_autocast_enabled(loss.device.type):
-            with torch.autocast(loss.device.type, enabled=False):
-                scaled.backward()
-        else:
-            scaled.backward()
-        return loss.detach()
+Adjoint: TypeAlias = Sequence[Tensor | None]  # one for each leaf of a state
+Verify: TypeAlias = Literal["first", "all", "off"]
 
 
-def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:
-    """Runs `steps`, the window of `plan`, from `state`; cut where the next window starts so that its state can be kept.
+@dataclass(frozen=True, eq=False)
+class Pulled:
+    """What a vector-Jacobian product gives: gradients of the weights, the adjoint of the state entering, gradient of the inputs."""
 
-    Weights that autocast cached belong to the model before its last update: the cache is emptied first.
+    weights: Sequence[Tensor | None]
+    adjoint: Adjoint
+    inputs: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One piece of a sweep, with its graph.
+
+    Attributes:
+        index: its place in the sweep, from 0.
+        chunk: its steps.
+        inputs: their inputs, a leaf of the graph if its gradient is wanted.
+        outputs: `(T, B, C)`.
+        before: the state entering its first step.
+        after: the state after its last step.
     """
-    if torch.is_autocast_enabled(steps.inputs.device.type):
+
+    index: int
+    chunk: Chunk
+    inputs: Tensor
+    outputs: Tensor
+    before: State
+    after: State
+
+    def pull(
+        self, weights: Sequence[Tensor], roots: Sequence[tuple[Tensor, Tensor | None]], adjoint: Adjoint | None, *, keep: bool = False
+    ) -> Pulled:
+        """The vector-Jacobian product of `roots` (tensor, cotangent) and of the state after the piece with its adjoint.
+
+        `keep` leaves the graph in place for another product.
+        """
+        sources = [(root, cotangent) for root, cotangent in roots if root.requires_grad]
+        if adjoint is not None:
+            pairs = zip(trees.tensors(self.after), adjoint, strict=True)
+            sources += [(leaf, a) for leaf, a in pairs if a is not None and leaf.requires_grad]
+        entering = trees.tensors(self.before)
+        alive = [leaf for leaf in entering if leaf.requires_grad]
+        wanted = [*weights, *alive, *([self.inputs] if self.inputs.requires_grad else [])]
+        if not sources or not wanted:
+            return Pulled([None] * len(weights), [None] * len(entering))
+        with no_autocast(self.inputs):
+            found = torch.autograd.grad([s for s, _ in sources], wanted, [c for _, c in sources], retain_graph=keep, allow_unused=True)
+        rest = iter(found[len(weights) :])
+        return Pulled(found[: len(weights)], [next(rest) if leaf.requires_grad else None for leaf in entering], next(rest, None))
+
+
+class Sweep:
+    """A stretch cut into pieces: `forward` once, then `backward` as often as wanted.
+
+    Args:
+        net: made by `tt.carry`.
+        bounds: where pieces begin and end, as `schedule.pieces` gives them.
+        read: gives the steps between two bounds once more.
+        start: the state entering the first step; `None` for the net's initial state, with its graph.
+        offload: where edge states are kept.
+        verify: which of the recomputed states are compared with those of the forward pass.
+        to_inputs: whether gradients of the inputs are wanted.
+    """
+
+    def __init__(
+        self,
+        net: Carried,
+        bounds: Sequence[int],
+        read: Callable[[int, int], Chunk],
+        start: State,
+        *,
+        offload: Offload = None,
+        verify: Verify = "first",
+        to_inputs: bool = False,
+    ) -> None:
+        self.net, self.bounds, self._read, self._start = net, bounds, read, start
+        self._verify, self._to_inputs = verify, to_inputs
+        self._edges = Edges(len(bounds), offload)
+        self._last: Piece | None = None
+        self._replay: Replay | None = None
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def forward(self, chunks: Iterable[Chunk], *, graph: bool = True) -> Iterator[tuple[Chunk, Tensor]]:
+        """Runs every piece, the last one with its graph unless `graph` is false; gives each one's chunk and outputs."""
+        state = self._start
+        for index, chunk in enumerate(chunks):
+            if index == 0:
+                self._replay = Replay(self.net, chunk.inputs.device)
+                state = trees.detach(self._initial(chunk) if state is None else state)
+            self._note(index, state)
+            if graph and index == len(self) - 1:
+                self._last = self._run(index, chunk)
+                y, state = self._last.outputs, self._last.after
+            else:
+                with torch.no_grad():
+                    forget_casts(chunk.inputs)
+                    y, state = self.net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
+            yield chunk, y
+        self._note(len(self), state)
+
+    def _initial(self, chunk: Chunk) -> State:
+        return self.net.initial_state(chunk.lanes, like=chunk.inputs)
+
+    def _note(self, index: int, state: State) -> None:
+        self._edges.put(index, state)
+        self._noted.note()
+
+    @property
+    def _noted(self) -> Replay:
+        if self._replay is None:
+            raise RuntimeError("the sweep has not been run forward yet")
+        return self._replay
+
+    @property
+    def state(self) -> State:
+        """The state after the last step, detached."""
+        return self._edges.get(len(self))
+
+    def backward(self) -> Iterator[Piece]:
+        """The pieces with their graphs, from the last to the first; each graph must be let go before the next one is asked for."""
+        last, self._last = self._last, None
+        recomputed = len(self) if last is None else len(self) - 1
+        if last is not None:
+            yield last
+            del last
+        with unnoticed(self.net, self._noted.device):
+            for index in reversed(range(recomputed)):
+                self._noted.restore(index)
+                piece = self._run(index, self._read(self.bounds[index], self.bounds[index + 1]))
+                if self._verify == "all" or (self._verify == "first" and index == recomputed - 1):
+                    self._compare(piece)
+                yield piece
+                del piece
+
+    def _run(self, index: int, chunk: Chunk) -> Piece:
+        forget_casts(chunk.inputs)
+        inputs = chunk.inputs.detach().requires_grad_() if self._to_inputs else chunk.inputs
+        with torch.enable_grad():
+            if index == 0 and self._start is None:
+                before = self._initial(chunk)
+            else:
+                before = trees.map_leaves(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), self._edges.get(index))
+            y, after = self.net(inputs, before, chunk.resets if chunk.any_reset else None)
+        return Piece(index, chunk, inputs, y, before, after)
+
+    def _compare(self, piece: Piece) -> None:
+        """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss."""
+        expected = dict(trees.leaves(self._edges.get(piece.index + 1)))
+        for name, leaf in trees.leaves(piece.after):
+            want, got = expected[name].double(), leaf.detach().double()
+            apart = (got - want).abs().max().item() if leaf.numel() else 0.0
+            if not apart <= tolerance(leaf) * max(1.0, want.abs().max().item()) and bool(want.isfinite().all()):
+                raise ModelError(
+                    f"the forward pass does not repeat: run again, steps {self.bounds[piece.index]} to {self.bounds[piece.index + 1] - 1} of "
+                    f"the stretch gave a state that differs by {apart:.2g} in leaf '{name}'. Something it depends on has changed in between: "
+                    "random numbers from Python or NumPy (draw them from torch), a counter or cache in an attribute (keep it in the state "
+                    "or in a buffer), data that read differently, or cuDNN's own dropout between layers (use nn.Dropout). Where the "
+                    "difference is meant, verify='off'."
+                )
+
+
+def check_verify(verify: str) -> None:
+    """Refuses what is none of the three words."""
+    if verify not in ("first", "all", "off"):
+        raise ConfigError(f"verify={verify!r}: expected 'first', 'all' or 'off'")
+
+
+def tolerance(leaf: Tensor) -> float:
+    """The relative difference that rounding alone may make, of two runs of one kernel on differently aligned memory."""
+    kinds = [leaf.dtype] if leaf.is_floating_point() else [torch.float64]
+    if torch.is_autocast_enabled(leaf.device.type):
+        kinds.append(torch.get_autocast_dtype(leaf.device.type))
+    return max(torch.finfo(kind).eps for kind in kinds) ** 0.5
+
+
+def forget_casts(inputs: Tensor) -> None:
+    """Empties autocast's cache of weights: it may hold those of another moment, or some made without a graph."""
+    if torch.is_autocast_enabled(inputs.device.type):
         torch.clear_autocast_cache()
-    if plan.keep in (plan.start, plan.stop):
-        y, end = net(steps.inputs, state, steps.resets if steps.any_reset else None)
-        kept = end if plan.keep == plan.stop else state
+
+
+@contextmanager
+def no_autocast(like: Tensor) -> Generator[None]:
+    """A backward pass runs outside autocast, as torch recommends."""
+    if torch.is_autocast_enabled(like.device.type):
+        with torch.autocast(like.device.type, enabled=False):
+            yield
     else:
-        first, second = steps.between(plan.start, plan.keep), steps.between(plan.keep, plan.stop)
-        y_first, kept = net(first.inputs, state, first.resets if first.any_reset else None)
-        y_second, end = net(second.inputs, kept, second.resets if second.any_reset else None)
-        y = torch.cat([y_first, y_second])
-    return Run(y[plan.counted :] if plan.counted else y, end, kept)
+        yield

@@ -8,7 +8,8 @@ h' is `stride` (k1), h is `horizon` (k2). Each loss is counted once. A loss sees
 in which the first loss of every chunk sees one step; to be confused neither with counting every loss
 of the window (which multiplies the gradient by about h/h') nor with counting the last loss only.
 
-The window is run again under the current weights, so all of it belongs to the same model.
+The window is run again under the current weights, so all of it belongs to the same model. A shorter last stride of an
+epoch looks back as far as any other, unless `horizon == stride`, where no step is run twice.
 Cost per step: h/h' forward and backward passes; memory for the graph of one window.
 
 References: R. J. Williams and J. Peng, An efficient gradient-based algorithm for on-line training of
@@ -25,7 +26,7 @@ from throughtime.chunk import Chunk, Source, join
 from throughtime.gradient import schedule
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.sweep import Run, run_window
+from throughtime.gradient.window import Run, run_window
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,16 @@ class Truncated:
 
     Args:
         stride: steps between two updates (k1).
-        horizon: steps that credit may flow back (k2), at least `stride`; default `stride`.
+        horizon: steps that credit may flow back (k2), at least `stride`, not only multiples of it; default `stride`.
+        jitter: begin every epoch with a stride of random length (from torch's generator), so that strides end elsewhere each
+            time: no step is always the one that sees back a single step.
+        refresh: steps before the window that are run again under the new weights, without a graph, so that the state
+            entering the window is less stale.
 
     Raises:
-        ConfigError: a stride below 1, or a horizon below the stride.
+        ConfigError: a stride below 1, a horizon below the stride, a negative `refresh`.
 
-    At the end of an epoch a last stride of n < `stride` steps sees back `horizon - stride + n` steps at most.
-
-    Cost: `horizon / stride` forward and backward passes per step.
+    Cost: `horizon / stride` forward and backward passes per step, and `refresh / stride` forward passes.
 
     Example:
         >>> import throughtime as tt
@@ -53,9 +56,12 @@ class Truncated:
 
     stride: int
     horizon: int | None = None
+    jitter: bool = False
+    refresh: int = 0
 
     def __post_init__(self) -> None:
         schedule.check(self.stride, self._horizon)
+        schedule.whole("refresh", self.refresh, 0)
 
     @property
     def _horizon(self) -> int:
@@ -64,19 +70,27 @@ class Truncated:
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
         least, most = self._horizon - self.stride + 1, self._horizon
-        return f"an update every {self.stride} steps, credit back through {least} to {most} steps ({(least + most) / 2:g} on average)"
+        said = f"an update every {self.stride} steps, credit back through {least} to {most} steps ({(least + most) / 2:g} on average)"
+        said += ", the first stride of an epoch of random length" if self.jitter else ""
+        return said + (f", the {self.refresh} steps before run again under the new weights" if self.refresh else "")
 
     def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
         """The next stride that has a valid step; strides without one only carry the state on."""
-        while (chunk := source.take(self.stride)) is not None:
-            update, progress = self._advance(net, chunk, objective, progress)
+        while (chunk := source.take(self._steps(source))) is not None:
+            update, progress = self._advance(net, chunk, source, objective, progress)
             if update is not None:
                 return update, progress
         return None, progress
 
-    def _advance(self, net: Carried, chunk: Chunk, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+    def _steps(self, source: Source) -> int:
+        return int(torch.randint(1, self.stride + 1, ())) if self.jitter and source.position == 0 else self.stride
+
+    def _advance(
+        self, net: Carried, chunk: Chunk, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
         counted = sum(c.steps for c in progress.past)
-        plan = schedule.window(counted, counted + chunk.steps, self._horizon - self.stride)
+        following = schedule.follows(self.stride, self._horizon, self.refresh, source.ahead)
+        plan = schedule.window(0, counted, counted + chunk.steps, following, self._horizon, self.refresh)
         whole = join((*progress.past, chunk))
         edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
         if not chunk.valid:
@@ -92,5 +106,5 @@ def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -
     state = trees.detach(run.state)
     if plan.keep == plan.stop:
         return Progress(state, state)
-    edge = before.edge if plan.keep == plan.start else trees.detach(run.kept)
+    edge = before.edge if plan.keep == 0 else trees.detach(run.kept)
     return Progress(state, edge, (steps.between(plan.keep, plan.stop),))

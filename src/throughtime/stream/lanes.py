@@ -10,6 +10,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from throughtime.errors import DataError
@@ -107,6 +108,13 @@ class Timetable:
                 yield Play(lane, now - start, steps, span.recording, span.start + now - begin, now - begin)
                 now += steps
                 index += 1
+
+    @cached_property
+    def fresh(self) -> tuple[int, ...]:
+        """The lane times at which no lane goes on with a span: each starts one, or has nothing left; the last is the end."""
+        longest = max(self.starts, key=lambda row: row[-1])
+        others = [(set(row), row[-1]) for row in self.starts]
+        return tuple(at for at in longest if all(at in starts or at >= end for starts, end in others))
 
     @property
     def idle(self) -> int:

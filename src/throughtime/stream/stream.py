@@ -6,6 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 import hashlib
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Never
@@ -167,6 +168,15 @@ class Stream:
             self._without_target += self._gaps.without_target[end] - self._gaps.without_target[begin]
         self._at = stop
         return ahead.between(begin, end)
+
+    def ahead(self, steps: int) -> int:
+        """How many of the next `steps` steps there are in this epoch."""
+        return min(steps, self._table.steps - self._at)
+
+    def unbroken(self) -> int:
+        """Steps to the next one at which every lane starts a recording, or to the end of the epoch."""
+        fresh = self._table.fresh
+        return fresh[min(bisect_right(fresh, self._at), len(fresh) - 1)] - self._at
 
     def _read_ahead(self, steps: int) -> Chunk:
         """Reads several chunks at once where they are small: cutting costs a tenth of reading.

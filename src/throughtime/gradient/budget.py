@@ -1,0 +1,76 @@
+"""How many bytes a net's graph takes, measured on a few of its steps.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from throughtime import state as trees
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
+from throughtime.gradient.objective import Objective
+from throughtime.gradient.replay import unnoticed
+from throughtime.gradient.schedule import Size
+from throughtime.state import State
+
+TRIAL = (16, 48)  # steps; the difference of two lengths is free of what every graph has
+
+_known: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], Size]]" = WeakKeyDictionary()
+
+
+def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> Size:
+    """The size of a sweep's parts; measured once for each net, mode and shape of chunk.
+
+    Args:
+        net: what will be run.
+        first: gives the first steps of the stretch to come, as many as asked for, or all there are.
+        state: the state entering them.
+        objective: its loss belongs to the graph; `None` if there is none.
+
+    Saved tensors are counted by storage; what a custom autograd function keeps elsewhere is not seen.
+    """
+    step = first(1)
+    autocast = torch.is_autocast_enabled(step.inputs.device.type)
+    key = (step.inputs.shape[1:], step.inputs.dtype, net.training, autocast, torch.get_default_dtype(), objective is None)
+    known = _known.setdefault(net, {})
+    if key not in known:
+        known[key] = _measure(net, first, state, objective)
+    return known[key]
+
+
+def _measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> Size:
+    edge = sum(leaf.nbytes for leaf in trees.tensors(state))
+    short, long = (first(steps) for steps in TRIAL)
+    with unnoticed(net, short.inputs.device):
+        less = _graph_bytes(net, short, state, objective)
+        if long.steps == short.steps:
+            return Size(less / short.steps, 0, edge)
+        more = _graph_bytes(net, long, state, objective)
+    step = (more - less) / (long.steps - short.steps)
+    return Size(step, max(0, less - step * short.steps), edge)
+
+
+def _graph_bytes(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> int:
+    """Bytes of all storages that the graph of one forward pass keeps, besides weights, inputs and state."""
+    given = [*net.parameters(), *net.buffers(), chunk.inputs, chunk.targets, *trees.tensors(state)]
+    known = {leaf.untyped_storage().data_ptr() for leaf in given if leaf is not None}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    entering = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), state)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        y, after = net(chunk.inputs, entering, chunk.resets if chunk.any_reset else None)
+        loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
+        keep(y.detach())
+    del y, after, loss
+    return sum(kept.values())

@@ -1,0 +1,60 @@
+"""Where the states at the edges of a sweep's pieces are kept: on their device, in CPU memory, or in a file.
+
+One tensor for each leaf, `(edges, B, ...)`: written once in order, read once backwards.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from throughtime import state as trees
+from throughtime.errors import ConfigError
+from throughtime.state import State
+
+Offload: TypeAlias = Literal["cpu"] | str | Path | None
+
+
+class Edges:
+    """The states entering the pieces of a sweep, by number."""
+
+    def __init__(self, count: int, offload: Offload) -> None:
+        self._count, self._offload = count, offload
+        self._rows: list[Tensor] = []
+        self._like: State = None
+
+    def put(self, index: int, state: State) -> None:
+        """Copies a state in."""
+        if not self._rows:
+            self._like = state
+            self._rows = [self._room(leaf) for leaf in trees.tensors(state)]
+        for rows, leaf in zip(self._rows, trees.tensors(state), strict=True):
+            rows[index].copy_(leaf.detach())
+
+    def get(self, index: int) -> State:
+        """A copy of a state, on the device it came from."""
+        rows = iter(self._rows)
+        return trees.map_leaves(lambda leaf: next(rows)[index].to(leaf.device, copy=True), self._like)
+
+    def _room(self, leaf: Tensor) -> Tensor:
+        shape = (self._count, *leaf.shape)
+        if self._offload is None:
+            return leaf.new_empty(shape)
+        if self._offload == "cpu":
+            return torch.empty(shape, dtype=leaf.dtype, pin_memory=leaf.is_cuda)
+        return _in_file(Path(self._offload), shape, leaf.dtype)
+
+
+def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in a file that has no name any more: it goes when the tensor does, whatever happens."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="throughtime-", suffix=".edges") as file:
+        size = torch.Size(shape).numel()
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+
+
+def check_offload(offload: Offload) -> None:
+    """Refuses a folder that is not there."""
+    if offload not in (None, "cpu") and not Path(str(offload)).is_dir():
+        raise ConfigError(f"offload={str(offload)!r}: expected None, 'cpu', or a folder that exists, for a temporary file")
