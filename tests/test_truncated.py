@@ -44,78 +44,6 @@ from throughtime.gradient import Objective, Policy, Progress
 EXACT = 1e-11
 
 
-@dataclass(frozen=True)
-class Given:
-    """Everything a gradient depends on besides the weights."""
-
-    x: Tensor
-    targets: Tensor
-    resets: Tensor
-    mask: Tensor
-
-    @classmethod
-    def draw(cls, steps: int, lanes: int, seed: int, resets: float = 0.0, masked: float = 0.0) -> "Given":
-        draw = torch.Generator().manual_seed(seed)
-        first = torch.zeros(steps, lanes, dtype=torch.bool)
-        first[0] = True
-        starts = torch.rand(steps, lanes, generator=draw) < resets
-        mask = torch.rand(steps, lanes, generator=draw) >= masked
-        return cls(inputs(steps, lanes, seed=seed) * 0.3, inputs(steps, lanes, seed=seed + 1, features=2), starts | first, mask)
-
-    @classmethod
-    def of(cls, chunk: tt.Chunk) -> "Given":
-        assert chunk.targets is not None
-        return cls(chunk.inputs, chunk.targets, chunk.resets, chunk.mask)
-
-    @property
-    def chunk(self) -> tt.Chunk:
-        return tt.Chunk.of(self.x, self.targets, resets=self.resets, mask=self.mask)
-
-
-def oracle(step: Step, leaves: int, weights: Weights, data: Given, stride: int, horizon: int) -> list[tuple[int, float, Weights]]:
-    """Every step has its own copy of the weights; an update sums the gradients of those that its window holds."""
-    copies = [{name: w.detach().clone().requires_grad_() for name, w in weights.items()} for _ in data.x]
-    state, losses = (data.x.new_zeros(data.x.shape[1], HIDDEN),) * leaves, list[Tensor]()
-    for copy, x, target, reset in zip(copies, data.x, data.targets, data.resets, strict=True):
-        state = tuple(torch.where(reset.unsqueeze(1), torch.zeros_like(leaf), leaf) for leaf in state)
-        y, state = step(copy, x, state)
-        losses.append((y - target).square().mean(1))
-    found: list[tuple[int, float, Weights]] = []
-    for counted in range(0, len(data.x), stride):
-        valid = data.mask[counted : counted + stride]
-        if valid.any():
-            loss = torch.stack(losses[counted : counted + stride])[valid].mean()
-            window = copies[min(counted, max(0, min(counted + stride, len(data.x)) - horizon)) if horizon > stride else counted : counted + stride]
-            parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
-            sums = {name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)}
-            found.append((int(valid.sum()), loss.item(), sums))
-    return found
-
-
-ORACLES = pytest.mark.parametrize(
-    ("row", "step", "leaves"),
-    [pytest.param(named("tensor-state"), rotation_step, 1, id="rotation"), pytest.param(named("hides-layer"), lstm_step, 2, id="lstm")],
-)
-
-
-def policy_gradients(
-    net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None
-) -> list[tuple[int, float, Weights]]:
-    """The gradient of every update at fixed weights."""
-    found: list[tuple[int, float, Weights]] = []
-    for update in tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy):
-        found.append((update.steps, update.loss.item(), gradients(net)))
-        net.zero_grad()
-    return found
-
-
-def deviation(a: list[tuple[int, float, Weights]], b: list[tuple[int, float, Weights]]) -> float:
-    """How far two lists of updates are apart; infinite if they differ in number or in valid steps."""
-    if [steps for steps, *_ in a] != [steps for steps, *_ in b]:
-        return float("inf")
-    return max((max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)), default=0.0)
-
-
 @given(
     steps=st.sampled_from([1, 2, 7, 13, 29]),
     stride=st.sampled_from([1, 2, 3, 5, 7, 29, 50]),
@@ -150,58 +78,6 @@ class CountsWindow(tt.Truncated):
             _, edge = net(whole.inputs[: whole.steps - past.steps], start) if past.steps < whole.steps else (None, progress.edge)
         state = tt.state.detach(end)
         return tt.Update(torch.zeros(()), chunk.valid, state, y.detach(), chunk), Progress(state, edge, (past,))
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A source whose chunks are changed on their way."""
-
-    inner: Source
-    change: Callable[[tt.Chunk], tt.Chunk]
-
-    @property
-    def position(self) -> int:
-        return self.inner.position
-
-    def take(self, steps: int) -> tt.Chunk | None:
-        chunk = self.inner.take(steps)
-        return None if chunk is None else self.change(chunk)
-
-    def ahead(self, steps: int) -> int:
-        return self.inner.ahead(steps)
-
-    def read(self, start: int, stop: int) -> tt.Chunk:
-        return self.change(self.inner.read(start, stop))
-
-    def unbroken(self) -> int:
-        return self.inner.unbroken()
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A policy that sees each stride changed by `change`."""
-
-    inner: Policy
-    change: Callable[[tt.Chunk], tt.Chunk]
-
-    def update(self, net: tt.Carried, source: Source, objective: Objective, progress: Progress) -> tuple[tt.Update | None, Progress]:
-        return self.inner.update(net, Changed(source, self.change), objective, progress)
-
-
-def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:
-    mask = torch.zeros_like(chunk.mask)
-    mask[-1] = chunk.mask[-1]
-    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
-
-
-def no_resets(chunk: tt.Chunk) -> tt.Chunk:
-    return tt.Chunk.of(chunk.inputs, chunk.targets, mask=chunk.mask)
-
-
-def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
-    resets = chunk.resets.clone()
-    resets[0] = True
-    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
 
 
 MUTANTS: dict[str, Policy] = {

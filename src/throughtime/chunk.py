@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -193,6 +193,30 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         0,
         sum(c.steps for c in chunks),
     )
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Steps that can be looked at anywhere, without moving: a `tt.Stream`, for what measures and does not train."""
+
+    @property
+    def lanes(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Steps taken in this epoch."""
+        ...
+
+    def read(self, start: int, stop: int) -> Chunk:
+        """The steps `start` to before `stop` of this epoch."""
+        ...
 
 
 class Source(Protocol):

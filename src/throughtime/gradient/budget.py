@@ -1,10 +1,11 @@
-"""How many bytes a net's graph takes, measured on a few of its steps.
+"""How much memory a sweep may take, and how many bytes a net's graph does, measured on a few of its steps.
 
 Shapes: `T` steps, `B` lanes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,12 +14,43 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
+from throughtime.gradient import schedule
+from throughtime.gradient.edges import Offload, check_offload
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.replay import unnoticed
 from throughtime.gradient.schedule import Size
 from throughtime.state import State
 
 TRIAL = (16, 48)  # steps; the difference of two lengths is free of what every graph has
+
+@dataclass(frozen=True)
+class Room:
+    """How much memory a sweep may take, and where.
+
+    Args:
+        memory: for graph and edge states.
+        chunk: steps per piece, or "auto".
+        offload: where edge states are kept.
+    """
+
+    memory: str | int | float
+    chunk: int | Literal["auto"]
+    offload: Offload
+
+    def check(self) -> None:
+        """Refuses what is out of range."""
+        schedule.bytes_in(self.memory)
+        check_offload(self.offload)
+        if self.chunk != "auto":
+            schedule.whole("chunk", self.chunk, 1)
+
+    def length(self, net: Carried, steps: int, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> int:
+        """Steps per piece: as given, or the fastest that fits; `first` gives the first steps, to be measured."""
+        if self.chunk != "auto":
+            return min(self.chunk, steps)
+        size = measure(net, lambda wanted: first(min(wanted, steps)), state, objective)
+        return schedule.best_chunk(steps, size, schedule.bytes_in(self.memory), kept=self.offload is None)
+
 
 _known: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], Size]]" = WeakKeyDictionary()
 

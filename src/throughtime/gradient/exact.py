@@ -24,11 +24,11 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
-from throughtime.gradient.budget import measure
-from throughtime.gradient.edges import Offload, check_offload
+from throughtime.gradient.budget import Room
+from throughtime.gradient.edges import Offload
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Swept, Update
-from throughtime.gradient.stretch import Stretch, lane_norms, scaled
+from throughtime.gradient.stretch import Stretch, lane_norms, scaled, taken
 from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
 
 
@@ -78,9 +78,7 @@ class Exact:
     clip_adjoint: float | None = None
 
     def __post_init__(self) -> None:
-        schedule.bytes_in(self.memory)
-        check_chunk(self.chunk)
-        check_offload(self.offload)
+        self._room.check()
         check_verify(self.verify)
         if self.segment is not None:
             schedule.whole("segment", self.segment, 1)
@@ -88,6 +86,10 @@ class Exact:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
         if self.clip_adjoint is not None and self.chunk == "auto":
             raise ConfigError("clip_adjoint clips at the chunks' edges, so the chunk becomes part of the gradient: give chunk=... too")
+
+    @property
+    def _room(self) -> Room:
+        return Room(self.memory, self.chunk, self.offload)
 
     def describe(self) -> str:
         """The setting in words."""
@@ -107,22 +109,20 @@ class Exact:
         self, net: Carried, source: Source, objective: Objective, progress: Progress, steps: int
     ) -> tuple[Update | None, Progress]:
         begin = source.position
-        length = chunk_length(net, source, objective, progress, steps, self)
-        sweep = Sweep(
-            net,
-            schedule.pieces(steps, length),
-            lambda start, stop: source.read(begin + start, begin + stop),
-            progress.edge,
-            offload=self.offload,
-            verify=self.verify,
-        )
-        stretch = Stretch.played(sweep, source, objective)
+
+        def read(start: int, stop: int) -> Chunk:
+            return source.read(begin + start, begin + stop)
+
+        length = self._room.length(net, steps, lambda wanted: read(0, wanted), progress.state, objective)
+        bounds = schedule.pieces(steps, length)
+        sweep = Sweep(net, bounds, read, progress.edge, offload=self.offload, verify=self.verify)
+        stretch = Stretch.played(sweep, taken(source, bounds), objective)
         after = Progress(sweep.state, sweep.state)
         if not stretch.valid:
             return None, after
-        gate = Clip(self.clip_adjoint)
-        loss = stretch.descend(objective, gate, begin)
-        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, gate.swept(length, stretch.chunk)), after
+        clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs))
+        loss = stretch.descend(objective, clip, begin)
+        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length, stretch.chunk)), after
 
 
 @dataclass(eq=False)
@@ -130,36 +130,18 @@ class Clip:
     """What every adjoint passes on its way across an edge: measured, and clipped if it is too long."""
 
     most: float | None
+    scale: float  # of a GradScaler
     norms: list[Tensor] = field(default_factory=list[Tensor])
 
-    def __call__(self, index: int, adjoint: Adjoint) -> Adjoint:
+    def __call__(self, adjoint: Adjoint) -> Adjoint:
         """The adjoint, each lane no longer than `most`."""
         norms = lane_norms(adjoint)
         if norms is None:
             return adjoint
-        self.norms.append(norms)
-        return adjoint if self.most is None else scaled(adjoint, (self.most / norms).clamp(max=1.0))
+        self.norms.append(norms / self.scale)
+        return adjoint if self.most is None else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
 
     def swept(self, chunk: int, last: Chunk) -> Swept:
         """What was measured."""
         norms = torch.stack(self.norms) if self.norms else last.inputs.new_zeros(0, last.lanes, dtype=torch.float32)
         return Swept(chunk, norms, 0 if self.most is None else int((norms > self.most).sum()))
-
-
-def check_chunk(chunk: int | str) -> None:
-    """Refuses what is no number of steps."""
-    if chunk != "auto":
-        schedule.whole("chunk", chunk, 1)
-
-
-def chunk_length(net: Carried, source: Source, objective: Objective, progress: Progress, steps: int, setting: "Exact") -> int:
-    """Steps per piece: as given, or the fastest that fits the memory."""
-    if setting.chunk != "auto":
-        return min(setting.chunk, steps)
-    begin = source.position
-
-    def first(wanted: int) -> Chunk:
-        return source.read(begin, begin + min(wanted, steps))
-
-    size = measure(net, first, progress.state, objective)
-    return schedule.best_chunk(steps, size, schedule.bytes_in(setting.memory), kept=setting.offload is None)

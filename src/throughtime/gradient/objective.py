@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from throughtime.chunk import Chunk
@@ -65,6 +66,10 @@ class Objective:
                 "the loss depends on no parameter that requires a gradient: is every parameter frozen, or does the net or loss_fn "
                 "detach its outputs?"
             )
+
+    def scale(self, like: Tensor) -> float:
+        """What the scaler multiplies losses by at present."""
+        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=like.device)).item()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the backward pass starts from."""

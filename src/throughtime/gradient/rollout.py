@@ -20,8 +20,8 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import schedule
-from throughtime.gradient.budget import measure
-from throughtime.gradient.edges import Offload, check_offload
+from throughtime.gradient.budget import Room
+from throughtime.gradient.edges import Offload
 from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
 from throughtime.state import State
@@ -75,26 +75,18 @@ def rollout(
 
     References: T. Chen et al., Training deep nets with sublinear memory cost (2016).
     """
-    check_offload(offload)
+    room = Room(memory, chunk, offload)
+    room.check()
     check_verify(verify)
     if x.dim() < 2 or not len(x):
         raise DataError(f"inputs have shape {tuple(x.shape)}, expected (T, B, D) or (T, B) with at least one step")
     steps = Chunk.of(x, resets=resets)
     entering = net.initial_state(steps.lanes, like=x) if state is None else state
-    length = _length(net, steps, entering, memory, chunk, offload is None)
+    length = room.length(net, steps.steps, lambda wanted: steps.between(0, wanted), trees.detach(entering), None)
     plan = Plan(net, steps, entering, schedule.pieces(steps.steps, length), offload, verify, [])
     y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights_of(net))
     following = iter(leaves)
     return y, trees.map_leaves(lambda _: next(following), entering)
-
-
-def _length(net: Carried, steps: Chunk, state: State, memory: str | int | float, chunk: int | str, kept: bool) -> int:
-    budget = schedule.bytes_in(memory)
-    if chunk == "auto":
-        size = measure(net, lambda wanted: steps.between(0, wanted), trees.detach(state), None)
-        return schedule.best_chunk(steps.steps, size, budget, kept=kept)
-    schedule.whole("chunk", chunk, 1)
-    return min(int(chunk), steps.steps)
 
 
 @dataclass(eq=False)

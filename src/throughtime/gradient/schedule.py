@@ -7,6 +7,7 @@ The plan of a sweep: pieces of `chunk` steps, run forward one after another and 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -91,6 +92,39 @@ def pieces(steps: int, chunk: int, edges: Iterable[int] = ()) -> tuple[int, ...]
     """
     cuts = sorted({0, steps, *(edge for edge in edges if 0 < edge < steps)})
     return (*(at for start, stop in pairwise(cuts) for at in range(start, stop, chunk)), steps)
+
+
+class Course(NamedTuple):
+    """Windows that do not overlap, so that one backward pass over the whole stretch gives the sum of their gradients.
+
+    `spans` are the steps whose losses count, `cuts` the places where credit ends.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    cuts: frozenset[int]
+
+    def counts(self, step: int) -> bool:
+        """Whether the loss of a step counts here."""
+        index = bisect_right(self.spans, (step, math.inf)) - 1
+        return index >= 0 and step < self.spans[index][1]
+
+
+def courses(plan: Iterable[Window]) -> list[Course]:
+    """The windows of a plan as few courses: one without overlap, else about horizon / stride.
+
+    Example:
+        >>> from throughtime.gradient.schedule import courses, windows
+        >>> [course.spans for course in courses(windows(9, stride=3, horizon=6))]
+        [((0, 3), (6, 9)), ((3, 6),)]
+    """
+    found: list[list[Window]] = []
+    for window in plan:
+        free = next((course for course in found if course[-1].stop <= window.start), None)
+        if free is None:
+            found.append([window])
+        else:
+            free.append(window)
+    return [Course(tuple((w.counted, w.stop) for w in course), frozenset(w.start for w in course if w.start)) for course in found]
 
 
 class Size(NamedTuple):

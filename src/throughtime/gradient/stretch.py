@@ -3,7 +3,7 @@
 Shapes: `B` lanes, `C` outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Never, TypeAlias
@@ -17,7 +17,7 @@ from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.sweep import Adjoint, Piece, Pulled, Sweep
 
-Gate: TypeAlias = Callable[[int, Adjoint], Adjoint]  # what the adjoint becomes on its way back across the edge before piece `index`
+Crossing: TypeAlias = Callable[[Adjoint], Adjoint]  # what an adjoint becomes on its way back across an edge between pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,64 +39,74 @@ class Stretch:
     chunk: Chunk
 
     @classmethod
-    def played(cls, sweep: Sweep, source: Source, objective: Objective) -> "Stretch":
-        """Takes the steps of the sweep from the source and runs them forward."""
+    def played(cls, sweep: Sweep, chunks: Iterable[Chunk], objective: Objective) -> "Stretch":
+        """Runs the chunks, one for each piece of the sweep, forward."""
         masses: list[float] = []
         valid = 0
         outputs = chunk = None
-        for chunk, outputs in sweep.forward(_taken(source, sweep)):
+        for chunk, outputs in sweep.forward(chunks):
             masses.append(objective.mass(chunk))
             valid += chunk.valid
         if outputs is None or chunk is None:
             raise RuntimeError("a sweep without pieces")
         return cls(sweep, masses, valid, outputs.detach(), chunk)
 
-    def loss(self, piece: Piece, objective: Objective) -> Tensor | None:
-        """The part of the mean loss of all that comes from one piece; `None` where no step counts."""
-        if not piece.chunk.valid:
-            return None
-        return objective.loss(piece.outputs, piece.chunk) * (self.masses[piece.index] / sum(self.masses))
+    def losses(self, piece: Piece, objective: Objective, edges: Sequence[int] = ()) -> dict[int, Tensor]:
+        """The parts of the mean loss of all that come from one piece, cut at `edges`, by the step where each part begins.
 
-    def descend(self, objective: Objective, gate: Gate, begin: int) -> Tensor:
-        """Adds the gradient of the mean loss to `.grad`, once; returns the loss, detached.
+        A part in which no step counts is left out.
+        """
+        begin, end = self.sweep.bounds[piece.index : piece.index + 2]
+        found: dict[int, Tensor] = {}
+        for start, stop in pairwise([begin, *(edge for edge in edges if begin < edge < end), end]):
+            part = piece.chunk.between(start - begin, stop - begin)
+            if part.valid:
+                outputs = piece.outputs[start - begin : stop - begin]
+                found[start] = objective.loss(outputs, part) * (objective.mass(part) / sum(self.masses))
+        return found
+
+    def descend(self, objective: Objective, crossing: Crossing, begin: int, weight: float = 1.0) -> Tensor:
+        """Adds the gradient of `weight` times the mean loss to `.grad`, once; returns the mean loss, detached.
+
+        `begin` is the stretch's place in the epoch, for messages.
 
         Raises:
             RunError: a gradient is not finite; nothing is added.
         """
         gathered = Gathered(weights_of(self.sweep.net))
         total = torch.zeros((), device=self.outputs.device)
-        for _, loss, pulled in self._pulled(objective, gate, gathered.weights):
-            total = total if loss is None else total + loss
-            gathered.add(pulled.weights)
+        for _, loss, pulled in self._pulled(objective, crossing, gathered.weights):
+            total = total + loss
+            gathered.add(pulled.weights, weight)
         objective.check_depends(gathered.sums)
         if objective.scaler is None and gathered.faulty() is not None:
-            self._blame(objective, gate, begin)
+            self._blame(objective, crossing, begin)
         gathered.deliver()
         return total
 
-    def _pulled(self, objective: Objective, gate: Gate, weights: list[Tensor]) -> Iterator[tuple[Piece, Tensor | None, Pulled]]:
+    def _pulled(self, objective: Objective, crossing: Crossing, weights: list[Tensor]) -> Iterator[tuple[Piece, Tensor, Pulled]]:
         """Piece by piece from the last: its loss, and what it and all later losses say to the weights."""
         adjoint: Adjoint | None = None
         for piece in self.sweep.backward():
-            loss = self.loss(piece, objective)
-            pulled = piece.pull(weights, [] if loss is None else [(objective.scaled(loss), None)], adjoint)
-            yield piece, None if loss is None else loss.detach(), pulled
-            adjoint = gate(piece.index, pulled.adjoint)
-            del loss, piece  # their graph goes before the next one is built
+            losses = list(self.losses(piece, objective).values())
+            pulled = piece.pull(weights, [(objective.scaled(loss), None) for loss in losses], adjoint)
+            yield piece, losses[0].detach() if losses else torch.zeros((), device=piece.outputs.device), pulled
+            adjoint = crossing(pulled.adjoint)
+            del losses, piece  # their graph goes before the next one is built
 
-    def _blame(self, objective: Objective, gate: Gate, begin: int) -> Never:
+    def _blame(self, objective: Objective, crossing: Crossing, begin: int) -> Never:
         """Runs back once more to find where the first number that is none came from."""
         net = self.sweep.net
         names = [name for name, weight in net.named_parameters() if weight.requires_grad]
-        for piece, loss, pulled in self._pulled(objective, gate, weights_of(net)):
+        for piece, loss, pulled in self._pulled(objective, crossing, weights_of(net)):
             for name, gradient in zip(names, pulled.weights, strict=True):
                 if gradient is not None and not bool(gradient.to_dense().isfinite().all()):
                     start, stop = (begin + bound for bound in self.sweep.bounds[piece.index : piece.index + 2])
-                    raise RunError(not_finite(name, start, stop, piece.chunk, None if loss is None else loss.item()))
+                    raise RunError(not_finite(name, start, stop, piece.chunk, loss.item()))
         raise RunError("the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
 
 
-def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float | None) -> str:
+def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float) -> str:
     """The message for a gradient that is not finite."""
     recordings = sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
     listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
@@ -119,8 +129,9 @@ def scaled(adjoint: Adjoint, factors: Tensor) -> Adjoint:
     return [None if a is None else a * factors.to(a.dtype).view(-1, *[1] * (a.dim() - 1)) for a in adjoint]
 
 
-def _taken(source: Source, sweep: Sweep) -> Iterator[Chunk]:
-    for start, stop in pairwise(sweep.bounds):
+def taken(source: Source, bounds: Sequence[int]) -> Iterator[Chunk]:
+    """The next steps of a source, piece by piece."""
+    for start, stop in pairwise(bounds):
         chunk = source.take(stop - start)
         if chunk is not None:
             yield chunk

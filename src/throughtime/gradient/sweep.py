@@ -14,9 +14,11 @@ backpropagation through time, NeurIPS 2016; A. Griewank and A. Walther, Revolve,
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,6 +29,7 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, ModelError
 from throughtime.gradient.edges import Edges, Offload
+from throughtime.gradient.gate import Gate
 from throughtime.gradient.replay import Replay, unnoticed
 from throughtime.state import State
 
@@ -95,6 +98,7 @@ class Sweep:
         start: the state entering the first step; `None` for the net's initial state, with its graph.
         offload: where edge states are kept.
         verify: which of the recomputed states are compared with those of the forward pass.
+        gates: places in the stretch where the adjoint is multiplied on its way back.
         to_inputs: whether gradients of the inputs are wanted.
     """
 
@@ -107,10 +111,12 @@ class Sweep:
         *,
         offload: Offload = None,
         verify: Verify = "first",
+        gates: Mapping[int, Gate] | None = None,
         to_inputs: bool = False,
     ) -> None:
         self.net, self.bounds, self._read, self._start = net, bounds, read, start
-        self._verify, self._to_inputs = verify, to_inputs
+        self._verify, self._gates, self._to_inputs = verify, gates or {}, to_inputs
+        self._places = sorted(self._gates)
         self._edges = Edges(len(bounds), offload)
         self._last: Piece | None = None
         self._replay: Replay | None = None
@@ -132,9 +138,14 @@ class Sweep:
             else:
                 with torch.no_grad():
                     forget_casts(chunk.inputs)
-                    y, state = self.net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
+                    y, state = self._play(index, chunk, chunk.inputs, state)
             yield chunk, y
         self._note(len(self), state)
+
+    def gates(self, index: int) -> dict[int, Gate]:
+        """The gates that stand in a piece, or at its beginning."""
+        first, last = (bisect_left(self._places, bound) for bound in self.bounds[index : index + 2])
+        return {place: self._gates[place] for place in self._places[first:last]}
 
     def _initial(self, chunk: Chunk) -> State:
         return self.net.initial_state(chunk.lanes, like=chunk.inputs)
@@ -178,8 +189,19 @@ class Sweep:
                 before = self._initial(chunk)
             else:
                 before = trees.map_leaves(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), self._edges.get(index))
-            y, after = self.net(inputs, before, chunk.resets if chunk.any_reset else None)
+            y, after = self._play(index, chunk, inputs, before)
         return Piece(index, chunk, inputs, y, before, after)
+
+    def _play(self, index: int, chunk: Chunk, inputs: Tensor, state: State) -> tuple[Tensor, State]:
+        """Runs a piece from gate to gate; without a graph too, since a net may draw random numbers once for each call."""
+        begin, gates = self.bounds[index], self.gates(index)
+        outputs: list[Tensor] = []
+        for start, stop in pairwise(sorted({begin, *gates, self.bounds[index + 1]})):
+            part = chunk.between(start - begin, stop - begin)
+            state = gates[start](state) if start in gates else state
+            y, state = self.net(inputs[start - begin : stop - begin], state, part.resets if part.any_reset else None)
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _compare(self, piece: Piece) -> None:
         """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss."""

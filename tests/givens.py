@@ -1,0 +1,192 @@
+"""What the tests of gradients share: data, oracles by plain autograd, and policies that see the data changed.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import HIDDEN, Step, Weights, apart, gradients, inputs, lstm_step, named, rotation_step, start
+from throughtime.chunk import Source
+from throughtime.gradient import Objective, Policy, Progress
+
+
+@dataclass(frozen=True)
+class Given:
+    """Everything a gradient depends on besides the weights."""
+
+    x: Tensor
+    targets: Tensor
+    resets: Tensor
+    mask: Tensor
+
+    @classmethod
+    def draw(cls, steps: int, lanes: int, seed: int, resets: float = 0.0, masked: float = 0.0, outputs: int = 2) -> "Given":
+        draw = torch.Generator().manual_seed(seed)
+        first = torch.zeros(steps, lanes, dtype=torch.bool)
+        first[0] = True
+        starts = torch.rand(steps, lanes, generator=draw) < resets
+        mask = torch.rand(steps, lanes, generator=draw) >= masked
+        return cls(inputs(steps, lanes, seed=seed) * 0.3, inputs(steps, lanes, seed=seed + 1, features=outputs), starts | first, mask)
+
+    @classmethod
+    def of(cls, chunk: tt.Chunk) -> "Given":
+        assert chunk.targets is not None
+        return cls(chunk.inputs, chunk.targets, chunk.resets, chunk.mask)
+
+    @property
+    def chunk(self) -> tt.Chunk:
+        return tt.Chunk.of(self.x, self.targets, resets=self.resets, mask=self.mask)
+
+
+Found = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
+
+
+def oracle(step: Step, leaves: int, weights: Weights, data: Given, stride: int, horizon: int) -> Found:
+    """Every step has its own copy of the weights; an update sums the gradients of those that its window holds."""
+    copies = [{name: w.detach().clone().requires_grad_() for name, w in weights.items()} for _ in data.x]
+    state, losses = (data.x.new_zeros(data.x.shape[1], HIDDEN),) * leaves, list[Tensor]()
+    for copy, x, target, reset in zip(copies, data.x, data.targets, data.resets, strict=True):
+        state = tuple(torch.where(reset.unsqueeze(1), torch.zeros_like(leaf), leaf) for leaf in state)
+        y, state = step(copy, x, state)
+        losses.append((y - target).square().mean(1))
+    found: Found = []
+    for counted in range(0, len(data.x), stride):
+        stop = min(counted + stride, len(data.x))
+        valid = data.mask[counted:stop]
+        if valid.any():
+            loss = torch.stack(losses[counted:stop])[valid].mean()
+            window = copies[min(counted, max(0, stop - horizon)) if horizon > stride else counted : stop]
+            parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
+            sums = {name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)}
+            found.append((int(valid.sum()), loss.item(), sums))
+    return found
+
+
+ORACLES = pytest.mark.parametrize(
+    ("row", "step", "leaves"),
+    [pytest.param(named("tensor-state"), rotation_step, 1, id="rotation"), pytest.param(named("hides-layer"), lstm_step, 2, id="lstm")],
+)
+
+
+def plain(net: tt.Carried, data: Given, bounds: Sequence[int] | None = None, loss_fn: Any = None) -> Found:
+    """One forward and one backward pass for every stretch; the state is carried between them, without its graph."""
+    bounds = [0, len(data.x)] if bounds is None else bounds
+    loss_fn = loss_fn or nn.MSELoss()
+    state, found = start(net, data.x), list[tuple[int, float, Weights]]()
+    for begin, end in pairwise(bounds):
+        y, state = net(data.x[begin:end], state, data.resets[begin:end])
+        valid = data.mask[begin:end]
+        if valid.any():
+            net.zero_grad()
+            loss = loss_fn(y[valid], data.targets[begin:end][valid])
+            loss.backward()
+            found.append((int(valid.sum()), loss.item(), gradients(net)))
+        state = tt.state.detach(state)
+    net.zero_grad()
+    return found
+
+
+def unbroken(data: Given) -> list[int]:
+    """Where every lane starts a recording, and the end."""
+    return [0, *(step for step in range(1, len(data.x)) if data.resets[step].all()), len(data.x)]
+
+
+def given_for(net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0) -> Given:
+    """Data with as many targets as the net has outputs."""
+    x = inputs(1, lanes)
+    with torch.no_grad():
+        width = net(x, start(net, x))[0].shape[2]
+    return Given.draw(steps, lanes, seed, resets, masked, width)
+
+
+def policy_gradients(net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None) -> Found:
+    """The gradient of every update at fixed weights."""
+    found: Found = []
+    for update in tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy):
+        found.append((update.steps, update.loss.item(), gradients(net)))
+        net.zero_grad()
+    return found
+
+
+def deviation(a: Found, b: Found) -> float:
+    """How far two lists of updates are apart; infinite if they differ in number or in valid steps."""
+    if [steps for steps, *_ in a] != [steps for steps, *_ in b]:
+        return float("inf")
+    return max((max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A source whose chunks are changed on their way."""
+
+    inner: Source
+    change: Callable[[tt.Chunk], tt.Chunk]
+
+    @property
+    def position(self) -> int:
+        return self.inner.position
+
+    def take(self, steps: int) -> tt.Chunk | None:
+        chunk = self.inner.take(steps)
+        return None if chunk is None else self.change(chunk)
+
+    def ahead(self, steps: int) -> int:
+        return self.inner.ahead(steps)
+
+    def read(self, start: int, stop: int) -> tt.Chunk:
+        return self.change(self.inner.read(start, stop))
+
+    def unbroken(self) -> int:
+        return self.inner.unbroken()
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A policy that sees each stride changed by `change`."""
+
+    inner: Policy
+    change: Callable[[tt.Chunk], tt.Chunk]
+
+    def update(self, net: tt.Carried, source: Source, objective: Objective, progress: Progress) -> tuple[tt.Update | None, Progress]:
+        return self.inner.update(net, Changed(source, self.change), objective, progress)
+
+
+def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:
+    mask = torch.zeros_like(chunk.mask)
+    mask[-1] = chunk.mask[-1]
+    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
+
+
+def no_resets(chunk: tt.Chunk) -> tt.Chunk:
+    return tt.Chunk.of(chunk.inputs, chunk.targets, mask=chunk.mask)
+
+
+def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
+    resets = chunk.resets.clone()
+    resets[0] = True
+    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator had given out while `run` ran, beyond what it had before."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        run()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = sorted(
+        (event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
+    held = most = 0
+    for _, amount in events:
+        held += amount
+        most = max(most, held)
+    return most
