@@ -120,6 +120,7 @@ ROWS = {
     "carried-100": Row("state carried, 100 lanes", abreast, lambda: tt.Truncated(stride=WINDOW), (1.101, 1.183)),
     "carried-400": Row("1 lane, horizon 400", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=400)),
     "carried-1600": Row("1 lane, horizon 1600", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=1600)),
+    "adaptive": Row("1 lane, adaptive, 100 to 1600", unbroken, lambda: tt.Adaptive(tolerance=0.1, min=100, max=1600, every=500)),
     "full": Row("whole recording, exact", unbroken, tt.Exact, (0.107, 0.176)),
 }
 

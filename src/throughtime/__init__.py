@@ -3,26 +3,35 @@
 from throughtime import score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
-from throughtime.gradient import Exact, Truncated, Update, rollout
+from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
 from throughtime.predict import Evaluation, Predictor, evaluate, predict
+from throughtime.probe import Audit, Reach, audit, reach
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
 
 __all__ = [
+    "Adaptive",
+    "Audit",
     "Carried",
     "Chunk",
     "Evaluation",
     "Exact",
+    "Online",
     "Predictor",
+    "Randomized",
+    "Reach",
     "Recording",
     "Stream",
+    "Swept",
     "Truncated",
     "Update",
     "Updates",
     "__version__",
+    "audit",
     "carry",
     "evaluate",
     "predict",
+    "reach",
     "rollout",
     "score",
     "state",

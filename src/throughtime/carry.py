@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.contracts import Contract, contract_of
+from throughtime.contracts import Contract, contract_of, leaf_names
 from throughtime.errors import DataError, StateError, ThroughtimeError
 from throughtime.state import State
 
@@ -49,6 +49,10 @@ class Carried(nn.Module):
                 and does not say what.
         """
         return self._contract.initial(lanes, like)
+
+    def leaf_names(self, state: State) -> list[str]:
+        """A name for each leaf of a state, in order, as the field calls it: `lstm.h`, `lstm.c`."""
+        return list(leaf_names(self._contract, state))
 
     def forward(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         """Outputs for every step, and the state after the last one.

@@ -11,7 +11,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,6 +152,20 @@ class Cell:
             state = self.module(step, state)
             outputs.append(state if isinstance(state, Tensor) else state[0])
         return torch.stack(outputs), state
+
+
+def leaf_names(contract: Contract, state: State, path: str = "") -> Iterator[str]:
+    """The leaves of a state by name: `h` and `c` of torch's layers, a user module's own names for its own."""
+    if isinstance(contract, (Layer, Cell)):
+        yield from (f"{path}{name}" for name, _ in zip("hc", trees.tensors(state), strict=False))
+    elif isinstance(contract, Chain):
+        for name, link in contract.links.items():
+            yield from leaf_names(link, state[name], f"{path}{name}.")
+    elif isinstance(contract, Hiding):
+        for name, layer in contract.layers.items():
+            yield from leaf_names(_plain(layer), state[name], f"{path}{name}.")
+    else:
+        yield from (f"{path}{name}" for name, _ in trees.leaves(state))
 
 
 @dataclass(frozen=True)

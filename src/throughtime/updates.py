@@ -14,7 +14,7 @@ from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError
-from throughtime.gradient import LossFn, Objective, Policy, Progress, Scaler, Update
+from throughtime.gradient import Learning, LossFn, Objective, Policy, Progress, Scaler, Update
 from throughtime.state import State
 from throughtime.stream import Stream
 
@@ -125,7 +125,10 @@ class Updates(Iterator[Update]):
         stream = self._need_stream()
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
         if self._progress is not None and not self._finished:
-            place |= {"past": sum(c.steps for c in self._progress.past), "state": self._progress.state, "edge": self._progress.edge}
+            now = self._progress
+            place |= {"past": sum(c.steps for c in now.past), "state": now.state, "edge": now.edge, "influence": now.influence}
+        if isinstance(self._gradient, Learning):
+            place["learnt"] = self._gradient.state_dict()
         return place
 
     def load_state_dict(self, place: Mapping[str, Any]) -> None:
@@ -145,7 +148,10 @@ class Updates(Iterator[Update]):
         self._finished, self._progress = False, None
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
-            self._progress = Progress(place["state"], place["edge"], () if past is None else (self._source.placed(past),))
+            steps = () if past is None else (self._source.placed(past),)
+            self._progress = Progress(place["state"], place["edge"], steps, place.get("influence"))
+        if isinstance(self._gradient, Learning) and "learnt" in place:
+            self._gradient.load_state_dict(place["learnt"])
 
     def _need_stream(self) -> Stream:
         if self._stream is None:

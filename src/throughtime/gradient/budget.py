@@ -23,6 +23,7 @@ from throughtime.state import State
 
 TRIAL = (16, 48)  # steps; the difference of two lengths is free of what every graph has
 
+
 @dataclass(frozen=True)
 class Room:
     """How much memory a sweep may take, and where.
@@ -97,7 +98,7 @@ def _graph_bytes(net: Carried, chunk: Chunk, state: State, objective: Objective 
         storage = saved.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
-        return saved
+        return saved.detach()  # a graph that kept its own output would never be freed
 
     entering = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), state)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):

@@ -5,7 +5,7 @@ One tensor for each leaf, `(edges, B, ...)`: written once in order, read once ba
 
 import tempfile
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from throughtime import state as trees
 from throughtime.errors import ConfigError
 from throughtime.state import State
 
-Offload: TypeAlias = Literal["cpu"] | str | Path | None
+Offload: TypeAlias = str | Path | None  # "cpu", or a folder
 
 
 class Edges:

@@ -1,10 +1,11 @@
-"""Gates: places in time where the credit that flows back is multiplied, by nothing at all (cut), by one, or by more.
+"""Gates: places in time where the credit that flows back is multiplied, by zero (cut), by one, or by more, and may be watched.
 
     forward:  s -> s          backward:  a -> factor * a
 
 The factor is looked up when gradients flow, so one graph serves several truncations, one after another.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,22 @@ from throughtime.state import State
 
 @dataclass(eq=False)
 class Gate:
-    """One place; `factor` may be set between two backward passes."""
+    """One place; what is set counts from the next backward pass on.
+
+    Attributes:
+        factor: what the adjoint is multiplied by.
+        watch: is given the adjoint of every leaf as it arrives, in their order.
+    """
 
     factor: float = 1.0
+    watch: Callable[[Sequence[Tensor | None]], None] | None = None
 
     def __call__(self, state: State) -> State:
         """The same state, its gradient passing this gate."""
-        leaves = [leaf for leaf in trees.tensors(state) if leaf.requires_grad]
-        if not leaves:
+        alive = [leaf.requires_grad for leaf in trees.tensors(state)]
+        if not any(alive):
             return state
-        passed = iter(_Pass.apply(self, *leaves))
+        passed = iter(_Pass.apply(self, alive, *(leaf for leaf in trees.tensors(state) if leaf.requires_grad)))
         return trees.map_leaves(lambda leaf: next(passed) if leaf.requires_grad else leaf, state)
 
 
@@ -34,14 +41,17 @@ class _Pass(torch.autograd.Function):
     """The identity, but for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.gate = gate
+    def forward(ctx: Any, gate: Gate, alive: list[bool], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.gate, ctx.alive = gate, alive
         ctx.set_materialize_grads(False)
-        return tuple(leaf.view_as(leaf) for leaf in leaves)
+        return tuple(leaf.clone() for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *adjoint: Tensor | None) -> Any:
         factor = ctx.gate.factor
+        if ctx.gate.watch is not None:
+            found = iter(adjoint)
+            ctx.gate.watch([next(found) if alive else None for alive in ctx.alive])
         if factor == 0:
-            return None, *[None] * len(adjoint)
-        return None, *(a if a is None or factor == 1 else a * factor for a in adjoint)
+            return None, None, *[None] * len(adjoint)
+        return None, None, *(a if a is None or factor == 1 else a * factor for a in adjoint)

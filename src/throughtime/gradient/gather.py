@@ -19,7 +19,6 @@ class Gathered:
 
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """Adds `scale` times the gradients; `None` is zero."""
-        dense: list[tuple[Tensor, Tensor]] = []
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -29,9 +28,7 @@ class Gathered:
             elif total.is_sparse or gradient.is_sparse:
                 self.sums[i] = total + gradient * scale
             else:
-                dense.append((total, gradient))
-        if dense:
-            torch._foreach_add_([t for t, _ in dense], [g for _, g in dense], alpha=scale)
+                total.add_(gradient, alpha=scale)
 
     def dense(self) -> list[Tensor]:
         """Every sum, zeros where nothing was added."""

@@ -43,7 +43,9 @@ class Objective:
         rows, targets = valid_rows(outputs, chunk)
         loss = self.loss_fn(rows, targets)
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's loss_fn may return anything
-            raise ModelError(f"loss_fn returned a {type(loss).__name__}, expected a tensor with one number: the mean over its {len(rows)} rows")
+            raise ModelError(
+                f"loss_fn returned a {type(loss).__name__}, expected a tensor with one number: the mean over its {len(rows)} rows"
+            )
         if loss.dim() != 0:
             raise ModelError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected one number: the mean over its {len(rows)} rows. "

@@ -3,8 +3,9 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,11 +61,13 @@ class Progress(NamedTuple):
         state: the carried state at the present, detached; `None` before the first step of all.
         edge: the state entering the first step of `past`, detached; `None` for the initial state, which may be learnt.
         past: the steps before the present that the next window runs again.
+        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`Online`) carries it.
     """
 
     state: State
     edge: State
     past: tuple[Chunk, ...] = ()
+    influence: Tensor | None = None
 
 
 class Policy(Protocol):
@@ -75,4 +78,17 @@ class Policy(Protocol):
 
         `None` when the source has reached the end of its epoch.
         """
+        ...
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A policy that remembers something between updates besides its progress: a saved place holds it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, as plain values."""
+        ...
+
+    def load_state_dict(self, learnt: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
         ...

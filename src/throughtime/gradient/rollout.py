@@ -115,9 +115,7 @@ class Plan:
     def sweep(self, *, to_inputs: bool) -> Sweep:
         """The executor; its pieces start from states without a graph, autograd joins them to what came before."""
         start = trees.detach(self.entering)
-        return Sweep(
-            self.net, self.bounds, self.steps.between, start, offload=self.offload, verify=self.verify, to_inputs=to_inputs
-        )
+        return Sweep(self.net, self.bounds, self.steps.between, start, offload=self.offload, verify=self.verify, to_inputs=to_inputs)
 
 
 class _Rollout(torch.autograd.Function):

@@ -172,11 +172,12 @@ def _nearest_fitting(wish: int, fitting: int, fits: Callable[[int], bool]) -> in
 
 def _too_small(steps: int, leanest: int, size: Size, budget: float, kept: bool) -> str:
     least = size.of(steps, leanest, kept=kept)
+    edges = f", the states at the chunks' edges {in_bytes(size.edge)} each" if kept else ""
+    instead = "offload='cpu' or offload=FOLDER for the edge states, or a segment" if kept else "fewer lanes"
     return (
-        f"a memory of {in_bytes(budget)} is too small for {steps:,} steps: the graph of a single step takes {in_bytes(size.fixed + size.step)}"
-        + (f", the states at the chunks' edges {in_bytes(size.edge)} each" if kept else "")
-        + f"; at least {in_bytes(least)} are needed, with chunks of {leanest}. Give memory='{math.ceil(least * 1.05 / 1e6)}MB'"
-        + (", offload='cpu' or offload=FOLDER for the edge states, or a segment." if kept else ", or fewer lanes.")
+        f"a memory of {in_bytes(budget)} is too small for {steps:,} steps: the graph of a single step takes "
+        f"{in_bytes(size.fixed + size.step)}{edges}; at least {in_bytes(least)} are needed, with chunks of {leanest}. "
+        f"Give memory='{math.ceil(least * 1.05 / 1e3)}kB', or {instead}."
     )
 
 
@@ -200,7 +201,12 @@ def bytes_in(memory: str | int | float) -> float:
     Raises:
         ConfigError: it is no amount of memory.
     """
-    units = {"": 1, "b": 1, **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", 1)}, **{f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)}}
+    units = {
+        "": 1,
+        "b": 1,
+        **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", 1)},
+        **{f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)},
+    }
     text = str(memory).strip().lower()
     number = text.rstrip("bgikmt ")
     try:

@@ -43,13 +43,13 @@ class Stretch:
         """Runs the chunks, one for each piece of the sweep, forward."""
         masses: list[float] = []
         valid = 0
-        outputs = chunk = None
-        for chunk, outputs in sweep.forward(chunks):
-            masses.append(objective.mass(chunk))
-            valid += chunk.valid
-        if outputs is None or chunk is None:
+        last: tuple[Chunk, Tensor] | None = None
+        for last in sweep.forward(chunks):
+            masses.append(objective.mass(last[0]))
+            valid += last[0].valid
+        if last is None:
             raise RuntimeError("a sweep without pieces")
-        return cls(sweep, masses, valid, outputs.detach(), chunk)
+        return cls(sweep, masses, valid, last[1].detach(), last[0])
 
     def losses(self, piece: Piece, objective: Objective, edges: Sequence[int] = ()) -> dict[int, Tensor]:
         """The parts of the mean loss of all that come from one piece, cut at `edges`, by the step where each part begins.
@@ -84,7 +84,7 @@ class Stretch:
         gathered.deliver()
         return total
 
-    def _pulled(self, objective: Objective, crossing: Crossing, weights: list[Tensor]) -> Iterator[tuple[Piece, Tensor, Pulled]]:
+    def _pulled(self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor, Pulled]]:
         """Piece by piece from the last: its loss, and what it and all later losses say to the weights."""
         adjoint: Adjoint | None = None
         for piece in self.sweep.backward():
@@ -111,16 +111,17 @@ def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float) -> s
     recordings = sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
     listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
     return (
-        f"the gradient of '{name.removeprefix('module.')}' is not finite (NaN or infinite) in the chunk of steps {start} to {stop - 1} of the epoch "
-        f"(recording {listed}), whose part of the loss is {loss}. `.grad` and the weights are as they were. Look at the inputs and "
-        "targets of these steps; if they are sound, the gradient explodes: lower the learning rate, or cut or clip the credit "
-        "(tt.Truncated, or tt.Exact with clip_adjoint)."
+        f"the gradient of '{name.removeprefix('module.')}' is not finite (NaN or infinite) in the chunk of steps {start} to {stop - 1} "
+        f"of the epoch (recording {listed}), whose part of the loss is {loss}. `.grad` and the weights are as they were. Look at the "
+        "inputs and targets of these steps; if they are sound, the gradient explodes: lower the learning rate, or cut or clip the "
+        "credit (tt.Truncated, or tt.Exact with clip_adjoint)."
     )
 
 
 def lane_norms(adjoint: Adjoint) -> Tensor | None:
     """The norm of each lane over all leaves, `(B,)`; `None` if no credit comes."""
-    squares = [leaf.detach().float().reshape(len(leaf), -1).square().sum(1) for leaf in adjoint if leaf is not None]
+    found = [leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in adjoint if leaf is not None]
+    squares = [leaf.reshape(len(leaf), -1).square().sum(1) for leaf in found]
     return torch.stack(squares).sum(0).sqrt() if squares else None
 
 

@@ -210,13 +210,16 @@ class Sweep:
             want, got = expected[name].double(), leaf.detach().double()
             apart = (got - want).abs().max().item() if leaf.numel() else 0.0
             if not apart <= tolerance(leaf) * max(1.0, want.abs().max().item()) and bool(want.isfinite().all()):
-                raise ModelError(
-                    f"the forward pass does not repeat: run again, steps {self.bounds[piece.index]} to {self.bounds[piece.index + 1] - 1} of "
-                    f"the stretch gave a state that differs by {apart:.2g} in leaf '{name}'. Something it depends on has changed in between: "
-                    "random numbers from Python or NumPy (draw them from torch), a counter or cache in an attribute (keep it in the state "
-                    "or in a buffer), data that read differently, or cuDNN's own dropout between layers (use nn.Dropout). Where the "
-                    "difference is meant, verify='off'."
-                )
+                raise ModelError(_not_repeated(name, apart, *self.bounds[piece.index : piece.index + 2]))
+
+
+def _not_repeated(name: str, apart: float, start: int, stop: int) -> str:
+    return (
+        f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch gave a state that differs by "
+        f"{apart:.2g} in leaf '{name}'. Something it depends on has changed in between: random numbers from Python or NumPy (draw "
+        "them from torch), a counter or cache in an attribute (keep it in the state or in a buffer), data that read differently, or "
+        "cuDNN's own dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
+    )
 
 
 def check_verify(verify: str) -> None:

@@ -1,12 +1,13 @@
 """Where a probe looks: steps of a stream, read without moving it, on the net's device."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Readable
-from throughtime.errors import DataError, ModelError
+from throughtime.errors import DataError, MissingExtraError, ModelError
 from throughtime.gradient.schedule import whole
 from throughtime.state import State
 
@@ -43,7 +44,9 @@ class Place:
         if left < 1:
             raise DataError("the stream stands at the end of its epoch and a state was given: no steps are left to look at")
         weight = next(net.parameters(), None)
-        return cls(stream, begin, left if steps is None else min(steps, left), state, torch.device("cpu") if weight is None else weight.device)
+        return cls(
+            stream, begin, left if steps is None else min(steps, left), state, torch.device("cpu") if weight is None else weight.device
+        )
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of the stretch."""
@@ -52,3 +55,14 @@ class Place:
     def inner(self, begin: int, steps: int, state: State) -> "Place":
         """A part of the stretch."""
         return Place(self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device)
+
+
+def axes_of(axes: Any) -> Any:
+    """The given axes of matplotlib, or new ones."""
+    if axes is not None:
+        return axes
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise MissingExtraError("plot() draws with matplotlib: pip install 'throughtime[plot]'") from error
+    return plt.subplots()[1]
