@@ -160,6 +160,17 @@ class Chunk:
         targets = None if self.targets is None else self.targets[start:stop]
         return Chunk(self.inputs[start:stop], targets, self.marks, self.start + start, min(self.start + stop, self.stop))
 
+    def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
+        """The chunk without the targets of the first `steps` steps after each reset, and the steps since then at its end.
+
+        `since` `(B,)` is how many steps each lane has played since its last reset.
+        """
+        at = torch.arange(self.steps, device=since.device).unsqueeze(1)
+        last = torch.where(self.resets, at, -since).cummax(dim=0).values
+        mask = self.mask & (at - last >= steps)
+        marks = Marks.of(self.resets, mask, self.recording, self.position)
+        return Chunk(self.inputs, self.targets, marks, 0, self.steps), at[-1] + 1 - last[-1]
+
     def to(self, device: torch.device) -> "Chunk":
         """The chunk on another device; itself if it is there already."""
         if self.inputs.device == device:

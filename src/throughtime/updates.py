@@ -126,7 +126,18 @@ class Updates(Iterator[Update]):
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
         if self._progress is not None and not self._finished:
             now = self._progress
-            place |= {"past": sum(c.steps for c in now.past), "state": now.state, "edge": now.edge, "influence": now.influence}
+            if now.graphs:
+                raise DataError(
+                    f"{self._gradient!r} keeps graphs of earlier weights, which no file can hold, so this place cannot be resumed to "
+                    "the bit: take graphs='recompute'"
+                )
+            place |= {
+                "past": sum(c.steps for c in now.past),
+                "state": now.state,
+                "edge": now.edge,
+                "influence": now.influence,
+                "since": now.since,
+            }
         if isinstance(self._gradient, Learning):
             place["learnt"] = self._gradient.state_dict()
         return place
@@ -149,7 +160,7 @@ class Updates(Iterator[Update]):
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
             steps = () if past is None else (self._source.placed(past),)
-            self._progress = Progress(place["state"], place["edge"], steps, place.get("influence"))
+            self._progress = Progress(place["state"], place["edge"], steps, place.get("influence"), place.get("since"))
         if isinstance(self._gradient, Learning) and "learnt" in place:
             self._gradient.load_state_dict(place["learnt"])
 

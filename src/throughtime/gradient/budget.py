@@ -80,16 +80,16 @@ def _measure(net: Carried, first: Callable[[int], Chunk], state: State, objectiv
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
     short, long = (first(steps) for steps in TRIAL)
     with unnoticed(net, short.inputs.device):
-        less = _graph_bytes(net, short, state, objective)
+        less, few = _graph(net, short, state, objective)
         if long.steps == short.steps:
-            return Size(less / short.steps, 0, edge)
-        more = _graph_bytes(net, long, state, objective)
+            return Size(less / short.steps, 0, edge, few / short.steps)
+        more, many = _graph(net, long, state, objective)
     step = (more - less) / (long.steps - short.steps)
-    return Size(step, max(0, less - step * short.steps), edge)
+    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps))
 
 
-def _graph_bytes(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> int:
-    """Bytes of all storages that the graph of one forward pass keeps, besides weights, inputs and state."""
+def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> tuple[int, int]:
+    """Bytes and number of the storages that the graph of one forward pass keeps, besides weights, inputs and state."""
     given = [*net.parameters(), *net.buffers(), chunk.inputs, chunk.targets, *trees.tensors(state)]
     known = {leaf.untyped_storage().data_ptr() for leaf in given if leaf is not None}
     kept: dict[int, int] = {}
@@ -106,4 +106,4 @@ def _graph_bytes(net: Carried, chunk: Chunk, state: State, objective: Objective 
         loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
         keep(y.detach())
     del y, after, loss
-    return sum(kept.values())
+    return sum(kept.values()), len(kept)

@@ -28,10 +28,10 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import schedule
+from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.stretch import not_finite
 from throughtime.gradient.sweep import Piece, forget_casts
 from throughtime.state import State
 

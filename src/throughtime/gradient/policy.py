@@ -62,12 +62,16 @@ class Progress(NamedTuple):
         edge: the state entering the first step of `past`, detached; `None` for the initial state, which may be learnt.
         past: the steps before the present that the next window runs again.
         influence: `(B, n, P)`, how the state depends on the weights, where a policy (`Online`) carries it.
+        since: `(B,)`, steps since each lane's last reset, where a policy warms up.
+        graphs: those of the strides before the present, where a policy keeps them.
     """
 
     state: State
     edge: State
     past: tuple[Chunk, ...] = ()
     influence: Tensor | None = None
+    since: Tensor | None = None
+    graphs: tuple[Any, ...] = ()
 
 
 class Policy(Protocol):

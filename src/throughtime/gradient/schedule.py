@@ -128,11 +128,15 @@ def courses(plan: Iterable[Window]) -> list[Course]:
 
 
 class Size(NamedTuple):
-    """Bytes that a net needs: for the graph of one step, for any graph at all, for the state at one edge."""
+    """Bytes that a net needs: for the graph of one step, for any graph at all, for the state at one edge.
+
+    `tensors` is how many tensors the graph of one step saves: several in a Python loop over steps, none in a fused layer.
+    """
 
     step: float
     fixed: float
     edge: float
+    tensors: float = 0.0
 
     def of(self, steps: int, chunk: int, *, kept: bool) -> float:
         """Bytes for a sweep of `steps` steps in pieces of `chunk`; `kept` is whether edge states stay in this memory."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import RunError
+from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.sweep import Adjoint, Piece, Pulled, Sweep
@@ -95,27 +96,15 @@ class Stretch:
             del losses, piece  # their graph goes before the next one is built
 
     def _blame(self, objective: Objective, crossing: Crossing, begin: int) -> Never:
-        """Runs back once more to find where the first number that is none came from."""
-        net = self.sweep.net
-        names = [name for name, weight in net.named_parameters() if weight.requires_grad]
-        for piece, loss, pulled in self._pulled(objective, crossing, weights_of(net)):
-            for name, gradient in zip(names, pulled.weights, strict=True):
-                if gradient is not None and not bool(gradient.to_dense().isfinite().all()):
-                    start, stop = (begin + bound for bound in self.sweep.bounds[piece.index : piece.index + 2])
-                    raise RunError(not_finite(name, start, stop, piece.chunk, loss.item()))
-        raise RunError("the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
-
-
-def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float) -> str:
-    """The message for a gradient that is not finite."""
-    recordings = sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
-    listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
-    return (
-        f"the gradient of '{name.removeprefix('module.')}' is not finite (NaN or infinite) in the chunk of steps {start} to {stop - 1} "
-        f"of the epoch (recording {listed}), whose part of the loss is {loss}. `.grad` and the weights are as they were. Look at the "
-        "inputs and targets of these steps; if they are sound, the gradient explodes: lower the learning rate, or cut or clip the "
-        "credit (tt.Truncated, or tt.Exact with clip_adjoint)."
-    )
+        """Runs back once more to find where it began: at the first loss that is no number, else at the last gradient that is none."""
+        names = [name for name, weight in self.sweep.net.named_parameters() if weight.requires_grad]
+        found: str | None = None
+        for piece, loss, pulled in self._pulled(objective, crossing, weights_of(self.sweep.net)):
+            faulty = [n for n, g in zip(names, pulled.weights, strict=True) if g is not None and not bool(g.to_dense().isfinite().all())]
+            if faulty and (found is None or not bool(loss.isfinite())):
+                start, stop = (begin + bound for bound in self.sweep.bounds[piece.index : piece.index + 2])
+                found = not_finite(faulty[0], start, stop, piece.chunk, loss.item())
+        raise RunError(found or "the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
 
 
 def lane_norms(adjoint: Adjoint) -> Tensor | None:
