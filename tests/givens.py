@@ -3,17 +3,20 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import throughtime as tt
-from strategies import HIDDEN, Step, Weights, apart, gradients, inputs, lstm_step, named, rotation_step, start
+from strategies import FEATURES, HIDDEN, Step, Weights, apart, gradients, inputs, lstm_step, named, rotation_step, start
 from throughtime.chunk import Source
 from throughtime.gradient import Objective, Policy, Progress
 
@@ -175,18 +178,64 @@ def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
     return tt.Chunk.of(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator had given out while `run` ran, beyond what it had before."""
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
-        run()
-    assert profile.profiler is not None
-    assert profile.profiler.kineto_results is not None
-    events = sorted(
-        (event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
-    )
-    held = most = 0
-    for _, amount in events:
-        held += amount
-        most = max(most, held)
-    return most
+class Complex(nn.Module):
+    """Each unit turns in the complex plane, as in linear recurrent units: the state is complex, weights and outputs are real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(FEATURES, HIDDEN)
+        self.angle = nn.Parameter(torch.linspace(0.1, 3, HIDDEN))
+        self.read = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        turn = torch.polar(torch.ones_like(self.angle), self.angle)
+        h, hidden = torch.zeros(x.shape[1], HIDDEN, dtype=turn.dtype) if state is None else state, list[Tensor]()
+        for step in self.into(x).unbind(0):
+            h = h * turn + step
+            hidden.append(h.real)
+        return self.read(torch.stack(hidden)), h
+
+
+class Allocated(NamedTuple):
+    """Bytes of the tensors made while something ran and alive: at most, and at the end."""
+
+    most: int
+    kept: int
+
+
+class Living(TorchDispatchMode):
+    """Counts every storage from the operation that made it until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.held = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        if "from_file" not in str(func):  # mapped, not allocated
+            for storage in _storages(result):
+                if storage._cdata not in given | self._sizes.keys():
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    self.held += storage.nbytes()
+                    self.most = max(self.most, self.held)
+                    weakref.finalize(storage, self._forget, storage._cdata)
+        return result
+
+    def _forget(self, key: int) -> None:
+        self.held -= self._sizes.pop(key)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def allocated(run: Callable[[], object]) -> Allocated:
+    """What `run` takes; its result is held to the end."""
+    with Living() as living:
+        result = run()
+        kept = living.held
+        del result
+    return Allocated(living.most, kept)

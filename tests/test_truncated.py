@@ -3,8 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
+from givens import (
+    ORACLES,
+    Given,
+    Marked,
+    deviation,
+    every_stride_resets,
+    last_loss_only,
+    no_resets,
+    oracle,
+    policy_gradients,
+)
 from strategies import (
     FEATURES,
-    HIDDEN,
     HidesLayer,
     Row,
     Step,
@@ -28,10 +37,8 @@ from strategies import (
     every_net,
     gradients,
     inputs,
-    lstm_step,
     named,
     recordings,
-    rotation_step,
     seeds,
     some_nets,
     start,

@@ -446,7 +446,8 @@ class Explicit:
         if not torch.equal(y_none, y_zeros):
             raise StateError(
                 f"{type(self.module).__name__} starts from something else than zeros when its state is None; give it an "
-                "initial_state(lanes) method that returns where its recordings start"
+                "initial_state(lanes) method that returns where its recordings start (or it gives other outputs each time, from random "
+                "numbers or a counter of calls)"
             )
         return layout
 

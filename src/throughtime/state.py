@@ -109,6 +109,11 @@ def leaves(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(branch, f"{path}.{name}" if path else name)
 
 
+def differentiable(leaf: Tensor) -> bool:
+    """Whether a leaf can carry a gradient: counters and flags cannot."""
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
 def tensors(state: State) -> list[Tensor]:
     """Every leaf, without names: what a check that runs on every call can afford."""
     found: list[Tensor] = []

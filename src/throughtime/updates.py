@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
-from throughtime.errors import DataError, ModelError
+from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Learning, LossFn, Objective, Policy, Progress, Scaler, Update
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -81,11 +81,16 @@ class Updates(Iterator[Update]):
             stream.start()
         self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
-        self._finished = False
+        self._finished = self._broken = False
 
     def __next__(self) -> Update:
         if self._finished:
             raise StopIteration
+        if self._broken:
+            raise RunError(
+                "these updates ended with an error in the middle of a step: the stream has moved on and the state has not. Start again "
+                "with tt.updates(...), or from a saved place with load_state_dict"
+            )
         if self._stream is not None and self._stream.turn != self._turn:
             raise DataError(
                 "the stream was started again or moved while its updates were taken: the carried state belongs to another place. Give "
@@ -93,7 +98,9 @@ class Updates(Iterator[Update]):
             )
         if self._progress is None:
             self._progress = self._begin()
+        self._broken = True
         update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
+        self._broken = False
         if update is None:
             self._finished = True
             raise StopIteration
@@ -156,7 +163,7 @@ class Updates(Iterator[Update]):
         stream.load_state_dict(place["stream"])
         stream.start()
         self._turn = stream.turn
-        self._finished, self._progress = False, None
+        self._finished, self._broken, self._progress = False, False, None
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
             steps = () if past is None else (self._source.placed(past),)

@@ -118,7 +118,8 @@ def _compare(stretch: Stretch, objective: Objective, contenders: Sequence[Sequen
         for flow in flows:
             flow.through(piece, losses, stretch.sweep.gates(piece.index), last=flow is flows[-1])
         crossing = lane_norms(flows[0].adjoint or [])
-        norms += [] if crossing is None else [crossing]
+        if piece.index:
+            norms.append(torch.zeros(piece.chunk.lanes) if crossing is None else crossing)
         del piece, losses
     objective.check_depends(sums[0].sums)
     found = [s.dense() for s in sums]

@@ -69,23 +69,27 @@ def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective
     """
     step = first(1)
     autocast = torch.is_autocast_enabled(step.inputs.device.type)
-    key = (step.inputs.shape[1:], step.inputs.dtype, net.training, autocast, torch.get_default_dtype(), objective is None)
+    weights = tuple((weight.dtype, weight.requires_grad) for weight in net.parameters())
+    key = (step.inputs.shape[1:], step.inputs.dtype, net.training, autocast, weights, objective is None)
     known = _known.setdefault(net, {})
     if key not in known:
-        known[key] = _measure(net, first, state, objective)
+        size, whole = _measure(net, first, state, objective)
+        if not whole:  # too few steps to say much about longer stretches
+            return size
+        known[key] = size
     return known[key]
 
 
-def _measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> Size:
+def _measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> tuple[Size, bool]:
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
     short, long = (first(steps) for steps in TRIAL)
     with unnoticed(net, short.inputs.device):
         less, few = _graph(net, short, state, objective)
         if long.steps == short.steps:
-            return Size(less / short.steps, 0, edge, few / short.steps)
+            return Size(less / short.steps, 0, edge, few / short.steps), False
         more, many = _graph(net, long, state, objective)
     step = (more - less) / (long.steps - short.steps)
-    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps))
+    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps)), long.steps == TRIAL[1]
 
 
 def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> tuple[int, int]:
@@ -100,10 +104,10 @@ def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None
             kept[storage.data_ptr()] = storage.nbytes()
         return saved.detach()  # a graph that kept its own output would never be freed
 
-    entering = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), state)
+    entering = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), state)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         y, after = net(chunk.inputs, entering, chunk.resets if chunk.any_reset else None)
         loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
-        keep(y.detach())
+        outputs = 3 * y.nbytes  # themselves, their gradient, and the last piece's, which an update hands out
     del y, after, loss
-    return sum(kept.values()), len(kept)
+    return sum(kept.values()) + outputs, len(kept)

@@ -3,6 +3,7 @@
 One tensor for each leaf, `(edges, B, ...)`: written once in order, read once backwards.
 """
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, StateError
 from throughtime.state import State
 
 Offload: TypeAlias = str | Path | None  # "cpu", or a folder
@@ -30,7 +31,13 @@ class Edges:
         if not self._rows:
             self._like = state
             self._rows = [self._room(leaf) for leaf in trees.tensors(state)]
-        for rows, leaf in zip(self._rows, trees.tensors(state), strict=True):
+        for rows, (name, leaf) in zip(self._rows, trees.leaves(state), strict=True):
+            if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:
+                raise StateError(
+                    f"state leaf '{name}' is {tuple(leaf.shape)} {leaf.dtype} now and was {tuple(rows.shape[1:])} {rows.dtype} at the "
+                    "start: an exact gradient keeps states side by side, so they must not grow or change their type; give the leaf its full "
+                    "size from the first step on"
+                )
             rows[index].copy_(leaf.detach())
 
     def get(self, index: int) -> State:
@@ -51,6 +58,8 @@ def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
     """A tensor in a file that has no name any more: it goes when the tensor does, whatever happens."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="throughtime-", suffix=".edges") as file:
         size = torch.Size(shape).numel()
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here and now, not a crash when a page is written
+            os.posix_fallocate(file.fileno(), 0, max(1, size * dtype.itemsize))
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
 
 

@@ -113,6 +113,7 @@ class Exact:
         def read(start: int, stop: int) -> Chunk:
             return source.read(begin + start, begin + stop)
 
+        read(0, 1)  # refuses an iterator before anything has run
         length = self._room.length(net, steps, lambda wanted: read(0, wanted), progress.state, objective)
         bounds = schedule.pieces(steps, length)
         sweep = Sweep(net, bounds, read, progress.edge, offload=self.offload, verify=self.verify)
@@ -120,9 +121,9 @@ class Exact:
         after = Progress(sweep.state, sweep.state)
         if not stretch.valid:
             return None, after
-        clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs))
+        clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs), stretch.chunk)
         loss = stretch.descend(objective, clip, begin)
-        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length, stretch.chunk)), after
+        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length)), after
 
 
 @dataclass(eq=False)
@@ -131,17 +132,19 @@ class Clip:
 
     most: float | None
     scale: float  # of a GradScaler
+    like: Chunk
     norms: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, adjoint: Adjoint) -> Adjoint:
         """The adjoint, each lane no longer than `most`."""
         norms = lane_norms(adjoint)
         if norms is None:
+            self.norms.append(torch.zeros(self.like.lanes, device=self.like.inputs.device))
             return adjoint
         self.norms.append(norms / self.scale)
         return adjoint if self.most is None else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
 
-    def swept(self, chunk: int, last: Chunk) -> Swept:
+    def swept(self, chunk: int) -> Swept:
         """What was measured."""
-        norms = torch.stack(self.norms) if self.norms else last.inputs.new_zeros(0, last.lanes, dtype=torch.float32)
+        norms = torch.stack(self.norms) if self.norms else torch.zeros(0, self.like.lanes, device=self.like.inputs.device)
         return Swept(chunk, norms, 0 if self.most is None else int((norms > self.most).sum()))

@@ -28,7 +28,7 @@ def check_finite(net: nn.Module, chunk: Chunk, stop: int, loss: Tensor) -> None:
         return
     for name, other in net.named_parameters():
         if other.grad is not None and not bool(other.grad.to_dense().isfinite().all()):
-            raise RunError(not_finite(name, stop - chunk.steps, stop, chunk, loss.item(), written=True))
+            raise RunError(not_finite(name.removeprefix("module."), stop - chunk.steps, stop, chunk, loss.item(), written=True))
 
 
 def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float, *, written: bool = False) -> str:
@@ -37,7 +37,7 @@ def not_finite(name: str, start: int, stop: int, chunk: Chunk, loss: float, *, w
     listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
     untouched = "The weights are as they were; zero_grad() before you go on" if written else "`.grad` and the weights are as they were"
     return (
-        f"the gradient of '{name.removeprefix('module.')}' is not finite (NaN or infinite) in the chunk of steps {start} to {stop - 1} "
+        f"the gradient of '{name}' is not finite (NaN or infinite) in the chunk of steps {start} to {stop - 1} "
         f"of the epoch (recording {listed}), whose part of the loss is {loss:.6g}. {untouched}. Look at the inputs and targets of these "
         "steps; if they are sound, the gradient explodes: lower the learning rate, or cut or clip the credit (a shorter horizon, "
         "clip_grad_norm_, or tt.Exact with clip_adjoint)."

@@ -3,7 +3,8 @@
 Hooks on parameters, and whoever accumulates into `.grad`, see one whole gradient, as after an ordinary backward pass.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 class Gathered:
     """The sum of the gradients added so far, one for each weight."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.weights = weights
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.names, self.weights = list(weights), list(weights.values())
         self.sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
@@ -34,12 +35,12 @@ class Gathered:
         """Every sum, zeros where nothing was added."""
         return [torch.zeros_like(w) if s is None else s.to_dense() for w, s in zip(self.weights, self.sums, strict=True)]
 
-    def faulty(self) -> int | None:
-        """The place of the first gradient that is not finite."""
-        for i, total in enumerate(self.sums):
+    def faulty(self) -> str | None:
+        """The name of the first weight whose gradient is not finite."""
+        for name, total in zip(self.names, self.sums, strict=True):
             values = total.coalesce().values() if total is not None and total.is_sparse else total
             if values is not None and not bool(values.isfinite().all()):
-                return i
+                return name
         return None
 
     def deliver(self) -> None:
@@ -57,16 +58,34 @@ class _Delivery(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return weights[0].new_zeros(())
+        return torch.zeros((), device=weights[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         return None, *ctx.gradients
 
 
-def weights_of(net: nn.Module) -> list[Tensor]:
-    """The parameters that want a gradient."""
-    return [weight for weight in net.parameters() if weight.requires_grad]
+def weights_of(net: nn.Module, loss_fn: object = None) -> dict[str, Tensor]:
+    """The parameters that want a gradient, by name: those of the net, and of a loss that has its own."""
+    found: dict[str, Tensor] = {name.removeprefix("module."): weight for name, weight in net.named_parameters() if weight.requires_grad}
+    if isinstance(loss_fn, nn.Module):
+        mine = {id(weight) for weight in found.values()}
+        named = loss_fn.named_parameters()
+        found |= {f"loss_fn.{name}": weight for name, weight in named if weight.requires_grad and id(weight) not in mine}
+    return found
+
+
+@contextmanager
+def hooks_held(weights: Sequence[Tensor]) -> Generator[None]:
+    """Hooks on weights wait: gradients of pieces are no gradients, and the hooks see the whole one when it is delivered."""
+    held = [(hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)]  # noqa: SLF001  # there is no public way
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in held:
+            hooks.update(kept)
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:

@@ -54,11 +54,16 @@ class Objective:
         return loss
 
     def mass(self, chunk: Chunk) -> float:
-        """What the mean loss of this chunk weighs in that of several: its valid steps, or the sum of their classes' weights."""
-        weight = self.loss_fn.weight if isinstance(self.loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
-        if weight is None or chunk.targets is None or chunk.targets.is_floating_point():
+        """What the mean loss of this chunk weighs in that of several: its valid steps.
+
+        For torch's losses of classes, without those to be ignored, and each with the weight of its class.
+        """
+        fn = self.loss_fn
+        if not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or chunk.targets is None or chunk.targets.is_floating_point():
             return chunk.valid
-        return float(weight[chunk.targets[chunk.mask]].sum())
+        targets = chunk.targets[chunk.mask]
+        counted = targets[targets != fn.ignore_index]
+        return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
 
     @staticmethod
     def check_depends(gradients: Sequence[Tensor | None]) -> None:

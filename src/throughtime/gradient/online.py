@@ -17,7 +17,7 @@ Shapes: `B` lanes, `n` numbers in one lane's state, `P` weights.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import schedule
 from throughtime.gradient.finite import not_finite
-from throughtime.gradient.gather import Gathered, weights_of
+from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
 from throughtime.gradient.sweep import Piece, forget_casts
@@ -78,10 +78,11 @@ class Online:
         """The next stride that has a valid step; the others carry state and influence on."""
         while (chunk := source.take(self.stride)) is not None:
             begin = source.position - chunk.steps
-            weights = weights_of(net)
+            named = weights_of(net, objective.loss_fn)
+            weights = list(named.values())
             influence = self._influence(progress, weights)
             piece = _run(net, chunk, progress.edge)
-            update = self._update(piece, objective, influence, weights, begin, net) if chunk.valid else None
+            update = self._update(piece, objective, influence, named, begin) if chunk.valid else None
             after = trees.detach(piece.after)
             progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
             if update is not None:
@@ -105,20 +106,17 @@ class Online:
         return leaves[0].new_zeros(lanes, size, count)
 
     @staticmethod
-    def _update(
-        piece: Piece, objective: Objective, influence: Tensor, weights: Sequence[Tensor], begin: int, net: Carried
-    ) -> tuple[Tensor, int]:
+    def _update(piece: Piece, objective: Objective, influence: Tensor, named: Mapping[str, Tensor], begin: int) -> tuple[Tensor, int]:
         loss = objective.loss(piece.outputs, piece.chunk)
-        pulled = piece.pull(weights, [(objective.scaled(loss), None)], None, keep=True)
-        gathered = Gathered(weights)
+        gathered = Gathered(named)
+        pulled = piece.pull(gathered.weights, [(objective.scaled(loss), None)], None, keep=True)
         gathered.add(pulled.weights)
         adjoint = _rows([torch.zeros_like(leaf) if a is None else a for leaf, a in _pairs(piece.before, pulled.adjoint)])
-        gathered.add(_like(weights, torch.einsum("bn,bnp->p", adjoint, influence)))
+        gathered.add(_like(gathered.weights, torch.einsum("bn,bnp->p", adjoint, influence)))
         objective.check_depends(gathered.sums)
         fault = gathered.faulty() if objective.scaler is None else None
         if fault is not None:
-            names = [name for name, weight in net.named_parameters() if weight.requires_grad]
-            raise RunError(not_finite(names[fault], begin, begin + piece.chunk.steps, piece.chunk, loss.item()))
+            raise RunError(not_finite(fault, begin, begin + piece.chunk.steps, piece.chunk, loss.item()))
         gathered.deliver()
         return loss.detach(), piece.chunk.valid
 
@@ -129,7 +127,7 @@ def _run(net: Carried, chunk: Chunk, edge: State) -> Piece:
         if edge is None:
             before = net.initial_state(chunk.lanes, like=chunk.inputs)
         else:
-            before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), edge)
+            before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
         y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
     return Piece(0, chunk, chunk.inputs, y, before, after)
 
@@ -153,10 +151,11 @@ def _products(piece: Piece, cotangents: list[Tensor], weights: Sequence[Tensor])
     count = len(cotangents[0])
     found: list[Tensor | None] = [None] * len(wanted)
     if alive:
-        found = _batched([leaf for leaf, _ in alive], wanted, [c for _, c in alive])
+        with hooks_held(weights):
+            found = _batched([leaf for leaf, _ in alive], wanted, [c for _, c in alive])
     rest = iter(found)
     states = [_filled(next(rest) if leaf.requires_grad else None, leaf, count) for leaf in before]
-    by_weights = [_filled(found_, weight, count).flatten(1) for found_, weight in zip(rest, weights, strict=True)]
+    by_weights = [_filled(found_, weight, count).reshape(count, -1) for found_, weight in zip(rest, weights, strict=True)]
     rows = torch.cat([leaf.reshape(count, leaf.shape[1], -1) for leaf in states], dim=2)
     return rows.flatten(1), torch.cat(by_weights, dim=1)
 
@@ -180,11 +179,11 @@ def _filled(found: Tensor | None, like: Tensor, count: int) -> Tensor:
 
 
 def _floating(state: State) -> list[Tensor]:
-    return [leaf for leaf in trees.tensors(state) if leaf.is_floating_point()]
+    return [leaf for leaf in trees.tensors(state) if trees.differentiable(leaf)]
 
 
 def _pairs(state: State, adjoint: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    return [(leaf, a) for leaf, a in zip(trees.tensors(state), adjoint, strict=True) if leaf.is_floating_point()]
+    return [(leaf, a) for leaf, a in zip(trees.tensors(state), adjoint, strict=True) if trees.differentiable(leaf)]
 
 
 def _rows(leaves: Sequence[Tensor]) -> Tensor:

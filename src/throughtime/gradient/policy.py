@@ -21,7 +21,8 @@ class Swept:
 
     Attributes:
         chunk: steps per forward call.
-        adjoints: `(edges, B)`, norm of the gradient that crossed each edge between chunks, from the last edge to the first.
+        adjoints: `(edges, B)`, norm of the gradient that came to each edge between chunks, from the last edge to the first,
+            before it was clipped there.
         clipped: how many of them were longer than `clip_adjoint`, and made shorter.
     """
 

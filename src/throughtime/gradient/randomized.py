@@ -148,9 +148,9 @@ class Randomized:
         after = Progress(sweep.state, sweep.state)
         if not stretch.valid:
             return None, after
-        clip = Clip(None, objective.scale(stretch.outputs))
+        clip = Clip(None, objective.scale(stretch.outputs), stretch.chunk)
         loss = stretch.descend(objective, clip, begin, weight=chunk.steps / self.mean_horizon)
-        swept = clip.swept(length, stretch.chunk)
+        swept = clip.swept(length)
         return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, swept), after
 
     def _gates(self, steps: int) -> dict[int, Gate]:

@@ -29,7 +29,7 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.finite import not_finite
-from throughtime.gradient.gather import Gathered, weights_of
+from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
 from throughtime.gradient.sweep import Adjoint, Piece, forget_casts
@@ -72,7 +72,7 @@ def _piece(net: Carried, chunk: Chunk, edge: State) -> Piece:
     if edge is None:
         before = net.initial_state(chunk.lanes, like=chunk.inputs)
     else:
-        before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), edge)
+        before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
     y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
     return Piece(0, chunk, chunk.inputs, y, before, after)
 
@@ -82,8 +82,10 @@ def _back(
 ) -> Tensor:
     """Adds the gradient of the newest stride's loss to `.grad`; returns the loss, detached."""
     loss = objective.loss(outputs.requires_grad_(), chunk)
-    (dy,) = torch.autograd.grad(objective.scaled(loss), [outputs])
-    gathered = Gathered(weights_of(net))
+    gathered = Gathered(weights_of(net, objective.loss_fn))
+    with hooks_held(gathered.weights):
+        dy, *own = torch.autograd.grad(objective.scaled(loss), [outputs, *gathered.weights], allow_unused=True)
+    gathered.add(own)
     parts = iter(reversed(dy.split([piece.chunk.steps for piece in pieces[-fresh:]])))
     adjoint: Adjoint | None = None
     for piece in reversed(_within(net, pieces, horizon)):
@@ -94,8 +96,7 @@ def _back(
     objective.check_depends(gathered.sums)
     fault = gathered.faulty() if objective.scaler is None else None
     if fault is not None:
-        names = [name for name, weight in net.named_parameters() if weight.requires_grad]
-        raise RunError(not_finite(names[fault], stop - chunk.steps, stop, chunk, loss.item()))
+        raise RunError(not_finite(fault, stop - chunk.steps, stop, chunk, loss.item()))
     gathered.deliver()
     return loss.detach()
 

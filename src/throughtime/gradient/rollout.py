@@ -46,7 +46,8 @@ def rollout(
 
     Args:
         net: made by `tt.carry`.
-        x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them.
+        x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane as floating `(T, D)` or
+            integer `(T,)`.
         state: the state entering the first step; default: the initial state.
         resets: `(T, B)` bool, true where the state entering the step is the initial state.
         memory: for edge states and the graph of one chunk, while gradients flow; see `tt.Exact`.
@@ -75,6 +76,12 @@ def rollout(
 
     References: T. Chen et al., Training deep nets with sublinear memory cost (2016).
     """
+    if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]  # a raw module would lose its state
+        raise ModelError(f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)")
+    if x.dim() == (2 if x.is_floating_point() else 1):
+        resets = None if resets is None else resets.unsqueeze(1)
+        y, end = rollout(net, x.unsqueeze(1), state, resets=resets, memory=memory, chunk=chunk, offload=offload, verify=verify)
+        return y.squeeze(1), end
     room = Room(memory, chunk, offload)
     room.check()
     check_verify(verify)
@@ -84,7 +91,7 @@ def rollout(
     entering = net.initial_state(steps.lanes, like=x) if state is None else state
     length = room.length(net, steps.steps, lambda wanted: steps.between(0, wanted), trees.detach(entering), None)
     plan = Plan(net, steps, entering, schedule.pieces(steps.steps, length), offload, verify, [])
-    y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights_of(net))
+    y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights_of(net).values())
     following = iter(leaves)
     return y, trees.map_leaves(lambda _: next(following), entering)
 
@@ -136,7 +143,7 @@ class _Rollout(torch.autograd.Function):
         ctx.weights = rest[len(trees.tensors(plan.entering)) :]
         plan.versions[:] = [weight._version for weight in ctx.weights]  # noqa: SLF001  # torch's documented counter has no other name
         leaves = trees.tensors(sweep.state)
-        ctx.mark_non_differentiable(*(leaf for leaf in leaves if not leaf.is_floating_point()))
+        ctx.mark_non_differentiable(*(leaf for leaf in leaves if not trees.differentiable(leaf)))
         ctx.set_materialize_grads(False)
         return outputs, *leaves
 
@@ -156,7 +163,7 @@ class _Rollout(torch.autograd.Function):
                 "call backward first"
             )
         dy, adjoint = cotangents[0], cotangents[1:]
-        gathered = Gathered(weights)
+        gathered = Gathered({str(i): weight for i, weight in enumerate(weights)})
         dx = torch.zeros_like(x) if x.requires_grad else None
         with ctx.autocast:
             adjoint = _back(ctx.sweep, plan, dy, adjoint, gathered, dx)

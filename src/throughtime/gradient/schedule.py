@@ -157,13 +157,25 @@ def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True) -> i
         >>> best_chunk(100_000, Size(step=8_000, fixed=0, edge=1_000), budget=512e6)
         2000
     """
-    leanest = min(steps, max(1, round(math.sqrt(steps * size.edge / max(size.step, 1))))) if kept else 1
+    leanest = _leanest(steps, size) if kept else 1
     if size.of(steps, leanest, kept=kept) > budget:
         raise ConfigError(_too_small(steps, leanest, size, budget, kept))
     fast = min(steps, max(1, int(SWEET_SPOT / max(size.step, 1))))
-    if size.of(steps, fast, kept=kept) <= budget:
-        return fast
-    return _nearest_fitting(fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget)
+    if size.of(steps, fast, kept=kept) > budget:
+        fast = _nearest_fitting(fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget)
+    return even(steps, fast)
+
+
+def even(steps: int, chunk: int) -> int:
+    """The length that makes as many pieces of nearly equal length."""
+    return -(-steps // -(-steps // chunk))
+
+
+def _leanest(steps: int, size: Size) -> int:
+    """The piece length that takes least memory: near sqrt(steps * edge / step), where pieces come out even."""
+    count = round(steps / max(1.0, math.sqrt(steps * size.edge / max(size.step, 1))))
+    counts = {1, *range(max(1, count - 2), min(steps, count + 2) + 1)}
+    return min((-(-steps // n) for n in counts), key=lambda chunk: size.of(steps, chunk, kept=True))
 
 
 def _nearest_fitting(wish: int, fitting: int, fits: Callable[[int], bool]) -> int:
@@ -193,10 +205,10 @@ def in_bytes(amount: float) -> str:
         >>> in_bytes(512e6), in_bytes(900)
         ('512 MB', '900 bytes')
     """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= 0.9995 * size:
             return f"{amount / size:.3g} {unit}"
-    return f"{amount:.0f} bytes"
+    return f"{amount:.0f} byte" + ("" if round(amount) == 1 else "s")
 
 
 def bytes_in(memory: str | int | float) -> float:
@@ -205,14 +217,11 @@ def bytes_in(memory: str | int | float) -> float:
     Raises:
         ConfigError: it is no amount of memory.
     """
-    units = {
-        "": 1,
-        "b": 1,
-        **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", 1)},
-        **{f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)},
-    }
+    units = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+    units |= {f"{prefix}b": 10 ** (3 * i) for i, prefix in enumerate("kmgt", 1)}
+    units |= {f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", 1)}
     text = str(memory).strip().lower()
-    number = text.rstrip("bgikmt ")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:
         amount = float(number) * units[text[len(number) :].strip()]
     except (ValueError, KeyError):

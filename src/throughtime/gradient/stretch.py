@@ -5,6 +5,7 @@ Shapes: `B` lanes, `C` outputs.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Never, TypeAlias
 
@@ -16,7 +17,7 @@ from throughtime.errors import RunError
 from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.sweep import Adjoint, Piece, Pulled, Sweep
+from throughtime.gradient.sweep import Adjoint, Piece, Sweep
 
 Crossing: TypeAlias = Callable[[Adjoint], Adjoint]  # what an adjoint becomes on its way back across an edge between pieces
 
@@ -50,7 +51,12 @@ class Stretch:
             valid += last[0].valid
         if last is None:
             raise RuntimeError("a sweep without pieces")
-        return cls(sweep, masses, valid, last[1].detach(), last[0])
+        return cls(sweep, masses, valid if any(masses) else 0, last[1].detach(), last[0])
+
+    @cached_property
+    def mass(self) -> float:
+        """What all pieces weigh together."""
+        return sum(self.masses)
 
     def losses(self, piece: Piece, objective: Objective, edges: Sequence[int] = ()) -> dict[int, Tensor]:
         """The parts of the mean loss of all that come from one piece, cut at `edges`, by the step where each part begins.
@@ -61,9 +67,9 @@ class Stretch:
         found: dict[int, Tensor] = {}
         for start, stop in pairwise([begin, *(edge for edge in edges if begin < edge < end), end]):
             part = piece.chunk.between(start - begin, stop - begin)
-            if part.valid:
-                outputs = piece.outputs[start - begin : stop - begin]
-                found[start] = objective.loss(outputs, part) * (objective.mass(part) / sum(self.masses))
+            mass = objective.mass(part)
+            if mass:
+                found[start] = objective.loss(piece.outputs[start - begin : stop - begin], part) * (mass / self.mass)
         return found
 
     def descend(self, objective: Objective, crossing: Crossing, begin: int, weight: float = 1.0) -> Tensor:
@@ -74,37 +80,49 @@ class Stretch:
         Raises:
             RunError: a gradient is not finite; nothing is added.
         """
-        gathered = Gathered(weights_of(self.sweep.net))
+        gathered = Gathered(weights_of(self.sweep.net, objective.loss_fn))
         total = torch.zeros((), device=self.outputs.device)
-        for _, loss, pulled in self._pulled(objective, crossing, gathered.weights):
-            total = total + loss
-            gathered.add(pulled.weights, weight)
+        for step in self._back(objective, crossing, gathered.weights):
+            total = total + step.loss
+            gathered.add(step.gradients, weight)
         objective.check_depends(gathered.sums)
         if objective.scaler is None and gathered.faulty() is not None:
-            self._blame(objective, crossing, begin)
+            self._blame(objective, crossing, begin, gathered)
         gathered.deliver()
         return total
 
-    def _pulled(self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor, Pulled]]:
-        """Piece by piece from the last: its loss, and what it and all later losses say to the weights."""
+    def _back(self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]) -> Iterator["_Step"]:
+        """Piece by piece from the last."""
         adjoint: Adjoint | None = None
         for piece in self.sweep.backward():
             losses = list(self.losses(piece, objective).values())
             pulled = piece.pull(weights, [(objective.scaled(loss), None) for loss in losses], adjoint)
-            yield piece, losses[0].detach() if losses else torch.zeros((), device=piece.outputs.device), pulled
-            adjoint = crossing(pulled.adjoint)
+            loss = losses[0].detach() if losses else torch.zeros((), device=piece.outputs.device)
+            step = _Step(piece.index, piece.chunk, loss, pulled.weights)
             del losses, piece  # their graph goes before the next one is built
+            yield step
+            adjoint = crossing(pulled.adjoint) if step.index else None
 
-    def _blame(self, objective: Objective, crossing: Crossing, begin: int) -> Never:
+    def _blame(self, objective: Objective, crossing: Crossing, begin: int, gathered: Gathered) -> Never:
         """Runs back once more to find where it began: at the first loss that is no number, else at the last gradient that is none."""
-        names = [name for name, weight in self.sweep.net.named_parameters() if weight.requires_grad]
         found: str | None = None
-        for piece, loss, pulled in self._pulled(objective, crossing, weights_of(self.sweep.net)):
-            faulty = [n for n, g in zip(names, pulled.weights, strict=True) if g is not None and not bool(g.to_dense().isfinite().all())]
-            if faulty and (found is None or not bool(loss.isfinite())):
-                start, stop = (begin + bound for bound in self.sweep.bounds[piece.index : piece.index + 2])
-                found = not_finite(faulty[0], start, stop, piece.chunk, loss.item())
+        for step in self._back(objective, crossing, gathered.weights):
+            pairs = zip(gathered.names, step.gradients, strict=True)
+            faulty = [name for name, g in pairs if g is not None and not bool(g.to_dense().isfinite().all())]
+            if faulty and (found is None or not bool(step.loss.isfinite())):
+                start, stop = (begin + bound for bound in self.sweep.bounds[step.index : step.index + 2])
+                found = not_finite(faulty[0], start, stop, step.chunk, step.loss.item())
         raise RunError(found or "the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One piece of the way back: its part of the loss, and what it and all later losses say to the weights."""
+
+    index: int
+    chunk: Chunk
+    loss: Tensor
+    gradients: Sequence[Tensor | None]
 
 
 def lane_norms(adjoint: Adjoint) -> Tensor | None:

@@ -30,6 +30,7 @@ from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, ModelError
 from throughtime.gradient.edges import Edges, Offload
 from throughtime.gradient.gate import Gate
+from throughtime.gradient.gather import hooks_held
 from throughtime.gradient.replay import Replay, unnoticed
 from throughtime.state import State
 
@@ -82,7 +83,7 @@ class Piece:
         wanted = [*weights, *alive, *([self.inputs] if self.inputs.requires_grad else [])]
         if not sources or not wanted:
             return Pulled([None] * len(weights), [None] * len(entering))
-        with no_autocast(self.inputs):
+        with hooks_held(weights), no_autocast(self.inputs):
             found = torch.autograd.grad([s for s, _ in sources], wanted, [c for _, c in sources], retain_graph=keep, allow_unused=True)
         rest = iter(found[len(weights) :])
         return Pulled(found[: len(weights)], [next(rest) if leaf.requires_grad else None for leaf in entering], next(rest, None))
@@ -118,6 +119,7 @@ class Sweep:
         self._verify, self._gates, self._to_inputs = verify, gates or {}, to_inputs
         self._places = sorted(self._gates)
         self._edges = Edges(len(bounds), offload)
+        self._sums: dict[int, Tensor] = {}  # of the outputs of the pieces to be compared
         self._last: Piece | None = None
         self._replay: Replay | None = None
 
@@ -139,6 +141,8 @@ class Sweep:
                 with torch.no_grad():
                     forget_casts(chunk.inputs)
                     y, state = self._play(index, chunk, chunk.inputs, state)
+                if self._verify == "all" or (self._verify == "first" and index >= len(self) - 2):
+                    self._sums[index] = _total(y)
             yield chunk, y
         self._note(len(self), state)
 
@@ -188,7 +192,7 @@ class Sweep:
             if index == 0 and self._start is None:
                 before = self._initial(chunk)
             else:
-                before = trees.map_leaves(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), self._edges.get(index))
+                before = trees.map_leaves(lambda leaf: leaf.requires_grad_(trees.differentiable(leaf)), self._edges.get(index))
             y, after = self._play(index, chunk, inputs, before)
         return Piece(index, chunk, inputs, y, before, after)
 
@@ -205,18 +209,31 @@ class Sweep:
 
     def _compare(self, piece: Piece) -> None:
         """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss."""
+        outputs = piece.outputs.detach()
+        apart = (_total(outputs) - self._sums[piece.index]).abs()
+        room = tolerance(outputs) * outputs.abs().sum(dtype=torch.float64).clamp(min=1.0)
+        if bool(self._sums[piece.index].isfinite()) and not apart <= room:
+            raise ModelError(_not_repeated("the sum of the outputs", apart.item(), *self.bounds[piece.index : piece.index + 2]))
         expected = dict(trees.leaves(self._edges.get(piece.index + 1)))
         for name, leaf in trees.leaves(piece.after):
-            want, got = expected[name].double(), leaf.detach().double()
-            apart = (got - want).abs().max().item() if leaf.numel() else 0.0
-            if not apart <= tolerance(leaf) * max(1.0, want.abs().max().item()) and bool(want.isfinite().all()):
-                raise ModelError(_not_repeated(name, apart, *self.bounds[piece.index : piece.index + 2]))
+            want = expected[name].abs().double()
+            apart = (leaf.detach() - expected[name]).abs().double()
+            if not leaf.numel() or not bool(want.isfinite().all()):
+                continue  # nothing to compare; what is not finite is found in the gradient
+            if not apart.max() <= tolerance(leaf) * want.max().clamp(min=1.0):
+                raise ModelError(
+                    _not_repeated(f"leaf '{name}' of the state", apart.max().item(), *self.bounds[piece.index : piece.index + 2])
+                )
 
 
-def _not_repeated(name: str, apart: float, start: int, stop: int) -> str:
+def _total(y: Tensor) -> Tensor:
+    return y.detach().to(torch.promote_types(y.dtype, torch.float64)).sum()
+
+
+def _not_repeated(what: str, apart: float, start: int, stop: int) -> str:
     return (
-        f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch gave a state that differs by "
-        f"{apart:.2g} in leaf '{name}'. Something it depends on has changed in between: random numbers from Python or NumPy (draw "
+        f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch differ by {apart:.2g} in "
+        f"{what}. Something it depends on has changed in between: random numbers from Python or NumPy (draw "
         "them from torch), a counter or cache in an attribute (keep it in the state or in a buffer), data that read differently, or "
         "cuDNN's own dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
     )
@@ -230,7 +247,7 @@ def check_verify(verify: str) -> None:
 
 def tolerance(leaf: Tensor) -> float:
     """The relative difference that rounding alone may make, of two runs of one kernel on differently aligned memory."""
-    kinds = [leaf.dtype] if leaf.is_floating_point() else [torch.float64]
+    kinds = [leaf.dtype] if trees.differentiable(leaf) else [torch.float64]
     if torch.is_autocast_enabled(leaf.device.type):
         kinds.append(torch.get_autocast_dtype(leaf.device.type))
     return max(torch.finfo(kind).eps for kind in kinds) ** 0.5

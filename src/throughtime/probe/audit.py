@@ -26,7 +26,7 @@ from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient.bias import Comparison, Probe
 from throughtime.gradient.budget import Room
 from throughtime.gradient.edges import Offload
-from throughtime.gradient.gather import norm
+from throughtime.gradient.gather import norm, weights_of
 from throughtime.gradient.sweep import Verify
 from throughtime.probe.place import Place, axes_of
 from throughtime.state import State
@@ -183,7 +183,7 @@ def summary(
     net: Carried, found: Comparison, horizons: Sequence[int], stride: int | None, plans: Sequence[Sequence[schedule.Window]], place: Place
 ) -> Audit:
     """The figures of a comparison."""
-    names = [name.removeprefix("module.") for name, weight in net.named_parameters() if weight.requires_grad]
+    names = list(weights_of(net))
     size = norm(found.exact)
     if not math.isfinite(size):
         raise RunError(
