@@ -341,3 +341,16 @@ def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
     net = tt.carry(torch.nn.GRU(1, 1).double())
     found = tt.evaluate(net, tt.Stream(recordings, lanes=2, chunk=4), score=tt.score.Regression())
     assert list(found.recordings) == ["a (#0)", "a (#1)"]
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.tensor([0.2, 5.0])), nn.CrossEntropyLoss(ignore_index=1)]
+)
+def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropyLoss) -> None:
+    draw = np.random.default_rng(0)
+    source = {"inputs": draw.normal(size=(60, FEATURES)), "targets": (draw.random(60) < 0.2).astype(np.int64)}
+    net, loss_fn = named("hides-layer").net(), loss_fn.double()
+    losses = [tt.evaluate(net, tt.Stream(source, lanes=1, chunk=chunk), loss_fn).loss for chunk in (60, 7, 1)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    means = [loss_fn(net(c.inputs, start(net, c.inputs))[0].flatten(0, 1), c.targets.flatten()).item() for c in tt.Stream(source, 1, 7)]
+    assert np.mean(means) != pytest.approx(losses[0], rel=1e-3)  # the mutant: a mean of means

@@ -53,8 +53,8 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     Args:
         net: made by `tt.carry`.
         stream: a stream of its own, not the one that training iterates.
-        loss_fn: as for `tt.updates`; its means are weighted by valid steps. A loss that weighs rows unequally, as
-            `CrossEntropyLoss(weight=...)`, has another mean for every cut into chunks.
+        loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses of classes by
+            the weights of the classes, so that the cut into chunks changes nothing.
         score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that protocol.
 
     Raises:
@@ -72,7 +72,7 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     objective = None if loss_fn is None else Objective(loss_fn)
     whole = None if score is None else score.fresh()
     apart: dict[int, Score] = {}
-    total, steps = 0.0, 0
+    total, mass, steps = 0.0, 0.0, 0
     player = Predictor(net, stream.lanes)
     for chunk in (c.to(player.device) for c in stream):
         if chunk.targets is None:
@@ -81,12 +81,13 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
         if not chunk.valid:
             continue
         steps += chunk.valid
-        if objective is not None:
-            total += objective.loss(outputs, chunk).item() * chunk.valid
+        if objective is not None and (weighs := objective.mass(chunk)):
+            total += objective.loss(outputs, chunk).item() * weighs
+            mass += weighs
         if whole is not None:
             whole.add(*valid_rows(outputs, chunk))
             _add_apart(apart, whole, outputs, chunk)
-    loss = total / steps if steps and objective is not None else math.nan
+    loss = total / mass if mass else math.nan
     names = Counter(recording.name for recording in stream.recordings)
     by_name = {_unique(stream.recordings[i].name, i, names): apart[i].figures() for i in sorted(apart)}
     return Evaluation(loss, steps, whole.figures() if whole is not None else {}, by_name)

@@ -35,7 +35,7 @@ class Edges:
             if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:
                 raise StateError(
                     f"state leaf '{name}' is {tuple(leaf.shape)} {leaf.dtype} now and was {tuple(rows.shape[1:])} {rows.dtype} at the "
-                    "start: an exact gradient keeps states side by side, so they must not grow or change their type; give the leaf its full "
+                    "start: an exact gradient keeps states side by side, so they must not grow or change type; give the leaf its full "
                     "size from the first step on"
                 )
             rows[index].copy_(leaf.detach())
