@@ -31,6 +31,12 @@ class Edges:
         if not self._rows:
             self._like = state
             self._rows = [self._room(leaf) for leaf in trees.tensors(state)]
+        names = [name for name, _ in trees.leaves(state)]
+        if len(names) != len(self._rows):
+            raise StateError(
+                f"the state has the leaves {names} now and had {[name for name, _ in trees.leaves(self._like)]} at the start: it must "
+                "keep its structure from step to step"
+            )
         for rows, (name, leaf) in zip(self._rows, trees.leaves(state), strict=True):
             if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:
                 raise StateError(

@@ -74,6 +74,14 @@ class Objective:
                 "detach its outputs?"
             )
 
+    def check_weights(self, outputs: Tensor, chunk: Chunk) -> None:
+        """Refuses a function that hides weights of its own, which nobody could find to give them a gradient."""
+        if not isinstance(self.loss_fn, nn.Module) and torch.is_grad_enabled() and self.loss(outputs.detach(), chunk).requires_grad:
+            raise ModelError(
+                "loss_fn is a function with weights of its own inside: they would get no gradient here. Give the module itself, "
+                "loss_fn=module, whose forward takes outputs and targets."
+            )
+
     def scale(self, like: Tensor) -> float:
         """What the scaler multiplies losses by at present."""
         return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=like.device)).item()

@@ -107,6 +107,7 @@ class Online:
 
     @staticmethod
     def _update(piece: Piece, objective: Objective, influence: Tensor, named: Mapping[str, Tensor], begin: int) -> tuple[Tensor, int]:
+        objective.check_weights(piece.outputs, piece.chunk)
         loss = objective.loss(piece.outputs, piece.chunk)
         gathered = Gathered(named)
         pulled = piece.pull(gathered.weights, [(objective.scaled(loss), None)], None, keep=True)

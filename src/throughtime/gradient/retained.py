@@ -81,6 +81,7 @@ def _back(
     net: Carried, objective: Objective, outputs: Tensor, chunk: Chunk, stop: int, pieces: list[Piece], fresh: int, horizon: int
 ) -> Tensor:
     """Adds the gradient of the newest stride's loss to `.grad`; returns the loss, detached."""
+    objective.check_weights(outputs, chunk)
     loss = objective.loss(outputs.requires_grad_(), chunk)
     gathered = Gathered(weights_of(net, objective.loss_fn))
     with hooks_held(gathered.weights):

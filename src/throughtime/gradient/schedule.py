@@ -173,9 +173,9 @@ def even(steps: int, chunk: int) -> int:
 
 def _leanest(steps: int, size: Size) -> int:
     """The piece length that takes least memory: near sqrt(steps * edge / step), where pieces come out even."""
-    count = round(steps / max(1.0, math.sqrt(steps * size.edge / max(size.step, 1))))
-    counts = {1, *range(max(1, count - 2), min(steps, count + 2) + 1)}
-    return min((-(-steps // n) for n in counts), key=lambda chunk: size.of(steps, chunk, kept=True))
+    root = math.isqrt(steps)
+    lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 2))}
+    return min(lengths, key=lambda chunk: size.of(steps, chunk, kept=True))
 
 
 def _nearest_fitting(wish: int, fitting: int, fits: Callable[[int], bool]) -> int:
@@ -218,8 +218,8 @@ def bytes_in(memory: str | int | float) -> float:
         ConfigError: it is no amount of memory.
     """
     units = {"": 1, "b": 1, "byte": 1, "bytes": 1}
-    units |= {f"{prefix}b": 10 ** (3 * i) for i, prefix in enumerate("kmgt", 1)}
-    units |= {f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", 1)}
+    units |= {f"{prefix}b": 10 ** (3 * i) for i, prefix in enumerate("kmgtp", 1)}
+    units |= {f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgtp", 1)}
     text = str(memory).strip().lower()
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:

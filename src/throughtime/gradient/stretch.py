@@ -80,6 +80,8 @@ class Stretch:
         Raises:
             RunError: a gradient is not finite; nothing is added.
         """
+        if self.chunk.valid:
+            objective.check_weights(self.outputs, self.chunk)
         gathered = Gathered(weights_of(self.sweep.net, objective.loss_fn))
         total = torch.zeros((), device=self.outputs.device)
         for step in self._back(objective, crossing, gathered.weights):

@@ -1,0 +1,484 @@
+"""Exact gradients of nets as people train them: drawing random numbers, changing buffers, under autocast, with hooks and scalers.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from givens import Given
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    Rotation,
+    TensorState,
+    Weights,
+    apart,
+    gradients,
+    in_chunks,
+    remembering,
+    start,
+    states_apart,
+)
+from throughtime.errors import ModelError, StateError
+from throughtime.gradient import budget, replay, sweep
+from throughtime.stream.recording import Steps
+
+EXACT = 1e-10
+
+
+class DropsInside(nn.Module):
+    """Dropout before, between and after its layers: the state depends on what was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Dropout(0.2)
+        self.lstm = nn.LSTM(FEATURES, HIDDEN, num_layers=2, dropout=0.5)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.before(x))
+        return self.head(nn.functional.dropout(hidden, 0.3, self.training))
+
+
+class NoisyState(Rotation):
+    """Noise on the state at every step, from torch's generator."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.play(x + 0.3 * torch.randn_like(x), self.zeros(x) if state is None else state)
+
+
+class Normalised(nn.Module):
+    """Normalises what enters by the statistics of the chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.gru(self.norm(x.flatten(0, 1)).view_as(x))
+        return self.head(hidden)
+
+
+class Spectral(nn.Module):
+    """Every forward pass makes one step of power iteration: a buffer that changes, and changes the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        into = nn.Linear(FEATURES, FEATURES)
+        with torch.no_grad():
+            into.weight.copy_(torch.diag(torch.tensor([1.0, 0.99, 0.98])))  # slow to converge
+        self.into = nn.utils.parametrizations.spectral_norm(into)
+        self.rnn = nn.RNN(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.into(x))
+        return self.head(hidden)
+
+
+class Counted(Rotation):
+    """Each forward pass reads and changes a buffer: what enters grows from chunk to chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.calls += 1
+        return self.play(x * self.calls.clone(), self.zeros(x) if state is None else state)
+
+
+CHANGING: dict[str, Callable[[], nn.Module]] = {
+    "dropout between layers": DropsInside,
+    "dropout on outputs": lambda: HidesLayer(dropout=0.4),
+    "noise on the state": NoisyState,
+    "batch norm": Normalised,
+    "spectral norm": Spectral,
+    "counter in a buffer": Counted,
+}
+
+
+def changing(name: str, dtype: torch.dtype = torch.float64) -> tt.Carried:
+    torch.manual_seed(3)
+    return tt.carry(remembering(CHANGING[name]()).to(dtype)).train()
+
+
+@dataclass(frozen=True)
+class After:
+    """What an update leaves behind: gradient, loss, buffers, and torch's generator."""
+
+    gradient: Weights
+    loss: float
+    buffers: Weights
+    generator: Tensor
+
+    @classmethod
+    def of(cls, net: tt.Carried, loss: Tensor) -> "After":
+        return cls(
+            gradients(net), loss.item(), {name: b.detach().double().clone() for name, b in net.named_buffers()}, torch.get_rng_state()
+        )
+
+    def equals(self, other: "After") -> dict[str, bool]:
+        return {
+            "gradient": apart(self.gradient, other.gradient) < EXACT and abs(self.loss - other.loss) < EXACT,
+            "buffers": all(torch.equal(self.buffers[name], other.buffers[name]) for name in self.buffers),
+            "generator": torch.equal(self.generator, other.generator),
+        }
+
+
+ALL = {"gradient": True, "buffers": True, "generator": True}
+
+
+def swept(net: tt.Carried, data: Given, policy: tt.Exact, seed: int = 11) -> After:
+    torch.manual_seed(seed)
+    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy)
+    return After.of(net, update.loss)
+
+
+def held(net: tt.Carried, data: Given, chunk: int, seed: int = 11) -> After:
+    """The oracle: the same chunks, one after another, in one graph that is held."""
+    torch.manual_seed(seed)
+    y, _ = in_chunks(net, data.x, [chunk] * (len(data.x) // chunk), resets=data.resets)
+    loss = nn.functional.mse_loss(y[data.mask], data.targets[data.mask])
+    loss.backward()
+    return After.of(net, loss)
+
+
+@settings(max_examples=10)
+@given(
+    chunk=st.sampled_from([2, 3, 7, 30]),
+    lanes=st.sampled_from([2, 3]),  # of one value batch norm has no statistics
+    resets=st.sampled_from([0.0, 0.05]),
+    masked=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 100),
+    verify=st.sampled_from(["all", "first", "off"]),
+)
+@pytest.mark.parametrize("name", list(CHANGING))
+def test_what_is_drawn_or_changed_is_so_once(
+    name: str, chunk: int, lanes: int, resets: float, masked: float, seed: int, verify: Any
+) -> None:
+    """Gradient, loss, buffers and the random numbers to come are those of one forward pass over the same chunks."""
+    data = together(Given.draw(29, lanes, seed, resets, masked))
+    found = swept(changing(name), data, tt.Exact(chunk=chunk, verify=verify), seed)
+    assert found.equals(held(changing(name), data, chunk, seed)) == ALL
+
+
+def together(data: Given) -> Given:
+    """Without resets that fall into every lane at once: one update."""
+    resets = data.resets & ~data.resets.all(dim=1, keepdim=True)
+    return Given(data.x, data.targets, resets, data.mask)
+
+
+def nothing(*_: Any) -> None:
+    """Puts nothing back."""
+
+
+@contextmanager
+def unprotected(*_: Any) -> Generator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute", "broken", "wrong"),
+    [
+        ("dropout between layers", replay, "set_generators", nothing, {"gradient", "generator"}),
+        ("dropout on outputs", replay, "set_generators", nothing, {"gradient", "generator"}),
+        ("noise on the state", replay, "set_generators", nothing, {"gradient", "generator"}),
+        ("noise on the state", sweep, "unnoticed", unprotected, {"generator"}),
+        ("batch norm", replay, "set_buffers", nothing, {"buffers"}),
+        ("batch norm", sweep, "unnoticed", unprotected, {"buffers"}),
+        ("spectral norm", replay, "set_buffers", nothing, {"gradient", "buffers"}),
+        ("spectral norm", sweep, "unnoticed", unprotected, {"buffers"}),
+        ("counter in a buffer", replay, "set_buffers", nothing, {"gradient", "buffers"}),
+        ("counter in a buffer", sweep, "unnoticed", unprotected, {"buffers"}),
+    ],
+)
+def test_sweep_that_puts_nothing_back_is_found_out(
+    name: str, module: Any, attribute: str, broken: Any, wrong: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, policy = Given.draw(29, 2, 0), tt.Exact(chunk=7, verify="off")
+    expected = held(changing(name), data, 7)
+    assert swept(changing(name), data, policy).equals(expected) == ALL
+    monkeypatch.setattr(module, attribute, broken)
+    found = swept(changing(name), data, policy).equals(expected)
+    assert {part for part, same in found.items() if not same} == wrong
+
+
+@pytest.mark.parametrize("name", list(CHANGING))
+def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Given.draw(29, 2, 0)
+    expected = held(changing(name), data, 29)
+    assert swept(changing(name), data, tt.Exact()).equals(expected) == ALL
+    if name == "dropout on outputs":
+        monkeypatch.setattr(budget, "unnoticed", unprotected)  # the mutant: trials that draw from the training's numbers
+        assert swept(changing(name), data, tt.Exact()).equals(expected) != ALL
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGING if name != "noise on the state"])
+def test_nets_in_evaluation_draw_and_change_nothing(name: str) -> None:
+    net, data = changing(name), Given.draw(29, 2, 0, resets=0.05)
+    held(net, data, 29)
+    before = After.of(net.eval(), torch.zeros(()))
+    net.zero_grad()
+    found = swept(net, data, tt.Exact(chunk=5, verify="all"))
+    net.zero_grad()
+    assert found.equals(held(net, data, 29)) == ALL
+    assert all(torch.equal(found.buffers[b], before.buffers[b]) for b in before.buffers)
+
+
+class Restless(Rotation):
+    """Says itself where it starts: a trial would find it out."""
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, HIDDEN, dtype=self.turn.dtype)
+
+    def size(self) -> float:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.play(x * self.size(), state)
+
+
+class PythonRandom(Restless):
+    def size(self) -> float:
+        return random.uniform(0.5, 1.5)
+
+
+class NumpyRandom(Restless):
+    def size(self) -> float:
+        return np.random.default_rng().uniform(0.5, 1.5)
+
+
+class CountsCalls(Restless):
+    calls = 0
+
+    def size(self) -> float:
+        self.calls += 1
+        return self.calls
+
+
+class WarmsUp(Restless):
+    """Another function on its first call, and only then."""
+
+    warm = False
+
+    def size(self) -> float:
+        warm, self.warm = self.warm, True
+        return 1.0 if warm else 2.0
+
+
+UNREPEATABLE = pytest.mark.parametrize("make", [PythonRandom, NumpyRandom, CountsCalls])
+
+
+def judged(make: Callable[[], nn.Module], policy: tt.Exact) -> list[tt.Update]:
+    data = Given.draw(23, 2, 0)
+    return list(tt.updates(tt.carry(make().double()), [data.chunk], nn.MSELoss(), gradient=policy))
+
+
+@UNREPEATABLE
+def test_module_that_does_not_repeat_is_refused_with_what_to_do(make: Callable[[], nn.Module]) -> None:
+    advice = r" differ by [0-9.e+-]+ in the sum of the outputs\. .*draw them from torch.*keep it in the state or in a buffer.*verify='off'"
+    for policy in (tt.Exact(chunk=5), tt.Exact(chunk=5, verify="all")):
+        with pytest.raises(ModelError, match="the forward pass does not repeat: run again, steps 15 to 19 of the stretch" + advice):
+            judged(make, policy)
+
+
+@UNREPEATABLE
+def test_module_that_does_not_repeat_passes_where_that_is_meant_or_nothing_is_run_again(make: Callable[[], nn.Module]) -> None:
+    assert len(judged(make, tt.Exact(chunk=5, verify="off"))) == 1
+    assert len(judged(make, tt.Exact(chunk=23, verify="all"))) == 1
+
+
+class RestlessReadout(HidesLayer):
+    """Its state repeats, its outputs do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.uniform(0.5, 1.5)
+
+
+class RestlessMemory(Restless):
+    """Its outputs repeat, one leaf of its state does not."""
+
+    def initial_state(self, lanes: int) -> Any:
+        return {"h": super().initial_state(lanes), "mood": torch.zeros(lanes, 1)}
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, h = self.play(x, state["h"])
+        return y, {"h": h, "mood": torch.full_like(state["mood"], random.random())}
+
+
+class WarmsUpReadout(HidesLayer):
+    """Other outputs on its first call, and only then."""
+
+    warm = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        warm, self.warm = self.warm, True
+        return super().forward(x) * (1.0 if warm else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [(RestlessReadout, "in the sum of the outputs"), (RestlessMemory, "in leaf 'mood' of the state")],
+    ids=["outputs", "state"],
+)
+def test_outputs_and_states_are_compared_apart(make: Callable[[], nn.Module], where: str) -> None:
+    for verify in ("first", "all"):
+        with pytest.raises(ModelError, match=rf"run again, steps 15 to 19 of the stretch differ by [0-9.e+-]+ {where}\. Something"):
+            judged(make, tt.Exact(chunk=5, verify=verify))
+    assert len(judged(make, tt.Exact(chunk=5, verify="off"))) == 1
+
+
+@pytest.mark.parametrize("make", [WarmsUp, WarmsUpReadout])
+def test_every_piece_is_compared_if_asked(make: Callable[[], nn.Module]) -> None:
+    assert len(judged(make, tt.Exact(chunk=5))) == 1  # the first comparison is that of the last piece but one
+    with pytest.raises(ModelError, match="does not repeat: run again, steps 0 to 4 of the stretch"):
+        judged(make, tt.Exact(chunk=5, verify="all"))
+    with pytest.raises(ModelError, match="does not repeat: run again, steps 0 to 11 of the stretch"):
+        judged(make, tt.Exact(chunk=12))  # of two pieces it is that of the first
+
+
+def test_sound_modules_pass_every_comparison() -> None:
+    for make in (TensorState, HidesLayer, NoisyState):
+        assert len(judged(make, tt.Exact(chunk=5, verify="all"))) == 1
+
+
+def test_refusal_leaves_gradients_alone() -> None:
+    net, data = tt.carry(CountsCalls().double()), Given.draw(23, 2, 0)
+    with pytest.raises(ModelError, match="does not repeat"):
+        next(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5)))
+    assert all(p.grad is None for p in net.parameters())
+
+
+class Grows(Restless):
+    """One leaf of its state is all that it has heard."""
+
+    def initial_state(self, lanes: int) -> Any:
+        return {"h": super().initial_state(lanes), "heard": torch.zeros(lanes, 0, dtype=torch.float64)}
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, h = self.play(x, state["h"])
+        return y, {"h": h, "heard": torch.cat([state["heard"], x[:, :, 0].T], dim=1)}
+
+
+class Widens(Restless):
+    """One leaf of its state begins in single precision."""
+
+    def initial_state(self, lanes: int) -> Any:
+        return {"h": super().initial_state(lanes), "heard": torch.zeros(lanes, 1)}
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, h = self.play(x, state["h"])
+        return y, {"h": h, "heard": state["heard"].double() + x[:, :, :1].sum(0)}
+
+
+class Multiplies(Restless):
+    """It keeps every state that it ever had."""
+
+    def initial_state(self, lanes: int) -> Any:
+        return [super().initial_state(lanes)]
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, h = self.play(x, state[-1])
+        return y, [*state, h]
+
+
+SWEEPS: dict[str, Callable[[tt.Carried, Given], object]] = {
+    "exact": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))),
+    "in one piece": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=23))),
+    "randomized": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(10))),
+    "rollout": lambda net, data: tt.rollout(net, data.x, chunk=5),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Grows, r"'heard' is \(2, \d+\) torch\.float64 now and was \(2, 0\) torch\.float64 at the start.*give the leaf its full size"),
+        (Widens, r"'heard' is \(2, 1\) torch\.float64 now and was \(2, 1\) torch\.float32 at the start.*must not grow or change type"),
+    ],
+)
+@pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
+def test_state_that_grows_is_refused_naming_the_leaf(
+    sweep: Callable[[tt.Carried, Given], object], make: Callable[[], nn.Module], reason: str
+) -> None:
+    """States at the edges lie side by side; a truncation, which keeps none, carries them on."""
+    net, data = tt.carry(make().double()), Given.draw(23, 2, 0)
+    with pytest.raises(StateError, match="state leaf " + reason):
+        sweep(net, data)
+    assert all(p.grad is None for p in net.parameters())
+    assert len(list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(5)))) == 5
+
+
+@pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
+def test_state_that_becomes_more_leaves_is_refused(sweep: Callable[[tt.Carried, Given], object]) -> None:
+    net, data = tt.carry(Multiplies().double()), Given.draw(23, 2, 0)
+    with pytest.raises(StateError, match="the state has the leaves"):
+        sweep(net, data)
+
+
+@dataclass
+class Drifting:
+    """A recording that reads differently each time."""
+
+    name: str = "drifting"
+
+    def __len__(self) -> int:
+        return 40
+
+    def read(self, start: int, stop: int) -> Steps:
+        return Steps(np.random.default_rng().normal(size=(stop - start, FEATURES)), np.zeros((stop - start, 2)))
+
+
+def test_data_that_read_differently_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"does not repeat.*data that read differently"):
+        next(tt.updates(tt.carry(TensorState().double()), tt.Stream(Drifting(), 1, 8), nn.MSELoss(), gradient=tt.Exact(chunk=8)))
+
+
+def held_in_autocast(net: tt.Carried, data: Given, chunk: int) -> tuple[Weights, Any]:
+    """Forward pass and losses under autocast, each chunk with casts of its own; the backward pass outside, as torch recommends."""
+    torch.manual_seed(11)
+    state, losses = start(net, data.x), list[Tensor]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for x, resets, targets, mask in zip(*(part.split(chunk) for part in (data.x, data.resets, data.targets, data.mask)), strict=True):
+            torch.clear_autocast_cache()
+            y, state = net(x, state, resets)
+            losses.append(nn.functional.mse_loss(y[mask], targets[mask]) * (int(mask.sum()) / int(data.mask.sum())))
+    torch.stack(losses).sum().backward()
+    return gradients(net), state
+
+
+def in_autocast(net: tt.Carried, data: Given, dtype: torch.dtype | None = torch.bfloat16) -> tuple[Weights, tt.Update]:
+    torch.manual_seed(11)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5, verify="all"))
+    return gradients(net), update
+
+
+@pytest.mark.parametrize("name", ["dropout on outputs", "noise on the state", "batch norm", "spectral norm"])
+def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast(name: str) -> None:
+    data = together(Given.draw(29, 2, 0, 0.05, 0.3))
+    data = Given(data.x.float(), data.targets.float(), data.resets, data.mask)
+    expected, state = held_in_autocast(changing(name, torch.float32), data, 5)
+    found, update = in_autocast(changing(name, torch.float32), data)
+    assert apart(found, expected) < 1e-7
+    assert states_apart(update.state, state) == 0
+    assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
+    assert update.outputs.dtype == torch.bfloat16
+    assert apart(in_autocast(changing(name, torch.float32), data, None)[0], expected) > 1e-4  # the same without autocast
