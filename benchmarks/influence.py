@@ -99,7 +99,7 @@ def one_run(row: Row, seed: int) -> float:
 
 
 def influence(lag: int) -> float:
-    """d s_1 / d theta, `lag` steps after theta was changed."""
+    """D s_1 / d theta, `lag` steps after theta was changed."""
     net = Balance()
     y, _ = net(torch.zeros(lag, 1, 1), torch.ones(1, STATES, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(y[-1, 0, 0], [net.theta])

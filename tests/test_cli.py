@@ -204,6 +204,11 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(trained: tu
         (["train", "{data}", "--task", "classify", "--targets", "x", "--inputs", "label"], "the inputs hold text, such as 'low'"),
         (["train", "{data}", "--task", "regress", "--targets", "label", "--inputs", "x"], "the targets hold text, such as 'low'"),
         (["train", "{data}", "--task", "regress", "--targets", "x", "--horizon", "5", "--inputs", "note"], "horizon=5 is below stride=100"),
+        (
+            ["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--horizon", "5", "--inputs", "note"],
+            "exact and horizon=5 are both given: the exact gradient cuts no credit",
+        ),
+        (["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--stride", "5"], "the exact gradient has no stride"),
         (["train", "{data}.missing.csv", "--task", "regress"], "no such file"),
         (["train", "{data}", "--task", "regress", "--config", "{config}"], "unknown key 'strides', did you mean 'stride'?"),
         (["train", "--task", "regress"], "'data' is missing"),
@@ -256,8 +261,12 @@ def test_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) -> Non
     assert found["chance"] - 0.1 < windows <= found["best"] + 0.01
     assert f"{stream:.3f}" in said
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 6
     HTMLParser().feed(page)
+    audit = found["audit"]
+    assert [row["horizon"] for row in audit["audit"]["rows"]] == [10, 25, 50, 100, 400]
+    assert audit["reach"]["loss"] < min(audit["reach"]["contexts"].values()) / 2  # only a carried state knows the mode
+    assert f"99% of it goes back {audit['reach']['shares']['0.99']} frames or fewer" in said
 
 
 def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it() -> None:

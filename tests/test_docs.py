@@ -48,7 +48,7 @@ def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code in {0, None}, capsys.readouterr().err
-    assert len(mine) == 3
+    assert len(mine) == 4
     assert np.load(tmp_path / "200.npy").shape == (900, 3)
 
 

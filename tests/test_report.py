@@ -46,6 +46,11 @@ CHARTS = {
     "lines": curve(1, 2, 3, marks=[Mark(2.5, NASTY), Mark(1, NASTY, "x"), Mark(1.1, NASTY, "x")]),
     "lines cut": curve(1, 2, 1e250, y_range=(0, 2)),
     "lines log": curve(1, 2, 3, log_x=True),
+    "lines log both": curve(1e-9, 0, 1e3, log_x=True, log_y=True, marks=[Mark(1e-3, NASTY), Mark(-1, NASTY)]),
+    "lines log hardly moving": curve(3, 3, log_y=True),
+    "lines log nothing": curve(0, -1, math.nan, log_y=True),
+    "lines log cut": curve(1e-30, 1, 1e-3, log_y=True, y_range=(1e-4, 1)),
+    "lines dots": curve(1, 2, math.nan, 1e250, y_range=(0, 2), dots=True),
     "lines empty": lines([], title="t", description="d", x_label="x", y_label="y"),
     "lines of nothing": curve(math.nan, math.inf),
     "lines one point": curve(5),
@@ -194,6 +199,29 @@ def test_nan_breaks_the_line() -> None:
 def test_nan_breaks_the_envelope() -> None:
     (d,) = curves(curve(*[1.0] * 5000, math.nan, *[2.0] * 5000))
     assert d.count("M") == 2
+
+
+def test_a_decade_is_as_high_as_any_other_on_a_logarithmic_axis() -> None:
+    (d,) = curves(curve(1e-4, 1e-3, 1e-2, 1e-1, log_y=True))
+    heights = [y for _, y in points(d)]
+    assert [round(a - b, 1) for a, b in pairwise(heights)] == [80.0] * 3
+    (linear,) = curves(curve(1e-4, 1e-3, 1e-2, 1e-1))
+    assert heights != [y for _, y in points(linear)]
+
+
+def test_a_zero_is_a_gap_on_a_logarithmic_axis_however_many_points_there_are() -> None:
+    assert curves(curve(1, 0, 2, 3, log_y=True))[0].count("M") == 2
+    (d,) = curves(curve(*[1.0] * 5000, 0.0, *[2.0] * 5000, log_y=True))
+    assert d.count("M") == 2
+
+
+def test_dots_mark_every_point_once() -> None:
+    def circles(svg: str) -> list[tuple[str, str]]:
+        return [(e.attrib["cx"], e.attrib["cy"]) for e in drawing(svg).iter(f"{SVG}circle")]
+
+    assert len(circles(curve(1, 2, 3))) == 1
+    dotted = circles(curve(1, 2, math.nan, 3, dots=True))
+    assert len(dotted) == len(set(dotted)) == 3
 
 
 def test_point_between_two_gaps_is_a_dot() -> None:
@@ -355,9 +383,10 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         (lambda: Table(["a"], [["x", 1]], "c"), DataError),
         (lambda: curve(1, y_range=(1, 1)), ConfigError),
         (lambda: curve(1, y_range=(0, math.nan)), ConfigError),
+        (lambda: curve(1, y_range=(0, 1), log_y=True), ConfigError),
         (lambda: strip([], [Band("b", [0])], title="t", description="d", x_label="x", y_label="y"), ConfigError),
     ],
-    ids=["series of two lengths", "ragged table", "empty range", "range of NaN", "bands without classes"],
+    ids=["series of two lengths", "ragged table", "empty range", "range of NaN", "logarithmic range from zero", "bands without classes"],
 )
 def test_what_cannot_be_drawn_is_refused(make: object, error: type[Exception]) -> None:
     assert callable(make)

@@ -18,11 +18,8 @@ def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(pl
     steps, stride, more, refresh, first = plan
     found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
     assert [step for w in found for step in range(w.counted, w.stop)] == list(range(steps))
-    if more or refresh:
-        assert all(w.start == max(0, w.stop - stride - more) for w in found)
-        assert all(w.lead == max(0, w.start - refresh) for w in found)
-    else:
-        assert all(w.lead == w.start == w.counted for w in found)
+    assert all(w.start == (max(0, w.stop - stride - more) if more else w.counted) for w in found)
+    assert all(w.lead == max(0, w.start - refresh) for w in found)
 
 
 @given(plans)

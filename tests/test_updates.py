@@ -136,9 +136,7 @@ def test_a_place_without_its_state_is_refused() -> None:
 
 
 def test_a_place_of_another_policy_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"belongs to Truncated\(stride=6, horizon=12,.*these updates to Truncated\(stride=6, horizon=15,"
-    ):
+    with pytest.raises(DataError, match=r"belongs to Truncated\(stride=6, horizon=12,.*these updates to Truncated\(stride=6, horizon=15,"):
         run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, lambda place: place | {"gradient": repr(tt.Truncated(6, 12))})
 
 

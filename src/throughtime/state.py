@@ -93,8 +93,20 @@ def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, .
     return _rebuild(state, mapped)
 
 
+def arranged(state: State, like: State) -> State:
+    """The same state in the structure of another: keys in its order.
+
+    Raises:
+        StateError: a different structure; the place is named.
+    """
+    return map_leaves(lambda _, leaf: leaf, like, state)
+
+
 def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list[tuple[str, State]]:
     found = _children(other, path)
+    by_name = dict(found)
+    if isinstance(other, Mapping) and by_name.keys() == {name for name, _ in branches}:  # the order of keys says nothing
+        found = [(name, by_name[name]) for name, _ in branches]
     if [name for name, _ in found] != [name for name, _ in branches]:
         raise StateError(f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and {[n for n, _ in found]}")
     return found

@@ -3,7 +3,9 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -227,6 +229,7 @@ class ChunkQueue:
             _refuse_sampler(cast("DataLoader[Any]", chunks))
         self._again = chunks if isinstance(chunks, Sequence) else None
         self._kind = type(chunks).__name__
+        self._starts = [0, *accumulate(c.steps for c in self._again or () if isinstance(c, Chunk))]  # pyright: ignore[reportUnnecessaryIsInstance]
         self._chunks = iter(chunks)
         self._waiting: list[Chunk] = []
         self._last: Chunk | None = None
@@ -246,23 +249,23 @@ class ChunkQueue:
         return min(steps, self._wait_for(steps))
 
     def read(self, start: int, stop: int) -> Chunk:
-        parts: list[Chunk] = []
-        at = 0
-        for chunk in self._readable():
-            if at < stop and at + chunk.steps > start:
-                parts.append(chunk.between(max(0, start - at), stop - at))
-            at += chunk.steps
-        return join(parts)
+        chunks = self._readable()
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, stop)
+        return join(
+            [chunks[i].between(max(0, start - self._starts[i]), stop - self._starts[i]) for i in range(first, min(last, len(chunks)))]
+        )
 
     def unbroken(self) -> int:
-        at = 0
-        for chunk in self._readable():
-            starts = (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
-            later = [at + step for step in starts if at + step > self.position]
-            if later:
-                return later[0] - self.position
-            at += chunk.steps
-        return at - self.position
+        chunks = self._readable()
+        for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
+            chunk, at = chunks[i], self._starts[i]
+            if chunk.any_reset:
+                fresh = (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
+                later = [at + step for step in fresh if at + step > self.position]
+                if later:
+                    return later[0] - self.position
+        return self._starts[-1] - self.position
 
     def _readable(self) -> Sequence[Chunk]:
         if self._again is None:

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, demo."""
+"""The commands: train, eval, predict, audit, demo."""
 
 import signal
 from collections.abc import Sequence
@@ -11,14 +11,17 @@ from rich.table import Table
 
 from throughtime import __version__
 from throughtime import state as trees
+from throughtime.cli.audit import horizons_in, print_audit
 from throughtime.cli.progress import Progress, duration
 from throughtime.errors import ConfigError
 from throughtime.report import of_demo, of_run
 from throughtime.run import demo as demos
 from throughtime.run.assess import assess
+from throughtime.run.audit import Question, look_at
 from throughtime.run.config import make_config, read_toml
 from throughtime.run.folder import Folder
 from throughtime.run.model import load_model
+from throughtime.run.threads import one_thread, small
 from throughtime.run.train import Training, begin
 from throughtime.run.write import initial_state, open_recording, predict_to_file
 from throughtime.score import Figures
@@ -62,6 +65,12 @@ def train(  # every setting is a flag
     lanes: Annotated[int | None, typer.Option(help="Recordings played side by side. [default: 16]")] = None,
     stride: Annotated[int | None, typer.Option(help="Steps between two updates. [default: 100]")] = None,
     horizon: Annotated[int | None, typer.Option(help="Steps that credit may flow back, at least the stride. [default: the stride]")] = None,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--no-exact", help="The exact gradient in flat memory, no horizon. [default: no-exact]")
+    ] = None,
+    segment: Annotated[
+        int | None, typer.Option(help="With --exact: steps between two updates. [default: to where all lanes start a recording]")
+    ] = None,
     warm_up: Annotated[int | None, typer.Option(help="First steps of a recording whose loss does not count. [default: 0]")] = None,
     train_on: Annotated[
         str | None, typer.Option(help="stream, or windows: shuffled windows of a stride from a zero state, to compare. [default: stream]")
@@ -119,6 +128,9 @@ def _announce(training: Training) -> None:
         f"inputs {', '.join(spec.inputs)}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}",
         highlight=False,
     )
+    if training.config.exact and training.config.segment is None:
+        count = training.epoch_updates
+        out.print(f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every N steps, credit cut between them")
     if training.count:
         out.print(f"resumed at update {training.count}")
 
@@ -208,10 +220,39 @@ def predict(
     net, spec = load_model(Folder(run).model)
     source = open_recording(recording, spec)
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
-    after = predict_to_file(net, spec, source, to, state=state, missing=missing)
+    with one_thread(when=small(spec, lanes=1)):
+        after = predict_to_file(net, spec, source, to, state=state, missing=missing)
     if state_out is not None:
         trees.save(after, state_out)
     out.print(f"{len(source):,} frames from {recording} to {to}")
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    data: Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")] = None,
+    split: Annotated[str | None, typer.Option(help="Which split: train, valid, ..., all. [default: train; for other data as eval]")] = None,
+    horizons: Annotated[
+        str | None, typer.Option(help="Horizons to audit, separated by commas. [default: 50,200,800 and the run's own]")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Steps between two updates. [default: each horizon is its own]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of every lane to look at. [default: 8 times the longest horizon]")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Recordings played side by side. [default: as in training]")] = None,
+    max_lag: Annotated[int, typer.Option(help="Steps back that the gradient is traced.")] = 1000,
+    tolerance: Annotated[float, typer.Option(help="Largest relative bias to put up with.")] = 0.1,
+    missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: as in training]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cpu]")] = None,
+) -> None:
+    """Measure what truncating the gradient costs a trained model, and put it into its report."""
+    folder = Folder(run)
+    question = Question(None if horizons is None else horizons_in(horizons), stride, steps, lanes, max_lag, tolerance)
+    look = look_at(folder, question, data, split, device, missing)
+    out.print(look.describe())
+    found = look.go()
+    found.write(folder.audit)
+    print_audit(out, found, folder.read_config())
+    of_run.write_report(folder)
+    out.print(f"{folder.audit} and {folder.report} written")
 
 
 @app.command()
@@ -238,4 +279,5 @@ def demo(
     for row in demos.summary(found):
         table.add_row(*row)
     out.print(table)
+    out.print(demos.credit(found))
     out.print(f"the pictures are in {of_demo.write_report(found, to)}")

@@ -116,7 +116,7 @@ class Adaptive:
         if not wanted:
             return
         begin = source.position
-        start = None if progress.edge is None else progress.state
+        start = progress.state if begin else progress.edge  # at the start of an epoch the initial state, with its graph
         read = Probe(
             net, lambda a, b: source.read(begin + a, begin + b), steps, start, Objective(objective.loss_fn), Room("512MB", "auto", None)
         )
@@ -131,7 +131,7 @@ class Adaptive:
 
     def _choose(self) -> None:
         """Growth at once, shrinking slowly."""
-        enough = self.max
+        enough = max((self.horizon, *self.biases))  # none that was measured is enough: the longest of them, not one nobody looked at
         for horizon in reversed(self.biases):
             if not self.biases[horizon] <= self.tolerance:
                 break

@@ -27,7 +27,7 @@ from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.replay import unnoticed
 from throughtime.gradient.schedule import Course, Window
-from throughtime.gradient.stretch import Stretch, lane_norms
+from throughtime.gradient.stretch import Stretch
 from throughtime.gradient.sweep import Adjoint, Piece, Sweep, Verify
 from throughtime.state import State
 
@@ -40,13 +40,11 @@ class Comparison:
         loss: the mean loss of the stretch.
         exact: the exact gradient, one tensor for each weight.
         truncated: that of each truncation.
-        norms: `(edges, B)`, norm of the exact gradient that crossed each edge, from the last to the first.
     """
 
     loss: float
     exact: list[Tensor]
     truncated: list[list[Tensor]]
-    norms: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Probe:
     def compare(self, plans: Sequence[Sequence[Window]]) -> Comparison:
         """The exact gradient and that of every plan; generators, buffers and `.grad` stay as they were."""
         first = self.read(0, 1)
-        with unnoticed(self.net, first.inputs.device):
+        with torch.enable_grad(), unnoticed(self.net, first.inputs.device):
             entering = trees.detach(self.net.initial_state(first.lanes, like=first.inputs)) if self.state is None else self.state
             length = self.room.length(self.net, self.steps, lambda n: self.read(0, n), entering, self.objective)
             contenders = [schedule.courses(plan) for plan in plans]
@@ -110,17 +108,13 @@ def _compare(stretch: Stretch, objective: Objective, contenders: Sequence[Sequen
     sums = [Gathered(weights_of(stretch.sweep.net)) for _ in range(len(contenders) + 1)]
     flows = [Flow(exact, sums[0]), *(Flow(course, sums[i]) for i, courses in enumerate(contenders, 1) for course in courses)]
     edges = sorted({edge for courses in contenders if len(courses) > 1 for course in courses for span in course.spans for edge in span})
-    norms: list[Tensor] = []
     total = 0.0
     for piece in stretch.sweep.backward():
         losses = stretch.losses(piece, objective, edges)
         total += sum(loss.item() for loss in losses.values())
         for flow in flows:
             flow.through(piece, losses, stretch.sweep.gates(piece.index), last=flow is flows[-1])
-        crossing = lane_norms(flows[0].adjoint or [])
-        if piece.index:
-            norms.append(torch.zeros(piece.chunk.lanes) if crossing is None else crossing)
         del piece, losses
     objective.check_depends(sums[0].sums)
     found = [s.dense() for s in sums]
-    return Comparison(total, found[0], found[1:], torch.stack(norms) if norms else torch.zeros(0, stretch.chunk.lanes))
+    return Comparison(total, found[0], found[1:])

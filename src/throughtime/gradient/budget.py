@@ -21,7 +21,7 @@ from throughtime.gradient.replay import unnoticed
 from throughtime.gradient.schedule import Size
 from throughtime.state import State
 
-TRIAL = (16, 48)  # steps; the difference of two lengths is free of what every graph has
+TRIAL = 48  # steps at most; the difference to a third of them is free of what every graph has
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Room:
         if self.chunk != "auto":
             return min(self.chunk, steps)
         size = measure(net, lambda wanted: first(min(wanted, steps)), state, objective)
-        return schedule.best_chunk(steps, size, schedule.bytes_in(self.memory), kept=self.offload is None)
+        sweet = None if trees.tensors(state)[0].is_cuda else schedule.SWEET_SPOT
+        return schedule.best_chunk(steps, size, schedule.bytes_in(self.memory), kept=self.offload is None, sweet=sweet)
 
 
 _known: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], Size]]" = WeakKeyDictionary()
@@ -67,29 +68,27 @@ def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective
 
     Saved tensors are counted by storage; what a custom autograd function keeps elsewhere is not seen.
     """
-    step = first(1)
-    autocast = torch.is_autocast_enabled(step.inputs.device.type)
+    chunk = first(TRIAL)
+    autocast = torch.is_autocast_enabled(chunk.inputs.device.type)
     weights = tuple((weight.dtype, weight.requires_grad) for weight in net.parameters())
-    key = (step.inputs.shape[1:], step.inputs.dtype, net.training, autocast, weights, objective is None)
+    key = (chunk.inputs.shape, chunk.inputs.dtype, net.training, autocast, weights, objective is None)
     known = _known.setdefault(net, {})
     if key not in known:
-        size, whole = _measure(net, first, state, objective)
-        if not whole:  # too few steps to say much about longer stretches
-            return size
-        known[key] = size
+        known[key] = _measure(net, chunk, state, objective)
     return known[key]
 
 
-def _measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> tuple[Size, bool]:
+def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> Size:
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
-    short, long = (first(steps) for steps in TRIAL)
+    long = Chunk.of(long.inputs, long.targets)  # without what differs from place to place, so that a resumed run measures the same
+    short = long.between(0, -(-long.steps // 3))
     with unnoticed(net, short.inputs.device):
         less, few = _graph(net, short, state, objective)
         if long.steps == short.steps:
-            return Size(less / short.steps, 0, edge, few / short.steps), False
+            return Size(less / short.steps, 0, edge, few / short.steps)
         more, many = _graph(net, long, state, objective)
     step = (more - less) / (long.steps - short.steps)
-    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps)), long.steps == TRIAL[1]
+    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps))
 
 
 def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> tuple[int, int]:

@@ -93,7 +93,11 @@ class Exact:
 
     def describe(self) -> str:
         """The setting in words."""
-        every = "an update for every recording" if self.segment is None else f"an update every {self.segment} steps"
+        every = (
+            "an update for every recording (with several lanes, where all of them start one)"
+            if self.segment is None
+            else f"an update every {self.segment} steps"
+        )
         return f"{every}, credit back through {'all of it' if self.segment is None else 'all of them'}"
 
     def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:

@@ -30,11 +30,17 @@ class Gate:
 
     def __call__(self, state: State) -> State:
         """The same state, its gradient passing this gate."""
+        if self.watch is not None and torch.is_grad_enabled():  # what has no graph yet has a gradient all the same
+            state = trees.map_leaves(lambda leaf: leaf if leaf.requires_grad else _leaf(leaf), state)
         alive = [leaf.requires_grad for leaf in trees.tensors(state)]
         if not any(alive):
             return state
         passed = iter(_Pass.apply(self, alive, *(leaf for leaf in trees.tensors(state) if leaf.requires_grad)))
         return trees.map_leaves(lambda leaf: next(passed) if leaf.requires_grad else leaf, state)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(trees.differentiable(value))
 
 
 class _Pass(torch.autograd.Function):

@@ -24,8 +24,9 @@ class Gathered:
             if gradient is None:
                 continue
             total = self.sums[i]
-            if total is None:
-                self.sums[i] = gradient.clone() if scale == 1 else gradient * scale
+            if total is None:  # half precision would lose what many pieces add
+                kept = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+                self.sums[i] = kept.clone() if kept is gradient and scale == 1 else kept * scale
             elif total.is_sparse or gradient.is_sparse:
                 self.sums[i] = total + gradient * scale
             else:
@@ -33,7 +34,11 @@ class Gathered:
 
     def dense(self) -> list[Tensor]:
         """Every sum, zeros where nothing was added."""
-        return [torch.zeros_like(w) if s is None else s.to_dense() for w, s in zip(self.weights, self.sums, strict=True)]
+        return [torch.zeros_like(w) if s is None else s.to_dense() for w, s in zip(self.weights, self.result(), strict=True)]
+
+    def result(self) -> list[Tensor | None]:
+        """Every sum in the type of its weight."""
+        return [None if s is None else s.to(w.dtype) for w, s in zip(self.weights, self.sums, strict=True)]
 
     def faulty(self) -> str | None:
         """The name of the first weight whose gradient is not finite."""
@@ -45,7 +50,7 @@ class Gathered:
 
     def deliver(self) -> None:
         """Adds the sums to `.grad`, through autograd."""
-        chosen = [(w, s) for w, s in zip(self.weights, self.sums, strict=True) if s is not None]
+        chosen = [(w, s) for w, s in zip(self.weights, self.result(), strict=True) if s is not None]
         if chosen:
             with torch.enable_grad():
                 _Delivery.apply([s for _, s in chosen], *[w for w, _ in chosen]).backward()
@@ -90,5 +95,12 @@ def hooks_held(weights: Sequence[Tensor]) -> Generator[None]:
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
     """The norm of all of them together."""
-    squares = [t.detach().double().square().sum() for t in tensors if t is not None]
+    squares = [wide(t.detach().abs()).square().sum() for t in tensors if t is not None]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def wide(values: Tensor) -> Tensor:
+    """The values in double precision, where the device has it."""
+    if values.is_complex():
+        return values if values.device.type == "mps" else values.to(torch.complex128)
+    return values.float() if values.device.type == "mps" else values.double()

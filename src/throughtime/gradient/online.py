@@ -26,7 +26,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, RunError, StateError
 from throughtime.gradient import schedule
 from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, hooks_held, weights_of
@@ -92,14 +92,19 @@ class Online:
     def _influence(self, progress: Progress, weights: Sequence[Tensor]) -> Tensor:
         """`(B, n, P)`, zeros at the start of an epoch."""
         leaves = _floating(progress.state)
+        if any(leaf.is_complex() for leaf in leaves):
+            raise StateError(
+                "tt.Online carries the influence on real states only; keep real and imaginary part as two leaves, or take tt.Exact"
+            )
         lanes, size = len(leaves[0]), sum(leaf[0].numel() for leaf in leaves)
         count = sum(weight.numel() for weight in weights)
         if lanes * size > self.max_state:
             needed = schedule.in_bytes(lanes * size * count * leaves[0].element_size())
             raise ConfigError(
                 f"the state has {size} numbers in each of {lanes} lanes, above max_state={self.max_state}: its dependence on {count:,} "
-                f"weights takes {needed}, and {lanes * size} backward passes for every {self.stride} steps. Take fewer lanes or a smaller "
-                f"net, tt.Exact or tt.Randomized, or, if that is what you want, max_state={lanes * size}."
+                f"weights takes {needed}, some five times that while it moves on, and {lanes * size} backward passes for every "
+                f"{self.stride} steps. Take fewer lanes or a smaller net, tt.Exact or tt.Randomized, or, if that is what you want, "
+                f"max_state={lanes * size}."
             )
         if progress.influence is not None:
             return progress.influence
@@ -111,6 +116,7 @@ class Online:
         loss = objective.loss(piece.outputs, piece.chunk)
         gathered = Gathered(named)
         pulled = piece.pull(gathered.weights, [(objective.scaled(loss), None)], None, keep=True)
+        objective.check_depends([*pulled.weights, *pulled.adjoint])
         gathered.add(pulled.weights)
         adjoint = _rows([torch.zeros_like(leaf) if a is None else a for leaf, a in _pairs(piece.before, pulled.adjoint)])
         gathered.add(_like(gathered.weights, torch.einsum("bn,bnp->p", adjoint, influence)))

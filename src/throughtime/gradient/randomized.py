@@ -7,8 +7,9 @@ gradient as its mean, at fixed weights, for any chances c_t < 1. They are chosen
 with probability S(l) = (1 + l/s)^-alpha: a polynomial, not a geometric, law, whose weights 1/S(l) grow slower than any
 exponential decay of the credit they multiply, so that the variance stays finite however long the memory.
 
-An update at every cut, of the losses since the last one, weighted by its length over the mean length: an update of
-a short stretch must not count as much as one of a long stretch. To be confused neither with `Truncated(jitter=True)`,
+An update at every cut: the sum of the losses since the last one, over the mean number of steps between cuts (of all lanes) and
+not over its own, for an update of a short stretch must not count as much as one of a long stretch. Where few steps count,
+gradients are smaller accordingly. To be confused neither with `Truncated(jitter=True)`,
 which moves the cuts and stays biased, nor with random horizons without weights, which are biased as well.
 
 References: C. Tallec and Y. Ollivier, Unbiasing truncated backpropagation through time (2017).
@@ -149,7 +150,7 @@ class Randomized:
         if not stretch.valid:
             return None, after
         clip = Clip(None, objective.scale(stretch.outputs), stretch.chunk)
-        loss = stretch.descend(objective, clip, begin, weight=chunk.steps / self.mean_horizon)
+        loss = stretch.descend(objective, clip, begin, weight=stretch.mass / (self.mean_horizon * chunk.lanes))
         swept = clip.swept(length)
         return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, swept), after
 

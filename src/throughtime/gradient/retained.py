@@ -83,6 +83,8 @@ def _back(
     """Adds the gradient of the newest stride's loss to `.grad`; returns the loss, detached."""
     objective.check_weights(outputs, chunk)
     loss = objective.loss(outputs.requires_grad_(), chunk)
+    if not loss.requires_grad:
+        objective.check_depends([])
     gathered = Gathered(weights_of(net, objective.loss_fn))
     with hooks_held(gathered.weights):
         dy, *own = torch.autograd.grad(objective.scaled(loss), [outputs, *gathered.weights], allow_unused=True)

@@ -167,7 +167,7 @@ class _Rollout(torch.autograd.Function):
         dx = torch.zeros_like(x) if x.requires_grad else None
         with ctx.autocast:
             adjoint = _back(ctx.sweep, plan, dy, adjoint, gathered, dx)
-        return None, dx, *adjoint, *gathered.sums
+        return None, dx, *adjoint, *gathered.result()
 
 
 def _back(sweep: Sweep, plan: Plan, dy: Tensor | None, adjoint: Adjoint, gathered: Gathered, dx: Tensor | None) -> Adjoint:

@@ -30,19 +30,15 @@ class Window(NamedTuple):
     keep: int
 
 
-def window(lead: int, counted: int, stop: int, following: int, horizon: int, refresh: int = 0) -> Window:
-    """The window that counts the losses from `counted` to before `stop`, when the next one counts `following` steps.
+def window(lead: int, counted: int, stop: int, ahead: Callable[[int], int], stride: int, horizon: int, refresh: int = 0) -> Window:
+    """The window that counts the losses from `counted` to before `stop`; `ahead` tells how many of the next steps there are.
 
     It reaches back `horizon` steps from its end, or to `lead`, where the state is known: a last window shorter than the
-    stride sees back as far as any other.
+    stride sees back as far as any other, except where `horizon == stride` and no step is run twice with a graph.
     """
-    keep = max(lead, stop + following - horizon - refresh)
-    return Window(lead, max(lead, stop - horizon), counted, stop, min(stop, keep))
-
-
-def follows(stride: int, horizon: int, refresh: int, ahead: Callable[[int], int]) -> int:
-    """How many steps the next window counts, where this one must know; without overlap nothing is run twice."""
-    return ahead(stride) if horizon > stride or refresh else stride
+    if horizon == stride:
+        return Window(lead, counted, counted, stop, max(lead, stop - refresh))
+    return Window(lead, max(lead, stop - horizon), counted, stop, min(stop, max(lead, stop + ahead(stride) - horizon - refresh)))
 
 
 def windows(steps: int, stride: int, horizon: int, *, refresh: int = 0, first: int | None = None) -> Iterator[Window]:
@@ -58,7 +54,7 @@ def windows(steps: int, stride: int, horizon: int, *, refresh: int = 0, first: i
     while counted < steps:
         stop = min(counted + (stride if counted or first is None else first), steps)
         left = steps - stop
-        found = window(lead, counted, stop, follows(stride, horizon, refresh, lambda n, left=left: min(n, left)), horizon, refresh)
+        found = window(lead, counted, stop, lambda wanted, left=left: min(wanted, left), stride, horizon, refresh)
         yield found
         lead, counted = found.keep, stop
 
@@ -143,10 +139,10 @@ class Size(NamedTuple):
         return self.fixed + chunk * self.step + (self.edge * math.ceil(steps / chunk) if kept else self.edge)
 
 
-def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True) -> int:
+def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True, sweet: float | None = SWEET_SPOT) -> int:
     """The piece length that runs fastest within `budget` bytes.
 
-    A graph of some 16 MB stays near the processor and makes the cost of a call small. Where the edge states of so short
+    On a CPU (`sweet`) a graph of some 16 MB stays near the processor and makes the cost of a call small. Where the edge states of so short
     pieces do not fit, the shortest that fit are taken; the least memory of all is needed near sqrt(steps * edge / step).
 
     Raises:
@@ -160,7 +156,7 @@ def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True) -> i
     leanest = _leanest(steps, size) if kept else 1
     if size.of(steps, leanest, kept=kept) > budget:
         raise ConfigError(_too_small(steps, leanest, size, budget, kept))
-    fast = min(steps, max(1, int(SWEET_SPOT / max(size.step, 1))))
+    fast = steps if sweet is None else min(steps, max(1, int(sweet / max(size.step, 1))))
     if size.of(steps, fast, kept=kept) > budget:
         fast = _nearest_fitting(fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget)
     return even(steps, fast)

@@ -88,7 +88,7 @@ class Stretch:
             total = total + step.loss
             gathered.add(step.gradients, weight)
         objective.check_depends(gathered.sums)
-        if objective.scaler is None and gathered.faulty() is not None:
+        if objective.scaler is None and (gathered.faulty() is not None or not bool(total.isfinite())):
             self._blame(objective, crossing, begin, gathered)
         gathered.deliver()
         return total
@@ -111,9 +111,10 @@ class Stretch:
         for step in self._back(objective, crossing, gathered.weights):
             pairs = zip(gathered.names, step.gradients, strict=True)
             faulty = [name for name, g in pairs if g is not None and not bool(g.to_dense().isfinite().all())]
-            if faulty and (found is None or not bool(step.loss.isfinite())):
+            sound = bool(step.loss.isfinite())
+            if not sound or (faulty and found is None):
                 start, stop = (begin + bound for bound in self.sweep.bounds[step.index : step.index + 2])
-                found = not_finite(faulty[0], start, stop, step.chunk, step.loss.item())
+                found = not_finite(faulty[0] if faulty else "loss_fn", start, stop, step.chunk, step.loss.item())
         raise RunError(found or "the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
 
 
@@ -129,14 +130,17 @@ class _Step:
 
 def lane_norms(adjoint: Adjoint) -> Tensor | None:
     """The norm of each lane over all leaves, `(B,)`; `None` if no credit comes."""
-    found = [leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in adjoint if leaf is not None]
+    found = [leaf.detach().abs() for leaf in adjoint if leaf is not None]
+    found = [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in found]
     squares = [leaf.reshape(len(leaf), -1).square().sum(1) for leaf in found]
     return torch.stack(squares).sum(0).sqrt() if squares else None
 
 
 def scaled(adjoint: Adjoint, factors: Tensor) -> Adjoint:
     """Every lane times its factor, `(B,)`."""
-    return [None if a is None else a * factors.to(a.dtype).view(-1, *[1] * (a.dim() - 1)) for a in adjoint]
+    return [
+        None if a is None else a * factors.to(a.real.dtype if a.is_complex() else a.dtype).view(-1, *[1] * (a.dim() - 1)) for a in adjoint
+    ]
 
 
 def taken(source: Source, bounds: Sequence[int]) -> Iterator[Chunk]:

@@ -30,8 +30,8 @@ from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, ModelError
 from throughtime.gradient.edges import Edges, Offload
 from throughtime.gradient.gate import Gate
-from throughtime.gradient.gather import hooks_held
-from throughtime.gradient.replay import Replay, unnoticed
+from throughtime.gradient.gather import hooks_held, wide
+from throughtime.gradient.replay import Replay, generators, set_generators, unnoticed
 from throughtime.state import State
 
 Adjoint: TypeAlias = Sequence[Tensor | None]  # one for each leaf of a state
@@ -132,8 +132,11 @@ class Sweep:
         for index, chunk in enumerate(chunks):
             if index == 0:
                 self._replay = Replay(self.net, chunk.inputs.device)
+                self._replay.note()  # before the initial state, which may be drawn
                 state = trees.detach(self._initial(chunk) if state is None else state)
-            self._note(index, state)
+                self._edges.put(0, state)
+            else:
+                self._note(index, state)
             if graph and index == len(self) - 1:
                 self._last = self._run(index, chunk)
                 y, state = self._last.outputs, self._last.after
@@ -181,7 +184,7 @@ class Sweep:
                 self._noted.restore(index)
                 piece = self._run(index, self._read(self.bounds[index], self.bounds[index + 1]))
                 if self._verify == "all" or (self._verify == "first" and index == recomputed - 1):
-                    self._compare(piece)
+                    self._compare(piece.index, piece.chunk, piece.outputs, piece.after)
                 yield piece
                 del piece
 
@@ -198,45 +201,59 @@ class Sweep:
 
     def _play(self, index: int, chunk: Chunk, inputs: Tensor, state: State) -> tuple[Tensor, State]:
         """Runs a piece from gate to gate; without a graph too, since a net may draw random numbers once for each call."""
-        begin, gates = self.bounds[index], self.gates(index)
+        begin, gates, entering = self.bounds[index], self.gates(index), state
         outputs: list[Tensor] = []
         for start, stop in pairwise(sorted({begin, *gates, self.bounds[index + 1]})):
             part = chunk.between(start - begin, stop - begin)
             state = gates[start](state) if start in gates else state
             y, state = self.net(inputs[start - begin : stop - begin], state, part.resets if part.any_reset else None)
             outputs.append(y)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), trees.arranged(state, entering)
 
-    def _compare(self, piece: Piece) -> None:
-        """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss."""
-        outputs = piece.outputs.detach()
-        noted = self._sums.get(piece.index, _total(outputs))  # the last piece ran with its graph and was not noted
+    def _compare(self, index: int, chunk: Chunk, outputs: Tensor, after: State) -> None:
+        """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss.
+
+        Kernels that keep a graph may round otherwise, and a chaotic net makes much of that: what differs is run once more
+        without a graph, as it was the first time.
+        """
+        if self._differs(index, outputs, after) is None:
+            return
+        now = generators(self._noted.device)
+        self._noted.restore(index)
+        with torch.no_grad():
+            outputs, after = self._play(index, chunk, chunk.inputs, self._edges.get(index))
+        set_generators(now, self._noted.device)
+        found = self._differs(index, outputs, after)
+        if found is not None:
+            raise ModelError(_not_repeated(*found, *self.bounds[index : index + 2]))
+
+    def _differs(self, index: int, outputs: Tensor, after: State) -> tuple[str, float] | None:
+        """What is not as it was in the forward pass, and by how much."""
+        outputs = outputs.detach()
+        noted = self._sums.get(index, _total(outputs))  # the last piece ran with its graph and was not noted
         apart = (_total(outputs) - noted).abs()
-        room = tolerance(outputs) * outputs.abs().sum(dtype=torch.float64).clamp(min=1.0)
+        room = tolerance(outputs) * wide(outputs.abs()).sum().clamp(min=1.0)
         if bool(noted.isfinite()) and not apart <= room:
-            raise ModelError(_not_repeated("the sum of the outputs", apart.item(), *self.bounds[piece.index : piece.index + 2]))
-        expected = dict(trees.leaves(self._edges.get(piece.index + 1)))
-        for name, leaf in trees.leaves(piece.after):
-            want = expected[name].abs().double()
-            apart = (leaf.detach() - expected[name]).abs().double()
-            if not leaf.numel() or not bool(want.isfinite().all()):
-                continue  # nothing to compare; what is not finite is found in the gradient
-            if not apart.max() <= tolerance(leaf) * want.max().clamp(min=1.0):
-                raise ModelError(
-                    _not_repeated(f"leaf '{name}' of the state", apart.max().item(), *self.bounds[piece.index : piece.index + 2])
-                )
+            return "the sum of the outputs", apart.item()
+        expected = dict(trees.leaves(self._edges.get(index + 1)))
+        for name, leaf in trees.leaves(after):
+            want, far = wide(expected[name].abs()), wide((leaf.detach() - expected[name]).abs())
+            sound = leaf.numel() and bool(want.isfinite().all())  # what is not finite is found in the gradient
+            if sound and not far.max() <= tolerance(leaf) * want.max().clamp(min=1.0):
+                return f"leaf '{name}' of the state", far.max().item()
+        return None
 
 
 def _total(y: Tensor) -> Tensor:
-    return y.detach().to(torch.promote_types(y.dtype, torch.float64)).sum()
+    return wide(y.detach()).sum()
 
 
 def _not_repeated(what: str, apart: float, start: int, stop: int) -> str:
     return (
         f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch differ by {apart:.2g} in "
-        f"{what}. Something it depends on has changed in between: random numbers from Python or NumPy (draw "
-        "them from torch), a counter or cache in an attribute (keep it in the state or in a buffer), data that read differently, or "
-        "cuDNN's own dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
+        f"{what}. Something it depends on has changed in between: random numbers from Python or NumPy (draw them from torch), a "
+        "counter or cache in an attribute (keep it in the state or in a buffer), data that read differently, or cuDNN's own "
+        "dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
     )
 
 

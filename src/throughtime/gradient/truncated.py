@@ -101,7 +101,7 @@ class Truncated:
         """The next stride that has a valid step; strides without one only carry the state on."""
         while (chunk := source.take(self._steps(source))) is not None:
             chunk, since = self._warmed_up(chunk, progress)
-            if self._retains(net, chunk, objective, progress):
+            if self._retains(net, source.position - chunk.steps, chunk, objective, progress):
                 update, progress = kept_update(net, chunk, source.position, objective, progress, self.stride, self._horizon)
             else:
                 update, progress = self._advance(net, chunk, source, objective, progress)
@@ -123,12 +123,14 @@ class Truncated:
     def _steps(self, source: Source) -> int:
         return int(torch.randint(1, self.stride + 1, ())) if self.jitter and source.position == 0 else self.stride
 
-    def _retains(self, net: Carried, chunk: Chunk, objective: Objective, progress: Progress) -> bool:
+    def _retains(self, net: Carried, begin: int, chunk: Chunk, objective: Objective, progress: Progress) -> bool:
         """Whether graphs are kept: as asked for, or where that is faster and the copies of the weights are small."""
         if self.graphs == "recompute" or self._horizon == self.stride:
             return False
-        if self.graphs == "retain":
+        if self.graphs == "retain" or progress.graphs:
             return True
+        if begin:  # decided once, at the start of an epoch
+            return False
         size = measure(net, lambda wanted: chunk.between(0, wanted), progress.state, objective)
         copies = sum(weight.nbytes for weight in net.parameters()) * -(-self._horizon // self.stride)
         return size.tensors >= 1 and copies < size.step * self._horizon
@@ -137,8 +139,7 @@ class Truncated:
         self, net: Carried, chunk: Chunk, source: Source, objective: Objective, progress: Progress
     ) -> tuple[Update | None, Progress]:
         counted = sum(c.steps for c in progress.past)
-        following = schedule.follows(self.stride, self._horizon, self.refresh, source.ahead)
-        plan = schedule.window(0, counted, counted + chunk.steps, following, self._horizon, self.refresh)
+        plan = schedule.window(0, counted, counted + chunk.steps, source.ahead, self.stride, self._horizon, self.refresh)
         whole = join((*progress.past, chunk))
         edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
         if not chunk.valid:

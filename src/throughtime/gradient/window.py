@@ -49,6 +49,8 @@ def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:
         end = kept = state
         for start, stop in pairwise(sorted({0, plan.start, plan.keep, plan.stop})):
             part = steps.between(start, stop)
+            if start == plan.start:
+                forget_casts(steps.inputs)  # older torch keeps casts made without a graph
             with nullcontext() if start >= plan.start else torch.no_grad():
                 y, end = net(part.inputs, end, part.resets if part.any_reset else None)
             kept = end if stop == plan.keep else kept

@@ -26,9 +26,9 @@ from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient.bias import Comparison, Probe
 from throughtime.gradient.budget import Room
 from throughtime.gradient.edges import Offload
-from throughtime.gradient.gather import norm, weights_of
-from throughtime.gradient.sweep import Verify
-from throughtime.probe.place import Place, axes_of
+from throughtime.gradient.gather import norm, weights_of, wide
+from throughtime.gradient.sweep import Verify, check_verify
+from throughtime.probe.place import Place, axes_of, plain
 from throughtime.state import State
 
 HORIZONS = (50, 200, 800, 3200)  # looked at unless others are asked for, as far as the stretch is longer
@@ -44,7 +44,7 @@ class Truncation:
         bias: |g_h - g| / |g|, over all parameters.
         cosine: of the angle between g_h and g.
         norm: |g_h| / |g|.
-        updates: updates in the stretch.
+        updates: updates in the stretch; a stride without a step that counts makes none.
         by_parameter: the bias of each parameter by itself, by its name.
     """
 
@@ -79,7 +79,7 @@ class Audit:
         """The shortest horizon from which on no audited one has a bias above `tolerance`; `None` if the longest has."""
         found = None
         for row in reversed(self.rows):
-            if row.bias > tolerance:
+            if not row.bias <= tolerance:
                 break
             found = row.horizon
         return found
@@ -96,8 +96,8 @@ class Audit:
         return "\n".join([head, *lines, exact, foot])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for any logger."""
-        return asdict(self)
+        """Plain numbers, for any logger; `None` for what is not finite."""
+        return plain(asdict(self))
 
     def plot(self, axes: Any = None) -> Any:
         """Bias and cosine over the horizon; returns matplotlib's axes.
@@ -172,6 +172,7 @@ def audit(
     place = Place.of(net, stream, steps, state)
     room = Room(memory, chunk, offload)
     room.check()
+    check_verify(verify)
     wanted = _horizons(horizons, stride, place.steps)
     plans = [list(schedule.windows(place.steps, stride or horizon, horizon)) for horizon in wanted]
     objective = Objective(loss_fn)
@@ -190,8 +191,9 @@ def summary(
             "the exact gradient is not finite (NaN or infinite): nothing can be compared with it. tt.updates with tt.Exact() names the "
             "chunk and the parameter"
         )
+    valid = place.valid()
     rows = tuple(
-        _row(horizon, stride or horizon, len(plan), gradient, found.exact, names)
+        _row(horizon, stride or horizon, sum(valid[w.stop] > valid[w.counted] for w in plan), gradient, found.exact, names)
         for horizon, plan, gradient in zip(horizons, plans, found.truncated, strict=True)
     )
     return Audit(place.steps, place.stream.lanes, found.loss, size, rows)
@@ -201,7 +203,7 @@ def _row(horizon: int, stride: int, updates: int, gradient: list[Tensor], exact:
     apart = [g - e for g, e in zip(gradient, exact, strict=True)]
     biases = {name: _ratio(norm([a]), norm([e])) for name, a, e in zip(names, apart, exact, strict=True)}
     sizes = norm(gradient), norm(exact)
-    inner = sum((g.double() * e.double()).sum().item() for g, e in zip(gradient, exact, strict=True))
+    inner = sum((wide(g).conj() * wide(e)).real.sum().item() for g, e in zip(gradient, exact, strict=True))
     return Truncation(horizon, stride, _ratio(norm(apart), sizes[1]), _ratio(inner, sizes[0] * sizes[1]), _ratio(*sizes), updates, biases)
 
 
@@ -223,7 +225,7 @@ def _line(row: Truncation) -> str:
 def _horizons(asked: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
     wanted = sorted(set(HORIZONS if asked is None else asked))
     if asked is None:
-        wanted = [h for h in wanted if (stride or 1) <= h < steps] or [max(1, steps // 2)]
+        wanted = [h for h in wanted if (stride or 1) <= h < steps] or [max(stride or 1, steps // 2)]
     if not wanted:
         raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in wanted:

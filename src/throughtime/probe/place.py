@@ -1,5 +1,6 @@
 """Where a probe looks: steps of a stream, read without moving it, on the net's device."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from throughtime.chunk import Chunk, Readable
 from throughtime.errors import DataError, MissingExtraError, ModelError
 from throughtime.gradient.schedule import whole
 from throughtime.state import State
+
+_BLOCK = 4096  # steps read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,15 @@ class Place:
         """The steps `start` to before `stop` of the stretch."""
         return self.stream.read(self.begin + start, self.begin + min(stop, self.steps)).to(self.device)
 
+    def valid(self) -> list[int]:
+        """Valid steps before each step, over all lanes; one entry more than steps."""
+        found = [0]
+        for start in range(0, self.steps, _BLOCK):
+            block = self.stream.read(self.begin + start, self.begin + min(start + _BLOCK, self.steps))
+            before = found[-1] - block.marks.counted[block.start]
+            found += [before + counted for counted in block.marks.counted[block.start + 1 : block.stop + 1]]
+        return found
+
     def inner(self, begin: int, steps: int, state: State) -> "Place":
         """A part of the stretch."""
         return Place(self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device)
@@ -66,3 +78,12 @@ def axes_of(axes: Any) -> Any:
     except ImportError as error:
         raise MissingExtraError("plot() draws with matplotlib: pip install 'throughtime[plot]'") from error
     return plt.subplots()[1]
+
+
+def plain(value: Any) -> Any:
+    """Numbers as JSON knows them: what is not finite becomes `None`."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,10 +25,11 @@ from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient.budget import Room
 from throughtime.gradient.gate import Gate
+from throughtime.gradient.gather import wide
 from throughtime.gradient.replay import unnoticed
 from throughtime.gradient.stretch import Stretch, lane_norms, scaled
 from throughtime.gradient.sweep import Adjoint, Piece, Sweep
-from throughtime.probe.place import Place, axes_of
+from throughtime.probe.place import Place, axes_of, plain
 from throughtime.state import State
 
 _PIECE = 64  # steps: an adjoint is made of norm one again before it leaves float32's range
@@ -120,8 +121,8 @@ class Reach:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for any logger."""
-        return asdict(self)
+        """Plain numbers, for any logger; `None` for what is not finite."""
+        return plain(asdict(self))
 
     def plot(self, axes: Any = None) -> Any:
         """Norms over the lag, of the whole state and of each leaf; returns matplotlib's axes.
@@ -191,7 +192,7 @@ def reach(
     objective = Objective(loss_fn)
     lags = list(range(every, max(every, min(max_lag, place.steps - 1)) + 1, every))
     profile = Profile(net, objective, lags, every, chunk)
-    with unnoticed(net, place.device):
+    with torch.enable_grad(), unnoticed(net, place.device):
         for number, (window, entering) in enumerate(_windows(net, place, lags[-1], -(-anchors // stream.lanes))):
             profile.look(window, entering, torch.Generator().manual_seed(seed + number))
     if not profile.anchors:
@@ -292,16 +293,17 @@ class Profile:
         if not self.names:
             self.names = self.net.leaf_names(entering)
             self.sums = torch.zeros(1 + len(self.names), len(self.lags), dtype=torch.float64)
-        self._credit(anchors, entering)
+        self._credit(anchors, entering, draw)
         self._contexts(anchors, whole.steps - spread)
         self.anchors += len(anchors.lanes)
 
-    def _credit(self, anchors: Anchors, entering: State) -> None:
+    def _credit(self, anchors: Anchors, entering: State, draw: torch.Generator) -> None:
         chunk = anchors.chunk
         norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
-        gates = {at: Gate() for at in range(0, chunk.steps, self.every)}
+        gates = {at: Gate() for at in sorted({step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1})}
+        open_eyes = [True]
         for at, gate in gates.items():
-            gate.watch = Watch(norms[at])
+            gate.watch = Watch(norms[at], open_eyes)
         length = min(_PIECE, self.room.length(self.net, chunk.steps, lambda n: chunk.between(0, n), entering, self.objective))
         sweep = Sweep(self.net, schedule.pieces(chunk.steps, length), chunk.between, entering, gates=gates)
         stretch = Stretch.played(sweep, (chunk.between(a, b) for a, b in pairwise(sweep.bounds)), self.objective)
@@ -311,20 +313,20 @@ class Profile:
             losses = list(stretch.losses(piece, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
             credit = piece.pull([], [(loss, None) for loss in losses], credit, keep=True).adjoint
-            for gate in gates.values():
-                gate.watch = None
-            pure = self._grow(piece, pure)
-            for at, gate in gates.items():
-                gate.watch = Watch(norms[at])
+            open_eyes[0] = False
+            pure = self._grow(piece, pure, draw)
+            open_eyes[0] = True
             del losses, piece
         self._enter(norms * len(anchors.lanes), anchors)
 
-    def _grow(self, piece: Piece, pure: Adjoint | None) -> Adjoint | None:
-        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew."""
+    def _grow(self, piece: Piece, pure: Adjoint | None, draw: torch.Generator) -> Adjoint | None:
+        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew; a lane that lost it gets another."""
         leaves = trees.tensors(piece.after)
-        fresh = pure is None
-        if pure is None:
-            pure = [torch.randn_like(leaf) if leaf.requires_grad else None for leaf in leaves]
+        fresh = [
+            torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device) if leaf.requires_grad else None for leaf in leaves
+        ]
+        first = pure is None
+        pure = fresh if pure is None else _refilled(pure, fresh)
         norms = lane_norms(pure)
         if norms is None:
             return None
@@ -333,20 +335,20 @@ class Profile:
         if after is None:
             return None
         whole = ~piece.chunk.resets.any(dim=0) & (after > 0)
-        if not fresh or piece.index == 0:  # the first piece turns a random direction into the leading one
+        if not first or piece.index == 0:  # the first piece turns a random direction into the leading one
             self.growth.append((after.log() / piece.chunk.steps)[whole].double().cpu())
-        return scaled(pulled, torch.where(after > 0, 1 / after, 0.0))
+        return pulled
 
     def _enter(self, norms: Tensor, anchors: Anchors) -> None:
         """Adds norms by place in the window to the sums by lag."""
+        lags = torch.tensor(self.lags)
         for lane, step, oldest in zip(anchors.lanes, anchors.at, anchors.oldest, strict=True):
-            for place in range(-(-oldest // self.every) * self.every, step + 1, self.every):
-                index = (step - place) // self.every
-                if index < len(self.lags):
-                    leaves = norms[place, :, lane]
-                    self.sums[0, index] += leaves.square().sum().sqrt()
-                    self.sums[1:, index] += leaves
-                    self.seen[index] += 1
+            places = step + 1 - lags
+            there = places >= oldest
+            leaves = norms[places[there], :, lane].T
+            self.sums[0, there] += leaves.square().sum(0).sqrt()
+            self.sums[1:, there] += leaves
+            self.seen[there] += 1
 
     def _contexts(self, anchors: Anchors, most: int) -> None:
         for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
@@ -359,6 +361,8 @@ class Profile:
     def summary(self) -> Reach:
         """The figures."""
         count = int((self.seen > 0).sum())
+        if not count:
+            raise DataError("none of the losses looked at has a past: every one is at the first step of its recording")
         means = (self.sums[:, :count] / self.seen[:count]).tolist()
         lags = tuple(self.lags[:count])
         growth = torch.cat(self.growth) if self.growth else torch.zeros(0)
@@ -384,11 +388,24 @@ class Watch:
     """Writes the norm of each leaf's adjoint, lane by lane, into `rows` `(leaves, B)`."""
 
     rows: Tensor
+    looks: list[bool]  # one flag for all of them
 
     def __call__(self, adjoint: Sequence[Tensor | None]) -> None:
+        if not self.looks[0]:
+            return
         for row, leaf in zip(self.rows, adjoint, strict=True):
             if leaf is not None:
-                row.copy_(leaf.detach().reshape(len(leaf), -1).double().square().sum(1).sqrt())
+                row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).square().sum(1).sqrt())
+
+
+def _refilled(pure: Adjoint, fresh: Adjoint) -> Adjoint:
+    """The adjoint, with fresh numbers in the lanes where nothing is left of it."""
+    norms = lane_norms(pure)
+    if norms is None:
+        return fresh
+    left = (norms > 0) & norms.isfinite()
+    pairs = zip(pure, fresh, strict=True)
+    return [f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f) for p, f in pairs]
 
 
 def _within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:

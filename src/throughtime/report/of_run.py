@@ -3,27 +3,28 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import DataError, RunError
-from throughtime.gradient import Truncated
+from throughtime.report import of_audit
 from throughtime.report.page import Facts, Figure, Page, Section, Table, Text, render
 from throughtime.report.svg import Band, Series, bars, lines, strip
 from throughtime.run.assess import recordings_for
+from throughtime.run.audited import Audited
 from throughtime.run.config import Config
 from throughtime.run.folder import Folder
 from throughtime.run.model import Spec, load_model
+from throughtime.run.policy import policy_of
 from throughtime.run.stretch import Stretch, stretch
 
 Row = dict[str, Any]
 
 
 def write_report(folder: Folder) -> Path:
-    """Writes `report.html` from what is in the folder; a split's scores appear once `eval` has made them."""
+    """Writes `report.html` from what is in the folder; scores and audit appear once `eval` and `audit` have made them."""
     config, rows = folder.read_config(), folder.read_metrics()
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
         raise RunError(f"{folder.metrics}: the lines that a report is made of are missing; {folder.report.name} was not written")
@@ -31,8 +32,9 @@ def write_report(folder: Folder) -> Path:
     names = tuple(spec.score().figures())
     sections = [
         Section("The run", [_facts(config, rows), *map(Text, _in_words(config, spec, rows[0]))]),
-        Section("Learning", list(_curves(rows, names))),
+        Section("Learning", list(_curves(config, rows, names))),
         *_scores(folder, rows, names),
+        *_audited(folder, config, rows[-1]["update"]),
         Section("A stretch of signal", [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")]),
         Section("Settings", [_settings(config)]),
     ]
@@ -70,13 +72,13 @@ def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
     warm = f" The first {config.warm_up} steps after a reset only warm the state up; their loss does not count." if config.warm_up else ""
     return [
         f"{found} {start}{warm}",
-        f"Gradient: {Truncated(config.stride, config.horizon).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.",
+        f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.",
         "Scores are those of whole recordings, played from first step to last with the state carried, as the model is deployed.",
         f"Inputs ({spec.features}) are standardised with the training split's mean and deviation, which are kept in the model.",
     ]
 
 
-def _curves(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
+def _curves(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
     train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
     steps = [float(row["update"]) for row in train]
     first, last = (train[0]["loss"], train[-1]["loss"]) if train else (math.nan, math.nan)
@@ -100,7 +102,11 @@ def _curves(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
     )
     return [
         Figure(loss, "The loss that is minimised, averaged over the updates since the last log line."),
-        Figure(metric, "Training figures are those of a single update and therefore noisy; validation plays whole recordings."),
+        Figure(
+            metric,
+            f"Training figures are those of {'the last chunk of an update' if config.exact else 'a single update'} and therefore noisy; "
+            "validation plays whole recordings.",
+        ),
     ]
 
 
@@ -143,6 +149,19 @@ def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Ro
     return [table, Figure(picture, "Recordings differ: a mean over all steps hides the ones on which a model fails.")]
 
 
+def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
+    """What `audit` found, if it has looked at the run."""
+    if not folder.audit.is_file():
+        return []
+    found = Audited.read(folder.audit)
+    where = f"Measured on {found.looked_at()} of the split '{found.split}' of {Path(found.data).name}"
+    if found.update is not None:
+        where += f", with the weights of update {found.update:,}"
+        where += f"; the run has gone on to update {updates:,} since" if found.update < updates else ""
+    parts = [Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."), *of_audit.pictures(found, found.own(config))]
+    return [Section("Where the gradient goes", [*parts, of_audit.table(found.audit)])]
+
+
 def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:
     """The liveliest part of the first recording of a split, if it is still there."""
     try:
@@ -179,9 +198,5 @@ def _values_drawn(shown: Stretch, spec: Spec, where: str) -> str:
 
 
 def _settings(config: Config) -> Table:
-    rows = [
-        [key, ", ".join(value) if isinstance(value, tuple) else str(value)]
-        for key, value in asdict(config).items()
-        if value not in (None, ())
-    ]
+    rows = [[key, ", ".join(value) if isinstance(value, tuple) else str(value)] for key, value in config.settings().items() if value != ()]
     return Table(["setting", "value"], rows, "config.toml of this run; every key is also a flag of throughtime train.", numeric=())

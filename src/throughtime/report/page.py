@@ -213,19 +213,22 @@ def extent(values: Sequence[float], *, log: bool = False) -> Range:
     return (low / 2, low * 2) if log else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
 
 
-def axis_range(values: Sequence[float], given: Range | None = None) -> Range:
-    """What an axis shows: what is asked for, or all values and up to the next ticks."""
+def axis_range(values: Sequence[float], given: Range | None = None, *, log: bool = False) -> Range:
+    """What an axis shows: what is asked for, or all values and up to the next ticks, powers of ten on a logarithmic axis."""
+    if given is None and log:
+        low, high = extent(values, log=True)
+        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
     if given is None:
         every = ticks(*extent(values))
         return every[0], every[-1]
-    if not (drawn(given[0]) and drawn(given[1]) and given[0] < given[1]):
-        raise ConfigError(f"range {given}: expected two finite numbers, the lower one first")
+    if not (drawn(given[0], log=log) and drawn(given[1]) and given[0] < given[1]):
+        raise ConfigError(f"range {given}: expected two finite numbers{' above 0' if log else ''}, the lower one first")
     return given
 
 
 def width(*texts: str) -> float:
-    """A generous guess at the width of the widest: wide scripts take about twice the room."""
-    return max((sum(7.4 if ord(c) < 0x1100 else 14 for c in text) for text in texts), default=0.0)
+    """A generous guess at the width of the widest: digits are wide in some fonts, and wide scripts take about twice the room."""
+    return max((sum(8.3 if c.isdigit() else 7.4 if ord(c) < 0x1100 else 14 for c in text) for text in texts), default=0.0)
 
 
 def shorten(text: str, most: int) -> str:

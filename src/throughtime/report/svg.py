@@ -109,6 +109,8 @@ def lines(
     y_label: str,
     y_range: Range | None = None,
     log_x: bool = False,
+    log_y: bool = False,
+    dots: bool = False,
     marks: Sequence[Mark] = (),
 ) -> str:
     """Curves over one axis, told apart by dashes and colours, each with its last value at its end.
@@ -121,20 +123,23 @@ def lines(
         y_label: what y is, with its unit.
         y_range: what of y to show, default all; what lies beyond is cut off.
         log_x: a logarithmic x axis; a point at or below zero is a gap.
+        log_y: the same for y.
+        dots: a dot at every point, for curves of a few.
         marks: lines of reference; the axes reach far enough to show them, unless `y_range` says otherwise.
     """
-    spots = [[(a, b) for a, b in zip(s.x, s.y, strict=True) if drawn(a, log=log_x) and drawn(b)] for s in series]
-    across = [m for m in marks if m.axis != "x" and drawn(m.value)]
+    spots = [[(a, b) for a, b in zip(s.x, s.y, strict=True) if drawn(a, log=log_x) and drawn(b, log=log_y)] for s in series]
+    across = [m for m in marks if m.axis != "x" and drawn(m.value, log=log_y)]
     upright = [m for m in marks if m.axis == "x" and drawn(m.value, log=log_x)]
-    y_range = axis_range([b for line in spots for _, b in line] + [m.value for m in across], y_range)
+    y_range = axis_range([b for line in spots for _, b in line] + [m.value for m in across], y_range, log=log_y)
     x_range = extent([a for line in spots for a, _ in line] + [m.value for m in upright], log=log_x)
     head, top = _head(title, [(_stroke(i, "M0 0h22"), s.name) for i, s in enumerate(series)])
     ends = numbers([line[-1][1] for line in spots if line], 3)
-    x = _Scale(*x_range, _margin(y_range), WIDTH - max(24.0, width(*ends) + 14), log_x)
+    x = _Scale(*x_range, _margin(y_range, log=log_y), WIDTH - max(24.0, width(*ends) + 14), log_x)
     reference, plot_top = _upright(upright, x, top + 30, 240)
-    y = _Scale(*y_range, plot_top + 240, plot_top)
+    y = _Scale(*y_range, plot_top + 240, plot_top, log_y)
     body = [head, _muted(0, top + 12, y_label), _axes(x, y, y.start, x_label), reference]
     body += [_clip(x, y), *(_stroke(i, _path(s.x, s.y, x, y), clip=True) for i, s in enumerate(series)), _across(across, x, y)]
+    body += [_dot(i, a, b, x, y) for i, line in enumerate(spots) for a, b in line[: -1 if dots else 0]]
     body += [_ends([line[-1] for line in spots if line], [i for i, line in enumerate(spots) if line], ends, x, y)]
     return _chart(y.start + 46, title, description, body if any(spots) else [*body, _empty(x, y)])
 
@@ -236,9 +241,9 @@ class _Scale:
         return list(zip(inside, says, strict=True))
 
 
-def _margin(y_range: Range) -> float:
+def _margin(y_range: Range, *, log: bool = False) -> float:
     """The room that the labels of a y axis need."""
-    return width(*(label for _, label in _Scale(*y_range, 0, 0).ticks)) + 10
+    return width(*(label for _, label in _Scale(*y_range, 0, 0, log).ticks)) + 10
 
 
 def _n(value: float) -> str:
@@ -274,6 +279,7 @@ def _block(i: int, x: float, y: float, wide: float, height: float) -> str:
 def _path(xs: Sequence[float], ys: Sequence[float], x: _Scale, y: _Scale) -> str:
     """The `d` of a line; beyond `_MANY` points, of its envelope. A point between two gaps is a dot."""
     places = [x(a) if drawn(a, log=x.log) else math.inf for a in xs]
+    ys = [b if drawn(b, log=y.log) else math.nan for b in ys]
     kept = envelope([int(p) if drawn(p) else -1 for p in places], ys) if len(xs) > _MANY else range(len(xs))
     parts, pen = list[str](), "M"
     for i in kept:
@@ -341,10 +347,14 @@ def _ends(spots: Sequence[tuple[float, float]], colours: Sequence[int], texts: S
     """The last value of each line, beside its last point."""
     heights = _spread([y(min(max(b, y.low), y.high)) + 4.5 for _, b in spots], 16, y.stop + 4, y.start + 4)
     return "".join(
-        (f'<circle cx="{_n(x(a))}" cy="{_n(y(b))}" r="3.2" style="fill:{_colour(i)}"/>' if y.low <= b <= y.high else "")
-        + _text(x(a) + 8, at, text, _HALO.replace('style="', f'style="fill:{_colour(i)};'))
+        _dot(i, a, b, x, y) + _text(x(a) + 8, at, text, _HALO.replace('style="', f'style="fill:{_colour(i)};'))
         for (a, b), i, text, at in zip(spots, colours, texts, heights, strict=True)
     )
+
+
+def _dot(i: int, a: float, b: float, x: _Scale, y: _Scale) -> str:
+    """A point of series `i`, unless it lies above or below the picture."""
+    return f'<circle cx="{_n(x(a))}" cy="{_n(y(b))}" r="3.2" style="fill:{_colour(i)}"/>' if y.low <= b <= y.high else ""
 
 
 def _spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:

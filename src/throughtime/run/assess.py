@@ -1,7 +1,7 @@
 """Scoring a finished run on whole recordings, and keeping what came out in its folder."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from throughtime import files
@@ -10,7 +10,8 @@ from throughtime.run import data as datasets
 from throughtime.run.config import Config, make_config
 from throughtime.run.folder import Folder
 from throughtime.run.model import Spec, load_model
-from throughtime.run.train import scored
+from throughtime.run.threads import one_thread, small
+from throughtime.run.train import EVALUATION_LANES, scored
 from throughtime.stream import Recording
 
 
@@ -32,6 +33,11 @@ def usual_split(data: Path | None, config: Config) -> str:
     return "valid" if data is None else "all"
 
 
+def adjusted(config: Config, missing: str | None) -> Config:
+    """The settings of a run, inputs that are not finite treated as asked for now."""
+    return config if missing is None else make_config({**config.settings(), "missing": missing}, source="the command line")
+
+
 def assess(folder: Folder, data: Path | None, split: str | None, missing: str | None) -> tuple[str, Evaluation]:
     """Scores the run's model on a split of `data` (default: its own) and writes `scores-SPLIT.json`; returns the split's name too.
 
@@ -39,13 +45,12 @@ def assess(folder: Folder, data: Path | None, split: str | None, missing: str | 
         RunError: the folder holds no run that reached a checkpoint.
         DataError: no such split, or recordings that the model does not fit.
     """
-    config = folder.read_config()
-    if missing is not None:
-        config = make_config({**{k: v for k, v in asdict(config).items() if v is not None}, "missing": missing}, source="the command line")
-    config = replace(config, device="cpu")
+    config = replace(adjusted(folder.read_config(), missing), device="cpu")
     net, spec = load_model(folder.model)
     split = split or usual_split(data, config)
-    found = scored(net, spec, recordings_for(spec, data or Path(config.data), split, config), config)
+    recordings = recordings_for(spec, data or Path(config.data), split, config)
+    with one_thread(when=small(spec, min(len(recordings), EVALUATION_LANES))):
+        found = scored(net, spec, recordings, config)
     content = {
         "split": split,
         "data": str(data or config.data),

@@ -29,6 +29,10 @@ class Config:
         lanes: recordings played side by side.
         stride: steps between two updates.
         horizon: steps that credit may flow back; default: the stride.
+        exact: the exact gradient of each recording or segment, in flat memory, instead of a truncated one; it has neither stride
+            nor horizon.
+        segment: with `exact`, steps between two updates, credit cut between them: the gradient of as long a stride, in flat memory;
+            default: an update where all lanes start a recording, which with several lanes is mostly once an epoch.
         warm_up: first steps of a recording whose loss does not count.
         train_on: the unbroken stream, or shuffled windows of `stride` steps from a zero state, for comparison.
         updates: how many updates; or give `epochs`.
@@ -57,6 +61,8 @@ class Config:
     lanes: int = 16
     stride: int = 100
     horizon: int | None = None
+    exact: bool = False
+    segment: int | None = None
     warm_up: int = 0
     train_on: Literal["stream", "windows"] = "stream"
     updates: int | None = None
@@ -80,6 +86,7 @@ class Config:
                 ("layers", 1),
                 ("lanes", 1),
                 ("stride", 1),
+                ("segment", 1),
                 ("warm_up", 0),
                 ("seed", 0),
                 ("updates", 1),
@@ -99,13 +106,36 @@ class Config:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:
             faults.append("updates and epochs are both given: one of them says when to stop")
+        faults += self._faults_of_gradient()
         if faults:
             raise ConfigError("; ".join(faults))
 
+    def _faults_of_gradient(self) -> list[str]:
+        """What the exact gradient does not go together with."""
+        if not self.exact:
+            alone = f"segment={self.segment} belongs to the exact gradient: add exact (--exact), or say stride for a truncated one"
+            return [alone] if self.segment is not None else []
+        faults: list[str] = []
+        if self.horizon is not None:
+            faults.append(
+                f"exact and horizon={self.horizon} are both given: the exact gradient cuts no credit, so it has no horizon. Leave one of "
+                "them out"
+            )
+        if self.train_on == "windows":
+            faults.append(
+                "exact and train_on='windows' are both given: credit ends where a window does, and within one it is exact already. "
+                "Leave one of them out"
+            )
+        return faults
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are set and play a part: the exact gradient has no stride."""
+        return {key: value for key, value in asdict(self).items() if value is not None and not (self.exact and key == "stride")}
+
     def to_toml(self) -> str:
-        """The settings as TOML; what is `None` is left out."""
-        rows = ((key, list(value) if isinstance(value, tuple) else value) for key, value in asdict(self).items())
-        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows if value is not None)
+        """The settings as TOML, those that play no part left out."""
+        rows = ((key, list(value) if isinstance(value, tuple) else value) for key, value in self.settings().items())
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -136,6 +166,11 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
         if key in kinds:
             values[key], fault = _converted(key, value, kinds[key])
             faults += [fault] if fault else []
+    if given.get("exact") is True and "stride" in given:
+        faults.append(
+            f"exact and stride={given['stride']} are both given: the exact gradient has no stride. Leave one of them out; segment says "
+            "how many steps of it an update takes"
+        )
     if faults:
         raise ConfigError(f"{source}: " + "; ".join(faults))
     return Config(**values)
@@ -159,7 +194,5 @@ def _converted(key: str, value: Any, kind: Any) -> tuple[Any, str]:
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value), ""
     right = isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool)
-    return (
-        value,
-        "" if right else f"{key}={value!r}: expected {'a whole number' if plain is int else 'a number' if plain is float else 'text'}",
-    )
+    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return value, "" if right else f"{key}={value!r}: expected {expected[plain]}"

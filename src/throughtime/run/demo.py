@@ -10,6 +10,7 @@ what to do with one, and nothing at all about keeping it.
 Shapes: `T` frames.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -22,6 +23,9 @@ from torch import nn
 from throughtime.carry import Carried, carry
 from throughtime.gradient import Truncated, Update
 from throughtime.predict import evaluate, predict
+from throughtime.probe import audit, reach
+from throughtime.run.audited import Audited
+from throughtime.run.threads import one_thread
 from throughtime.score import Classification
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
@@ -35,6 +39,7 @@ WRONG_LABELS = 0.05
 BEST = 1 - WRONG_LABELS  # reached by naming the mode of the last pulse
 CHANCE = 1 / len(MODES)
 STRIDE, LANES, HIDDEN, RATE = 100, 16, 32, 1e-2
+HORIZONS, AUDITED, LAGS, TOLERANCE = (10, 25, 50, STRIDE, 400), 4_000, 1_024, 0.1  # of the audit, in frames, and a bias
 SINCE = (0, 30, 100, 300, 1_000, 3_000)  # frames since the last pulse, edges of the bins of the picture
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 
@@ -86,6 +91,7 @@ class Demo:
     updates: int
     test: Generated
     networks: tuple[Trained, ...]
+    audited: Audited  # of the first network trained on the stream
 
     def of(self, name: str) -> list[Trained]:
         """The networks trained one way."""
@@ -106,13 +112,18 @@ def run_demo(updates_each: int, seeds: Sequence[int], watch: Callable[[str, int,
         WINDOWS: (list(windows(train, STRIDE)), list(windows([test.recording], STRIDE))),
         STREAM: (train, [test.recording]),
     }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses tenfold to it on a busy machine
-    try:
-        networks = [_way(Trained(name, seed), *parts, test, updates_each, watch) for seed in seeds for name, parts in pieces.items()]
-    finally:
-        torch.set_num_threads(threads)
-    return Demo(updates_each, test, tuple(networks))
+    with one_thread():
+        found = [_way(Trained(name, seed), *parts, test, updates_each, watch) for seed in seeds for name, parts in pieces.items()]
+        audited = next(_audited(net, train, updates_each) for way, net in found if way.name == STREAM)
+    return Demo(updates_each, test, tuple(way for way, _ in found), audited)
+
+
+def _audited(net: Carried, train: list[Recording], count: int) -> Audited:
+    """How far the gradient of a trained network goes, and what cutting it costs."""
+    stream = Stream(train, LANES, STRIDE, seed=None)
+    costs = audit(net, stream, nn.CrossEntropyLoss(), HORIZONS, steps=AUDITED)
+    goes = reach(net, stream, nn.CrossEntropyLoss(), max_lag=LAGS, anchors=2 * LANES, steps=AUDITED)
+    return Audited("train", "generated recordings", count, stream.steps, TOLERANCE, costs, goes)
 
 
 def _way(
@@ -122,7 +133,7 @@ def _way(
     test: Generated,
     count: int,
     watch: Callable[[str, int, float], None],
-) -> Trained:
+) -> tuple[Trained, Carried]:
     net = _trained(way, train, count, watch)
     outputs, _ = predict(net, test.recording)
     way.predicted = outputs.argmax(dim=1).numpy()
@@ -132,12 +143,12 @@ def _way(
     way.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
     pieces = Stream(as_trained, min(LANES, len(as_trained)), STRIDE, seed=None)
     way.as_trained = evaluate(net, pieces, score=Classification(MODES)).figures["accuracy"]
-    return way
+    return way, net
 
 
 def _trained(way: Trained, train: list[Recording], count: int, watch: Callable[[str, int, float], None]) -> Carried:
     torch.manual_seed(way.seed)
-    net = carry(nn.Sequential(nn.LSTM(1, HIDDEN), nn.Linear(HIDDEN, len(MODES))))
+    net = carry(nn.Sequential(OrderedDict(lstm=nn.LSTM(1, HIDDEN), readout=nn.Linear(HIDDEN, len(MODES)))))
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     stream = Stream(train, LANES, STRIDE, seed=way.seed)
     losses = list[torch.Tensor]()
@@ -167,6 +178,17 @@ def summary(demo: Demo) -> list[tuple[str, str, str]]:
     return [*rows, ("best reachable, by construction", f"{BEST:.3f}", ""), ("chance", f"{CHANCE:.3f}", "")]
 
 
+def credit(demo: Demo) -> str:
+    """What the audit found, in a sentence."""
+    reach, rows = demo.audited.reach, demo.audited.audit.rows
+    bias = next(row.bias for row in rows if row.horizon == STRIDE)
+    steps, cold = max(reach.contexts.items())
+    return (
+        f"credit on the stream: 99% of it goes back {reach.reach_99} frames or fewer, and cutting it every {STRIDE} frames changes the "
+        f"gradient by {bias:.1%}; loss after {steps:,} frames from a zero state {cold:.2f}, with the state carried {reach.loss:.2f}"
+    )
+
+
 def _spread(values: list[float]) -> str:
     """The mean, and from where to where."""
     mean = f"{sum(values) / len(values):.3f}"
@@ -177,4 +199,11 @@ def facts(demo: Demo) -> dict[str, Any]:
     """The figures of the demo, for machines."""
     kept = ("name", "seed", "accuracy", "as_trained", "by_lag")
     networks = [{key: getattr(network, key) for key in kept} for network in demo.networks]
-    return {"updates": demo.updates, "best": BEST, "chance": CHANCE, "since": list(SINCE), "networks": networks}
+    return {
+        "updates": demo.updates,
+        "best": BEST,
+        "chance": CHANCE,
+        "since": list(SINCE),
+        "networks": networks,
+        "audit": demo.audited.facts(),
+    }

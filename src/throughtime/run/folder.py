@@ -13,7 +13,7 @@ from throughtime.run.config import Config, make_config, read_toml
 
 @dataclass(frozen=True)
 class Folder:
-    """`config.toml`, `model.safetensors`, `checkpoint.safetensors`, `metrics.jsonl`, `scores-SPLIT.json`, `report.html`."""
+    """`config.toml`, `model.safetensors`, `checkpoint.safetensors`, `metrics.jsonl`, `scores-SPLIT.json`, `audit.json`, `report.html`."""
 
     path: Path
 
@@ -66,6 +66,11 @@ class Folder:
     def scores(self, split: str) -> Path:
         """What `eval` found on a split."""
         return self.path / f"scores-{split}.json"
+
+    @property
+    def audit(self) -> Path:
+        """What `audit` found."""
+        return self.path / "audit.json"
 
     def read_config(self) -> Config:
         """The settings of the run.

@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -102,14 +103,21 @@ class StandardisedMSE:
         return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
 
 
-def loss_of(config: Config, spec: Spec, net: Carried, found: Survey) -> nn.Module | StandardisedMSE:
-    """Cross-entropy, with class weights if asked for, or the standardised squared error."""
+def loss_of(config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]) -> nn.Module | StandardisedMSE:
+    """Cross-entropy, with class weights if asked for, or the squared error in units of the statistics that the net holds.
+
+    Args:
+        config: says whether classes are weighed.
+        spec: of the net.
+        net: with its statistics, on its device.
+        classes: how often each occurs in the training split; looked at only where they are weighed.
+    """
     device = next(net.parameters()).device
     if spec.task == "regress":
-        return StandardisedMSE(torch.from_numpy(found.targets.scale).to(device, spec.torch_dtype))
+        return StandardisedMSE(net.module.get_buffer("units.scale").clone())
     if config.class_weights == "none":
         return nn.CrossEntropyLoss()
-    counts = torch.tensor([found.classes[name] for name in spec.classes], dtype=spec.torch_dtype)
+    counts = torch.tensor([classes[name] for name in spec.classes], dtype=spec.torch_dtype)
     return nn.CrossEntropyLoss(weight=(counts.sum() / (len(counts) * counts)).to(device))
 
 

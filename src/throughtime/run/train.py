@@ -16,7 +16,7 @@ import torch
 from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import Truncated, Update
+from throughtime.gradient import Update
 from throughtime.gradient.objective import valid_rows
 from throughtime.predict import Evaluation, evaluate
 from throughtime.run import data as datasets
@@ -25,6 +25,7 @@ from throughtime.run.config import Config
 from throughtime.run.folder import Folder
 from throughtime.run.memory import peak_memory
 from throughtime.run.model import Spec, build, fit_statistics, loss_of, save_model
+from throughtime.run.policy import policy_of, settled, updates_per_epoch
 from throughtime.run.survey import SURVEY_BLOCK, Survey, sorted_classes, survey
 from throughtime.score import Figures
 from throughtime.stream import Recording, Stream, windows
@@ -55,7 +56,7 @@ def prepare(config: Config) -> Prepared:
     Raises:
         DataError: whatever is wrong with the data: all faults of the survey at once.
     """
-    _check_device(config.device)
+    check_device(config.device)
     listed = datasets.find(Path(config.data))
     opened = datasets.open_recordings(datasets.of_splits(listed, ("train", "valid")), config.inputs, config.targets, need_targets=True)
     first = opened[0][1]
@@ -85,7 +86,8 @@ def _refuse_unknown(valid: list[Recording], later: Survey, found: Survey) -> Non
                 recording.read(start, min(start + SURVEY_BLOCK, len(recording)))
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuses a device on which nothing can be computed here."""
     if device == "meta":
         raise ConfigError("device=meta: holds no numbers; take --device cpu")
     try:
@@ -155,9 +157,10 @@ class Training:
         self.net = build(prepared.spec)
         fit_statistics(self.net, prepared.found)
         self.net.to(config.device)
-        self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found)
+        self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found.classes)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
         self.stream = self._stream()
+        self.policy = settled(policy_of(config), self.net, self.stream, self.loss_fn)
         self.count = self.rows = self.frames = 0
         self.seconds = 0.0
         self.total = self._total()
@@ -210,12 +213,12 @@ class Training:
 
     def _total(self) -> int:
         """Updates in the whole run; by epochs it is an estimate, since the order of recordings moves an epoch's end."""
-        return self.config.updates or (self.config.epochs or 1) * len(self.stream)
+        return self.config.updates or (self.config.epochs or 1) * self.epoch_updates
 
     @property
-    def policy(self) -> Truncated:
-        """How credit flows back."""
-        return Truncated(self.config.stride, self.config.horizon)
+    def epoch_updates(self) -> int:
+        """About how many updates an epoch makes."""
+        return updates_per_epoch(self.policy, self.stream)
 
     def stop(self) -> None:
         """Asks `go` to save and return after the update in hand; safe to call from a signal handler."""
@@ -252,7 +255,7 @@ class Training:
         while not self._over():
             if self._updates is None:
                 self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
-            for update in self._updates:
+            while (update := self._next(self._updates)) is not None:
                 yield update
                 if self._over():
                     return
@@ -261,6 +264,13 @@ class Training:
                 raise DataError(
                     f"an epoch passed without a single step that counts: warm_up={self.config.warm_up} or missing targets mask all of them"
                 )
+
+    def _next(self, from_here: Updates) -> Update | None:
+        """The next update of the epoch; a gradient that is not finite is told as what it is in a run."""
+        try:
+            return next(from_here, None)
+        except RunError as error:
+            raise RunError(f"training diverged at update {self.count + 1}: {error} {self._advice()}") from error
 
     def _over(self) -> bool:
         if self.config.updates is not None:
@@ -302,10 +312,10 @@ class Training:
         self.rows += 1
 
     def _diverged(self, what: str) -> Never:
-        raise RunError(
-            f"{what} at update {self.count}: training diverged. The last checkpoint is untouched; try a lower --lr (now "
-            f"{self.config.lr}) or --clip (now {self.config.clip})"
-        )
+        raise RunError(f"{what} at update {self.count}: training diverged. {self._advice()}")
+
+    def _advice(self) -> str:
+        return f"The last checkpoint is untouched; try a lower --lr (now {self.config.lr}) or --clip (now {self.config.clip})"
 
     def save(self) -> None:
         """Writes the model, then the checkpoint that says it was reached.
@@ -392,7 +402,7 @@ def begin(config: Config) -> Training:
         DataError, ConfigError: what is wrong with data or settings.
     """
     resolved = replace(config, data=str(Path(config.data).resolve()))
-    Truncated(config.stride, config.horizon)
+    policy_of(config)
     Folder.check_free(resolved)
     training = Training(resolved, prepare(resolved), Folder(Path(resolved.out)))
     Folder.create(resolved)

@@ -1,0 +1,63 @@
+"""What an audit looks like on the screen."""
+
+from rich.console import Console
+from rich.table import Table
+
+from throughtime.errors import ConfigError
+from throughtime.probe import Audit, Reach
+from throughtime.run.audited import Audited
+from throughtime.run.config import Config
+
+
+def horizons_in(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"horizons={text!r}: expected whole numbers of steps, separated by commas, such as 50,200,800") from error
+
+
+def print_audit(out: Console, found: Audited, config: Config) -> None:
+    """Both tables, the losses by context, and which window to take."""
+    out.print(_costs(found.audit))
+    out.print(_goes(found.reach))
+    contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in found.reach.contexts.items())
+    out.print(f"loss by steps of context from a zero state: {contexts}; with the whole past, state carried: {found.reach.loss:.4g}")
+    out.print(found.advice(config))
+    out.print(found.warning())
+
+
+def _costs(audit: Audit) -> Table:
+    table = Table(title="what cutting the gradient costs, against the exact one")
+    for name in ("horizon", "stride", "updates", "bias", "cosine"):
+        table.add_column(name, justify="right")
+    table.add_column("worst parameter")
+    for row in audit.rows:
+        worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
+        figures = (f"{row.bias:.3f}", f"{row.cosine:.3f}", f"{worst} {row.by_parameter[worst]:.3f}")
+        table.add_row(str(row.horizon), str(row.stride), str(row.updates), *figures)
+    table.add_section()
+    table.add_row("exact", str(audit.steps), "1", "0.000", "1.000", "")
+    return table
+
+
+def _goes(reach: Reach) -> Table:
+    table = Table(title=f"steps back within which the credit of a loss lies, mean of {reach.anchors} losses")
+    table.add_column("to the")
+    shares = sorted(reach.shares)
+    for share in shares:
+        table.add_column(f"{share:.0%} of it", justify="right")
+    table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
+    for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
+        table.add_row(name, *(str(_within(reach.lags, norms, share)) for share in shares))
+    return table
+
+
+def _within(lags: tuple[int, ...], norms: tuple[float, ...], share: float) -> int:
+    """The first lag up to which the share of the sum lies."""
+    total = sum(norms)
+    return next((lag for i, lag in enumerate(lags, 1) if sum(norms[:i]) >= share * total), lags[-1])

@@ -1,0 +1,381 @@
+"""Truncation whose horizon follows the measured bias.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from givens import Found, Given, deviation, plain, policy_gradients
+from strategies import HIDDEN, HidesLayer, Rotation, Row, apart, inputs, named, recordings, some_nets, start, states_apart, weights
+from test_truncated_options import windowed
+from throughtime.errors import ConfigError, DataError
+from throughtime.gradient.bias import Comparison, Probe
+from throughtime.gradient.schedule import Window
+
+BIASES = st.dictionaries(st.sampled_from([2, 4, 8, 16, 24]), st.sampled_from([0.0, 0.0625, 0.125, 0.25, 1.0, float("nan")]), min_size=1)
+
+
+def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
+    return tt.Stream(recordings(lengths or [400, 400]), lanes=lanes, chunk=chunk)
+
+
+def forgetful() -> tt.Carried:
+    """It keeps less than a hundredth of its state from step to step: one step of credit says nearly all."""
+    net = named("hides-layer").net()
+    net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
+    net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = -7.0  # what the forget gate lets through
+    return net
+
+
+class Scripted:
+    """Measurements that find what they are told to, one bias after another, for whatever horizons are asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, coming: Sequence[dict[int, float]]) -> None:
+        self.asked: list[list[int]] = []
+        self.steps: list[int] = []
+        self._coming = itertools.chain(coming, itertools.repeat(coming[-1]))
+
+        def compare(probe: Probe, plans: Sequence[Sequence[Window]]) -> Comparison:
+            return self.found(probe, plans)
+
+        patch.setattr(Probe, "compare", compare)
+
+    def found(self, probe: Probe, plans: Sequence[Sequence[Window]]) -> Comparison:
+        biases = next(self._coming)
+        horizons = [max(window.stop - window.start for window in plan) for plan in plans]
+        self.asked.append(horizons)
+        self.steps.append(probe.steps)
+        truncated = [[torch.tensor([1 + biases.get(horizon, 0.0)], dtype=torch.float64)] for horizon in horizons]
+        return Comparison(0.0, [torch.ones(1, dtype=torch.float64)], truncated)
+
+
+def enough(biases: dict[int, float], tolerance: float, longest: int) -> int:
+    """The shortest horizon such that it and every longer one is within the tolerance; the longest there is if there is none."""
+    good = [h for h in biases if all(biases[k] <= tolerance for k in biases if k >= h)]
+    return min(good, default=longest)
+
+
+@settings(max_examples=20)
+@given(
+    script=st.lists(BIASES, min_size=1, max_size=9),
+    patience=st.sampled_from([1, 2, 3]),
+    every=st.sampled_from([1, 2, 5]),
+    stride=st.sampled_from([None, 1, 2]),
+)
+def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
+    script: list[dict[int, float]], patience: int, every: int, stride: int | None
+) -> None:
+    net, horizons, policy = named("tensor-state").net(), [2, 4, 8, 16, 24], tt.Adaptive(0.125, 2, 24, stride, every, patience)
+    script = [{h: found.get(h, 0.0) for h in horizons} for found in script]
+    now, shorter, expected, seen = 2, 0, list[int](), list[int]()
+    for biases in script:
+        wanted = enough(biases, 0.125, 24)
+        shorter = shorter + 1 if wanted < now else 0
+        if wanted > now:
+            now = wanted
+        elif shorter == patience:
+            now, shorter = max(h for h in horizons if h < now), 0
+        expected += [now] * every
+    with pytest.MonkeyPatch.context() as patch:
+        script_ = Scripted(patch, script)
+        run = tt.updates(net, stream(3000, 3000), nn.MSELoss(), gradient=policy)
+        for _ in itertools.islice(run, len(expected)):
+            net.zero_grad()
+            seen.append(policy.horizon)
+    assert seen == expected
+    assert all(asked == horizons for asked in script_.asked)
+    assert len(script_.asked) == len(script)
+    assert set(script_.steps) == {96}
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [(5, 5, [5]), (5, 9, [5, 9]), (5, 10, [5, 10]), (5, 11, [5, 10, 11]), (1, 9, [1, 2, 4, 8, 9]), (3, 96, [3, 6, 12, 24, 48, 96])],
+)
+def test_horizons_double_from_the_shortest_to_the_longest(least: int, most: int, expected: list[int]) -> None:
+    assert tt.Adaptive(0.1, least, most).horizons == expected
+
+
+def test_long_credit_makes_the_horizon_grow_at_once() -> None:
+    """A net that rotates: the first measurement is made before the first update."""
+    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32)
+    run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
+    first = next(run)
+    assert policy.horizon == 32
+    assert first.chunk.steps == 32
+    assert all(bias > 0.1 for bias in policy.biases.values())
+
+
+def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum() -> None:
+    net, policy = forgetful(), tt.Adaptive(0.1, 4, 32, every=2, patience=3)
+    policy.load_state_dict({"horizon": 32, "shorter": 0, "since": None})
+    run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy)
+    seen = [policy.horizon for _ in itertools.islice(run, 26)]
+    assert seen[:5] == [32, 32, 32, 32, 16]  # measured before updates 1, 3 and 5
+    assert [h for h, _ in itertools.groupby(seen)] == [32, 16, 8, 4]
+    assert all(bias < 0.1 for bias in policy.biases.values())
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3])
+@pytest.mark.parametrize("warm", [False, True])
+def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, warm: bool) -> None:
+    """At fixed weights; in the middle of an epoch the state entering the steps ahead is the carried one."""
+    net, source, count = named("hides-layer").net(), stream(80, 60), 3 if stride is None else 20 // stride
+    policy = tt.Adaptive(0.1, 3, 13, stride, every=count, probe=31)
+    run = tt.updates(net, source, nn.MSELoss(), gradient=policy)
+    done = list(itertools.islice(run, count)) if warm else []
+    place, state = source.position, done[-1].state if warm else None
+    looked = stream(80, 60)
+    if warm:
+        looked.take(place)
+    next(run)
+    found = tt.audit(net, looked, nn.MSELoss(), horizons=list(policy.biases), stride=stride, steps=31, state=state)
+    assert list(policy.biases) == [3, 6, 12, 13]
+    assert [row.bias for row in found.rows] == pytest.approx(list(policy.biases.values()), rel=1e-9)
+
+
+def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_the_start() -> None:
+    net, source = named("hides-layer").net(), stream(80, 60)
+    policy = tt.Adaptive(0.1, 13, 13, stride=3, every=2, probe=31)
+    run = tt.updates(net, source, nn.MSELoss(), gradient=policy)
+    state = list(itertools.islice(run, 2))[-1].state
+    looked = stream(80, 60)
+    looked.take(source.position)
+    next(run)
+    found = tt.audit(net, looked, nn.MSELoss(), horizons=[13], stride=3, steps=31, state=state)
+    assert found.rows[0].bias == pytest.approx(policy.biases[13], rel=1e-9)
+
+
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=3),
+    horizon=st.sampled_from([1, 3, 7, 40]),
+    stride=st.sampled_from([None, 1, 3]),
+    chunk=st.sampled_from([1, 5, 500]),
+    lanes=st.sampled_from([1, 2]),
+)
+@some_nets("hides-layer", "learnt-start")
+def test_updates_equal_those_of_a_truncation_at_that_horizon(
+    row: Row, lengths: list[int], horizon: int, stride: int | None, chunk: int, lanes: int
+) -> None:
+    stride = None if stride is None else min(stride, horizon)
+    lanes = min(lanes, sum(lengths))
+    policy = tt.Adaptive(0.1, horizon, horizon, stride, every=2)
+    found = policy_gradients(row.net(), stream(*lengths, lanes=lanes, chunk=chunk), policy)
+    expected = policy_gradients(row.net(), stream(*lengths, lanes=lanes), tt.Truncated(stride or horizon, horizon))
+    assert deviation(found, expected) == 0
+
+
+@pytest.mark.parametrize("stride", [None, 2])
+def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | None) -> None:
+    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
+    found = policy_gradients(net, stream(90, 90), policy)
+    assert policy.horizon == 16
+    assert deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16))) == 0
+    assert (
+        deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 8, 8))) > 1e-6
+    )  # the mutant: one that has not grown
+
+
+LONG: dict[int, float] = dict.fromkeys((2, 4, 8), 0.9)
+SHORT: dict[int, float] = dict.fromkeys((2, 4, 8), 0.0)
+
+
+def test_horizon_may_change_from_update_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stride is as long as the horizon then, and its gradient that of plain autograd."""
+    net, data = named("hides-layer").net(), Given.draw(61, 2, 0, resets=0.05)
+    Scripted(monkeypatch, [SHORT, LONG, SHORT, SHORT, LONG, SHORT])
+    found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, every=1, patience=1))
+    bounds = [0, *itertools.accumulate([2, 8, 4, 2, 8, 4, *[2] * 16, 1])]
+    assert deviation(found, plain(net, data, bounds)) < 1e-11
+
+
+def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 to 8 at the fourth update: what lies further back has been let go, so the windows grow by a stride each."""
+    net, data = named("hides-layer").net(), Given.draw(40, 2, 0, resets=0.05)
+    Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
+    found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
+    windows = [(max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop) for stop in range(2, 41, 2)]
+    assert windows[:6] == [(0, 0, 2), (2, 2, 4), (4, 4, 6), (6, 6, 8), (6, 8, 10), (6, 10, 12)]
+    assert deviation(found, windowed(net, data, windows)) < 1e-11
+
+
+def test_horizon_persists_from_epoch_to_epoch() -> None:
+    net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
+    for _ in range(2):
+        assert [u.chunk.steps for u in tt.updates(net, source, nn.MSELoss(), gradient=policy)] == [32] * 12 + [16]
+        net.zero_grad()
+    other = tt.Adaptive(0.1, 2, 32, every=1000)
+    other.load_state_dict(policy.state_dict())
+    assert other.horizon == 32
+
+
+def train(optimizer: torch.optim.Optimizer, run: tt.Updates, policy: tt.Adaptive, most: int = 1000) -> list[tuple[int, float]]:
+    found: list[tuple[int, float]] = []
+    for update in itertools.islice(run, most):
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((policy.horizon, update.loss.item()))
+    return found
+
+
+@pytest.mark.parametrize("stride", [None, 3])
+@pytest.mark.parametrize("done", [2, 5])
+def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
+    """The horizon, and when the next measurement is due, lie in `updates.state_dict()`."""
+
+    def beginning() -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates, tt.Adaptive]:
+        net, policy = named("hides-layer").net(), tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        return net, optimizer, tt.updates(net, stream(110, 90), nn.MSELoss(), gradient=policy), policy
+
+    net, optimizer, run, policy = beginning()
+    train(optimizer, run, policy, done)
+    saved = copy.deepcopy((net.state_dict(), run.state_dict()))
+    rest = train(optimizer, run, policy)
+    assert rest
+    again, optimizer, run_again, policy = beginning()
+    again.load_state_dict(saved[0])
+    run_again.load_state_dict(saved[1])
+    assert train(optimizer, run_again, policy) == rest
+    assert apart(weights(again), weights(net)) == 0
+    assert states_apart(run_again.state, run.state) == 0
+
+
+class Noisy(HidesLayer):
+    """Dropout draws random numbers, batch normalisation changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x)
+        return self.head(self.dropout(self.norm(hidden.flatten(0, 1)).view(hidden.shape)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stride", [None, 2])
+def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(stride: int | None, training: bool) -> None:
+    """A policy that may not change its horizon measures all the same, and does as a truncation does, to the bit."""
+
+    def run(policy: Any) -> tuple[Found, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
+        torch.manual_seed(0)
+        net, source = tt.carry(Noisy().double()).train(training), stream(60, 45)
+        torch.manual_seed(5)
+        found = policy_gradients(net, source, policy)
+        for _ in itertools.islice(tt.updates(net, source, nn.MSELoss(), gradient=policy), 3):
+            pass  # gradients add up
+        assert net.training == training
+        buffers = [buffer.clone() for buffer in net.buffers()]
+        return found, torch.get_rng_state(), buffers, source.state_dict(), [weight.grad for weight in net.parameters()]
+
+    policy = tt.Adaptive(0.1, 6, 6, stride, every=1)
+    found, expected = run(policy), run(tt.Truncated(stride or 6, 6))
+    assert policy.biases
+    assert deviation(found[0], expected[0]) == 0
+    assert torch.equal(found[1], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+    assert found[3] == expected[3]
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found[4], expected[4], strict=True))
+
+
+def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A horizon is compared on twice its length at least."""
+    scripted = Scripted(monkeypatch, [SHORT])
+    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, every=1)
+    policy_gradients(net, stream(35, 35), policy)
+    left = list(range(35, 0, -2))
+    assert scripted.steps == [min(32, n) for n in left if n >= 4]
+    assert scripted.asked == [[h for h in (2, 4, 8) if 2 * h <= n] for n in left if n >= 4]
+
+
+def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps are too few, four are enough; at the end there is room for a measurement of two only."""
+    Scripted(monkeypatch, [{2: 0.9, 4: 0.0, 8: 0.0}])
+    net, policy, seen = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, stride=1, every=1), list[int]()
+    for _ in tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy):
+        seen.append(policy.horizon)
+    assert set(seen) == {4}
+
+
+def test_steps_that_do_not_count_are_not_measured() -> None:
+    net, data = named("tensor-state").net(), Given.draw(40, 1, 0)
+    mask = torch.zeros(40, 1, dtype=torch.bool)
+    mask[38:] = True
+    policy = tt.Adaptive(0.1, 2, 4, every=1)
+    found = policy_gradients(net, [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)], policy)
+    assert [steps for steps, *_ in found] == [2]
+
+
+def test_chunks_from_an_iterator_are_refused_with_what_to_give_instead() -> None:
+    net, chunks = named("tensor-state").net(), list(stream(60, 60))
+    once: Any = iter(chunks)
+    with pytest.raises(
+        DataError, match=r"reads its steps again, and the chunks come from a list_iterator.*tt\.Stream, or a list of chunks"
+    ):
+        policy_gradients(net, once, tt.Adaptive(0.1, 2, 8))
+    listed = policy_gradients(net, chunks, tt.Adaptive(0.1, 2, 8, every=2))
+    assert deviation(listed, policy_gradients(net, stream(60, 60), tt.Adaptive(0.1, 2, 8, every=2))) == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "min zero": ({"min": 0}, "min=0: expected a whole number of at least 1"),
+    "max below min": ({"max": 4}, "max=4: expected a whole number of at least 5"),
+    "min a float": ({"min": 5.0}, r"min=5\.0: expected a whole number"),
+    "tolerance zero": ({"tolerance": 0.0}, r"tolerance=0\.0: expected a relative bias between 0 and 1"),
+    "tolerance one": ({"tolerance": 1.0}, r"tolerance=1\.0: expected a relative bias between 0 and 1"),
+    "tolerance no number": ({"tolerance": float("nan")}, "tolerance=nan: expected a relative bias"),
+    "stride above min": ({"stride": 6}, "horizon=5 is below stride=6"),
+    "stride zero": ({"stride": 0}, "stride=0: expected at least 1 step"),
+    "every zero": ({"every": 0}, "every=0: expected a whole number of at least 1"),
+    "patience zero": ({"patience": 0}, "patience=0: expected a whole number of at least 1"),
+    "probe too short": ({"probe": 9}, "probe=9: expected a whole number of at least 10"),
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), list(REFUSED.values()), ids=list(REFUSED))
+def test_setting_out_of_range_is_refused(setting: dict[str, Any], message: str) -> None:
+    settings_: dict[str, Any] = {"tolerance": 0.1, "min": 5, "max": 40, **setting}
+    with pytest.raises(ConfigError, match=message):
+        tt.Adaptive(**settings_)
+
+
+def test_description_says_the_present_horizon() -> None:
+    assert (
+        tt.Adaptive(0.1, 5, 40)
+        .describe()
+        .startswith("an update every horizon, which is 5 steps now, from 5 to 40, for a bias of at most 0.1")
+    )
+    assert tt.Adaptive(0.1, 5, 40, stride=3).describe().startswith("an update every 3 steps")
+
+
+class Silent(Rotation):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.play(x, self.zeros(x) if state is None else state)
+        return y * 0, h
+
+
+def test_gradient_of_zero_has_no_bias() -> None:
+    policy = tt.Adaptive(0.1, 2, 8)
+    policy_gradients(tt.carry(Silent().double()), [tt.Chunk.of(inputs(40, 1), inputs(40, 1, features=2))], policy)
+    assert policy.horizon == 2
+    assert set(policy.biases.values()) == {0.0}
+
+
+def test_carried_state_is_that_of_one_long_forward() -> None:
+    net, data = named("hides-layer").net(), Given.draw(61, 2, 0, resets=0.1)
+    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Adaptive(0.1, 2, 8, stride=2, every=3)):
+        last = int(update.chunk.position[-1, 0]) + 1
+        _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
+        assert states_apart(update.state, expected) < 1e-11

@@ -1,0 +1,317 @@
+"""Every policy with every kind of net: uncut, the gradient is that of plain autograd over the whole sequence.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import throughtime as tt
+from givens import Found, Given, deviation, given_for, plain, policy_gradients
+from strategies import (
+    Row,
+    Weights,
+    apart,
+    gradients,
+    inputs,
+    named,
+    recordings,
+    seeds,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
+from throughtime.chunk import join
+from throughtime.errors import DataError, ModelError, RunError
+from throughtime.gradient import Policy
+
+EXACT = 1e-10
+STEPS = 24  # at most; whatever the policies are set to is at least as long
+LONG = 32
+some_rows = some_nets("lstm", "gru", "rnn", "hides-cell", "dict-state")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy that cuts nothing within `LONG` steps; `scale` is what its weighted sum must be multiplied by."""
+
+    name: str
+    make: Callable[[], Policy]
+    scale: Callable[[Given], float] = lambda _: 1.0
+    reads_again: bool = False
+
+
+SETTINGS = (
+    Setting("truncated-one-window", lambda: tt.Truncated(LONG)),
+    Setting("truncated-overlapping", lambda: tt.Truncated(5, LONG)),
+    Setting("truncated-every-step", lambda: tt.Truncated(1, LONG)),
+    Setting("truncated-jitter-refresh", lambda: tt.Truncated(5, LONG, jitter=True, refresh=3)),
+    Setting("truncated-retained", lambda: tt.Truncated(5, LONG, graphs="retain")),
+    Setting("truncated-auto", lambda: tt.Truncated(5, LONG, graphs="auto")),
+    Setting("exact", tt.Exact, reads_again=True),
+    Setting("exact-in-chunks", lambda: tt.Exact(chunk=7), reads_again=True),
+    Setting("exact-segment", lambda: tt.Exact(chunk=7, segment=LONG), reads_again=True),
+    Setting("randomized-no-cut", lambda: tt.Randomized(LONG, grain=LONG), lambda data: LONG * data.mask.shape[1] / int(data.mask.sum())),
+    Setting("adaptive", lambda: tt.Adaptive(0.1, LONG, 2 * LONG), reads_again=True),
+    Setting("adaptive-fixed-stride", lambda: tt.Adaptive(0.1, LONG, LONG, stride=5, every=2), reads_again=True),
+    Setting("online", lambda: tt.Online(5)),
+    Setting("online-every-step", lambda: tt.Online(1)),
+)
+every_policy = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+
+
+def total(found: Found, scale: float = 1.0) -> Weights:
+    """The gradient of the mean loss, from the updates weighted by their valid steps."""
+    valid = sum(steps for steps, *_ in found)
+    return {name: torch.stack([g[name] * (scale * steps / valid) for steps, _, g in found]).sum(0) for name in found[0][2]}
+
+
+@settings(max_examples=3)
+@given(
+    steps=st.sampled_from([1, 2, 11, STEPS]),
+    lanes=st.sampled_from([1, 2]),
+    seed=seeds,
+    resets=st.sampled_from([0.0, 0.2]),
+    masked=st.sampled_from([0.0, 0.4]),
+)
+@every_policy
+@some_rows
+def test_uncut_updates_sum_to_plain_autograd_over_the_whole_sequence(
+    row: Row, setting: Setting, steps: int, lanes: int, seed: int, resets: float, masked: float
+) -> None:
+    net = row.net()
+    data = given_for(net, steps, lanes, seed, resets, masked)
+    together = data.resets.all(dim=1, keepdim=True)
+    together[0] = False
+    data = Given(data.x, data.targets, data.resets & ~together, data.mask)  # Exact makes an update where all lanes start
+    assume(bool(data.mask.any()))
+    ((_, _, expected),) = plain(net, data)
+    found = policy_gradients(net, [data.chunk], setting.make())
+    assert apart(total(found, setting.scale(data)), expected) < EXACT
+
+
+CUTTING = (
+    Setting("short-truncated", lambda: tt.Truncated(5, 11)),
+    Setting("short-truncated-one-window", lambda: tt.Truncated(5)),
+    Setting("short-truncated-retained", lambda: tt.Truncated(5, 11, graphs="retain")),
+    Setting("short-exact-segment", lambda: tt.Exact(segment=11)),
+    Setting("short-randomized", lambda: tt.Randomized(3, grain=3)),
+    Setting("short-adaptive", lambda: tt.Adaptive(0.1, 4, 11)),
+)
+
+
+@pytest.mark.parametrize("setting", CUTTING, ids=lambda setting: setting.name)
+@some_rows
+def test_mutant_that_cuts_does_not(row: Row, setting: Setting) -> None:
+    net = row.net()
+    data = given_for(net, STEPS, 2)
+    ((_, _, expected),) = plain(net, data)
+    assert apart(total(policy_gradients(net, [data.chunk], setting.make())), expected) > 1e-6
+
+
+def stream(lengths: list[int], lanes: int, chunk: int, outputs: int) -> tt.Stream:
+    return tt.Stream(recordings(lengths, outputs=outputs), min(lanes, sum(lengths)), chunk, warm_up=1)
+
+
+OTHERS = (
+    *CUTTING,
+    Setting("exact-in-short-chunks", lambda: tt.Exact(chunk=4)),
+    Setting("online-short", lambda: tt.Online(4)),
+    Setting("randomized", lambda: tt.Randomized(4, grain=2)),
+)
+every_setting = pytest.mark.parametrize("setting", [*SETTINGS, *OTHERS], ids=lambda setting: setting.name)
+
+
+@settings(max_examples=4)
+@given(
+    lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    chunks=st.lists(st.sampled_from([1, 3, 7, 500]), min_size=2, max_size=2, unique=True),
+    lanes=st.sampled_from([1, 2]),
+    seed=seeds,
+)
+@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: setting.name)
+@some_nets("hides-layer", "tensor-state")
+def test_chunk_length_of_the_stream_changes_no_gradient(
+    row: Row, setting: Setting, lengths: list[int], chunks: list[int], lanes: int, seed: int
+) -> None:
+    """A stream of chunks of any length, and a list of such chunks."""
+    found: list[Found] = []
+    for chunk in chunks:
+        for source in (stream(lengths, lanes, chunk, 2), list(stream(lengths, lanes, chunk, 2))):
+            torch.manual_seed(seed)
+            found.append(policy_gradients(row.net(), source, setting.make()))
+    assert all(deviation(other, found[0]) < 1e-12 for other in found[1:])
+
+
+@every_setting
+@some_rows
+def test_gradient_is_zero_across_a_reset(row: Row, setting: Setting) -> None:
+    """What came before it is changed, and no gradient changes; without the reset all do."""
+    net = row.net()
+    data = given_for(net, STEPS, 2)
+    mask = data.mask.clone()
+    mask[:13] = False
+    after_reset, before = data.resets.clone(), data.x.clone()
+    after_reset[13] = True
+    before[:13] += 1.0
+
+    def found(x: Any, resets: Any) -> Found:
+        torch.manual_seed(4)
+        return policy_gradients(net, [Given(x, data.targets, resets, mask).chunk], setting.make())
+
+    assert deviation(found(before, after_reset), found(data.x, after_reset)) == 0
+    assert deviation(found(before, data.resets), found(data.x, data.resets)) > 1e-6
+
+
+@every_setting
+def test_carried_state_after_the_epoch_is_that_of_one_long_forward(setting: Setting) -> None:
+    net, data = named("hides-cell").net(), Given.draw(STEPS, 2, 0, resets=0.1)
+    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=setting.make())
+    valid = 0
+    for update in run:
+        assert not any(leaf.requires_grad for leaf in tt.state.tensors(update.state))
+        assert not update.loss.requires_grad
+        assert not update.outputs.requires_grad
+        valid += update.steps
+    _, end = net(data.x, start(net, data.x), data.resets)
+    assert states_apart(run.state, end) < EXACT
+    assert valid == data.mask.sum()
+
+
+@every_policy
+def test_losses_weighted_by_valid_steps_are_the_mean_loss(setting: Setting) -> None:
+    net, data = named("hides-layer").net(), Given.draw(STEPS, 3, 0, masked=0.4)
+    ((steps, expected, _),) = plain(net, data)
+    found = policy_gradients(net, [data.chunk], setting.make())
+    assert sum(loss * valid for valid, loss, _ in found) / steps == pytest.approx(expected, rel=1e-10)
+
+
+def taken(setting: Setting, net: Any = None, chunk: Any = None, loss_fn: Any = None) -> None:
+    data = Given.draw(STEPS, 2, 0)
+    source = [data.chunk if chunk is None else chunk]
+    for _ in tt.updates(net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=setting.make()):
+        pass
+
+
+@every_policy
+def test_loss_of_every_row_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match=r"loss_fn returned a tensor of shape \(\d+, 2\), expected one number.*reduction='none'"):
+        taken(setting, loss_fn=nn.MSELoss(reduction="none"))
+
+
+@every_policy
+def test_summed_loss_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match="loss_fn has reduction='sum', expected 'mean'"):
+        taken(setting, loss_fn=nn.MSELoss(reduction="sum"))
+
+
+@every_policy
+def test_loss_that_is_no_tensor_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match="loss_fn returned a float, expected a tensor with one number"):
+        taken(setting, loss_fn=lambda y, t: (y - t).square().mean().item())
+
+
+@every_policy
+def test_frozen_net_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+        taken(setting, named("hides-layer").net().requires_grad_(False))
+
+
+@every_policy
+def test_loss_that_detaches_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+        taken(setting, loss_fn=lambda y, t: (y.detach() - t).square().mean())
+
+
+@every_policy
+def test_missing_targets_are_refused(setting: Setting) -> None:
+    """Where steps count all the same."""
+    chunk = tt.Chunk.of(inputs(STEPS, 2), mask=torch.ones(STEPS, 2, dtype=torch.bool))
+    with pytest.raises(DataError, match="the recordings of this stream have no targets"):
+        taken(setting, chunk=chunk)
+
+
+@every_policy
+def test_no_valid_step_means_no_update(setting: Setting) -> None:
+    net = named("hides-layer").net()
+    assert policy_gradients(net, [tt.Chunk.of(inputs(STEPS, 2))], setting.make()) == []
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+@every_policy
+def test_raw_module_is_refused(setting: Setting) -> None:
+    with pytest.raises(ModelError, match=r"net = tt\.carry\(module\)"):
+        taken(setting, nn.LSTM(3, 2))
+
+
+@every_policy
+def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(setting: Setting) -> None:
+    net, data = named("hides-layer").net(), Given.draw(STEPS, 2, 0)
+    data.targets[13] = torch.nan
+    before = weights(net)
+    with pytest.raises(RunError, match=r"the gradient of '[\w.]+' is not finite \(NaN or infinite\)"):
+        taken(setting, net, data.chunk)
+    assert apart(weights(net), before) == 0
+
+
+@every_policy
+def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead(setting: Setting) -> None:
+    chunks = list(stream([3 * LONG, 3 * LONG], 2, 5, 2))
+    once: Any = iter(chunks)
+    if setting.reads_again:
+        with pytest.raises(
+            DataError, match=r"chunks come from a list_iterator, which gives each of them once: give tt\.updates a tt\.Stream"
+        ):
+            policy_gradients(named("hides-layer").net(), once, setting.make())
+        return
+    torch.manual_seed(1)
+    found = policy_gradients(named("hides-layer").net(), once, setting.make())
+    torch.manual_seed(1)
+    assert deviation(found, policy_gradients(named("hides-layer").net(), chunks, setting.make())) == 0
+
+
+@every_setting
+def test_gradients_add_up_until_they_are_zeroed(setting: Setting) -> None:
+    """One whole gradient per update: what is in `.grad` is never gone through again."""
+    net, data = named("hides-cell").net(), Given.draw(STEPS, 2, 0)
+    torch.manual_seed(1)
+    found = policy_gradients(net, [data.chunk], setting.make())
+    torch.manual_seed(1)
+    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=setting.make()):
+        pass
+    added = {name: torch.stack([g[name] for *_, g in found]).sum(0) for name in gradients(net)}
+    assert apart(gradients(net), added) < EXACT
+
+
+@every_policy
+def test_training_in_the_loop_changes_the_weights_and_leaves_no_graph(setting: Setting) -> None:
+    """The optimizer steps in place between updates, whatever is kept."""
+    net = named("hides-layer").net()
+    before, optimizer = weights(net), torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(2):
+        for update in tt.updates(net, stream([STEPS, STEPS], 2, 5, 2), nn.MSELoss(), gradient=setting.make()):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert update.state is not None
+    assert apart(weights(net), before) > 1e-3
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+def test_every_policy_reads_a_stream_to_its_end() -> None:
+    """And its next epoch after it."""
+    whole = join(list(stream([14, 9, 11], 2, 5, 2)))
+    for setting, epoch in itertools.product(SETTINGS, range(2)):
+        source, valid = stream([14, 9, 11], 2, 5, 2), 0
+        for _ in range(epoch + 1):
+            valid = sum(u.steps for u in tt.updates(named("hides-layer").net(), source, nn.MSELoss(), gradient=setting.make()))
+        assert valid == whole.valid
+        assert (source.epoch, source.position) == (epoch + 1, 0)

@@ -1,0 +1,504 @@
+"""Reach: norms of the credit of single losses, against one backward pass for each of them.
+
+Shapes: `T` steps, `B` lanes, `H` numbers in the state.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import FEATURES, HIDDEN, HidesLayer, Row, TensorState, inputs, named, recordings, seeds, some_nets, start, weights
+from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.gradient.gate import Gate
+from throughtime.probe.place import Place
+from throughtime.probe.reach import Anchors, Profile
+from throughtime.state import State
+
+mpl.use("Agg")
+CLOSE = 1e-9
+
+
+class Anchor(NamedTuple):
+    """A loss that was looked at: its lane, its step in the epoch, and the first step of its window."""
+
+    lane: int
+    step: int
+    first: int
+
+
+def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
+    """Fills up with the anchors that `tt.reach` draws."""
+    found: list[Anchor] = []
+    look, draw, begin = Profile.look, Anchors.draw, [0]
+
+    def looking(profile: Profile, window: Place, *given: Any) -> None:
+        begin[0] = window.begin
+        look(profile, window, *given)
+
+    def drawing(*given: Any) -> Anchors:
+        anchors = draw(*given)
+        found.extend(Anchor(lane, begin[0] + at, begin[0]) for lane, at in zip(anchors.lanes, anchors.at, strict=True))
+        return anchors
+
+    patch.setattr(Profile, "look", looking)
+    patch.setattr(Anchors, "draw", drawing)
+    return found
+
+
+class Brute(NamedTuple):
+    """For every lag: the mean norm of the whole state and of each leaf, and over how many anchors."""
+
+    norms: dict[int, float]
+    leaves: list[dict[int, float]]
+    seen: dict[int, int]
+    loss: float
+
+
+def brute(net: tt.Carried, chunk: tt.Chunk, anchors: Sequence[Anchor], state: State = None, offset: int = 0) -> Brute:
+    """Step by step, and one backward pass for each anchor to every state before it."""
+    state = tt.state.detach(start(net, chunk.inputs)) if state is None else state
+    entering: list[list[Tensor]] = []
+    outputs: list[Tensor] = []
+    for step in range(chunk.steps):
+        state = tt.state.map_leaves(lambda leaf: leaf.clone().requires_grad_(), state)
+        entering.append(tt.state.tensors(state))
+        y, state = net(chunk.inputs[step : step + 1], state, chunk.resets[step : step + 1])
+        outputs.append(y)
+    found: dict[int, list[list[float]]] = {}
+    losses: list[float] = []
+    for lane, at, first in anchors:
+        step = at - offset
+        assert chunk.targets is not None
+        assert chunk.mask[step, lane]
+        loss = nn.functional.mse_loss(outputs[step][:, lane], chunk.targets[step : step + 1, lane])
+        losses.append(loss.item())
+        starts = chunk.resets[: step + 1, lane].nonzero().flatten().tolist()
+        oldest = max(first - offset, starts[-1] + 1 if starts else 0)
+        for place in range(oldest, step + 1):
+            parts = torch.autograd.grad(loss, entering[place], retain_graph=True, materialize_grads=True)
+            found.setdefault(step - place + 1, []).append([part[lane].norm().item() for part in parts])
+    means = {lag: sum(math.hypot(*leaf) for leaf in rows) / len(rows) for lag, rows in found.items()}
+    leaves = [{lag: sum(row[i] for row in rows) / len(rows) for lag, rows in found.items()} for i in range(len(entering[0]))]
+    return Brute(means, leaves, {lag: len(rows) for lag, rows in found.items()}, sum(losses) / len(losses))
+
+
+def stream_of(lengths: Sequence[int], lanes: int = 1, warm_up: int = 0, outputs: int = 2) -> tt.Stream:
+    return tt.Stream(recordings(lengths, outputs=outputs), lanes=min(lanes, sum(lengths)), chunk=16, warm_up=warm_up)
+
+
+def width(net: tt.Carried) -> int:
+    x = inputs(1, 1)
+    return net(x, start(net, x))[0].shape[2]
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),
+    lanes=st.sampled_from([1, 2, 3]),
+    warm_up=st.sampled_from([0, 2]),
+    max_lag=st.sampled_from([1, 5, 9, 100]),
+    anchors=st.sampled_from([1, 4]),
+    piece=st.sampled_from([1, 3, 50, "auto"]),
+    seed=seeds,
+)
+@some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "namedtuple-state", "learnt-start")
+def test_norms_are_those_of_one_backward_pass_per_loss(
+    row: Row, lengths: list[int], lanes: int, warm_up: int, max_lag: int, anchors: int, piece: Any, seed: int
+) -> None:
+    """Of the whole state and of every leaf, whatever the pieces; credit ends at the start of a recording."""
+    net = row.net()
+    source = stream_of(lengths, lanes, warm_up, width(net))
+    assume(bool(source.read(0, source.steps).mask.any()))
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        try:
+            found = tt.reach(net, source, nn.MSELoss(), max_lag=max_lag, anchors=anchors, chunk=piece, seed=seed)
+        except DataError:
+            assert all(bool(source.read(a.step, a.step + 1).resets[0, a.lane]) for a in chosen)  # nothing to look back on
+            assume(False)
+            raise
+    assert found.anchors == len(chosen)
+    assert found.lags == tuple(range(1, len(found.lags) + 1))
+    expected = brute(net, source.read(0, source.steps), chosen)
+    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE, abs=1e-12)
+    assert found.seen == tuple(expected.seen[lag] for lag in found.lags)
+    assert len(found.by_leaf) == len(expected.leaves)
+    for norms, leaf in zip(found.by_leaf.values(), expected.leaves, strict=True):
+        assert norms == pytest.approx([leaf[lag] for lag in found.lags], rel=CLOSE, abs=1e-12)
+    assert found.loss == pytest.approx(expected.loss, rel=CLOSE)
+
+
+@pytest.mark.parametrize("piece", [1, 7])
+def test_leaf_that_keeps_an_input_has_its_credit_too(piece: int) -> None:
+    """As in a delay of one step: what is kept depends on no weight and on no earlier state, the loss depends on it."""
+    net, source = named("dict-state").net(), stream_of([40])
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        found = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=3, chunk=piece)
+    expected = brute(net, source.read(0, source.steps), chosen)
+    assert expected.leaves[1][1] > 0.01
+    assert found.by_leaf["last"] == pytest.approx([expected.leaves[1][lag] for lag in found.lags], rel=CLOSE)
+    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
+
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
+    from throughtime.gradient.sweep import Piece, Pulled
+
+    right = Piece.pull
+
+    def pull(piece: Piece, weights: Any, roots: Any, _: Any, **options: Any) -> Pulled:
+        return right(piece, weights, roots, None, **options)
+
+    patch.setattr(Piece, "pull", pull)
+
+
+def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
+    right = Gate.__init__
+
+    def init(gate: Gate, *given: Any) -> None:
+        right(gate, *given)
+        gate.factor = 0.0
+
+    patch.setattr(Gate, "__init__", init)
+
+
+def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
+    right = Anchors.draw
+
+    def draw(*given: Any) -> Anchors:
+        found = right(*given)
+        return Anchors(found.chunk, found.lanes, found.at, [0] * len(found.at))
+
+    patch.setattr(Anchors, "draw", draw)
+
+
+MUTANTS: dict[str, Change] = {
+    "credit forgotten between pieces": forgets_between_pieces,
+    "gates that cut": gates_that_cut,
+    "means over anchors without that past": looks_across_resets,
+}
+
+
+@pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
+def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, source = named("lstm").net(), stream_of([19, 8, 14], 2, outputs=HIDDEN)
+    chosen = looked_at(monkeypatch)
+    right = tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5)
+    expected = brute(net, source.read(0, source.steps), chosen)
+    assert right.norms == pytest.approx([expected.norms[lag] for lag in right.lags], rel=CLOSE)
+    change(monkeypatch)
+    assert tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5).norms != pytest.approx(right.norms, rel=1e-3)
+
+
+def linear(rate: float) -> tt.Carried:
+    """`h' = rate * h Q + x W`: credit falls by exactly `rate` in every step."""
+    net = named("tensor-state").net()
+    turn = net.module.get_parameter("turn")
+    nn.init.orthogonal_(turn, gain=rate)  # once more, in float64
+    return net
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9, 0.99, 1.0, 1.05])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: int) -> None:
+    found = tt.reach(linear(rate), stream_of([130] * lanes, lanes), nn.MSELoss(), max_lag=40, anchors=2 * lanes)
+    assert found.lags == tuple(range(1, 41))
+    ratios = [b / a for a, b in itertools.pairwise(found.norms)]
+    assert ratios == pytest.approx([rate] * 39, rel=CLOSE)
+    assert found.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
+    assert ("gradients explode" in found.table()) == (rate > 1)
+    if rate < 1:
+        assert found.decay is not None
+        assert found.decay.rate == pytest.approx(rate, rel=CLOSE)
+        assert found.decay.r2 == pytest.approx(1, abs=CLOSE)
+        sums = [sum(rate**k for k in range(lag)) for lag in range(1, 41)]
+        within = {share: next(lag for lag, part in enumerate(sums, 1) if part >= share * sums[-1]) for share in (0.5, 0.9, 0.99)}
+        assert found.shares == within
+        assert (found.reach_50, found.reach_90, found.reach_99) == tuple(within.values())
+    if rate > 1:
+        assert found.decay is None
+        assert "no exponential decay" in found.table()
+
+
+def test_lyapunov_of_long_lags_stays_a_number() -> None:
+    """In float32, 0.5^600 is none any more: an adjoint is made of norm one again piece by piece."""
+    net = tt.carry(TensorState().float())
+    nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
+    source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)
+    found = tt.reach(net, source, nn.MSELoss(), max_lag=600, anchors=2)
+    assert found.lyapunov == pytest.approx(math.log(0.5), abs=1e-4)
+    assert found.norms[-1] == 0
+    assert found.decay is None or found.decay.rate < 0.6
+
+
+def test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past() -> None:
+    """Recordings of 10 and 4 steps, over and over: no loss has more than 9 states before it that are its own."""
+    net = linear(1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        source = stream_of([10, 4] * 10, 2)
+        found = tt.reach(net, source, nn.MSELoss(), max_lag=50, anchors=30)
+    assert found.lags[-1] <= 9
+    positions = [int(source.read(a.step, a.step + 1).position[0, a.lane]) for a in chosen]
+    assert found.seen == tuple(sum(position >= lag for position in positions) for lag in found.lags)
+    assert found.norms == pytest.approx([found.norms[0]] * len(found.lags), rel=0.9)
+
+
+@pytest.mark.parametrize(("lengths", "lanes"), [([1] * 30, 2), ([1], 1)])
+def test_losses_without_a_past_are_refused(lengths: list[int], lanes: int) -> None:
+    """Recordings of a single step each."""
+    with pytest.raises(DataError, match="none of the losses looked at has a past"):
+        tt.reach(linear(1.0), stream_of(lengths, lanes), nn.MSELoss(), max_lag=5, anchors=6)
+
+
+def test_leaves_are_named_and_apart() -> None:
+    found = tt.reach(named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3)
+    assert list(found.by_leaf) == ["h", "c"]
+    assert found.by_leaf["c"][-1] > 3 * found.by_leaf["h"][-1]  # the cell remembers
+    hypots = [math.hypot(h, c) for h, c in zip(*found.by_leaf.values(), strict=True)]
+    assert all(a <= b + 1e-12 for a, b in zip(hypots, found.norms, strict=True))  # a mean of norms is no less than the norm of means
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("rate", [0.9, 1.0])
+def test_every_picks_every_so_manieth_lag(every: int, rate: float) -> None:
+    """As seen by how they fall."""
+    net, source = linear(rate), stream_of([130, 130], 2)
+    found = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
+    assert found.lags == tuple(range(every, 41, every))
+    ratios = [b / a for a, b in itertools.pairwise(found.norms)]
+    assert ratios == pytest.approx([rate**every] * len(ratios), rel=CLOSE)
+    assert found.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
+    if rate < 1 and every == 2:
+        assert found.decay is not None
+        assert found.decay.rate == pytest.approx(rate, rel=CLOSE)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_lag_with_a_resolution_is_the_lag_of_one_backward_pass_per_loss(every: int) -> None:
+    net, source = linear(0.9), stream_of([130, 130], 2)
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        found = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
+    expected = brute(net, source.read(0, source.steps), chosen)
+    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
+
+
+class Delay(nn.Module):
+    """Gives what came in some steps ago: its state is the queue, `(B, steps, D)`; a weight of one makes it a net."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.gain = steps, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        queue = x.new_zeros(x.shape[1], self.steps, FEATURES) if state is None else state
+        whole = torch.cat([queue.transpose(0, 1), x])
+        return whole[: len(x)] * self.gain, whole[len(x) :].transpose(0, 1)
+
+
+def delayed(steps: int, count: int = 300) -> tt.Stream:
+    x = inputs(count, 1)[:, 0]
+    return tt.Stream({"inputs": x, "targets": torch.cat([torch.zeros(steps, FEATURES, dtype=torch.float64), x[:-steps]]) + 0.1}, 1, 16)
+
+
+@pytest.mark.parametrize("delay", [3, 20])
+def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
+    """The loss falls once the net has seen `delay` steps, and credit ends exactly there."""
+    net = tt.carry(Delay(delay).double())
+    found = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=40)
+    assert found.memory_used
+    assert found.loss == pytest.approx(0.01)
+    assert all((loss > 0.1) == (steps <= delay) for steps, loss in found.contexts.items())
+    assert [lag for lag, norm in zip(found.lags, found.norms, strict=True) if norm > 0] == list(range(1, delay + 1))
+    assert found.norms[:delay] == pytest.approx([found.norms[0]] * delay)
+    assert found.reach_99 == delay
+    assert "plateau" in found.warning()
+
+
+class Ignores(TensorState):
+    """Carries a state and never looks at it."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.read(x @ self.into), self.zeros(x) if state is None else state * 1.0
+
+
+def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
+    found = tt.reach(tt.carry(Ignores().double()), stream_of([200]), nn.MSELoss(), max_lag=20, anchors=30)
+    assert not found.memory_used
+    assert set(found.norms) == {0.0}
+    assert "the net has not learnt to use it" in found.warning()
+    assert found.decay is None
+    assert found.contexts == pytest.approx(dict.fromkeys(found.contexts, found.loss), rel=1e-9)
+
+
+def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -> None:
+    net, source = named("hides-layer").net(), stream_of([120, 101], 2)
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        found = tt.reach(net, source, nn.MSELoss(), max_lag=20, anchors=6)
+    whole = source.read(0, source.steps)
+    assert whole.targets is not None
+    for steps, loss in found.contexts.items():
+        losses: list[float] = []
+        for lane, step, _ in chosen:
+            rows = slice(step - steps + 1, step + 1)
+            y, _ = net(whole.inputs[rows, lane : lane + 1], net.initial_state(1), whole.resets[rows, lane : lane + 1])
+            losses.append(nn.functional.mse_loss(y[-1, 0], whole.targets[step, lane]).item())
+        assert loss == pytest.approx(sum(losses) / len(losses), rel=CLOSE)
+    assert list(found.contexts) == [1, 2, 4, 8, 16]
+
+
+@settings(max_examples=8)
+@given(begin=st.integers(0, 30), steps=st.sampled_from([None, 20, 1000]), seed=seeds)
+@some_nets("hides-layer")
+def test_reach_in_the_middle_of_an_epoch_starts_from_the_state_given(row: Row, begin: int, steps: int | None, seed: int) -> None:
+    net, source = row.net(), stream_of([70, 59], 2)
+    if begin:
+        source.take(begin)
+    like = start(net, inputs(1, 2))
+    state = tt.state.map_leaves(lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape), like)
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = looked_at(patch)
+        found = tt.reach(net, source, nn.MSELoss(), max_lag=12, anchors=6, state=state, steps=steps)
+    assert all(begin <= anchor.step < min(begin + (steps or 1000), source.steps) for anchor in chosen)
+    expected = brute(net, source.read(begin, source.steps), chosen, state, begin)
+    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
+    assert found.loss == pytest.approx(expected.loss, rel=CLOSE)
+
+
+def test_anchors_are_spread_over_the_stretch_and_drawn_by_the_seed() -> None:
+    net, source = named("hides-layer").net(), stream_of([1000, 1000], 2)
+    chosen: dict[int, list[Anchor]] = {}
+    for seed in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            chosen[seed] = looked_at(patch)
+            tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=20, seed=seed)
+    steps = sorted({anchor.step for anchor in chosen[0]})
+    assert len(chosen[0]) == 20
+    assert steps[0] < 60
+    assert steps[-1] > 940
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 200
+    assert chosen[0] != chosen[1]
+
+
+class Noisy(HidesLayer):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_moved_or_changed(training: bool) -> None:
+    net, source = tt.carry(Noisy().double()).train(training), stream_of([60, 50], 2)
+    for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
+        if update.chunk.position[0, 0] == 10:
+            break
+    kept = [(weight.grad, weight.grad.clone()) for weight in net.parameters() if weight.grad is not None]
+    before = weights(net), {n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state(), source.state_dict(), source.turn
+    first = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6)
+    assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
+    assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert (source.state_dict(), source.turn) == before[3:]
+    assert all(module.training == training for module in net.modules())
+    assert len(kept) == len(list(net.parameters()))
+    for weight, (held, values) in zip(net.parameters(), kept, strict=True):
+        assert weight.grad is held
+        assert torch.equal(held, values)
+    assert tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6) == first
+
+
+def test_frozen_net_has_a_reach_too() -> None:
+    """Credit is of the state; no parameter is asked."""
+    free, frozen = named("hides-layer").net(), named("hides-layer").net().requires_grad_(False)
+    source = stream_of([60, 50], 2)
+    found = tt.reach(frozen, source, nn.MSELoss(), max_lag=10, anchors=6)
+    assert found.norms == pytest.approx(tt.reach(free, source, nn.MSELoss(), max_lag=10, anchors=6).norms, rel=CLOSE)
+
+
+def test_figures_are_plain_numbers_for_any_logger() -> None:
+    found = tt.reach(linear(0.9), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
+    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert again["norms"] == list(found.norms)
+    assert again["lags"] == list(found.lags)
+    assert again["shares"]["0.9"] == found.reach_90
+    assert again["memory_used"] is found.memory_used
+    assert again["by_leaf"].keys() == found.by_leaf.keys()
+
+
+def test_figures_of_a_net_without_credit_are_plain_numbers() -> None:
+    class Cut(Ignores):
+        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            y, h = super().forward(x, state)
+            return y, torch.zeros_like(h)
+
+    found = tt.reach(tt.carry(Cut().double()), stream_of([60]), nn.MSELoss(), max_lag=10, anchors=3)
+    assert found.lyapunov == -math.inf
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_table_and_warning_say_what_was_found() -> None:
+    found = tt.reach(linear(0.99), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
+    lines = str(found).splitlines()
+    assert lines[0] == "3 losses, back through at most 40 steps"
+    assert lines[1].split() == ["reach_50", str(found.reach_50), "reach_90", str(found.reach_90), "reach_99", str(found.reach_99)]
+    assert "x 0.9900 per step" in found.table()
+    assert f"Lyapunov {math.log(0.99):+.4f} per step" in found.table()
+    if found.memory_used:
+        assert "ask for a larger max_lag" in found.warning()
+
+
+def test_plot_draws_the_norms_over_the_lag() -> None:
+    from matplotlib import pyplot as plt
+
+    found = tt.reach(named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3)
+    axes = found.plot()
+    whole, *leaves = axes.get_lines()
+    assert whole.get_xdata().tolist() == list(found.lags)
+    assert whole.get_ydata().tolist() == list(found.norms)
+    assert [line.get_label() for line in leaves] == ["h", "c"]
+    assert found.plot(axes) is axes
+    plt.close("all")
+
+
+def reached(net: Any = None, source: Any = None, loss_fn: Any = None, **options: Any) -> tt.Reach:
+    return tt.reach(net or named("hides-layer").net(), source or stream_of([20]), loss_fn or nn.MSELoss(), **options)
+
+
+REFUSED: dict[str, tuple[Callable[[], tt.Reach], type[Exception], str]] = {
+    "max_lag 0": (lambda: reached(max_lag=0), ConfigError, "max_lag=0: expected a whole number of at least 1"),
+    "max_lag a float": (lambda: reached(max_lag=1e3), ConfigError, r"max_lag=1000\.0: expected a whole number"),
+    "anchors 0": (lambda: reached(anchors=0), ConfigError, "anchors=0: expected a whole number of at least 1"),
+    "every 0": (lambda: reached(every=0), ConfigError, "every=0: expected a whole number of at least 1"),
+    "steps 0": (lambda: reached(steps=0), ConfigError, "steps=0: expected a whole number of at least 1"),
+    "chunk 0": (lambda: reached(chunk=0), ConfigError, "chunk=0: expected a whole number of at least 1"),
+    "no valid step": (lambda: reached(source=stream_of([20], warm_up=20)), DataError, "no step with a target that counts"),
+    "no targets": (lambda: reached(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)), DataError, "no step with a target that counts"),
+    "raw module": (lambda: reached(HidesLayer()), ModelError, r"the net is a HidesLayer; .*net = tt\.carry\(module\)"),
+    "list of chunks": (lambda: reached(source=list(stream_of([20]))), DataError, r"got a list, expected a tt\.Stream"),
+    "loss of every row": (lambda: reached(loss_fn=nn.MSELoss(reduction="none")), ModelError, r"expected one number.*reduction='none'"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
+def test_what_cannot_be_looked_at_is_refused(call: Callable[[], tt.Reach], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()

@@ -1,0 +1,108 @@
+"""A run with the exact gradient: its updates, its settings, and that it goes on to the same bits."""
+
+import copy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from test_run import finish, settings, write_recordings
+from throughtime.errors import ConfigError
+from throughtime.gradient import Exact
+from throughtime.report.of_run import write_report
+from throughtime.run.config import make_config
+from throughtime.run.train import Training, begin
+from throughtime.updates import updates
+
+
+def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """One lane: an update for each recording, each of another length, at the run's own length of piece."""
+    data = write_recordings(tmp_path / "data")
+    more = {"exact": True, "stride": None, "lanes": 1, "updates": None, "epochs": 4}
+    whole = finish(settings(data, tmp_path / "whole", **more))
+    assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(range(1, 9))
+    stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for moment in stopped.go():
+        if moment.update >= 3:
+            stopped.stop()
+    resumed = Training.resume(stopped.folder.path)
+    assert resumed.count == 3
+    list(resumed.go())
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+
+
+def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: Path) -> None:
+    """What a graph takes is measured, and differs where recordings start: a piece measured there would round otherwise."""
+    np.savez(tmp_path / "long.npz", inputs=np.random.default_rng(0).normal(size=(30_000, 3)), targets=np.arange(30_000) // 7 % 3)
+    more = {"exact": True, "stride": None, "segment": 500, "lanes": 16, "hidden": 64, "updates": 3, "valid_every": 0, "holdout": 0.0}
+    whole = finish(settings(tmp_path / "long.npz", tmp_path / "whole", **more))
+    stopped = begin(make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more)))
+    for _ in stopped.go():
+        stopped.stop()
+    resumed = Training.resume(stopped.folder.path)
+    assert resumed.count == 1
+    assert resumed.policy == stopped.policy
+    assert isinstance(resumed.policy, Exact)
+    assert isinstance(resumed.policy.chunk, int)
+    assert resumed.policy.chunk < 500  # more than one piece, or nothing could differ
+    list(resumed.go())
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+
+
+def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
+    more = {"exact": True, "segment": 150, "stride": None, "updates": 3, "clip": 1e3, "dtype": "float64"}
+    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more)))
+    net = copy.deepcopy(training.net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
+    for _, _ in zip(range(3), updates(net, training._stream(), torch.nn.CrossEntropyLoss(), gradient=Exact(segment=150)), strict=False):
+        optimizer.step()
+        optimizer.zero_grad()
+    list(training.go())
+    for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"exact": True, "stride": None, "horizon": 50}, "the exact gradient cuts no credit, so it has no horizon"),
+        ({"exact": True, "stride": None, "train_on": "windows"}, "exact and train_on='windows' are both given"),
+        ({"exact": True, "stride": 20}, "exact and stride=20 are both given.*segment says"),
+        ({"segment": 20}, r"segment=20 belongs to the exact gradient: add exact \(--exact\)"),
+        ({"exact": True, "stride": None, "segment": 0}, "segment=0: expected at least 1"),
+        ({"exact": "yes"}, "exact='yes': expected true or false"),
+    ],
+)
+def test_what_does_not_go_with_the_exact_gradient_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_config({**settings(Path("d"), Path("o")), **more})
+
+
+def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
+    config = make_config({**settings(Path("d"), Path("o")), "stride": None, "exact": True, "segment": 50})
+    assert "stride" not in config.to_toml()
+    assert make_config(tomllib.loads(config.to_toml())) == config
+
+
+@pytest.mark.parametrize(
+    ("lanes", "more", "expected"),
+    [(1, {"exact": True}, 2), (2, {"exact": True}, 1), (2, {"exact": True, "segment": 90}, 5), (2, {"stride": 90}, 5)],
+)
+def test_an_epoch_makes_as_many_updates_as_are_announced(tmp_path: Path, lanes: int, more: dict[str, Any], expected: int) -> None:
+    values = {"stride": None, "lanes": lanes, "updates": None, "epochs": 1, **more}
+    training = begin(make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values}))
+    assert training.epoch_updates == expected
+    list(training.go())
+    assert training.count == expected
+
+
+def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) -> None:
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", exact=True, segment=200, stride=None, updates=4)
+    write_report(folder := finish(values))
+    page = folder.report.read_text(encoding="utf-8")
+    assert "Gradient: an update every 200 steps, credit back through all of them." in page
+    assert "the last chunk of an update" in page
+    assert ">stride<" not in page

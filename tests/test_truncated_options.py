@@ -1,0 +1,301 @@
+"""The options of truncated backpropagation: a random first stride, steps run again under the new weights; and the forum's loop.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from givens import Found, Given, deviation, given_for, policy_gradients
+from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start, states_apart, weights
+from throughtime.errors import ConfigError
+from throughtime.state import State
+
+EXACT = 1e-11
+Window = tuple[int, int, int]  # where its graph starts, where its losses start, where it stops
+
+
+def windowed(net: tt.Carried, data: Given, windows: Sequence[Window]) -> Found:
+    """Every window by itself: the steps before it run without a graph, then one forward and one backward pass."""
+    found: Found = []
+    for begin, counted, stop in windows:
+        state = start(net, data.x)
+        if begin:
+            with torch.no_grad():
+                _, state = net(data.x[:begin], state, data.resets[:begin])
+        net.zero_grad()
+        y, _ = net(data.x[begin:stop], state, data.resets[begin:stop])
+        valid = data.mask[counted:stop]
+        if valid.any():
+            loss = nn.functional.mse_loss(y[counted - begin :][valid], data.targets[counted:stop][valid])
+            loss.backward()
+            found.append((int(valid.sum()), loss.item(), gradients(net)))
+    net.zero_grad()
+    return found
+
+
+def strides(steps: int, stride: int, first: int | None = None) -> list[tuple[int, int]]:
+    """The steps between updates, the first stride of a length of its own."""
+    stops = [*range(first or stride, steps, stride), steps]
+    return list(itertools.pairwise([0, *stops]))
+
+
+def looking_back(counts: Sequence[tuple[int, int]], stride: int, horizon: int) -> list[Window]:
+    return [(counted if horizon == stride else max(0, stop - horizon), counted, stop) for counted, stop in counts]
+
+
+def jittered_first(seed: int, stride: int) -> int:
+    """The length of the first stride that torch's generator draws."""
+    torch.manual_seed(seed)
+    return int(torch.randint(1, stride + 1, ()))
+
+
+sizes = {
+    "steps": st.sampled_from([1, 2, 13, 29]),
+    "stride": st.sampled_from([1, 3, 7, 40]),
+    "further": st.sampled_from([0, 1, 5, 40]),
+    "lanes": st.sampled_from([1, 2]),
+    "seed": seeds,
+    "resets": st.sampled_from([0.0, 0.2]),
+    "masked": st.sampled_from([0.0, 0.5]),
+}
+
+
+@settings(max_examples=25)
+@given(**sizes)
+@some_nets("tensor-state", "hides-layer", "learnt-start")
+def test_jittered_gradient_equals_plain_autograd_of_its_windows(
+    row: Row, steps: int, stride: int, further: int, lanes: int, seed: int, resets: float, masked: float
+) -> None:
+    """The first stride is as drawn, the others are regular."""
+    net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
+    first = jittered_first(seed, stride)
+    torch.manual_seed(seed)
+    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further, jitter=True))
+    expected = windowed(net, data, looking_back(strides(steps, stride, min(first, steps)), stride, stride + further))
+    assert deviation(found, expected) < EXACT
+
+
+def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
+    net, data = named("tensor-state").net(), Given.draw(30, 1, 0)
+    firsts: list[int] = []
+    for seed in range(250):
+        torch.manual_seed(seed)
+        run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(5, jitter=True))
+        firsts.append(next(run).chunk.steps)
+        assert next(run).chunk.steps == 5
+    counts = [firsts.count(length) for length in range(1, 6)]
+    assert sum(counts) == 250
+    assert sum((count - 50) ** 2 / 50 for count in counts) < 18.5  # chi squared, 4 degrees of freedom: one in a thousand
+
+
+def test_every_epoch_begins_anew_and_only_its_start_is_jittered() -> None:
+    stream = tt.Stream(recordings([40, 33]), lanes=2, chunk=8)
+    net, firsts = named("hides-layer").net(), set[int]()
+    for epoch in range(12):
+        torch.manual_seed(epoch)
+        lengths = [u.chunk.steps for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(6, 10, jitter=True))]
+        assert lengths[0] == jittered_first(epoch, 6)
+        assert set(lengths[1:-1]) == {6}
+        assert sum(lengths) == 40
+        firsts.add(lengths[0])
+    assert len(firsts) > 2
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_resuming_in_the_middle_of_an_epoch_does_not_jitter_again(done: int) -> None:
+    policy = tt.Truncated(6, 15, jitter=True)
+    net, optimizer, run = _training(policy)
+    torch.manual_seed(2)
+    _train(optimizer, run, done)
+    saved = copy.deepcopy((net.state_dict(), run.state_dict()))
+    lengths = _train(optimizer, run)
+    net_again, optimizer_again, rest = _training(policy)
+    net_again.load_state_dict(saved[0])
+    rest.load_state_dict(saved[1])
+    torch.manual_seed(99)  # nothing is drawn any more
+    assert _train(optimizer_again, rest) == lengths
+    assert apart(weights(net_again), weights(net)) == 0
+
+
+def _training(policy: tt.Truncated) -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates]:
+    net = named("hides-layer").net()
+    stream = tt.Stream(recordings([40, 33]), lanes=2, chunk=8)
+    return net, torch.optim.SGD(net.parameters(), lr=0.3), tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+
+
+def _train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[tuple[int, float]]:
+    found: list[tuple[int, float]] = []
+    for update in itertools.islice(run, most):
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((update.chunk.steps, update.loss.item()))
+    return found
+
+
+@settings(max_examples=20)
+@given(refresh=st.sampled_from([1, 2, 5, 40]), **sizes)
+@some_nets("tensor-state", "hides-layer", "learnt-start", "namedtuple-state")
+def test_refresh_changes_nothing_at_fixed_weights(
+    row: Row, refresh: int, steps: int, stride: int, further: int, lanes: int, seed: int, resets: float, masked: float
+) -> None:
+    net = row.net()
+    data = given_for(net, steps, lanes, seed, resets, masked)
+    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further, refresh=refresh))
+    assert deviation(found, policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))) < EXACT
+
+
+def downhill(net: tt.Carried, rate: float) -> None:
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.grad is not None:
+                weight.sub_(weight.grad, alpha=rate)
+    net.zero_grad()
+
+
+def refreshed(net: tt.Carried, data: Given, stride: int, horizon: int, refresh: int, rate: float) -> list[Weights]:
+    """By the definition, the weights going downhill: `refresh` steps before each window run again from where the state is known.
+
+    That state is the one that the update before passed there, under the weights of then.
+    """
+    known: dict[int, State] = {0: start(net, data.x)}
+    found: list[Weights] = []
+    for counted, stop in strides(len(data.x), stride):
+        begin = counted if horizon == stride else max(0, stop - horizon)
+        lead = max(0, begin - refresh)
+        state, states = known[lead], {lead: known[lead]}
+        with torch.no_grad():
+            for step in range(lead, begin):
+                _, state = net(data.x[step : step + 1], state, data.resets[step : step + 1])
+                states[step + 1] = state
+        outputs: list[Tensor] = []
+        for step in range(begin, stop):
+            y, state = net(data.x[step : step + 1], state, data.resets[step : step + 1])
+            states[step + 1] = tt.state.detach(state)
+            outputs.append(y)
+        nn.functional.mse_loss(torch.cat(outputs)[counted - begin :], data.targets[counted:stop]).backward()
+        known = states
+        found.append(gradients(net))
+        downhill(net, rate)
+    return found
+
+
+@pytest.mark.parametrize(("stride", "horizon"), [(3, 3), (3, 7), (5, 11)])
+@pytest.mark.parametrize("refresh", [1, 4, 100])
+@some_nets("tensor-state", "hides-cell")
+def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(row: Row, stride: int, horizon: int, refresh: int) -> None:
+    rate, found = 0.05, list[Weights]()
+    net, data = row.net(), Given.draw(29, 2, 0, resets=0.05)
+    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, refresh=refresh)):
+        found.append(gradients(net))
+        downhill(net, rate)
+    expected = refreshed(row.net(), data, stride, horizon, refresh, rate)
+    assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
+    for other in (refresh - 1, refresh + 1):  # the mutants: a step less, a step more
+        fresh = refreshed(row.net(), data, stride, horizon, other, rate)
+        assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (min(other, refresh) < 29 - horizon)
+
+
+def test_state_carried_with_refresh_is_that_of_the_present_weights_over_all_steps_if_it_reaches_the_start() -> None:
+    net, data = named("tensor-state").net(), Given.draw(29, 2, 0)
+    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, refresh=100)):
+        last = int(update.chunk.position[-1, 0]) + 1
+        _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
+        assert states_apart(update.state, expected) < EXACT
+        downhill(net, 0.05)
+
+
+def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
+    """The mutant looks back as far as a whole stride would from where the last one began."""
+    net, data = named("tensor-state").net(), Given.draw(22, 2, 0)
+    found = policy_gradients(net, [data.chunk], tt.Truncated(5, 11))
+    right = looking_back(strides(22, 5), 5, 11)
+    assert right[-1] == (11, 20, 22)
+    assert deviation(found, windowed(net, data, right)) < EXACT
+    assert deviation(found, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
+
+
+@pytest.mark.parametrize("steps", [1, 5, 6, 11, 23, 60, 61])
+@some_nets("hides-cell", "hides-layer", "tensor-state")
+def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
+    """Whatever `auto` chooses, for a last stride of a single step as for the others."""
+    data = Given.draw(steps, 1, 0, resets=0.05)
+    expected = policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32))
+    assert deviation(expected, windowed(row.net(), data, looking_back(strides(steps, 5), 5, 32))) < EXACT
+    for graphs in ("retain", "auto"):
+        assert deviation(policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32, graphs=graphs)), expected) < EXACT
+
+
+class Scale(nn.Module):
+    """`h' = w h`, whatever comes in; it is the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.full((lanes, 1), 0.9, dtype=torch.float64)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden: list[Tensor] = []
+        for _ in x:
+            state = state * self.w
+            hidden.append(state)
+        return torch.stack(hidden), state
+
+
+def forum_loop(steps: int, *, clear: bool) -> list[float]:
+    """discuss.pytorch.org/t/15500: states are leaves, each chunk's graph is gone through again for every loss.
+
+    Their `.grad` is what goes back into the graph before; unless it is cleared, what an earlier loss left there goes back once more.
+    """
+    w = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    pairs: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.tensor(0.9, dtype=torch.float64))]
+    found: list[float] = []
+    for _ in range(steps):
+        entering = pairs[-1][1].detach().requires_grad_()
+        pairs.append((entering, w * entering))
+        w.grad = None
+        if clear:
+            for leaf, _ in pairs:
+                leaf.grad = None
+        pairs[-1][1].backward(retain_graph=True)
+        for (_, before), (after, _) in zip(pairs[-2:0:-1], pairs[:1:-1], strict=True):
+            before.backward(after.grad, retain_graph=True)
+        assert w.grad is not None
+        found.append(w.grad.item())
+    return found
+
+
+def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
+    """d/dw w^k 0.9 = k w^(k-1) 0.9: with w = 0.2, 0.9, 0.36, 0.108."""
+    assert forum_loop(3, clear=False) == pytest.approx([0.9, 0.36, 0.288], abs=1e-12)
+    assert forum_loop(3, clear=True) == pytest.approx([0.9, 0.36, 0.108], abs=1e-12)
+    zeros = torch.zeros(3, 1, 1, dtype=torch.float64)
+    for horizon, expected in ((3, [0.9, 0.36, 0.108]), (100, [0.9, 0.36, 0.108]), (2, [0.9, 0.36, 0.072])):
+        for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
+            found = policy_gradients(tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], policy, lambda y, _: y.mean())
+            assert [g["module.w"].item() for *_, g in found] == pytest.approx(expected, abs=1e-12)
+    whole = policy_gradients(tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], tt.Truncated(3), lambda y, _: y.sum())
+    assert whole[0][2]["module.w"].item() == pytest.approx(0.9 + 0.36 + 0.108, abs=1e-12)
+
+
+@pytest.mark.parametrize("setting", [{"refresh": -1}, {"refresh": 1.5}])
+def test_refresh_out_of_range_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"refresh=.*: expected a whole number of at least 0"):
+        tt.Truncated(5, **setting)
+
+
+def test_options_are_described() -> None:
+    said = tt.Truncated(10, 20, jitter=True, refresh=7).describe()
+    assert "the first stride of an epoch of random length" in said
+    assert "the 7 steps before run again under the new weights" in said
