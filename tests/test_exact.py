@@ -485,5 +485,8 @@ def gradients_from(net: tt.Carried, chunk: tt.Chunk, state: State) -> dict[str, 
 
 
 def test_settings_are_described() -> None:
-    assert tt.Exact().describe() == "an update for every recording (with several lanes, where all of them start one), credit back through all of it"
+    assert (
+        tt.Exact().describe()
+        == "an update for every recording (with several lanes, where all of them start one), credit back through all of it"
+    )
     assert tt.Exact(segment=500).describe() == "an update every 500 steps, credit back through all of them"

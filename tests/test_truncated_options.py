@@ -1,4 +1,4 @@
-"""The options of truncated backpropagation: a random first stride, steps run again under the new weights; and the forum's loop.
+"""The options of truncated backpropagation: jitter, refresh, kept graphs, warm-up; and the forum's loop.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from givens import Found, Given, deviation, given_for, policy_gradients
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start, states_apart, weights
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, DataError
 from throughtime.state import State
 
 EXACT = 1e-11
@@ -235,6 +235,101 @@ def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
         assert deviation(policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32, graphs=graphs)), expected) < EXACT
 
 
+def with_old_graphs(net: tt.Carried, data: Given, stride: int, horizon: int, rate: float) -> list[Weights]:
+    """Every step has its own copy of the weights as they were when it was run; an update sums over those of the last `horizon` steps."""
+    state = start(net, data.x)
+    copies: list[Weights] = []
+    found: list[Weights] = []
+    for counted, stop in strides(len(data.x), stride):
+        outputs: list[Tensor] = []
+        for step in range(counted, stop):
+            copies.append({name: w.requires_grad_() for name, w in weights(net).items()})
+            y, state = torch.func.functional_call(net, copies[-1], (data.x[step : step + 1], state, data.resets[step : step + 1]))
+            outputs.append(y)
+        loss = nn.functional.mse_loss(torch.cat(outputs), data.targets[counted:stop])
+        window = copies[max(0, stop - horizon) :]
+        parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
+        found.append({name: torch.stack(parts[i :: len(copies[0])]).sum(0) for i, name in enumerate(copies[0])})
+        for name, weight in net.named_parameters():
+            weight.data.sub_(found[-1][name], alpha=rate)
+    return found
+
+
+@pytest.mark.parametrize(("stride", "horizon"), [(3, 4), (3, 9), (5, 11), (1, 7), (6, 100)])
+@some_nets("tensor-state", "hides-cell")
+def test_kept_graphs_belong_to_the_weights_they_were_run_with(row: Row, stride: int, horizon: int) -> None:
+    """While the optimizer changes the present ones in place."""
+    net, data, found = row.net(), Given.draw(30, 2, 0, resets=0.05), list[Weights]()
+    again = list[Weights]()
+    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, graphs="retain")):
+        found.append(gradients(net))
+        downhill(net, 0.05)
+    expected = with_old_graphs(row.net(), data, stride, horizon, 0.05)
+    assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
+    net = row.net()
+    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon)):
+        again.append(gradients(net))
+        downhill(net, 0.05)
+    assert max(apart(a, b) for a, b in zip(again, expected, strict=True)) > 1e-6  # the mutant: windows run again
+
+
+def test_kept_graphs_have_no_saved_place() -> None:
+    run = tt.updates(
+        named("lstm").net(), tt.Stream(recordings([40], outputs=4), 1, 8), nn.MSELoss(), gradient=tt.Truncated(5, 12, graphs="retain")
+    )
+    next(run)
+    with pytest.raises(DataError, match=r"keeps graphs of earlier weights, which no file can hold.*graphs='recompute'"):
+        run.state_dict()
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=5),
+    lanes=st.sampled_from([1, 2, 3]),
+    warm_up=st.sampled_from([1, 2, 7, 30]),
+    stride=st.sampled_from([1, 4, 9]),
+    further=st.sampled_from([0, 5]),
+    chunk=st.sampled_from([3, 500]),
+    graphs=st.sampled_from(["recompute", "retain"]),
+)
+@some_nets("hides-layer")
+def test_warm_up_of_the_policy_is_that_of_the_stream(
+    row: Row, lengths: list[int], lanes: int, warm_up: int, stride: int, further: int, chunk: int, graphs: Any
+) -> None:
+    lanes = min(lanes, sum(lengths))
+    cold = tt.Stream(recordings(lengths), lanes, chunk)
+    expected = policy_gradients(
+        row.net(), tt.Stream(recordings(lengths), lanes, chunk, warm_up=warm_up), tt.Truncated(stride, stride + further)
+    )
+    policy = tt.Truncated(stride, stride + further, warm_up=warm_up, graphs=graphs)
+    assert deviation(policy_gradients(row.net(), cold, policy), expected) < EXACT
+    assert deviation(policy_gradients(row.net(), list(tt.Stream(recordings(lengths), lanes, chunk)), policy), expected) < EXACT
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_resuming_in_the_middle_of_a_warm_up_goes_on_with_it(done: int) -> None:
+    policy = tt.Truncated(5, 8, warm_up=14)
+    net, optimizer, run = _training(policy)
+    _train(optimizer, run, done)
+    saved = copy.deepcopy((net.state_dict(), run.state_dict()))
+    rest = _train(optimizer, run)
+    again, optimizer, run_again = _training(policy)
+    again.load_state_dict(saved[0])
+    run_again.load_state_dict(saved[1])
+    assert _train(optimizer, run_again) == rest
+    assert apart(weights(again), weights(net)) == 0
+
+
+def test_state_that_was_brought_along_is_warm() -> None:
+    net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
+    chunk = tt.Chunk.of(data.x, data.targets)
+    state = start(net, data.x)
+    warm = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12), state=state)
+    assert [update.steps for update in warm] == [10, 10, 10, 10]
+    cold = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12))
+    assert [update.steps for update in cold] == [6, 10]
+
+
 class Scale(nn.Module):
     """`h' = w h`, whatever comes in; it is the output, too."""
 
@@ -289,10 +384,19 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
     assert whole[0][2]["module.w"].item() == pytest.approx(0.9 + 0.36 + 0.108, abs=1e-12)
 
 
-@pytest.mark.parametrize("setting", [{"refresh": -1}, {"refresh": 1.5}])
-def test_refresh_out_of_range_is_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"refresh=.*: expected a whole number of at least 0"):
-        tt.Truncated(5, **setting)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "refresh negative": ({"refresh": -1}, "refresh=-1: expected a whole number of at least 0"),
+    "refresh a float": ({"refresh": 1.5}, r"refresh=1\.5: expected a whole number of at least 0"),
+    "warm_up negative": ({"warm_up": -1}, "warm_up=-1: expected a whole number of at least 0"),
+    "unknown graphs": ({"graphs": "keep"}, "graphs='keep': expected 'recompute', 'retain' or 'auto'"),
+    "refresh of kept graphs": ({"refresh": 2, "graphs": "retain"}, "refresh=2 runs steps again under the new weights, which kept graphs"),
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), list(REFUSED.values()), ids=list(REFUSED))
+def test_option_out_of_range_is_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tt.Truncated(5, 10, **setting)
 
 
 def test_options_are_described() -> None:
