@@ -100,20 +100,18 @@ class Truncated:
     def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
         """The next stride that has a valid step; strides without one only carry the state on."""
         while (chunk := source.take(self._steps(source))) is not None:
-            chunk, since = self._warmed_up(chunk, progress)
+            chunk, since = self._warmed_up(chunk, progress) if self.warm_up else (chunk, None)
             if self._retains(net, source.position - chunk.steps, chunk, objective, progress):
                 update, progress = kept_update(net, chunk, source.position, objective, progress, self.stride, self._horizon)
             else:
                 update, progress = self._advance(net, chunk, source, objective, progress)
-            progress = progress._replace(since=since)
+            progress = progress if since is None else progress._replace(since=since)
             if update is not None:
                 return update, progress
         return None, progress
 
-    def _warmed_up(self, chunk: Chunk, progress: Progress) -> tuple[Chunk, Tensor | None]:
+    def _warmed_up(self, chunk: Chunk, progress: Progress) -> tuple[Chunk, Tensor]:
         """The chunk without the targets of a warm-up; a state that somebody brought along is warm."""
-        if not self.warm_up:
-            return chunk, None
         cold = progress.edge is None
         since = progress.since
         if since is None:

@@ -33,8 +33,12 @@ class Run(NamedTuple):
         loss = objective.loss(self.outputs, chunk)
         if not loss.requires_grad:
             objective.check_depends([])
-        with no_autocast(loss):
-            objective.scaled(loss).backward()
+        scaled = objective.scaled(loss)
+        if torch.is_autocast_enabled(loss.device.type):
+            with no_autocast(loss):
+                scaled.backward()
+        else:  # the usual case, without the price of a context
+            scaled.backward()
         return loss.detach()
 
 
