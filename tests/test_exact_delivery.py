@@ -612,3 +612,12 @@ def test_clipping_under_a_scaler_is_that_without_one() -> None:
 def test_recordings_without_targets_make_no_update() -> None:
     net = named("hides-layer").net()
     assert list(tt.updates(net, tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5), nn.MSELoss(), gradient=tt.Exact())) == []
+
+
+def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count() -> None:
+    """The mutant looks at the last piece only, which has no loss."""
+    net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
+    mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
+    chunk = tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)
+    with pytest.raises(ModelError, match="weights of its own inside"):
+        list(tt.updates(net, [chunk], lambda y, t: loss_fn(y, t), gradient=tt.Exact(chunk=10)))  # noqa: PLW0108  # as users do

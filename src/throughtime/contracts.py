@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.errors import ModelError, StateError
+from throughtime.layout import Layout
 from throughtime.state import State
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -384,7 +385,7 @@ class Explicit:
 
     module: nn.Module
     batch_first: bool
-    _known: "tuple[torch.dtype | None, _Layout] | None" = field(default=None, init=False, repr=False)
+    _known: tuple[torch.dtype | None, Layout] | None = field(default=None, init=False, repr=False)
     _weight: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -419,7 +420,7 @@ class Explicit:
     def _dtype(self) -> torch.dtype | None:
         return None if self._weight is None else self._weight.dtype
 
-    def _layout(self, like: Tensor | None) -> "_Layout":
+    def _layout(self, like: Tensor | None) -> Layout:
         """As learnt before; learnt anew after the module changed its type."""
         if self._known is None or self._known[0] != self._dtype():
             own = _own_start(self.module)
@@ -428,11 +429,11 @@ class Explicit:
         return self._known[1]
 
     @staticmethod
-    def _ask(module: HasInitialState) -> "_Layout":
+    def _ask(module: HasInitialState) -> Layout:
         with torch.no_grad():
-            return _Layout.compare(module.initial_state(2), module.initial_state(3))
+            return Layout.compare(module.initial_state(2), module.initial_state(3))
 
-    def _try(self, like: Tensor | None) -> "_Layout":
+    def _try(self, like: Tensor | None) -> Layout:
         if like is None:
             raise StateError(
                 f"the state of {type(self.module).__name__} is known after a trial: net.initial_state(lanes, like=inputs), or give the "
@@ -441,7 +442,7 @@ class Explicit:
         two, three = (like[:1, :1].expand(1, n, *like.shape[2:]) for n in (2, 3))
         y_none, s_two = _quietly(self.module, partial(self._call, two, None))
         _, s_three = _quietly(self.module, partial(self._call, three, None))
-        layout = _Layout.compare(s_two, s_three)
+        layout = Layout.compare(s_two, s_three)
         y_zeros, _ = _quietly(self.module, partial(self._call, two, layout.outward(layout.zeros(2, like.device))))
         if not torch.equal(y_none, y_zeros):
             raise StateError(
@@ -470,47 +471,3 @@ def _quietly(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tuple[
     finally:
         for m, mode in modes:
             m.training = mode
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Where the lanes are in each leaf of a user's state."""
-
-    dims: tuple[int, ...]
-    example: State  # as the module returns it, for two lanes
-
-    @classmethod
-    def compare(cls, two: State, three: State) -> "_Layout":
-        pairs = zip(trees.leaves(two), trees.leaves(three), strict=True)
-        dims = tuple(_lane_dim(name, a.shape, b.shape) for (name, a), (_, b) in pairs)
-        return cls(dims, trees.map_leaves(torch.zeros_like, trees.detach(two)))
-
-    def inward(self, state: State) -> State:
-        """Lanes to the front."""
-        return self._moved(state, lambda leaf, dim: leaf.movedim(dim, 0))
-
-    def outward(self, state: State) -> State:
-        """Lanes back to where the module wants them."""
-        return self._moved(state, lambda leaf, dim: leaf.movedim(0, dim))
-
-    def _moved(self, state: State, move: Callable[[Tensor, int], Tensor]) -> State:
-        if not any(self.dims):
-            return state
-        dims = iter(self.dims)
-        return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
-
-    def zeros(self, lanes: int, device: torch.device | None) -> State:
-        """The zero state for `lanes` lanes, lanes first."""
-        return trees.map_leaves(
-            lambda leaf: torch.zeros(lanes, *leaf.shape[1:], dtype=leaf.dtype, device=device or leaf.device), self.inward(self.example)
-        )
-
-
-def _lane_dim(name: str, two: torch.Size, three: torch.Size) -> int:
-    changed = [i for i, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
-    if len(two) != len(three) or len(changed) != 1 or (two[changed[0]], three[changed[0]]) != (2, 3):
-        raise StateError(
-            f"state leaf '{name}' has shape {tuple(two)} for 2 lanes and {tuple(three)} for 3: expected exactly one dimension that is the "
-            "number of lanes. What all lanes share cannot be reset for one of them; keep it per lane, or as a buffer that never changes."
-        )
-    return changed[0]

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from throughtime.errors import ConfigError
 from throughtime.probe import Audit, Reach
+from throughtime.probe.reach import within
 from throughtime.run.audited import Audited
 from throughtime.run.config import Config
 
@@ -53,11 +54,5 @@ def _goes(reach: Reach) -> Table:
         table.add_column(f"{share:.0%} of it", justify="right")
     table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
     for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        table.add_row(name, *(str(_within(reach.lags, norms, share)) for share in shares))
+        table.add_row(name, *(str(within(reach.lags, norms, share)) for share in shares))
     return table
-
-
-def _within(lags: tuple[int, ...], norms: tuple[float, ...], share: float) -> int:
-    """The first lag up to which the share of the sum lies."""
-    total = sum(norms)
-    return next((lag for i, lag in enumerate(lags, 1) if sum(norms[:i]) >= share * total), lags[-1])

@@ -19,6 +19,7 @@ from throughtime.gradient.edges import Offload, check_offload
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.replay import unnoticed
 from throughtime.gradient.schedule import Size
+from throughtime.gradient.sweep import started
 from throughtime.state import State
 
 TRIAL = 48  # steps at most; the difference to a third of them is free of what every graph has
@@ -103,10 +104,9 @@ def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None
             kept[storage.data_ptr()] = storage.nbytes()
         return saved.detach()  # a graph that kept its own output would never be freed
 
-    entering = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), state)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        y, after = net(chunk.inputs, entering, chunk.resets if chunk.any_reset else None)
-        loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
-        outputs = 3 * y.nbytes  # themselves, their gradient, and the last piece's, which an update hands out
-    del y, after, loss
+        piece = started(net, chunk, state)
+        loss = objective.loss(piece.outputs, chunk) if objective is not None and chunk.valid else None
+        outputs = 3 * piece.outputs.nbytes  # themselves, their gradient, and the last piece's, which an update hands out
+    del piece, loss
     return sum(kept.values()) + outputs, len(kept)

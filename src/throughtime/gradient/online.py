@@ -25,14 +25,14 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, Source
+from throughtime.chunk import Source
 from throughtime.errors import ConfigError, RunError, StateError
 from throughtime.gradient import schedule
 from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.sweep import Piece, forget_casts
+from throughtime.gradient.sweep import Piece, started
 from throughtime.state import State
 
 
@@ -81,7 +81,7 @@ class Online:
             named = weights_of(net, objective.loss_fn)
             weights = list(named.values())
             influence = self._influence(progress, weights)
-            piece = _run(net, chunk, progress.edge)
+            piece = started(net, chunk, progress.edge)
             update = self._update(piece, objective, influence, named, begin) if chunk.valid else None
             after = trees.detach(piece.after)
             progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
@@ -126,17 +126,6 @@ class Online:
             raise RunError(not_finite(fault, begin, begin + piece.chunk.steps, piece.chunk, loss.item()))
         gathered.deliver()
         return loss.detach(), piece.chunk.valid
-
-
-def _run(net: Carried, chunk: Chunk, edge: State) -> Piece:
-    forget_casts(chunk.inputs)
-    with torch.enable_grad():
-        if edge is None:
-            before = net.initial_state(chunk.lanes, like=chunk.inputs)
-        else:
-            before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
-        y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
-    return Piece(0, chunk, chunk.inputs, y, before, after)
 
 
 def _carried_on(piece: Piece, influence: Tensor, weights: Sequence[Tensor]) -> Tensor:

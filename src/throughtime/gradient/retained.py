@@ -32,7 +32,7 @@ from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.sweep import Adjoint, Piece, forget_casts
+from throughtime.gradient.sweep import Adjoint, Piece, started
 from throughtime.state import State
 
 
@@ -60,21 +60,11 @@ def _cut(steps: int, stride: int, horizon: int) -> list[int]:
 def _played(net: Carried, chunk: Chunk, edge: State, cuts: Sequence[int]) -> list[Piece]:
     """The steps between the cuts, each with a graph of its own."""
     pieces: list[Piece] = []
-    forget_casts(chunk.inputs)
     with Copies(net).kept():
         for start, stop in pairwise(cuts):
             edge = pieces[-1].after if pieces else edge
-            pieces.append(_piece(net, chunk.between(start, stop), edge))
+            pieces.append(started(net, chunk.between(start, stop), edge))
     return pieces
-
-
-def _piece(net: Carried, chunk: Chunk, edge: State) -> Piece:
-    if edge is None:
-        before = net.initial_state(chunk.lanes, like=chunk.inputs)
-    else:
-        before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
-    y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
-    return Piece(0, chunk, chunk.inputs, y, before, after)
 
 
 def _back(
@@ -120,7 +110,7 @@ def _later_part(net: Carried, piece: Piece, start: int) -> Piece:
     first, second = piece.chunk.between(0, start), piece.chunk.between(start, piece.chunk.steps)
     with torch.no_grad():
         _, edge = net(first.inputs, trees.detach(piece.before), first.resets if first.any_reset else None)
-    return _piece(net, second, edge)
+    return started(net, second, edge)
 
 
 def _needed(pieces: list[Piece], horizon: int) -> tuple[Piece, ...]:

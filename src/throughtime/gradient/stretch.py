@@ -80,8 +80,6 @@ class Stretch:
         Raises:
             RunError: a gradient is not finite; nothing is added.
         """
-        if self.chunk.valid:
-            objective.check_weights(self.outputs, self.chunk)
         gathered = Gathered(weights_of(self.sweep.net, objective.loss_fn))
         total = torch.zeros((), device=self.outputs.device)
         for step in self._back(objective, crossing, gathered.weights):
@@ -96,8 +94,12 @@ class Stretch:
     def _back(self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]) -> Iterator["_Step"]:
         """Piece by piece from the last."""
         adjoint: Adjoint | None = None
+        checked = False
         for piece in self.sweep.backward():
             losses = list(self.losses(piece, objective).values())
+            if losses and not checked:
+                objective.check_weights(piece.outputs, piece.chunk)
+                checked = True
             pulled = piece.pull(weights, [(objective.scaled(loss), None) for loss in losses], adjoint)
             loss = losses[0].detach() if losses else torch.zeros((), device=piece.outputs.device)
             step = _Step(piece.index, piece.chunk, loss, pulled.weights)

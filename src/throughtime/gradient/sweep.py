@@ -89,6 +89,18 @@ class Piece:
         return Pulled(found[: len(weights)], [next(rest) if leaf.requires_grad else None for leaf in entering], next(rest, None))
 
 
+def started(net: Carried, chunk: Chunk, edge: State) -> Piece:
+    """A piece by itself, with a graph that begins at the state `edge`, or with the net's initial state if that is `None`."""
+    forget_casts(chunk.inputs)
+    with torch.enable_grad():
+        if edge is None:
+            before = net.initial_state(chunk.lanes, like=chunk.inputs)
+        else:
+            before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
+        y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
+    return Piece(0, chunk, chunk.inputs, y, before, after)
+
+
 class Sweep:
     """A stretch cut into pieces: `forward` once, then `backward` as often as wanted.
 

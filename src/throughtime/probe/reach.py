@@ -107,7 +107,7 @@ class Reach:
     def table(self) -> str:
         """The figures as text."""
         decay = "no exponential decay" if self.decay is None else f"x {self.decay.rate:.4f} per step (R² {self.decay.r2:.3f})"
-        leaves = [f"  {name}: reach_90 {_within(self.lags, norms, 0.9)}" for name, norms in self.by_leaf.items()]
+        leaves = [f"  {name}: reach_90 {within(self.lags, norms, 0.9)}" for name, norms in self.by_leaf.items()]
         contexts = "  ".join(f"{k}: {loss:.4g}" for k, loss in self.contexts.items())
         return "\n".join(
             [
@@ -374,7 +374,7 @@ class Profile:
             {name: tuple(row) for name, row in zip(self.names, means[1:], strict=True)},
             self.anchors,
             tuple(int(n) for n in self.seen[:count]),
-            {share: _within(lags, means[0], share) for share in SHARES},
+            {share: within(lags, means[0], share) for share in SHARES},
             _decay(lags, means[0]),
             growth.mean().item() if len(growth) else -math.inf,
             loss,
@@ -408,7 +408,7 @@ def _refilled(pure: Adjoint, fresh: Adjoint) -> Adjoint:
     return [f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f) for p, f in pairs]
 
 
-def _within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
+def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
     """The first lag up to which the share of the sum lies."""
     total = sum(norms)
     running = 0.0
