@@ -74,9 +74,11 @@ def as_folder(folder: Path) -> tuple[Path, list[str]]:
 
 def as_wav(folder: Path) -> tuple[Path, list[str]]:
     u, y = signals()
-    soundfile.write(folder / "dry.wav", u, 8000, subtype="FLOAT")
-    soundfile.write(folder / "wet.wav", y, 8000, subtype="FLOAT")
-    (folder / "pairs.csv").write_text("id,split,inputs,targets\na,train,dry.wav,wet.wav\nb,valid,dry.wav,wet.wav\n", encoding="utf-8")
+    for name in ("a", "b"):
+        soundfile.write(folder / f"{name}_dry.wav", u, 8000, subtype="FLOAT")
+        soundfile.write(folder / f"{name}_wet.wav", y, 8000, subtype="FLOAT")
+    rows = "id,split,inputs,targets\na,train,a_dry.wav,a_wet.wav\nb,valid,b_dry.wav,b_wet.wav\n"
+    (folder / "pairs.csv").write_text(rows, encoding="utf-8")
     return folder / "pairs.csv", []
 
 
@@ -162,6 +164,19 @@ def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path
     run("predict", folder, tmp_path / "b.csv", "--out", tmp_path / "b.npy", "--state-in", tmp_path / "s.safetensors")
     parts = np.concatenate([np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy")])
     np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
+
+
+def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_path: Path) -> None:
+    for count, shown in ((40, True), (41, False)):
+        rows = ["id,split,inputs,label"]
+        for i in range(count + 2):
+            np.save(tmp_path / f"{i}.npy", np.full(5, i))
+            rows.append(f"clip{i},{'train' if i < 2 else 'valid'},{i}.npy,{'xy'[i % 2]}")
+        data = tmp_path / "clips.csv"
+        data.write_text("\n".join(rows), encoding="utf-8")
+        said = run("train", data, "--task", "classify", "--hidden", "4", "--lanes", "2", "--updates", "1", "--out", tmp_path / f"r{count}")
+        assert ("clip30" in said) == shown
+        assert (f"({count}, each of them in {tmp_path / f'r{count}' / 'metrics.jsonl'})" in said.replace("\n", "")) != shown
 
 
 def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path, Path]) -> None:
@@ -274,7 +289,7 @@ def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it(
 
     made = generate("r", 200_000, 5)
     starts = np.flatnonzero(made.since == 0)
-    sums = np.array([made.recording.inputs[s : s + 10].sum() for s in starts])
+    sums = np.array([made.recording.read(s, s + 10).inputs.sum() for s in starts.tolist()])
     assert np.array_equal(np.sign(sums), np.sign(PULSES)[(sums > 0).astype(int)])
     remembered = np.repeat(sums > 0, np.diff(np.append(starts, len(made.since))))
     assert (remembered == made.labels).mean() == pytest.approx(BEST, abs=0.003)

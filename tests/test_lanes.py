@@ -66,7 +66,7 @@ def test_check_of_an_epoch_fails_on_mutants(mutant: type[Timetable]) -> None:
     table = Timetable.plan(lengths, 2)
     check_epoch(table, lengths, 7)
     with pytest.raises(AssertionError):
-        check_epoch(mutant(table.spans, table.starts, table.steps), lengths, 7)
+        check_epoch(mutant(table.spans, table.starts, table.steps, table.mine), lengths, 7)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)

@@ -11,7 +11,10 @@ import pytest
 import throughtime as tt
 from throughtime import errors
 
-OPTIONAL = ("pyarrow", "soundfile", "pandas", "lightning", "pytorch_lightning", "matplotlib", "h5py", "ignite", "accelerate")
+OPTIONAL = (
+    *("pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb", "pandas", "scipy"),
+    *("lightning", "pytorch_lightning", "matplotlib", "ignite", "accelerate"),
+)
 
 
 def isort_style(name: str) -> tuple[int, str]:
@@ -74,7 +77,7 @@ def test_import_loads_no_optional_dependency() -> None:
     assert not loaded & set(OPTIONAL)
 
 
-@pytest.mark.parametrize("module", ["pyarrow", "soundfile"])
+@pytest.mark.parametrize("module", ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb"])
 def test_the_check_of_optional_dependencies_can_fail(module: str) -> None:
     """Both are installed here, so that the test above would see them."""
     assert module in loaded_by(f"import {module}") & set(OPTIONAL)

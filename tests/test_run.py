@@ -216,7 +216,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, more: d
 
 
 def _lines(folder: Folder) -> list[dict[str, Any]]:
-    timing = {"seconds", "peak_memory"}
+    timing = {"seconds", "waiting", "peak_memory"}
     return [{k: v for k, v in row.items() if k not in timing} for row in folder.read_metrics()]
 
 

@@ -20,6 +20,7 @@ from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.objective import valid_rows
+from throughtime.ranks import ranks_of
 from throughtime.score import Figures, Score
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
@@ -50,6 +51,8 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are recordings
     at most: a recording cut into parts starts each part from the initial state.
 
+    On several ranks each plays its share, and all return the loss over all of them.
+
     Args:
         net: made by `tt.carry`.
         stream: a stream of its own, not the one that training iterates.
@@ -58,7 +61,7 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
         score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that protocol.
 
     Raises:
-        DataError: the stream has no targets.
+        DataError: the stream has no targets, or a score is asked for and it plays only a rank's share.
 
     Cost: one forward pass; memory for one chunk.
 
@@ -72,7 +75,13 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
     objective = None if loss_fn is None else Objective(loss_fn)
     whole = None if score is None else score.fresh()
     apart: dict[int, Score] = {}
-    total, mass, steps = 0.0, 0.0, 0
+    total, mass, steps = 0.0, 0.0, 0.0
+    ranks = ranks_of(net, stream)
+    if ranks.count > 1 and score is not None:
+        raise DataError(
+            f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are not added up over ranks: give it "
+            "tt.Stream(..., rank=0, ranks=1), which plays everything"
+        )
     player = Predictor(net, stream.lanes)
     for chunk in (c.to(player.device) for c in stream):
         if chunk.targets is None:
@@ -87,10 +96,12 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
         if whole is not None:
             whole.add(*valid_rows(outputs, chunk))
             _add_apart(apart, whole, outputs, chunk)
+    if ranks.count > 1:
+        total, mass, steps = ranks.total([total, mass, steps])
     loss = total / mass if mass else math.nan
     names = Counter(recording.name for recording in stream.recordings)
     by_name = {_unique(stream.recordings[i].name, i, names): apart[i].figures() for i in sorted(apart)}
-    return Evaluation(loss, steps, whole.figures() if whole is not None else {}, by_name)
+    return Evaluation(loss, int(steps), whole.figures() if whole is not None else {}, by_name)
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:
@@ -142,7 +153,7 @@ def predict(
         >>> outputs.shape
         torch.Size([50, 8])
     """
-    stream = Stream([as_recording(recording, 0)], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing)
+    stream = Stream([as_recording(recording, 0)], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1)
     player = Predictor(net, lanes=1, state=state)
     start = 0
     for part in stream:

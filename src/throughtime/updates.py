@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from throughtime import state as trees
@@ -17,6 +17,8 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Learning, LossFn, Objective, Policy, Progress, Scaler, Update
+from throughtime.gradient.gather import weights_of
+from throughtime.ranks import Ranks, ranks_of
 from throughtime.state import State
 from throughtime.stream import Stream
 
@@ -67,20 +69,26 @@ def updates(
         20
         10
     """
-    return Updates(net, stream, Objective(loss_fn, scaler), gradient, state)
+    ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
+    return Updates(net, stream, Objective(loss_fn, scaler, ranks if ranks.count > 1 else None), gradient, state, ranks)
 
 
 class Updates(Iterator[Update]):
     """The iterator that `tt.updates` returns; `state_dict()` resumes it to the bit."""
 
-    def __init__(self, net: Carried, stream: Stream | Iterable[Chunk], objective: Objective, gradient: Policy, state: State) -> None:
+    def __init__(
+        self, net: Carried, stream: Stream | Iterable[Chunk], objective: Objective, gradient: Policy, state: State, ranks: Ranks
+    ) -> None:
         self._net = _carried(net)
         self._stream = stream if isinstance(stream, Stream) else None
         source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
         self._source = Moving(source, net)
         self._objective, self._gradient = objective, gradient
+        self._ranks = ranks
         if state is None and isinstance(stream, Stream):
-            stream.start()
+            stream.start(handed=_hands_on(stream))
+        if ranks.count > 1:
+            ranks.check_alike(self._weights())
         self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
         self._finished = self._broken = False
@@ -101,12 +109,47 @@ class Updates(Iterator[Update]):
         if self._progress is None:
             self._progress = self._begin()
         self._broken = True
-        update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
+        update = self._alone() if self._ranks.count == 1 else self._together()
         self._broken = False
         if update is None:
-            self._finished = True
+            self._finish()
             raise StopIteration
         return update
+
+    def _alone(self) -> Update | None:
+        update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._now())
+        return update
+
+    def _together(self) -> Update | None:
+        """The next update that has a valid step on any rank; what `.grad` held before stays this rank's own until it is added."""
+        weights = list(self._weights().values())
+        before = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        while (update := self._alone()) is not None:
+            summed = self._ranks.add_up(update, weights)
+            if summed is not None:
+                for weight, had in zip(weights, before, strict=True):
+                    if had is not None:
+                        weight.grad = had if weight.grad is None else weight.grad + had
+                return summed
+        for weight, had in zip(weights, before, strict=True):
+            weight.grad = had
+        return None
+
+    def _weights(self) -> dict[str, Tensor]:
+        return weights_of(self._net, self._objective.loss_fn)
+
+    def _now(self) -> Progress:
+        if self._progress is None:
+            raise RuntimeError("updates that have not begun")
+        return self._progress
+
+    def _finish(self) -> None:
+        """The end of an epoch: where states are handed on, each lane's goes to the lane that plays the part after it."""
+        self._finished = True
+        if self._stream is not None and self._stream.hand_off and self._progress is not None:
+            self._stream.entering = self._ranks.handed_on(self._progress.state)
 
     def _begin(self) -> Progress:
         if self._stream is not None and self._stream.position > 0:
@@ -114,6 +157,8 @@ class Updates(Iterator[Update]):
                 f"the stream stands at step {self._stream.position} and no state came with it: it would go on from a cold state. "
                 "Resume with updates.load_state_dict(...), or give tt.updates the carried state."
             )
+        if self._stream is not None and self._stream.handed:
+            return Progress(self._stream.entering, self._stream.entering)
         first = self._source.peek()
         return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
 
@@ -133,6 +178,8 @@ class Updates(Iterator[Update]):
         """
         stream = self._need_stream()
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
+        if stream.hand_off:
+            place["entering"] = stream.entering
         if self._progress is not None and not self._finished:
             now = self._progress
             if now.graphs:
@@ -163,7 +210,8 @@ class Updates(Iterator[Update]):
                 f"the saved place belongs to {place['gradient']}, these updates to {self._gradient!r}; resume with the same policy"
             )
         stream.load_state_dict(place["stream"])
-        stream.start()
+        stream.entering = place.get("entering")
+        stream.start(handed=_hands_on(stream))
         self._turn = stream.turn
         self._finished, self._broken, self._progress = False, False, None
         if place["state"] is not None:
@@ -325,6 +373,11 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
             f"{int(chunk.recording[0, lane])}, step {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent (shuffled? "
             "sharded?). Mark the reset, or use tt.Stream."
         )
+
+
+def _hands_on(stream: Stream) -> bool:
+    """Whether the lanes of the epoch to come go on from states of the last one."""
+    return stream.hand_off and stream.entering is not None
 
 
 def _carried(net: nn.Module) -> Carried:

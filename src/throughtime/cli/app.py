@@ -1,5 +1,6 @@
 """The commands: train, eval, predict, audit, demo."""
 
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 from throughtime import __version__
 from throughtime import state as trees
 from throughtime.cli.audit import horizons_in, print_audit
+from throughtime.cli.numbers import numbers_in
 from throughtime.cli.progress import Progress, duration
 from throughtime.errors import ConfigError
 from throughtime.report import of_demo, of_run
@@ -34,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help texts name their defaults in brackets
 )
+_SHOWN = 40  # recordings in a table of scores
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns and files may hold brackets
 
 
@@ -52,13 +55,25 @@ def root(version: Annotated[bool, typer.Option("--version", callback=_version, i
 def train(  # every setting is a flag
     data: Annotated[
         Path | None,
-        typer.Argument(help="CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest (CSV: id,split,inputs,targets)."),
+        typer.Argument(help="A file of one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets or label)."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="classify or regress.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Input columns, separated by commas; default: all that are not targets.")] = None,
     targets: Annotated[
         str | None, typer.Option(help="Target columns, separated by commas; default: 'targets', or all of a targets file.")
     ] = None,
+    static: Annotated[
+        str | None, typer.Option(help="Columns of the manifest that are numbers of a recording, separated by commas.")
+    ] = None,
+    csv: Annotated[
+        str | None, typer.Option(help="Signals of a CSV file: columns, or rows (time along the line). [default: columns]")
+    ] = None,
+    frame: Annotated[int | None, typer.Option(help="Rows of a file that are one step. [default: 1]")] = None,
+    label_every: Annotated[int | None, typer.Option(help="Rows of the inputs that one row of the targets file is for.")] = None,
+    label_at: Annotated[
+        str | None, typer.Option(help="Which steps of a labelled span count: all or last. [default: all of an interval, else last]")
+    ] = None,
+    outside: Annotated[str | None, typer.Option(help="The class of steps outside all intervals. [default: they have no target]")] = None,
     model: Annotated[str | None, typer.Option(help="lstm, gru or rnn. [default: lstm]")] = None,
     hidden: Annotated[int | None, typer.Option(help="Width of the recurrent layers. [default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help="How many of them. [default: 1]")] = None,
@@ -72,6 +87,12 @@ def train(  # every setting is a flag
         int | None, typer.Option(help="With --exact: steps between two updates. [default: to where all lanes start a recording]")
     ] = None,
     warm_up: Annotated[int | None, typer.Option(help="First steps of a recording whose loss does not count. [default: 0]")] = None,
+    offset: Annotated[int | None, typer.Option(help="Leave out up to so many first steps of recordings, at random. [default: 0]")] = None,
+    hand_off: Annotated[
+        bool | None,
+        typer.Option("--hand-off/--no-hand-off", help="A part starts where the one before it ended the last epoch. [default: no-hand-off]"),
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="Processes that read ahead, or thread. [default: 0]")] = None,
     train_on: Annotated[
         str | None, typer.Option(help="stream, or windows: shuffled windows of a stride from a zero state, to compare. [default: stream]")
     ] = None,
@@ -79,7 +100,7 @@ def train(  # every setting is a flag
     epochs: Annotated[int | None, typer.Option(help="Or after playing every recording so often. [default: 1]")] = None,
     lr: Annotated[float | None, typer.Option(help="Adam's learning rate. [default: 0.001]")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient. [default: 1]")] = None,
-    class_weights: Annotated[str | None, typer.Option(help="none or balanced. [default: none]")] = None,
+    class_weights: Annotated[str | None, typer.Option(help="none, balanced, or numbers such as pvc=5,beat=2. [default: none]")] = None,
     missing: Annotated[str | None, typer.Option(help="Inputs that are NaN or infinite: error or mask. [default: error]")] = None,
     holdout: Annotated[float | None, typer.Option(help="Share held out for validation where no manifest says. [default: 0.2]")] = None,
     valid_every: Annotated[
@@ -94,11 +115,8 @@ def train(  # every setting is a flag
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")] = None,
 ) -> None:
     """Train a model on recordings."""
-    flags: dict[str, Any] = {
-        k: v for k, v in locals().items() if k not in {"config", "resume", "run", "data", "inputs", "targets"} and v is not None
-    }
-    flags |= {k: str(v) for k, v in (("data", data), ("out", run)) if v is not None}
-    flags |= {k: tuple(c.strip() for c in v.split(",")) for k, v in (("inputs", inputs), ("targets", targets)) if v is not None}
+    given = {k: v for k, v in locals().items() if k not in {"config", "resume", "run"} and v is not None}
+    flags = _settings(given | ({} if run is None else {"out": run}))
     if resume is not None:
         if set(flags) - {"updates", "epochs"} or config is not None:
             raise ConfigError(
@@ -116,6 +134,15 @@ def train(  # every setting is a flag
     _go(training)
 
 
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags as settings: names of columns apart, paths as text, and a number of workers as one."""
+    flags = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
+    flags |= {k: tuple(c.strip() for c in flags[k].split(",")) for k in ("inputs", "targets", "static") if k in flags}
+    if re.fullmatch(r"-?[0-9]+", flags.get("workers", "")):
+        flags["workers"] = int(flags["workers"])
+    return flags
+
+
 def _announce(training: Training) -> None:
     prepared, spec = training.prepared, training.prepared.spec
     steps = sum(map(len, prepared.train))
@@ -123,9 +150,10 @@ def _announce(training: Training) -> None:
         f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks),
         highlight=False,
     )
+    inputs = ", ".join((*spec.inputs, *spec.static)) + (f", {spec.frame} rows a step" if spec.frame > 1 else "")
     outputs = f"classes {', '.join(spec.classes)}" if spec.classes else f"targets {', '.join(spec.targets)}"
     out.print(
-        f"inputs {', '.join(spec.inputs)}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}",
+        f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}",
         highlight=False,
     )
     if training.config.exact and training.config.segment is None:
@@ -146,7 +174,7 @@ def _go(training: Training) -> None:
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Progress(out) as progress:
+        with one_thread(when=small(training.prepared.spec, training.config.lanes)), Progress(out) as progress:
             for moment in training.go():
                 progress.show(moment)
     finally:
@@ -163,19 +191,21 @@ def _go(training: Training) -> None:
         raise typer.Exit(130)
     valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
     if valid:
-        _print_scores(
-            "valid", {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}, valid[-1]["recordings"]
-        )
+        figures = {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}
+        _print_scores("valid", figures, valid[-1]["recordings"], folder.metrics)
     of_run.write_report(folder)
-    out.print(f"{training.count} updates in {duration(training.seconds)}; model, metrics and report.html are in {folder.path}")
+    spent = f"{training.count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting for data"
+    out.print(f"{spent}; model, metrics and report.html are in {folder.path}")
 
 
-def _print_scores(split: str, together: Figures, recordings: dict[str, Figures]) -> None:
-    table = Table(title=f"scores on the unbroken recordings of '{split}'")
+def _print_scores(split: str, together: Figures, recordings: dict[str, Figures], where: Path) -> None:
+    """Those of each recording, as far as a screen holds them, and of all together."""
+    many = f" ({len(recordings)}, each of them in {where})" if len(recordings) > _SHOWN else ""
+    table = Table(title=f"scores on the unbroken recordings of '{split}'{many}")
     table.add_column("recording")
     for name in together:
         table.add_column(name, justify="right")
-    for recording, figures in recordings.items():
+    for recording, figures in () if many else recordings.items():
         table.add_row(recording, *_cells(figures.values()))
     table.add_section()
     table.add_row("all steps together", *_cells(together.values()))
@@ -198,7 +228,7 @@ def evaluate(
     """Score a trained model on whole recordings, state carried, and put the scores into its report."""
     folder = Folder(run)
     split, found = assess(folder, data, split, missing)
-    _print_scores(split, found.figures, found.recordings)
+    _print_scores(split, found.figures, found.recordings, folder.scores(split))
     out.print(f"{found.steps:,} frames scored; {folder.scores(split)} written")
     of_run.write_report(folder)
 
@@ -206,8 +236,9 @@ def evaluate(
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    recording: Annotated[Path, typer.Argument(help="A file with the input columns that the model was trained on.")],
+    recording: Annotated[str, typer.Argument(help="A file with the input columns of the training, or several: 'a.csv;b.csv'.")],
     to: Annotated[Path, typer.Option("--out", help="Where to write: .npy (T, C), or .csv with a line per step.")] = Path("predictions.csv"),
+    static: Annotated[str | None, typer.Option(help="Its static features: age=63,weight=71.5.")] = None,
     state_in: Annotated[Path | None, typer.Option(help="Start from a state that an earlier call wrote.")] = None,
     state_out: Annotated[Path | None, typer.Option(help="Write the state after the last step, to go on later.")] = None,
     missing: Annotated[str, typer.Option(help="Inputs that are NaN or infinite: error or mask.")] = "error",
@@ -215,10 +246,11 @@ def predict(
     """Run a trained model over one whole recording, in memory that does not grow with its length."""
     if missing not in {"error", "mask"}:
         raise ConfigError(f"missing={missing!r}: expected 'error' or 'mask'")
-    if to.exists() and to.samefile(recording):
+    paths = [Path(recording)] if Path(recording).exists() else [Path(part.strip()) for part in recording.split(";")]
+    if to.exists() and any(path.exists() and to.samefile(path) for path in paths):
         raise ConfigError(f"{to}: is the recording itself; choose another --out")
     net, spec = load_model(Folder(run).model)
-    source = open_recording(recording, spec)
+    source = open_recording(paths, spec, None if static is None else numbers_in(static))
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
     with one_thread(when=small(spec, lanes=1)):
         after = predict_to_file(net, spec, source, to, state=state, missing=missing)
@@ -280,4 +312,5 @@ def demo(
         table.add_row(*row)
     out.print(table)
     out.print(demos.credit(found))
+    out.print(demos.exact(found))
     out.print(f"the pictures are in {of_demo.write_report(found, to)}")

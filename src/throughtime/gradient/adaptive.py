@@ -16,13 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from throughtime.carry import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
 from throughtime.gradient.bias import Probe
 from throughtime.gradient.budget import Room
-from throughtime.gradient.gather import norm
+from throughtime.gradient.gather import norm, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update
 from throughtime.gradient.truncated import Truncated
@@ -120,14 +123,29 @@ class Adaptive:
         read = Probe(
             net, lambda a, b: source.read(begin + a, begin + b), steps, start, Objective(objective.loss_fn), Room("512MB", "auto", None)
         )
-        if not read.read(0, steps).valid:
+        exact, *truncated = self._gradients(read, wanted, objective)
+        if not exact:
             return
-        found = read.compare([list(schedule.windows(steps, self.stride or h, h)) for h in wanted])
-        size = norm(found.exact)
-        apart = [norm(g - e for g, e in zip(gradient, found.exact, strict=True)) for gradient in found.truncated]
+        size = norm(exact)
+        apart = [norm(g - e for g, e in zip(gradient, exact, strict=True)) for gradient in truncated]
         self.biases = {h: a / size if size else 0.0 for h, a in zip(wanted, apart, strict=True)}
         self._since = 0
         self._choose()
+
+    def _gradients(self, probe: Probe, horizons: list[int], objective: Objective) -> list[list[Tensor]]:
+        """The exact one and that of each horizon, of all ranks together; empty where no step counts."""
+        mass = objective.mass(probe.read(0, probe.steps))
+        found: list[list[Tensor]] = []
+        if mass:
+            compared = probe.compare([list(schedule.windows(probe.steps, self.stride or h, h)) for h in horizons])
+            found = [compared.exact, *compared.truncated]
+        together = objective.together
+        if together is None:
+            return found or [[]]
+        if not together.mean([mass])[0]:
+            return [[]]
+        weights = list(weights_of(probe.net).values())
+        return [together.joined(g, mass) for g in found or [[torch.zeros_like(w) for w in weights] for _ in range(1 + len(horizons))]]
 
     def _choose(self) -> None:
         """Growth at once, shrinking slowly."""

@@ -27,7 +27,7 @@ from throughtime.gradient import schedule
 from throughtime.gradient.budget import Room
 from throughtime.gradient.edges import Offload
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Swept, Update
+from throughtime.gradient.policy import Progress, Swept, Update, nothing
 from throughtime.gradient.stretch import Stretch, lane_norms, scaled, taken
 from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
 
@@ -124,10 +124,10 @@ class Exact:
         stretch = Stretch.played(sweep, taken(source, bounds), objective)
         after = Progress(sweep.state, sweep.state)
         if not stretch.valid:
-            return None, after
+            return nothing(objective, stretch.chunk, after.state, stretch.outputs), after
         clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs), stretch.chunk)
         loss = stretch.descend(objective, clip, begin)
-        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length)), after
+        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length), stretch.mass), after
 
 
 @dataclass(eq=False)

@@ -24,12 +24,29 @@ class Scaler(Protocol):
         ...
 
 
+class Together(Protocol):
+    """Several ranks that train one net, and must cut their streams alike."""
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Of each value over the ranks."""
+        ...
+
+    def joined(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
+        ...
+
+    def same(self, value: int) -> int:
+        """That of the first rank."""
+        ...
+
+
 @dataclass(frozen=True)
 class Objective:
-    """A user's loss function over the valid steps of a chunk."""
+    """A user's loss function over the valid steps of a chunk; `together` where other ranks have valid steps of their own."""
 
     loss_fn: LossFn
     scaler: Scaler | None = None
+    together: Together | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.loss_fn, nn.Module) and getattr(self.loss_fn, "reduction", "mean") == "sum":
@@ -64,6 +81,18 @@ class Objective:
         targets = chunk.targets[chunk.mask]
         counted = targets[targets != fn.ignore_index]
         return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
+
+    def weight(self, chunk: Chunk) -> float | None:
+        """What the gradient of this chunk's mean loss weighs among those of other ranks; `None` where there are none."""
+        return None if self.together is None else self.mass(chunk)
+
+    def mean(self, value: float) -> float:
+        """Over the ranks."""
+        return value if self.together is None else self.together.mean([value])[0]
+
+    def alike(self, value: int) -> int:
+        """A number drawn at random, the same on every rank."""
+        return value if self.together is None else self.together.same(value)
 
     @staticmethod
     def check_depends(gradients: Sequence[Tensor | None]) -> None:

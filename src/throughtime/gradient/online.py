@@ -31,7 +31,7 @@ from throughtime.gradient import schedule
 from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update
+from throughtime.gradient.policy import Progress, Update, nothing
 from throughtime.gradient.sweep import Piece, started
 from throughtime.state import State
 
@@ -82,11 +82,15 @@ class Online:
             weights = list(named.values())
             influence = self._influence(progress, weights)
             piece = started(net, chunk, progress.edge)
-            update = self._update(piece, objective, influence, named, begin) if chunk.valid else None
+            found = self._update(piece, objective, influence, named, begin) if chunk.valid else None
             after = trees.detach(piece.after)
             progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
+            outputs = piece.outputs.detach()
+            update = nothing(objective, chunk, after, outputs)
+            if found is not None:
+                update = Update(*found, after, outputs, chunk, weight=objective.weight(chunk))
             if update is not None:
-                return Update(*update, after, piece.outputs.detach(), chunk), progress
+                return update, progress
         return None, progress
 
     def _influence(self, progress: Progress, weights: Sequence[Tensor]) -> Tensor:

@@ -42,6 +42,8 @@ class Update:
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
         chunk: the steps whose losses were counted; where a whole recording was, the last of them, so that memory stays flat.
         swept: norms of the credit that crossed the edges of chunks, where the gradient came from a sweep.
+        weight: what the gradient weighs among those of other ranks; `None`: its steps. With several ranks `loss` and `steps` are those of
+            all of them, `outputs` and `chunk` this rank's.
     """
 
     loss: Tensor
@@ -50,9 +52,15 @@ class Update:
     outputs: Tensor
     chunk: Chunk
     swept: Swept | None = None
+    weight: float | None = None
 
     def __repr__(self) -> str:
         return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {tuple(self.outputs.shape)})"
+
+
+def nothing(objective: Objective, chunk: Chunk, state: State, outputs: Tensor) -> Update | None:
+    """Steps without one that counts: no update, or, where other ranks may have some, one of no weight."""
+    return None if objective.together is None else Update(outputs.new_zeros(()), 0, state, outputs.detach(), chunk, weight=0.0)
 
 
 class Progress(NamedTuple):

@@ -30,7 +30,7 @@ from throughtime.gradient.budget import Room
 from throughtime.gradient.exact import Clip
 from throughtime.gradient.gate import Gate
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update
+from throughtime.gradient.policy import Progress, Update, nothing
 from throughtime.gradient.stretch import Stretch
 from throughtime.gradient.sweep import Sweep
 
@@ -134,7 +134,7 @@ class Randomized:
 
     def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
         """The next stretch that has a valid step."""
-        while (chunk := source.take(self._survival.draw())) is not None:
+        while (chunk := source.take(objective.alike(self._survival.draw()))) is not None:
             update, progress = self._stretch(net, chunk, source.position - chunk.steps, objective, progress)
             if update is not None:
                 return update, progress
@@ -147,12 +147,13 @@ class Randomized:
         sweep = Sweep(net, bounds, chunk.between, progress.edge, gates=self._gates(chunk.steps))
         stretch = Stretch.played(sweep, (chunk.between(a, b) for a, b in pairwise(bounds)), objective)
         after = Progress(sweep.state, sweep.state)
+        mass = objective.mean(stretch.mass)
         if not stretch.valid:
-            return None, after
+            return nothing(objective, stretch.chunk, after.state, stretch.outputs), after
         clip = Clip(None, objective.scale(stretch.outputs), stretch.chunk)
-        loss = stretch.descend(objective, clip, begin, weight=stretch.mass / (self.mean_horizon * chunk.lanes))
+        loss = stretch.descend(objective, clip, begin, weight=mass / (self.mean_horizon * chunk.lanes))
         swept = clip.swept(length)
-        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, swept), after
+        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, swept, stretch.mass), after
 
     def _gates(self, steps: int) -> dict[int, Gate]:
         """Where no cut fell, credit weighs as much more as a cut there was likely."""

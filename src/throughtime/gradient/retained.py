@@ -31,7 +31,7 @@ from throughtime.errors import ModelError, RunError
 from throughtime.gradient.finite import not_finite
 from throughtime.gradient.gather import Gathered, hooks_held, weights_of
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update
+from throughtime.gradient.policy import Progress, Update, nothing
 from throughtime.gradient.sweep import Adjoint, Piece, started
 from throughtime.state import State
 
@@ -43,11 +43,11 @@ def kept_update(
     pieces = [*progress.graphs, *_played(net, chunk, progress.edge, _cut(chunk.steps, stride, horizon))]
     state = trees.detach(pieces[-1].after)
     fresh = len(pieces) - len(progress.graphs)
-    update = None
+    outputs = torch.cat([piece.outputs.detach() for piece in pieces[-fresh:]])
+    update = nothing(objective, chunk, state, outputs)
     if chunk.valid:
-        outputs = torch.cat([piece.outputs.detach() for piece in pieces[-fresh:]])
         loss = _back(net, objective, outputs, chunk, stop, pieces, fresh, horizon)
-        update = Update(loss, chunk.valid, state, outputs.detach(), chunk)
+        update = Update(loss, chunk.valid, state, outputs.detach(), chunk, weight=objective.weight(chunk))
     return update, Progress(state, state, graphs=_needed(pieces, horizon))
 
 

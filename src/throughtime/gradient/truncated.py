@@ -30,7 +30,7 @@ from throughtime.gradient import schedule
 from throughtime.gradient.budget import measure
 from throughtime.gradient.finite import check_finite
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update
+from throughtime.gradient.policy import Progress, Update, nothing
 from throughtime.gradient.retained import kept_update
 from throughtime.gradient.window import Run, run_window
 
@@ -99,7 +99,7 @@ class Truncated:
 
     def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
         """The next stride that has a valid step; strides without one only carry the state on."""
-        while (chunk := source.take(self._steps(source))) is not None:
+        while (chunk := source.take(self._steps(source, objective))) is not None:
             chunk, since = self._warmed_up(chunk, progress) if self.warm_up else (chunk, None)
             if self._retains(net, source.position - chunk.steps, chunk, objective, progress):
                 update, progress = kept_update(net, chunk, source.position, objective, progress, self.stride, self._horizon)
@@ -118,8 +118,10 @@ class Truncated:
             since = torch.full((chunk.lanes,), 0 if cold else self.warm_up, device=chunk.inputs.device)
         return chunk.warmed_up(self.warm_up, since)
 
-    def _steps(self, source: Source) -> int:
-        return int(torch.randint(1, self.stride + 1, ())) if self.jitter and source.position == 0 else self.stride
+    def _steps(self, source: Source, objective: Objective) -> int:
+        if not self.jitter or source.position:
+            return self.stride
+        return objective.alike(int(torch.randint(1, self.stride + 1, ())))
 
     def _retains(self, net: Carried, begin: int, chunk: Chunk, objective: Objective, progress: Progress) -> bool:
         """Whether graphs are kept: as asked for, or where that is faster and the copies of the weights are small."""
@@ -142,13 +144,15 @@ class Truncated:
         edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
         if not chunk.valid:
             with torch.no_grad():
-                return None, _progress(run_window(net, whole, edge, plan), whole, plan, progress)
+                run = run_window(net, whole, edge, plan)
+            progress = _progress(run, whole, plan, progress)
+            return nothing(objective, chunk, progress.state, run.outputs), progress
         run = run_window(net, whole, edge, plan)
         loss = run.backward(objective, chunk)
         if objective.scaler is None:
             check_finite(net, chunk, source.position, loss)
         progress = _progress(run, whole, plan, progress)
-        return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk), progress
+        return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk, weight=objective.weight(chunk)), progress
 
 
 def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -> Progress:

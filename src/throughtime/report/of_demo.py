@@ -9,7 +9,23 @@ from throughtime import files
 from throughtime.report import of_audit
 from throughtime.report.page import Figure, Page, Section, Table, Text, render
 from throughtime.report.svg import Band, Mark, Series, lines, strip
-from throughtime.run.demo import BEST, CHANCE, HIDDEN, LANES, MODES, RATE, SINCE, STREAM, STRIDE, WINDOWS, Demo, Trained, facts, summary
+from throughtime.run.demo import (
+    BEST,
+    CHANCE,
+    HIDDEN,
+    LANES,
+    MODES,
+    RATE,
+    SINCE,
+    STREAM,
+    STRIDE,
+    WINDOWS,
+    Demo,
+    Trained,
+    exact,
+    facts,
+    summary,
+)
 
 _SHOWN = 6_000
 
@@ -88,6 +104,7 @@ def _gradient(demo: Demo) -> list[Figure | Text | Table]:
         "and a carried state gains everything. Other tasks need both: throughtime audit RUN draws these pictures of a run of your own."
     )
     pictures = of_audit.pictures(found, own)
+    said += f" And {exact(demo)}: that is tt.Exact, for when cutting is what goes wrong."
     return [Text(f"{said}\n\n{state if reach.memory_used else found.warning()}"), *pictures, of_audit.table(found.audit)]
 
 
@@ -113,7 +130,7 @@ def _stretch(demo: Demo) -> str:
     pair = [demo.of(STREAM)[0], demo.of(WINDOWS)[0]]
     said = "; ".join(f"{_called(n)}, is right on {float((n.predicted[shown] == labels[shown]).mean()):.0%}" for n in pair)
     return strip(
-        recording.inputs[shown].tolist(),
+        recording.inputs.read(shown.start, shown.stop).tolist(),
         [Band("labels", labels[shown].tolist()), *(Band(_called(n), n.predicted[shown].tolist()) for n in pair)],
         title="A stretch of the test recording",
         description=f"Frames {start} to {start + _SHOWN} with {max(pulses)} pulses, the labels and two predictions: {said}.",

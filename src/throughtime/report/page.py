@@ -157,6 +157,9 @@ def _scientific(value: float, digits: int) -> str:
     return (f"{mantissa}e{int(power)}" if value else "0").replace("-", _MINUS)
 
 
+_TINY = 1e-290  # powers of ten are exact enough above it
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers, 1, 2 or 5 times a power of ten apart, from at or below `low` to at or above `high`.
 
@@ -165,8 +168,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
         >>> ticks(0.13, 0.94)
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    if not high - low > 1e-12 * max(abs(low), abs(high)):  # one value: room on both sides
-        room = abs(low) / 2 or 1.0
+    if not high - low > max(1e-12 * max(abs(low), abs(high)), _TINY):  # one value: room on both sides
+        room = abs(low) / 2 if abs(low) > _TINY else 1.0
         low, high = low - room, high + room
     rough = (high - low) / about
     power = math.floor(math.log10(rough))

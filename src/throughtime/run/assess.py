@@ -9,26 +9,29 @@ from throughtime.predict import Evaluation
 from throughtime.run import data as datasets
 from throughtime.run.config import Config, make_config
 from throughtime.run.folder import Folder
+from throughtime.run.manifest import find
 from throughtime.run.model import Spec, load_model
+from throughtime.run.opened import open_recordings
 from throughtime.run.threads import one_thread, small
 from throughtime.run.train import EVALUATION_LANES, scored
 from throughtime.stream import Recording
 
 
 def recordings_for(spec: Spec, data: Path, split: str, config: Config) -> list[Recording]:
-    """The recordings of a split with the columns and classes of the model."""
-    found = datasets.find(data)
+    """The recordings of a split with the columns and classes of the model, their labels as in its run."""
+    found = find(data, spec.static)
     wanted = found if split == "all" else datasets.of_splits(found, (split,))
-    opened = datasets.open_recordings(wanted, spec.inputs, spec.targets, need_targets=True)
+    form = replace(spec.form, label_every=config.label_every, label_at=config.label_at, outside=config.outside)
+    opened = open_recordings(wanted, form)
     holdout = 0.0 if split == "all" else config.holdout
-    splits, _ = datasets.split([(name, datasets.Numeric(r, spec.task == "regress")) for name, r in opened], holdout)
+    splits, _ = datasets.split([(one.split, datasets.Numeric(one.recording, spec.task == "regress")) for one in opened], holdout)
     chosen = datasets.choose(splits, split)
     return [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
 
 
 def usual_split(data: Path | None, config: Config) -> str:
     """The split that is meant when none is named: `test`; without named splits what was held out, or all of other data."""
-    if any(files.split for files in datasets.find(data or Path(config.data))):
+    if any(files.split for files in find(data or Path(config.data), config.static)):
         return "test"
     return "valid" if data is None else "all"
 

@@ -18,9 +18,9 @@ from throughtime.run.config import Config
 from throughtime.run.data import Labelled
 from throughtime.run.folder import Folder
 from throughtime.run.model import Spec, load_model, loss_of
+from throughtime.run.prepared import check_device
 from throughtime.run.survey import survey
 from throughtime.run.threads import one_thread, small
-from throughtime.run.train import check_device
 from throughtime.stream import Stream
 
 HORIZONS = (50, 200, 800)
@@ -161,8 +161,8 @@ def _refuse_uncut(longest: int, steps: int, stream: Stream) -> None:
 
 
 def _class_counts(config: Config, spec: Spec) -> Counter[str]:
-    """How often each class occurs in the training split, where the loss weighs them."""
-    if spec.task == "regress" or config.class_weights == "none":
+    """How often each class occurs in the training split, where the loss balances them."""
+    if spec.task == "regress" or config.class_weights != "balanced":
         return Counter()
     try:
         train = recordings_for(spec, Path(config.data), "train", config)

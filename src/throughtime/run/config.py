@@ -10,8 +10,24 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from throughtime.errors import ConfigError
+from throughtime.stream.formats.csv_fields import is_number
 
 Task = Literal["classify", "regress"]
+_LEAST = {
+    "hidden": 1,
+    "layers": 1,
+    "lanes": 1,
+    "stride": 1,
+    "segment": 1,
+    "warm_up": 0,
+    "frame": 1,
+    "label_every": 1,
+    "offset": 0,
+    "seed": 0,
+    "updates": 1,
+    "epochs": 1,
+    "valid_every": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,13 @@ class Config:
         task: classes or numbers.
         inputs: columns of the inputs; empty: all that are not targets.
         targets: columns of the targets; empty: `targets`, or the whole targets file of a manifest.
+        static: columns of the manifest that are numbers of a whole recording, which the net sees at every step.
+        csv: whether the signals of a CSV file are its `columns`, or its `rows`: time then runs along the lines.
+        frame: so many consecutive rows of a file are one step, whose target is that of the last of them.
+        label_every: a targets file has one row for so many rows of the inputs.
+        label_at: whether `all` steps of such a span, of an interval or of a labelled recording count, or only the `last`; default:
+            all of an interval, the last of others.
+        outside: the class of steps outside all intervals; default: they have no target.
         model: the recurrent layer.
         hidden: its width.
         layers: how many of them.
@@ -34,12 +57,16 @@ class Config:
         segment: with `exact`, steps between two updates, credit cut between them: the gradient of as long a stride, in flat memory;
             default: an update where all lanes start a recording, which with several lanes is mostly once an epoch.
         warm_up: first steps of a recording whose loss does not count.
+        offset: leaves out a random number of first steps of each recording, below this, anew each epoch.
+        hand_off: parts of a recording that is cut go on from the state in which the part before ended the last epoch.
+        workers: processes that read ahead, or `thread`; 0 reads when needed.
         train_on: the unbroken stream, or shuffled windows of `stride` steps from a zero state, for comparison.
         updates: how many updates; or give `epochs`.
         epochs: how often every recording is played; default 1 if `updates` is not given.
         lr: Adam's learning rate.
         clip: largest norm of the gradient.
-        class_weights: `balanced` weighs each class by the inverse of its frequency in the training split.
+        class_weights: `balanced` weighs each class by the inverse of its frequency in the training split; `a=5,b=2` as it says, other
+            classes 1.
         missing: what to do with inputs that are NaN or infinite.
         holdout: share of recordings (or of the end of a single one) held out as `valid` when nothing says which.
         valid_every: updates between two evaluations of the valid split; default: a fifth of the run; 0: only at the end.
@@ -55,6 +82,12 @@ class Config:
     out: str
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+    csv: Literal["columns", "rows"] = "columns"
+    frame: int = 1
+    label_every: int | None = None
+    label_at: Literal["all", "last"] | None = None
+    outside: str | None = None
     model: Literal["lstm", "gru", "rnn"] = "lstm"
     hidden: int = 64
     layers: int = 1
@@ -64,12 +97,15 @@ class Config:
     exact: bool = False
     segment: int | None = None
     warm_up: int = 0
+    offset: int = 0
+    hand_off: bool = False
+    workers: int | Literal["thread"] = 0
     train_on: Literal["stream", "windows"] = "stream"
     updates: int | None = None
     epochs: int | None = None
     lr: float = 1e-3
     clip: float = 1.0
-    class_weights: Literal["none", "balanced"] = "none"
+    class_weights: str = "none"
     missing: Literal["error", "mask"] = "error"
     holdout: float = 0.2
     valid_every: int | None = None
@@ -79,22 +115,8 @@ class Config:
     dtype: Literal["float32", "float64"] = "float32"
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}={getattr(self, name)}: expected at least {least}"
-            for name, least in (
-                ("hidden", 1),
-                ("layers", 1),
-                ("lanes", 1),
-                ("stride", 1),
-                ("segment", 1),
-                ("warm_up", 0),
-                ("seed", 0),
-                ("updates", 1),
-                ("epochs", 1),
-                ("valid_every", 0),
-            )
-            if getattr(self, name) is not None and getattr(self, name) < least
-        ]
+        values = [(name, getattr(self, name), least) for name, least in _LEAST.items()]
+        faults = [f"{name}={value}: expected at least {least}" for name, value, least in values if value is not None and value < least]
         faults += [
             f"{name}={value}: expected a finite number above 0"
             for name, value in (("lr", self.lr), ("clip", self.clip), ("checkpoint_every", self.checkpoint_every))
@@ -106,7 +128,7 @@ class Config:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:
             faults.append("updates and epochs are both given: one of them says when to stop")
-        faults += self._faults_of_gradient()
+        faults += self._faults_of_gradient() + self._faults_of_labels() + self._faults_of_stream()
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -128,6 +150,39 @@ class Config:
             )
         return faults
 
+    def _faults_of_labels(self) -> list[str]:
+        """What does not go together in saying where targets come from and what they weigh."""
+        faults: list[str] = []
+        if self.label_every is not None and self.frame > 0 and self.label_every % self.frame:
+            faults.append(f"label_every={self.label_every} rows are no whole number of frames of {self.frame}: expected a multiple")
+        if self.task == "regress":
+            faults += [
+                f"{name}={value!r} belongs to classes: leave it out, or is it task='classify'?"
+                for name, value, unset in (("outside", self.outside, None), ("class_weights", self.class_weights, "none"))
+                if value != unset
+            ]
+        if self.class_weights not in {"none", "balanced"}:
+            try:
+                weights_in(self.class_weights)
+            except ConfigError as error:
+                faults.append(str(error))
+        return faults
+
+    def _faults_of_stream(self) -> list[str]:
+        """What does not go together in how recordings are played."""
+        faults: list[str] = []
+        if isinstance(self.workers, int) and self.workers < 0:
+            faults.append(f"workers={self.workers}: expected a number of processes, 0 for none, or 'thread'")
+        if self.offset and self.hand_off:
+            faults.append(
+                f"offset={self.offset} moves the edges between parts from epoch to epoch, and hand_off hands states over at these edges: "
+                "leave one of them out"
+            )
+        if self.train_on == "windows":
+            given = [name for name, value in ((f"offset={self.offset}", self.offset), ("hand_off", self.hand_off)) if value]
+            faults += [f"{name} and train_on='windows' are both given: windows start at the same steps, from zero" for name in given]
+        return faults
+
     def settings(self) -> dict[str, Any]:
         """The settings that are set and play a part: the exact gradient has no stride."""
         return {key: value for key, value in asdict(self).items() if value is not None and not (self.exact and key == "stride")}
@@ -136,6 +191,27 @@ class Config:
         """The settings as TOML, those that play no part left out."""
         rows = ((key, list(value) if isinstance(value, tuple) else value) for key, value in self.settings().items())
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
+
+
+def weights_in(text: str) -> dict[str, float]:
+    """The weight of each class named in `a=5,b=2`.
+
+    Raises:
+        ConfigError: something else, or a weight that is no finite number above 0.
+
+    Example:
+        >>> weights_in("pvc=5,beat=2")
+        {'pvc': 5.0, 'beat': 2.0}
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.rpartition("="))
+        if not equals or not name or name in found or not is_number(value) or not 0 < float(value) < math.inf:
+            raise ConfigError(
+                f"class_weights={text!r}: expected none, balanced, or a number above 0 for each of some classes, such as pvc=5,beat=2"
+            )
+        found[name] = float(value)
+    return found
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -190,9 +266,15 @@ def _converted(key: str, value: Any, kind: Any) -> tuple[Any, str]:
         items = [value] if isinstance(value, str) else value
         right = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
         return tuple(items) if right else (), "" if right else f"{key}={value!r}: expected a list of column names"
-    plain = next((o for o in options if o is not type(None)), kind)
+    words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
+    if value in words:
+        return value, ""
+    plain = next((o for o in options if o is not type(None) and get_origin(o) is not Literal), None if words else kind)
+    if plain is None:
+        return value, f"{key}={value!r}: expected one of {', '.join(map(repr, words))}"
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value), ""
     right = isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool)
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return value, "" if right else f"{key}={value!r}: expected {expected[plain]}"
+    others = "".join(f" or {word!r}" for word in words)
+    return value, "" if right else f"{key}={value!r}: expected {expected[plain]}{others}"

@@ -1,82 +1,23 @@
-"""DATA of the command line: a file, a folder or a manifest becomes recordings in splits.
+"""DATA of the command line: recordings in splits, their inputs numbers and their classes indices.
 
 Shapes: `T` steps, `D` input features, `C` target columns.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream import formats
-from throughtime.stream.collate import IGNORED
-from throughtime.stream.formats import csv
+from throughtime.run.framed import Framed, FrameEnds
+from throughtime.run.labels import Kind
+from throughtime.run.manifest import Files
+from throughtime.stream.formats.csv_fields import is_number
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Columns, Part, Recording, Steps, columns
-
-MANIFESTS = ("recordings.csv", "manifest.csv")
-_MANIFEST_COLUMNS = ("id", "split", "inputs", "targets")
-_FAULTS = 5  # listed at most
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where one recording is: its name, its split (empty if nothing says), and its tables."""
-
-    name: str
-    split: str
-    inputs: Path
-    targets: Path | None
-
-
-def find(data: Path) -> list[Files]:
-    """The recordings of a file, a folder or a manifest, in order.
-
-    Raises:
-        DataError: nothing there, or a manifest with a missing file or column, or a recording listed twice.
-    """
-    if not data.exists():
-        raise DataError(f"{data}: no such file or folder")
-    if data.is_dir():
-        manifest = next((data / name for name in MANIFESTS if (data / name).is_file()), None)
-        if manifest is not None:
-            return _manifest(manifest)
-        paths = sorted(p for p in data.iterdir() if p.suffix.lower() in formats.SUFFIXES)
-        if not paths:
-            raise DataError(f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no {' or '.join(MANIFESTS)}")
-        return [Files(path.name, "", path, None) for path in paths]
-    table = formats.open_table(data)
-    if data.suffix.lower() == ".csv" and {"id", "inputs"} <= set(table.columns):
-        return _manifest(data)
-    return [Files(data.name, "", data, None)]
-
-
-def _manifest(path: Path) -> list[Files]:
-    """A manifest is text: the ids `1` and `001` are two recordings."""
-    columns = csv.read_columns(path)
-    unknown = [c for c in columns if c not in _MANIFEST_COLUMNS]
-    if unknown or not {"id", "inputs"} <= set(columns):
-        raise DataError(
-            f"{path}: a manifest has the columns {', '.join(_MANIFEST_COLUMNS)} (split and targets optional); got {', '.join(columns)}"
-        )
-    rows = [dict(zip(columns, map(str.strip, row), strict=True)) for row in zip(*columns.values(), strict=True)]
-    if not rows:
-        raise DataError(f"{path}: the manifest lists no recording")
-    found = [
-        Files(row["id"], row.get("split", ""), path.parent / row["inputs"], path.parent / row["targets"] if row.get("targets") else None)
-        for row in rows
-    ]
-    names = Counter(files.name for files in found)
-    faults = [f"'{name}' is listed twice" for name, count in names.items() if count > 1]
-    faults += [f"'{f.name}': no such file {p}" for f in found for p in (f.inputs, f.targets) if p is not None and not p.is_file()]
-    if faults:
-        more = f"; and {len(faults) - _FAULTS} more faults" if len(faults) > _FAULTS else ""
-        raise DataError(f"{path}: " + "; ".join(faults[:_FAULTS]) + more)
-    return found
+from throughtime.stream.recording import Composed, Part, Recording, Steps
+from throughtime.stream.rows import Rows, Selected
+from throughtime.stream.targets import IGNORED, Every
 
 
 def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
@@ -85,37 +26,11 @@ def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
     return chosen or list(found)
 
 
-def open_recordings(
-    found: Sequence[Files], inputs: Sequence[str], targets: Sequence[str], *, need_targets: bool
-) -> list[tuple[str, Columns]]:
-    """Opens every recording with the columns asked for; `(split, recording)` in order.
-
-    Raises:
-        DataError: missing columns, targets of another length, an empty recording, an unreadable file.
-    """
-    return [(files.split, _opened(files, inputs, targets, need_targets)) for files in found]
-
-
-def _opened(files: Files, inputs: Sequence[str], targets: Sequence[str], need_targets: bool) -> Columns:
-    table = formats.open_table(files.inputs)
-    apart = formats.open_table(files.targets) if files.targets is not None else None
-    labels = table if apart is None else apart
-    wanted = tuple(targets) or (apart.columns if apart is not None else ("targets",) if "targets" in table.columns else ())
-    if not need_targets:
-        return columns(files.name, table, tuple(inputs) or tuple(c for c in table.columns if apart is not None or c not in wanted))
-    if not wanted:
-        raise DataError(f"{files.inputs}: which columns are the targets? The file has {', '.join(table.columns)}; name them with --targets")
-    chosen = tuple(inputs) or tuple(c for c in table.columns if apart is not None or c not in wanted)
-    if not chosen:
-        raise DataError(f"{files.inputs}: no column is left for the inputs, {', '.join(wanted)} being the targets; name them with --inputs")
-    return columns(files.name, table, chosen, labels, wanted)
-
-
 @dataclass(frozen=True)
 class Numeric:
     """A recording whose inputs, and targets if the task is regression, must be numbers."""
 
-    source: Columns
+    source: Composed
     check_targets: bool
 
     @property
@@ -130,14 +45,22 @@ class Numeric:
         named = (("inputs", steps.inputs), ("targets", steps.targets if self.check_targets else None))
         for role, values in named:
             if values is not None and values.dtype.kind not in "biuf":
-                table = self.source.inputs if role == "inputs" else self.source.targets or self.source.inputs
-                fields = values.reshape(len(values), -1)
-                step, text = next((i, v) for i, row in enumerate(fields.tolist()) for v in row if not csv.is_number(v))
+                rows = self.source.targets if role == "targets" and self.source.targets is not None else self.source.inputs
+                fields = values.reshape(len(values), -1).tolist()
+                step, text = next(((i, v) for i, row in enumerate(fields) for v in row if not is_number(v)), (0, fields[0][0]))
                 raise DataError(
-                    f"{table.path}: the {role} hold text, such as {text!r} at step {start + step}, expected numbers; choose columns with "
-                    f"--{role} (the file has {', '.join(table.columns)})"
+                    f"{rows.where}: the {role} hold text, such as {text!r} at step {start + step}, expected numbers; choose columns with "
+                    f"--{role} (the file has {', '.join(_columns_of(rows))})"
                 )
         return steps
+
+
+def _columns_of(rows: Rows) -> tuple[str, ...]:
+    if isinstance(rows, (Framed, FrameEnds, Kind)):
+        return _columns_of(rows.rows)
+    if isinstance(rows, Every):
+        return _columns_of(rows.labels)
+    return rows.table.columns if isinstance(rows, Selected) else ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +81,7 @@ class Labelled:
         steps = self.source.read(start, stop)
         if steps.targets is None:
             return steps
-        return Steps(steps.inputs, self._indices(steps.targets, start))
+        return steps._replace(targets=self._indices(steps.targets, start))
 
     def _indices(self, targets: Array, start: int) -> Array:
         if targets.ndim > 1:
@@ -228,5 +151,7 @@ def choose(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:
     """
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
-        raise DataError(f"no recordings in split '{name}'; there are {', '.join(f'{k} ({len(v)})' for k, v in splits.items())}")
+        there = ", ".join(f"{k} ({len(v)})" for k, v in splits.items())
+        hint = "; write train into the column 'split' of those to train on" if name == "train" else ""
+        raise DataError(f"no recordings in split '{name}'; there are {there}{hint}")
     return chosen

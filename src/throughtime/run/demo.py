@@ -10,9 +10,10 @@ what to do with one, and nothing at all about keeping it.
 Shapes: `T` frames.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch
 from torch import nn
 
 from throughtime.carry import Carried, carry
-from throughtime.gradient import Truncated, Update
+from throughtime.gradient import Exact, Objective, Truncated, Update
+from throughtime.gradient.budget import measure
+from throughtime.gradient.schedule import in_bytes
 from throughtime.predict import evaluate, predict
 from throughtime.probe import audit, reach
 from throughtime.run.audited import Audited
@@ -29,7 +32,8 @@ from throughtime.run.threads import one_thread
 from throughtime.score import Classification
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Arrays
+from throughtime.stream.recording import Composed
+from throughtime.stream.rows import Held
 from throughtime.updates import updates
 
 MODES = ("off", "on")
@@ -48,7 +52,7 @@ WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 class Generated:
     """A recording made by the rules above, with what only its maker knows."""
 
-    recording: Arrays
+    recording: Composed
     labels: Array
     since: Array  # frames since the last pulse
 
@@ -68,7 +72,9 @@ def generate(name: str, frames: int, seed: int) -> Generated:
         signal[start : start + 10] += PULSES[mode]
     mode = np.repeat(modes, lengths)
     labels = np.where(random.random(frames) < WRONG_LABELS, 1 - mode, mode)
-    return Generated(Arrays(name, signal, labels), labels, np.arange(frames) - np.repeat(starts, lengths))
+    return Generated(
+        Composed(name, Held("inputs", signal), Held("targets", labels)), labels, np.arange(frames) - np.repeat(starts, lengths)
+    )
 
 
 @dataclass
@@ -85,6 +91,17 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What the exact gradient of all training recordings took, from their first frames to their last."""
+
+    frames: int  # of each recording
+    seconds: float
+    chunk: int  # frames per forward call
+    edges: int  # bytes of the states between chunks, and of the graph of one of them
+    one_graph: int  # bytes that the graph of all frames would have
+
+
+@dataclass(frozen=True)
 class Demo:
     """What the demo found: one network of each way for every seed."""
 
@@ -92,6 +109,7 @@ class Demo:
     test: Generated
     networks: tuple[Trained, ...]
     audited: Audited  # of the first network trained on the stream
+    whole: Whole  # of the same
 
     def of(self, name: str) -> list[Trained]:
         """The networks trained one way."""
@@ -114,8 +132,22 @@ def run_demo(updates_each: int, seeds: Sequence[int], watch: Callable[[str, int,
     }
     with one_thread():
         found = [_way(Trained(name, seed), *parts, test, updates_each, watch) for seed in seeds for name, parts in pieces.items()]
-        audited = next(_audited(net, train, updates_each) for way, net in found if way.name == STREAM)
-    return Demo(updates_each, test, tuple(way for way, _ in found), audited)
+        net = next(net for way, net in found if way.name == STREAM)
+        audited, whole = _audited(net, train, updates_each), _whole(net, train)
+    return Demo(updates_each, test, tuple(way for way, _ in found), audited, whole)
+
+
+def _whole(net: Carried, train: list[Recording]) -> Whole:
+    """One exact gradient of everything; the network is left as it was."""
+    stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
+    size = measure(net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn))
+    began = time.perf_counter()
+    (update,) = updates(net, stream, loss_fn, gradient=Exact())
+    seconds = time.perf_counter() - began
+    net.zero_grad()
+    chunk = stream.steps if update.swept is None else update.swept.chunk
+    edges = size.of(stream.steps, chunk, kept=True)
+    return Whole(stream.steps, seconds, chunk, round(edges), round(size.step * stream.steps))
 
 
 def _audited(net: Carried, train: list[Recording], count: int) -> Audited:
@@ -189,6 +221,15 @@ def credit(demo: Demo) -> str:
     )
 
 
+def exact(demo: Demo) -> str:
+    """What the exact gradient took, in a sentence."""
+    whole = demo.whole
+    return (
+        f"the exact gradient of all {LANES} x {whole.frames:,} frames, credit from the last to the first, took {whole.seconds:.1f} s and "
+        f"{in_bytes(whole.edges)}, {whole.chunk} frames at a time; one graph of them would hold {in_bytes(whole.one_graph)}"
+    )
+
+
 def _spread(values: list[float]) -> str:
     """The mean, and from where to where."""
     mean = f"{sum(values) / len(values):.3f}"
@@ -206,4 +247,5 @@ def facts(demo: Demo) -> dict[str, Any]:
         "since": list(SINCE),
         "networks": networks,
         "audit": demo.audited.facts(),
+        "exact": asdict(demo.whole),
     }

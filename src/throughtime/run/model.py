@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from throughtime.carry import Carried, carry
 from throughtime.run import tensors as files
 from throughtime.run.config import Config
+from throughtime.run.form import Form
 from throughtime.run.survey import Survey, sorted_classes
+from throughtime.run.weights import class_weights
 from throughtime.score import Classification, Regression, Score
 
 _KIND = "throughtime.model/1"
@@ -23,7 +25,11 @@ _KIND = "throughtime.model/1"
 
 @dataclass(frozen=True)
 class Spec:
-    """All it takes to build the model again and to feed it: kept in the weights file."""
+    """All it takes to build the model again and to feed it: kept in the weights file.
+
+    `static` are columns of a manifest whose numbers follow the inputs at every step; `frame` rows of `inputs` are one step; `rate` is
+    that of the rows, if the files said one. An older file without these has the defaults.
+    """
 
     task: Literal["classify", "regress"]
     model: Literal["lstm", "gru", "rnn"]
@@ -35,14 +41,43 @@ class Spec:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     dtype: Literal["float32", "float64"]
+    static: tuple[str, ...] = ()
+    frame: int = 1
+    csv: Literal["columns", "rows"] = "columns"
+    rate: float | None = None
 
     @classmethod
-    def of(cls, config: Config, found: Survey, inputs: tuple[str, ...], targets: tuple[str, ...]) -> "Spec":
+    def of(cls, config: Config, found: Survey, inputs: tuple[str, ...], targets: tuple[str, ...], rate: float | None) -> "Spec":
         """What the configuration asks for on the data that were found."""
         classes = sorted_classes(found.classes) if config.task == "classify" else ()
-        outputs = len(classes) if config.task == "classify" else len(found.targets.mean)
-        features = len(found.inputs.mean)
-        return cls(config.task, config.model, config.hidden, config.layers, features, outputs, classes, inputs, targets, config.dtype)
+        return cls(
+            task=config.task,
+            model=config.model,
+            hidden=config.hidden,
+            layers=config.layers,
+            features=len(found.inputs.mean),
+            outputs=len(classes) if config.task == "classify" else len(found.targets.mean),
+            classes=classes,
+            inputs=inputs,
+            targets=targets,
+            dtype=config.dtype,
+            static=config.static,
+            frame=config.frame,
+            csv=config.csv,
+            rate=rate,
+        )
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Spec":
+        """What `asdict` gave, read back from JSON."""
+        plain: dict[str, Any] = dict(values)
+        plain |= {key: tuple(plain[key]) for key in ("classes", "inputs", "targets", "static") if key in plain}
+        return cls(**plain)
+
+    @property
+    def form(self) -> Form:
+        """How to read the inputs of a file."""
+        return Form(self.task, self.inputs, self.targets, self.static, self.frame, self.csv, rate=self.rate)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,15 +145,16 @@ def loss_of(config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]
         config: says whether classes are weighed.
         spec: of the net.
         net: with its statistics, on its device.
-        classes: how often each occurs in the training split; looked at only where they are weighed.
+        classes: how often each occurs in the training split; looked at only where they are balanced.
+
+    Raises:
+        ConfigError: a weight for a class that there is not.
     """
     device = next(net.parameters()).device
     if spec.task == "regress":
         return StandardisedMSE(net.module.get_buffer("units.scale").clone())
-    if config.class_weights == "none":
-        return nn.CrossEntropyLoss()
-    counts = torch.tensor([classes[name] for name in spec.classes], dtype=spec.torch_dtype)
-    return nn.CrossEntropyLoss(weight=(counts.sum() / (len(counts) * counts)).to(device))
+    weights = class_weights(config.class_weights, spec.classes, classes)
+    return nn.CrossEntropyLoss(weight=None if weights is None else weights.to(device, spec.torch_dtype))
 
 
 def save_model(path: Path, net: Carried, spec: Spec) -> None:
@@ -134,7 +170,7 @@ def load_model(path: Path) -> tuple[Carried, Spec]:
         RunError: no such file, or one that holds no model of throughtime.
     """
     values, tensors = files.read(path, _KIND, "is it the folder of a run that has reached its first checkpoint?")
-    spec = Spec(**(values | {key: tuple(values[key]) for key in ("classes", "inputs", "targets")}))
+    spec = Spec.from_plain(values)
     net = build(spec)
     net.module.load_state_dict(tensors)
     return net, spec

@@ -15,9 +15,10 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.run.data import class_name
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Recording
+from throughtime.stream.recording import Recording, Steps
 
-SURVEY_BLOCK = 65_536
+SURVEY_BLOCK = 65_536  # steps read at once, fewer of many columns
+_WIDE = 16  # columns
 
 
 @dataclass
@@ -99,10 +100,19 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
     return found
 
 
+def blocks(recording: Recording) -> Iterator[tuple[int, Steps]]:
+    """All of a recording, piece by piece: the first step of each, and the piece."""
+    count = max(1, SURVEY_BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))
+    for start in range(0, len(recording), count):
+        yield start, recording.read(start, min(start + count, len(recording)))
+
+
 def _blocks(recording: Recording) -> Iterator[tuple[int, Array, Array | None]]:
-    for start in range(0, len(recording), SURVEY_BLOCK):
-        inputs, targets = recording.read(start, min(start + SURVEY_BLOCK, len(recording)))
-        yield start, inputs.reshape(len(inputs), -1).astype(np.float64), targets
+    for start, steps in blocks(recording):
+        inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
+        if steps.static is not None:
+            inputs = np.concatenate([inputs, np.broadcast_to(steps.static, (len(inputs), len(steps.static)))], axis=1)
+        yield start, inputs, steps.targets
 
 
 def _add_targets(found: Survey, name: str, start: int, targets: Array, classify: bool) -> None:

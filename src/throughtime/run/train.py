@@ -5,7 +5,6 @@ Shapes: `T` steps, `B` lanes.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,115 +14,23 @@ import torch
 
 from throughtime import files
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
 from throughtime.gradient.objective import valid_rows
 from throughtime.predict import Evaluation, evaluate
-from throughtime.run import data as datasets
 from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.run.config import Config
 from throughtime.run.folder import Folder
 from throughtime.run.memory import peak_memory
 from throughtime.run.model import Spec, build, fit_statistics, loss_of, save_model
 from throughtime.run.policy import policy_of, settled, updates_per_epoch
-from throughtime.run.survey import SURVEY_BLOCK, Survey, sorted_classes, survey
+from throughtime.run.prepared import Prepared, of_idle, prepare
 from throughtime.score import Figures
 from throughtime.stream import Recording, Stream, windows
 from throughtime.updates import Updates, updates
 
 EVALUATION_LANES = 64  # recordings evaluated side by side; more of them wait their turn
 EVALUATION_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The data of a run, opened, surveyed and split."""
-
-    train: list[Recording]
-    valid: list[Recording]
-    found: Survey
-    spec: Spec
-    remarks: tuple[str, ...]
-
-    def facts(self) -> dict[str, Any]:
-        """What was found, as plain values."""
-        return {"train": len(self.train), "valid": len(self.valid), "steps": sum(map(len, self.train)), "remarks": list(self.remarks)}
-
-
-def prepare(config: Config) -> Prepared:
-    """Opens the recordings, looks at all that training will see, and settles the model's shape.
-
-    Raises:
-        DataError: whatever is wrong with the data: all faults of the survey at once.
-    """
-    check_device(config.device)
-    listed = datasets.find(Path(config.data))
-    opened = datasets.open_recordings(datasets.of_splits(listed, ("train", "valid")), config.inputs, config.targets, need_targets=True)
-    first = opened[0][1]
-    checked = [(name, datasets.Numeric(recording, config.task == "regress")) for name, recording in opened]
-    splits, whence = datasets.split(checked, config.holdout)
-    train, valid = datasets.choose(splits, "train"), splits.get("valid", [])
-    classify = config.task == "classify"
-    found, later = survey(train, classify=classify), survey(valid, classify=classify)
-    faults = found.faults + later.faults if config.missing == "error" else []
-    faults += [f"{fault}; targets must be finite, or NaN where there are none" for fault in found.bad_targets + later.bad_targets]
-    if faults:
-        raise DataError("; ".join(faults) + (". Clean the files, or mask steps without inputs: --missing mask"))
-    if classify:
-        train, valid = _labelled(train, valid, found)
-        _refuse_unknown(valid, later, found)
-    elif not len(found.targets.mean) or not found.targets.count.all():
-        raise DataError("a target column of the training split has no value at all; regression needs some")
-    spec = Spec.of(config, found, first.input_columns, first.target_columns)
-    return Prepared(train, valid, found, spec, _remarks(config, listed, len(train), found, spec, whence))
-
-
-def _refuse_unknown(valid: list[Recording], later: Survey, found: Survey) -> None:
-    """Reads the held-out recordings again to name the place, if there is a class that training never sees."""
-    if set(later.classes) - set(found.classes):
-        for recording in valid:
-            for start in range(0, len(recording), SURVEY_BLOCK):
-                recording.read(start, min(start + SURVEY_BLOCK, len(recording)))
-
-
-def check_device(device: str) -> None:
-    """Refuses a device on which nothing can be computed here."""
-    if device == "meta":
-        raise ConfigError("device=meta: holds no numbers; take --device cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises for a device that is not there
-        raise ConfigError(f"device={device}: cannot be used here ({str(error).splitlines()[0]}); take --device cpu") from error
-
-
-def _labelled(train: list[Recording], valid: list[Recording], found: Survey) -> tuple[list[Recording], list[Recording]]:
-    classes = sorted_classes(found.classes)
-    if len(classes) < 2:
-        raise DataError(
-            f"the training split has {len(classes)} class ({', '.join(classes)}); classification needs two or more. Is it --task regress?"
-        )
-    if len(classes) > 1000:
-        raise DataError(f"the training split has {len(classes)} classes, such as {', '.join(classes[:3])}; is it --task regress?")
-    named = [[datasets.Labelled(r, classes) for r in part] for part in (train, valid)]
-    return list(named[0]), list(named[1])
-
-
-def _remarks(config: Config, listed: list[datasets.Files], trained: int, found: Survey, spec: Spec, whence: str) -> tuple[str, ...]:
-    """What a user should know of the data before training."""
-    named = Counter(one.split for one in listed)
-    remarks = [whence + (f" ({', '.join(f'{name} {count}' for name, count in named.items())})" if len(named) > 1 else "")]
-    if config.train_on == "stream" and trained < config.lanes:
-        remarks.append(
-            f"cut into {config.lanes} parts, one for each lane, each from a zero state (--lanes {trained} keeps recordings whole)"
-        )
-    clocks = [name for name, rises in zip(spec.inputs, found.rising, strict=False) if rises]
-    if clocks:
-        remarks.append(f"input {', '.join(clocks)} only ever rises: a clock? name the inputs with --inputs to leave it out")
-    if found.missing:
-        remarks.append(f"{found.missing} steps masked: their inputs are NaN or infinite")
-    if found.without_target:
-        remarks.append(f"{found.without_target} steps masked: they have no target")
-    return tuple(remarks)
 
 
 def scored(net: Carried, spec: Spec, recordings: list[Recording], config: Config) -> Evaluation:
@@ -146,6 +53,7 @@ class Moment:
     frames_per_second: float
     remaining_seconds: float
     peak_memory: int | None
+    waiting: float = 0.0  # share of the time spent waiting for data
 
 
 class Training:
@@ -160,9 +68,10 @@ class Training:
         self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found.classes)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
         self.stream = self._stream()
+        self.prepared = replace(prepared, remarks=(*prepared.remarks, *of_idle(self.stream)))
         self.policy = settled(policy_of(config), self.net, self.stream, self.loss_fn)
         self.count = self.rows = self.frames = 0
-        self.seconds = 0.0
+        self.seconds = self._waited = 0.0
         self.total = self._total()
         self.finished = False
         self.stopping = False
@@ -209,6 +118,9 @@ class Training:
             warm_up=config.warm_up,
             dtype=self.prepared.spec.torch_dtype,
             missing=config.missing,
+            offset=config.offset,
+            hand_off=config.hand_off,
+            workers=config.workers,
         )
 
     def _total(self) -> int:
@@ -219,6 +131,11 @@ class Training:
     def epoch_updates(self) -> int:
         """About how many updates an epoch makes."""
         return updates_per_epoch(self.policy, self.stream)
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time so far that was spent waiting for data."""
+        return (self._waited + self.stream.waited) / self.seconds if self.seconds else 0.0
 
     def stop(self) -> None:
         """Asks `go` to save and return after the update in hand; safe to call from a signal handler."""
@@ -297,7 +214,7 @@ class Training:
         score.add(*valid_rows(update.outputs, update.chunk))
         rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
-        moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory())
+        moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting)
         self._write({"kind": "train", "update": self.count, "epoch": self.stream.epoch, "loss": loss, **moment.figures})
         return moment
 
@@ -308,7 +225,8 @@ class Training:
         self._write({"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self.folder.add_metrics({**row, "seconds": round(self.seconds, 3), "peak_memory": peak_memory(), "frames": self.frames})
+        spent = {"seconds": round(self.seconds, 3), "waiting": round(self.waiting, 4), "peak_memory": peak_memory()}
+        self.folder.add_metrics({**row, **spent, "frames": self.frames})
         self.rows += 1
 
     def _diverged(self, what: str) -> Never:
@@ -331,7 +249,9 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "updates": place,
             "stream": self.stream.state_dict(),
+            "entering": self.stream.entering if place is None else None,
             "random": torch.get_rng_state(),
+            "waited": self._waited + self.stream.waited,
             "counts": [self.count, self.rows, self.frames, self.seconds, self._sum_steps],
             "sum": self._sum,
             "finished": self.finished,
@@ -353,20 +273,23 @@ class Training:
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.count, self.rows, self.frames, self.seconds, self._sum_steps = saved["counts"]
+        self._waited = saved.get("waited", 0.0)  # not in checkpoints of before it was measured
         self._sum.copy_(saved["sum"])
         self.finished = saved["finished"]
         self.stream.load_state_dict(saved["stream"])
-        if saved["updates"] is not None:
+        if saved["updates"] is None:
+            self.stream.start()  # between two epochs: the next one may go on from the states of the last
+            self.stream.entering = saved.get("entering")
+        else:
             self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
             self._updates.load_state_dict(saved["updates"])
         torch.set_rng_state(saved["random"])
 
     def _check_same_data(self, saved: dict[str, Any]) -> None:
         """The model's shape, classes and statistics, which the data decide, are those of the checkpoint."""
-        mine = asdict(self.prepared.spec)
-        faults = [
-            f"{key} were {saved['spec'].get(key)!r} and are now {value!r}" for key, value in mine.items() if saved["spec"].get(key) != value
-        ]
+        mine, theirs = asdict(self.prepared.spec), saved["spec"]
+        known = mine.keys() & theirs.keys()  # an older checkpoint tells less
+        faults = [f"{key} were {theirs[key]!r} and are now {mine[key]!r}" for key in mine if key in known and theirs[key] != mine[key]]
         if not faults:
             faults = [
                 f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()} and is now {value.tolist()}"

@@ -4,6 +4,7 @@ Shapes: `T` steps, `C` classes or output columns.
 """
 
 import csv
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +16,13 @@ from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError
 from throughtime.predict import predict
+from throughtime.run.joined import joined
 from throughtime.run.model import Spec
+from throughtime.run.opened import composed, rates_of, table_of
+from throughtime.run.rates import Rate, disagreements
 from throughtime.state import State
-from throughtime.stream import Recording, formats
+from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import columns
 
 CHUNK = 1024
 
@@ -91,17 +94,34 @@ class _Outputs:
         self._sink.write(steps.start, values)
 
 
-def open_recording(path: Path, spec: Spec) -> Recording:
-    """The recording in a file, with the input columns that the model was trained on.
+def open_recording(paths: Sequence[Path], spec: Spec, static: Mapping[str, float] | None = None) -> Recording:
+    """The recording in a file, or in several side by side, with the input columns that the model was trained on.
+
+    Args:
+        paths: its files.
+        spec: of the model.
+        static: the static features of the recording, by name.
 
     Raises:
-        DataError: a column is missing, or the file cannot be read.
+        DataError: a column or a static feature is missing, the rate is another one, or a file cannot be read.
     """
-    table = formats.open_table(path)
-    recording = columns(path.name, table, spec.inputs)
-    width = recording.read(0, 1).inputs.shape[1]
+    given = {} if static is None else dict(static)
+    if set(given) != set(spec.static):
+        got, names = ", ".join(given) or "none", ", ".join(spec.static) or "none"
+        flag = ",".join(f"{name}=NUMBER" for name in spec.static)
+        raise DataError(
+            f"the model was trained on the static features {names}, got {got}; "
+            + (f"say --static {flag}" if flag else "leave out --static")
+        )
+    tables = [table_of(path, spec.form) for path in paths]
+    faults = disagreements(([] if spec.rate is None else [Rate("what the model was trained on", spec.rate)]) + [*rates_of(tables)])
+    if faults:
+        raise DataError("; ".join(faults))
+    name = ";".join(path.name for path in paths)
+    recording = composed(name, joined(name, tables), spec.form, tuple(given[feature] for feature in spec.static))
+    width = recording.read(0, 1).inputs.shape[1] + len(spec.static)
     if width != spec.features:
-        raise DataError(f"{path}: has {width} input columns, the model was trained on {spec.features} ({', '.join(spec.inputs)})")
+        raise DataError(f"{name}: has {width} input columns, the model was trained on {spec.features} ({', '.join(spec.inputs)})")
     return recording
 
 

@@ -16,12 +16,12 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.lanes import Play
 from throughtime.stream.recording import Recording, Steps
+from throughtime.stream.targets import IGNORED
 
 Read: TypeAlias = tuple[Play, Steps]
 Counts: TypeAlias = tuple[int, ...] | None
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
-IGNORED = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
 
 class Gaps(NamedTuple):
@@ -67,6 +67,14 @@ class Collator:
         chunk = Chunk(torch.from_numpy(inputs), None if targets is None else torch.from_numpy(targets), marks, 0, steps)
         return chunk, Gaps(masked, without)
 
+    def prime(self) -> Steps:
+        """The layout that all recordings must have; read from the first of them if nothing was read yet."""
+        if self._first is None:
+            self._read(Play(0, 0, 1, 0, 0, 0))
+        if self._first is None:
+            raise RuntimeError("a recording that was read and left no layout")
+        return self._first[1]
+
     def _read(self, play: Play) -> Steps:
         recording = self.recordings[play.recording]
         steps = recording.read(play.position, play.position + play.steps)
@@ -75,7 +83,7 @@ class Collator:
                 f"recording '{recording.name}' gave {len(steps.inputs)} of the {play.steps} steps asked for at step "
                 f"{play.position}; it said that it has {len(recording)}. Did the file change?"
             )
-        for role, array in (("inputs", steps.inputs), ("targets", steps.targets)):
+        for role, array in (("inputs", steps.inputs), ("targets", steps.targets), ("static features", steps.static)):
             if array is not None and array.dtype.kind not in "biuf":
                 raise DataError(f"recording '{recording.name}': the {role} are {array.dtype}, expected numbers; map text to integers first")
         if self._first is None:
@@ -83,6 +91,7 @@ class Collator:
         first_name, first = self._first
         pairs = (("inputs", steps.inputs, first.inputs), ("targets", steps.targets, first.targets))
         layouts = [(role, *(_layout(array, exact=self.dtype is None) for array in arrays)) for role, *arrays in pairs]
+        layouts.append(("static features", _width(steps.static), _width(first.static)))
         faults = [
             f"recording '{recording.name}' has {role} of {got}, recording '{first_name}' of {expected}"
             for role, got, expected in layouts
@@ -94,11 +103,17 @@ class Collator:
         return steps
 
     def _inputs(self, reads: Sequence[Read], steps: int, mask: Array) -> tuple[Array, Counts]:
-        sample = reads[0][1].inputs
+        sample = (reads[0][1] if reads else self.prime()).inputs
         dtype = self._dtype(sample.dtype)
         tokens = sample.ndim == 1 and dtype.kind == "i"
         parts = [(play, s.inputs if tokens or s.inputs.ndim > 1 else s.inputs.reshape(-1, 1)) for play, s in reads]
-        inputs = _splice(parts, steps, self.lanes, dtype)
+        statics = [(play, s.static) for play, s in reads if s.static is not None]
+        columns = sample.shape[1:] if tokens or sample.ndim > 1 else (1,)
+        static = self.prime().static
+        if static is not None and len(columns) != 1:
+            raise DataError("static features go beside inputs (T, D); these are tokens or have more dimensions")
+        width = columns if static is None else (columns[0] + len(static),)
+        inputs = _splice(parts, (steps, self.lanes, *width), dtype, statics)
         if dtype.kind != "f" or np.isfinite(inputs).all():
             return inputs, None
         bad = ~np.isfinite(inputs).reshape(*inputs.shape[:2], -1)
@@ -120,12 +135,13 @@ class Collator:
         )
 
     def _targets(self, reads: Sequence[Read], steps: int, mask: Array) -> tuple[Array | None, Counts]:
-        sample = reads[0][1].targets
+        sample = (reads[0][1] if reads else self.prime()).targets
         if sample is None:
             mask[:] = False
             return None, None
         dtype = np.dtype(np.int64) if sample.dtype.kind in "biu" else self._dtype(sample.dtype)
-        targets = _splice([(play, s.targets) for play, s in reads if s.targets is not None], steps, self.lanes, dtype)
+        shape = (steps, self.lanes, *sample.shape[1:])
+        targets = _splice([(play, s.targets) for play, s in reads if s.targets is not None], shape, dtype)
         missing = np.isnan(targets) if dtype.kind == "f" else targets == IGNORED
         if not missing.any():
             return targets, None
@@ -149,13 +165,21 @@ def _layout(array: Array | None, *, exact: bool) -> str:
     return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
 
 
-def _splice(parts: Sequence[tuple[Play, Array]], steps: int, lanes: int, dtype: np.dtype[Any]) -> Array:
-    """`(T, B, ...)` from the parts of each lane, in memory that torch allocates.
+def _width(static: Array | None) -> str:
+    return "none" if static is None else f"{len(static)} numbers"
+
+
+def _splice(
+    parts: Sequence[tuple[Play, Array]], shape: tuple[int, ...], dtype: np.dtype[Any], statics: Sequence[tuple[Play, Array]] = ()
+) -> Array:
+    """`(T, B, ...)` from the parts of each lane, in memory that torch allocates; static features `(S,)` are the last columns.
 
     Kernels round differently for differently aligned memory; torch aligns to 64 bytes, NumPy and a user's array need not.
     """
-    shape = (steps, lanes, *parts[0][1].shape[1:])
     spliced: Array = torch.zeros(shape, dtype=getattr(torch, dtype.name)).numpy()
+    own = spliced[..., : -len(statics[0][1])] if statics else spliced
     for play, values in parts:
-        spliced[play.at : play.at + play.steps, play.lane] = values
+        own[play.at : play.at + play.steps, play.lane] = values
+    for play, values in statics:
+        spliced[play.at : play.at + play.steps, play.lane, -len(values) :] = values
     return spliced

@@ -1,8 +1,12 @@
 """Who plays where: recordings on lanes, as plans of integers (no torch, no numpy).
 
-A lane plays spans one after another without a gap. Recordings are placed in a seeded order, each on
-the lane that is free first (list scheduling, Graham 1966), so lanes end within the longest span of
-each other. Fewer recordings than lanes are cut into contiguous parts, so that no lane stands idle.
+A lane plays spans one after another without a gap. The longest spans are placed first, each on the lane that is free first
+(longest processing time first: the longest lane is at most 4/3 as long as it must be, Graham 1969); each lane then plays
+its own in a seeded order. Fewer recordings than lanes are cut into contiguous parts, so that no lane stands idle; part after
+part, lane after lane, so that the state in which one lane ends is the one in which the next began.
+
+All ranks make the same plan for all of their lanes together, and each plays its own rows: an epoch has the same number of
+steps on every rank, and a rank that has nothing left plays idle lanes.
 """
 
 import heapq
@@ -32,7 +36,7 @@ class Span:
 class Play:
     """What a lane plays within a chunk: steps `at` to before `at + steps` of the chunk.
 
-    `since` counts steps from the start of the span: 0 means that the first of them is a reset.
+    `since` counts steps from where the state was the initial one: 0 means that the first of them is a reset.
     """
 
     lane: int
@@ -43,8 +47,13 @@ class Play:
     since: int
 
 
-def cut(lengths: Sequence[int], lanes: int) -> list[Span]:
+def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None) -> list[Span]:
     """One span per recording, or, with fewer recordings than lanes, one per lane of nearly equal length.
+
+    Args:
+        lengths: steps of each recording.
+        lanes: those of all ranks together.
+        offsets: first steps of each recording that are not played.
 
     Raises:
         DataError: an empty recording, no recordings, or more lanes than steps.
@@ -56,10 +65,31 @@ def cut(lengths: Sequence[int], lanes: int) -> list[Span]:
     empty = [i for i, length in enumerate(lengths) if length < 1]
     if empty:
         raise DataError(f"recording {empty[0]} is empty: every recording needs at least one step")
-    if lanes > sum(lengths):
-        raise DataError(f"lanes={lanes} but the recordings have {sum(lengths)} steps in all: a lane needs at least one step")
-    parts = _parts(lengths, lanes)
-    return [Span(i, length * k // parts[i], length * (k + 1) // parts[i]) for i, length in enumerate(lengths) for k in range(parts[i])]
+    begins = [0] * len(lengths) if offsets is None else offsets
+    played = [length - begin for length, begin in zip(lengths, begins, strict=True)]
+    if lanes > sum(played):
+        raise DataError(f"lanes={lanes} but the recordings have {sum(played)} steps in all: a lane needs at least one step")
+    parts = _parts(played, lanes)
+    return [
+        Span(i, begin + steps * k // parts[i], begin + steps * (k + 1) // parts[i])
+        for i, (begin, steps) in enumerate(zip(begins, played, strict=True))
+        for k in range(parts[i])
+    ]
+
+
+def cut_evenly(lengths: Sequence[int], lanes: int) -> list[Span]:
+    """At most one span per lane, of the fewest steps that do; only the last span of a recording may be shorter.
+
+    Raises:
+        DataError: see `cut`.
+    """
+    cut(lengths, lanes)  # refuses what cannot be played
+    least, most = 1, max(lengths)
+    while least < most:
+        middle = (least + most) // 2
+        fits = sum(-(-length // middle) for length in lengths) <= lanes
+        least, most = (least, middle) if fits else (middle + 1, most)
+    return [Span(i, at, min(at + least, length)) for i, length in enumerate(lengths) for at in range(0, length, least)]
 
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
@@ -76,47 +106,96 @@ def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The spans of every lane in playing order; lane time counts steps from the start of the epoch."""
+    """The spans of every lane in playing order; lane time counts steps from the start of the epoch.
+
+    Attributes:
+        spans: of each lane, those of all ranks.
+        starts: the lane time at which each of them begins, and at which the last ends.
+        steps: those of the longest lane.
+        mine: the lanes that this rank plays.
+        handed: whether a part goes on from the state of the part before it, and so from where the recording began.
+    """
 
     spans: tuple[tuple[Span, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     steps: int
+    mine: range
+    handed: bool = False
 
     @classmethod
-    def plan(cls, lengths: Sequence[int], lanes: int, order: random.Random | None = None) -> "Timetable":
-        """Places every span; `order` shuffles them first, `None` keeps the order given."""
-        spans = cut(lengths, lanes)
-        if order is not None:
-            order.shuffle(spans)
-        placed: list[list[Span]] = [[] for _ in range(lanes)]
-        free = [(0, lane) for lane in range(lanes)]
-        for span in spans:
-            busy, lane = free[0]
-            placed[lane].append(span)
-            heapq.heapreplace(free, (busy + len(span), lane))
+    def plan(
+        cls,
+        lengths: Sequence[int],
+        lanes: int,
+        order: random.Random | None = None,
+        *,
+        offsets: Sequence[int] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        handed: bool = False,
+        even: bool = False,
+    ) -> "Timetable":
+        """Places every span.
+
+        Args:
+            lengths: steps of each recording.
+            lanes: those of one rank.
+            order: draws which comes when; `None` keeps the order given.
+            offsets: see `cut`.
+            rank: whose lanes `plays` tells.
+            ranks: how many there are.
+            handed: see `Timetable`.
+            even: parts of a recording are equally long but its last one, so that all others end with the epoch.
+        """
+        total = lanes * ranks
+        mine = range(lanes * rank, lanes * (rank + 1))
+        if len(lengths) >= total:
+            placed = _placed(cut(lengths, total, offsets), total, order)
+        else:
+            placed = [[span] for span in (cut_evenly(lengths, total) if even else cut(lengths, total, offsets))]
+            placed += [[] for _ in range(total - len(placed))]
         starts = tuple((0, *accumulate(len(span) for span in row)) for row in placed)
-        return cls(tuple(map(tuple, placed)), starts, max(row[-1] for row in starts))
+        return cls(tuple(map(tuple, placed)), starts, max(row[-1] for row in starts), mine, handed)
 
     def plays(self, start: int, stop: int) -> Iterator[Play]:
-        """What every lane plays in lane time `start` to before `stop`, lane by lane, in order."""
-        for lane, (row, begins) in enumerate(zip(self.spans, self.starts, strict=True)):
+        """What every lane of this rank plays in lane time `start` to before `stop`, lane by lane, in order."""
+        for lane in self.mine:
+            row, begins = self.spans[lane], self.starts[lane]
             now = start
             index = bisect_right(begins, now) - 1
             while now < stop and index < len(row):
                 span, begin = row[index], begins[index]
                 steps = min(stop, begins[index + 1]) - now
-                yield Play(lane, now - start, steps, span.recording, span.start + now - begin, now - begin)
+                position = span.start + now - begin
+                yield Play(lane - self.mine.start, now - start, steps, span.recording, position, position if self.handed else now - begin)
                 now += steps
                 index += 1
 
     @cached_property
     def fresh(self) -> tuple[int, ...]:
-        """The lane times at which no lane goes on with a span: each starts one, or has nothing left; the last is the end."""
+        """The lane times at which no lane of any rank goes on with a span: each starts one, or has nothing left; the last is the end."""
         longest = max(self.starts, key=lambda row: row[-1])
         others = [(set(row), row[-1]) for row in self.starts]
         return tuple(at for at in longest if all(at in starts or at >= end for starts, end in others))
 
     @property
     def idle(self) -> int:
-        """Steps in which a lane has nothing left to play, over the whole epoch."""
-        return sum(self.steps - row[-1] for row in self.starts)
+        """Steps in which a lane of this rank has nothing left to play, over the whole epoch."""
+        return sum(self.steps - self.starts[lane][-1] for lane in self.mine)
+
+
+def _placed(spans: list[Span], lanes: int, order: random.Random | None) -> list[list[Span]]:
+    """The spans of each lane; with an order the longest are placed first, and each lane's are drawn anew."""
+    if order is not None:
+        order.shuffle(spans)  # among equal lengths the sort keeps it
+        spans = sorted(spans, key=len, reverse=True)
+    placed: list[list[Span]] = [[] for _ in range(lanes)]
+    free = [(0, lane) for lane in range(lanes)]
+    for span in spans:
+        busy, lane = free[0]
+        placed[lane].append(span)
+        heapq.heapreplace(free, (busy + len(span), lane))
+    if order is not None:
+        for row in placed:
+            order.shuffle(row)
+    return placed

@@ -1,6 +1,6 @@
 """Recordings: one source sequence each, read only where and when it is needed.
 
-Shapes: `T` steps of the recording, `D` input features, `C` target columns.
+Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` static features.
 """
 
 import difflib
@@ -15,13 +15,16 @@ import torch
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats.table import Array
+from throughtime.stream.rows import Held, Rows, Selected, beside
+from throughtime.stream.targets import every, intervals
 
 
 class Steps(NamedTuple):
-    """Some consecutive steps of a recording: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`."""
+    """Some consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`, and `static` `(S,)` of all of them."""
 
     inputs: Array
     targets: Array | None
+    static: Array | None = None
 
 
 @runtime_checkable
@@ -43,39 +46,21 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrays:
-    """A recording held in arrays: in memory, or memory-mapped and then read only where it is played."""
+class Composed:
+    """A recording made of rows: of arrays, of columns of files, or of several of them."""
 
     name: str
-    inputs: Array
-    targets: Array | None = None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def read(self, start: int, stop: int) -> Steps:
-        return Steps(self.inputs[start:stop], None if self.targets is None else self.targets[start:stop])
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A recording in files: inputs and targets are columns of one table, or of two of equal length."""
-
-    name: str
-    inputs: formats.Table
-    input_columns: tuple[str, ...]
-    targets: formats.Table | None = None
+    inputs: Rows
+    targets: Rows | None = None
+    static: Array | None = None
+    input_columns: tuple[str, ...] = ()
     target_columns: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def read(self, start: int, stop: int) -> Steps:
-        inputs = self.inputs.read(start, stop, self.input_columns)
-        if self.targets is None:
-            return Steps(inputs, None)
-        targets = self.targets.read(start, stop, self.target_columns)
-        return Steps(inputs, targets[:, 0] if targets.shape[1] == 1 else targets)
+        return Steps(self.inputs.read(start, stop), None if self.targets is None else self.targets.read(start, stop), self.static)
 
 
 @dataclass(frozen=True)
@@ -115,18 +100,27 @@ def windows(recordings: Sequence[Recording], length: int) -> list[Part]:
 
 
 def as_recording(source: Any, index: int) -> Recording:
-    """A recording from whatever a user has: a mapping of arrays, a path, or a Recording.
+    """A recording from whatever a user has: a mapping of arrays or files, a path, or a Recording.
 
     Args:
-        source: a mapping with `inputs` and optionally `targets` and `name`; a path of a file with an
-            `inputs` (and `targets`) column or array; or anything with the Recording protocol.
+        source: a path of a file with an `inputs` (and `targets`) column or array; anything with the Recording protocol; or a
+            mapping with
+
+            `inputs`: `(T, D)` or `(T,)`, an array, a tensor, the path of a file, or a list of them, side by side;
+            `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the whole recording; with `every`, one for
+            every so many steps;
+            `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with these columns, in order and
+            without overlap;
+            `at`: "all" steps of such a span carry its label, or only the "last"; default: all of an interval, the last of others;
+            `static`: `(S,)` numbers of the recording, given at every step after the inputs;
+            `name`: how messages and reports call it.
         index: names a recording that has no name of its own.
 
     Raises:
         DataError: nothing of the kind, or inputs and targets of different lengths.
     """
     if isinstance(source, Mapping):
-        return _from_mapping(source, index)
+        return _from_mapping(source, str(source.get("name", index)))
     if isinstance(source, (str, Path)):
         return _from_path(Path(source))
     if isinstance(source, Recording):
@@ -137,16 +131,88 @@ def as_recording(source: Any, index: int) -> Recording:
     )
 
 
-def _from_mapping(source: Mapping[str, Any], index: int) -> Recording:
-    name = str(source.get("name", index))
-    unknown = sorted(set(source) - {"inputs", "targets", "name"})
-    if "inputs" not in source or unknown:
-        raise DataError(f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally 'targets' and 'name'")
-    inputs = _as_array(source["inputs"], name, "inputs")
-    targets = None if source.get("targets") is None else _as_array(source["targets"], name, "targets")
-    if targets is not None and len(targets) != len(inputs):
-        raise DataError(f"recording '{name}' has {len(inputs)} steps of inputs and {len(targets)} of targets; both need one row per step")
-    return Arrays(name, inputs, targets)
+_KEYS = ("inputs", "targets", "every", "intervals", "at", "static", "name")
+
+
+def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
+    given = {key: value for key, value in source.items() if value is not None}
+    unknown = sorted(set(source) - set(_KEYS))
+    if "inputs" not in given or unknown:
+        near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
+        hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else ""
+        raise DataError(f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally {', '.join(_KEYS[1:])}{hint}")
+    if "targets" in given and "intervals" in given:
+        raise DataError(f"recording '{name}' has targets and intervals, expected one of them: a step has one target")
+    inputs = beside(name, [_rows(part, name, "inputs") for part in _several(given["inputs"])])
+    return Composed(name, inputs, _targets(given, name, len(inputs)), _static(given.get("static"), name))
+
+
+def _several(inputs: Any) -> Sequence[Any]:
+    """What is to stand side by side: a list of files and arrays, or the one thing that is there."""
+    listed = isinstance(inputs, (list, tuple)) and all(isinstance(i, (str, Path, np.ndarray, torch.Tensor)) for i in inputs)
+    return inputs if listed and inputs else [inputs]
+
+
+def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
+    if "intervals" in given:
+        where, starts, stops, labels = _interval_columns(given["intervals"], name)
+        return intervals(name, where, starts, stops, labels, steps, given.get("at", "all"))
+    for key in ("every", "at"):
+        if key in given and "targets" not in given:
+            raise DataError(f"recording '{name}' has '{key}' and no targets that it could belong to")
+    if "targets" not in given:
+        return None
+    if np.ndim(given["targets"]) == 0 and not isinstance(given["targets"], (str, Path)):
+        label = Held("targets", np.asarray(given["targets"]).reshape(1))
+        return every(name, label, given.get("every", steps), steps, given.get("at", "last"))
+    targets = _rows(given["targets"], name, "targets")
+    if "every" in given:
+        return every(name, targets, given["every"], steps, given.get("at", "last"))
+    if "at" in given:
+        raise DataError(f"recording '{name}' has 'at' and a target for every step; it belongs to 'every', 'intervals' or a single target")
+    if len(targets) != steps:
+        raise DataError(
+            f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both need one row per step, or say how many "
+            "steps each target is for: 'every'"
+        )
+    return targets
+
+
+def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
+    """Where they are, starts, stops and labels."""
+    if isinstance(source, (str, Path)):
+        return str(source), *interval_columns(formats.open_table(Path(source)))
+    if not isinstance(source, (list, tuple)) or len(source) != 3:
+        raise DataError(f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops, labels), or a path")
+    starts, stops, labels = source
+    return "the mapping", starts, stops, labels
+
+
+INTERVAL_COLUMNS = ("start", "stop", "label")
+
+
+def interval_columns(table: formats.Table) -> tuple[Array, Array, Array]:
+    """Starts, stops and labels from a table with these columns."""
+    _check_columns(table, INTERVAL_COLUMNS, "intervals")
+    starts, stops, labels = (table.read(0, len(table), (column,))[:, 0] for column in INTERVAL_COLUMNS)
+    return starts, stops, labels
+
+
+def _static(value: Any, name: str) -> Array | None:
+    if value is None:
+        return None
+    static = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
+        raise DataError(f"recording '{name}': static has shape {static.shape} and type {static.dtype}, expected (S,) finite numbers")
+    return static
+
+
+def _rows(value: Any, name: str, role: str) -> Rows:
+    """An array, or all columns of a file."""
+    if isinstance(value, (str, Path)):
+        table = formats.open_table(Path(value))
+        return Selected(table, table.columns, flat=role == "targets")
+    return Held(role, _as_array(value, name, role))
 
 
 def _as_array(value: Any, name: str, role: str) -> Array:
@@ -164,6 +230,10 @@ def _as_array(value: Any, name: str, role: str) -> Array:
 
 
 def _from_path(path: Path) -> Recording:
+    if path.suffix.lower() == ".txt":
+        from throughtime.stream.formats.text import text  # it is a recording itself, and so imports this module
+
+        return text(path)
     table = formats.open_table(path)
     if "inputs" in table.columns:
         inputs, targets = ("inputs",), tuple(c for c in table.columns if c == "targets")
@@ -178,7 +248,7 @@ def columns(
     input_columns: Sequence[str],
     targets: formats.Table | None = None,
     target_columns: Sequence[str] = (),
-) -> Columns:
+) -> Composed:
     """A checked recording from tables: the columns exist, the lengths agree, there is at least one step."""
     _check_columns(inputs, input_columns, "inputs")
     if targets is not None:
@@ -190,7 +260,8 @@ def columns(
             )
     if len(inputs) == 0:
         raise DataError(f"{inputs.path}: the recording is empty, expected at least one step")
-    return Columns(name, inputs, tuple(input_columns), targets, tuple(target_columns))
+    labels = None if targets is None else Selected(targets, tuple(target_columns), flat=True)
+    return Composed(name, Selected(inputs, tuple(input_columns)), labels, None, tuple(input_columns), tuple(target_columns))
 
 
 def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> None:

@@ -13,11 +13,14 @@ from typing import Any, Literal, Never
 
 import torch
 
-from throughtime.chunk import Chunk
+from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
+from throughtime.state import State
+from throughtime.stream.ahead import Here, InProcesses, InThread, Reader, Request, Waiting, Workers
 from throughtime.stream.collate import DTYPES, Collator, Gaps
 from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording
+from throughtime.stream.shard import Shard
 
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
 
@@ -28,20 +31,32 @@ class Stream:
     Each lane plays recordings one after another, spliced without padding; a reset marks every start.
     One iteration is one epoch: every step of every recording exactly once, in order within its lane,
     the last chunk shorter. Fewer recordings than lanes are cut into contiguous parts, each starting
-    from the initial state. The order is drawn anew each epoch from the seed. Iterating again starts
+    from the initial state, or with `hand_off` from the state in which the part before it ended an epoch earlier.
+    The order is drawn anew each epoch from the seed. Iterating again starts
     the epoch again, except after `load_state_dict`. Nothing is read before it is needed.
+
+    Where a process group of `torch.distributed` is up, each rank plays its own recordings (or its own contiguous parts of a long
+    one), balanced by length, and an epoch has the same number of steps on all of them.
 
     Args:
         recordings: a sequence of recordings, or a single one: a mapping with `inputs` `(T, D)` or
-            `(T,)` and `targets` `(T,)` or `(T, C)` (NumPy arrays, memory-mapped ones, torch tensors), a
+            `(T,)` and `targets` `(T,)` or `(T, C)` (NumPy arrays, memory-mapped ones, torch tensors, files), with labels at a lower
+            rate, static features (see `throughtime.stream.recording.as_recording`), a
             path, or any object with `name`, `__len__` and `read(start, stop)`.
-        lanes: B, at most the number of steps there are.
+        lanes: B, of this rank, at most the number of steps there are.
         chunk: steps per chunk; it changes memory and speed, never a gradient.
         seed: draws the order of the recordings; `None` keeps the order given.
         warm_up: first steps of a recording (and of a part) whose targets do not count.
         dtype: type of the inputs and of floating targets; `None` keeps floating types, integers become
             int64 (token indices). Integer targets are int64, as torch's losses want them.
         missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and masks the step.
+        offset: leaves out a random number of first steps of each recording, below this, anew each epoch (but never more than half
+            of it), so that the edges of chunks and parts move.
+        hand_off: each part of a recording that is cut goes on from the state in which the part before it ended the last epoch:
+            `tt.updates` hands it on. The first epoch starts cold. Parts are equally long but the last of each recording.
+        workers: 0 reads when needed; "thread" reads ahead in a thread, a number in so many worker processes. It changes no number.
+        rank: of this process, with `ranks`; default: as `torch.distributed` says.
+        ranks: how many there are; 1 plays everything here.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has none: it is masked.
 
@@ -68,8 +83,13 @@ class Stream:
         warm_up: int = 0,
         dtype: torch.dtype | None = None,
         missing: Literal["error", "mask"] = "error",
+        offset: int = 0,
+        hand_off: bool = False,
+        workers: Workers = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
     ) -> None:
-        whole = isinstance(lanes, int) and isinstance(chunk, int) and isinstance(warm_up, int)  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
+        whole = all(isinstance(value, int) for value in (lanes, chunk, warm_up, offset))  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
         if not whole or chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
             raise DataError(
                 f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1, warm_up >= 0, missing 'error' or 'mask'"
@@ -79,9 +99,14 @@ class Stream:
             raise DataError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision use torch.autocast")
         self.recordings: tuple[Recording, ...] = tuple(as_recording(source, i) for i, source in enumerate(sources))
         self.lengths = tuple(len(recording) for recording in self.recordings)
-        self.lanes, self.chunk, self.seed = lanes, chunk, seed
+        self.lanes, self.chunk, self.seed, self.offset, self.hand_off = lanes, chunk, seed, offset, hand_off
+        self.shard = Shard.of(rank, ranks)
         self._refuse_empty()
+        self._check_offset()
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
+        self._here = Here(self._collator)
+        self._reader = Waiting(self._reader_of(workers))
+        self.entering: State = None
         self._begin(0)
         self._resumed = False
         self._masked = self._without_target = self._turn = 0
@@ -91,11 +116,47 @@ class Stream:
         if empty:
             raise DataError(f"recording '{empty[0]}' is empty ({len(empty)} such); leave it out: a recording needs at least one step")
 
-    def _begin(self, epoch: int) -> None:
-        order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")  # noqa: S311  # an order, not a secret
+    def _check_offset(self) -> None:
+        if self.offset < 0:
+            raise DataError(f"offset={self.offset}: expected a number of steps, 0 for none")
+        if self.offset and self.seed is None:
+            raise DataError(f"offset={self.offset} is drawn from the seed, and seed=None draws nothing; give a seed")
+        if self.offset and self.hand_off:
+            raise DataError(
+                f"offset={self.offset} moves the edges between parts from epoch to epoch, and hand_off hands states over at these edges: "
+                "leave one of them out"
+            )
+        least = sum(length - min(max(0, self.offset - 1), length // 2) for length in self.lengths)
+        if self.offset and self.lanes * self.shard.ranks > least:
+            raise DataError(
+                f"offset={self.offset} can leave {least} steps of the recordings, and there are {self.lanes * self.shard.ranks} lanes: a "
+                "lane needs at least one step in every epoch. Take a smaller offset or fewer lanes"
+            )
+
+    def _reader_of(self, workers: Workers) -> Reader:
+        if workers == "thread":
+            return InThread(self._here)
+        if not isinstance(workers, int) or workers is True or workers < 0:  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's "threads"
+            raise DataError(f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'")
+        return InProcesses(self._collator, workers) if workers else self._here
+
+    def _begin(self, epoch: int, *, handed: bool = False) -> None:
         self._epoch, self._at = epoch, 0
         self._ahead, self._ahead_at, self._gaps = None, 0, Gaps(None, None)
-        self._table = Timetable.plan(self.lengths, self.lanes, order)
+        order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")  # noqa: S311  # an order, not a secret
+        offsets = None
+        if self.offset and order is not None:
+            offsets = [order.randrange(min(self.offset, length // 2 + 1)) for length in self.lengths]
+        self._table = Timetable.plan(
+            self.lengths,
+            self.lanes,
+            order,
+            offsets=offsets,
+            rank=self.shard.rank,
+            ranks=self.shard.ranks,
+            handed=handed,
+            even=self.hand_off,
+        )
 
     def __repr__(self) -> str:
         held = f"{len(self.recordings)} recordings, {sum(self.lengths)} steps"
@@ -112,6 +173,11 @@ class Stream:
         return self._at
 
     @property
+    def handed(self) -> bool:
+        """Whether the parts of this epoch go on from states that the last one handed on."""
+        return self._table.handed
+
+    @property
     def turn(self) -> int:
         """Changes whenever the stream is started or moved: who counts on its place can see that somebody else did."""
         return self._turn
@@ -125,6 +191,11 @@ class Stream:
     def idle(self) -> int:
         """Lane steps of this epoch in which a lane has nothing left to play."""
         return self._table.idle
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for data so far."""
+        return self._reader.seconds
 
     @property
     def masked(self) -> int:
@@ -145,10 +216,20 @@ class Stream:
         while (chunk := self.take(self.chunk)) is not None:
             yield chunk
 
-    def start(self) -> None:
-        """Goes to the start of the epoch, or stays at the place just loaded by `load_state_dict`."""
+    def start(self, *, handed: bool = False) -> None:
+        """Goes to the start of the epoch, or stays at the place just loaded by `load_state_dict`.
+
+        Args:
+            handed: parts go on from the states of the parts before them, so their first steps are no resets.
+
+        Raises:
+            DataError: the stream was made before the process group.
+        """
+        self.shard.check()
         if not self._resumed:
             self._at = 0
+        if self._at == 0 and handed != self._table.handed:
+            self._begin(self._epoch, handed=handed)
         self._resumed = False
         self._turn += 1
 
@@ -158,16 +239,19 @@ class Stream:
             self._begin(self._epoch + 1)
             return None
         stop = min(self._at + steps, self._table.steps)
-        ahead = self._ahead
-        if ahead is None or self._at < self._ahead_at or stop > self._ahead_at + ahead.steps:
-            ahead = self._read_ahead(steps)
-        begin, end = self._at - self._ahead_at, stop - self._ahead_at
-        if self._gaps.masked is not None:
-            self._masked += self._gaps.masked[end] - self._gaps.masked[begin]
-        if self._gaps.without_target is not None:
-            self._without_target += self._gaps.without_target[end] - self._gaps.without_target[begin]
-        self._at = stop
-        return ahead.between(begin, end)
+        parts: list[Chunk] = []
+        at, masked, without = self._at, 0, 0
+        while at < stop:
+            ahead = self._stretch(at)
+            begin, end = at - self._ahead_at, min(stop - self._ahead_at, ahead.steps)
+            parts.append(ahead.between(begin, end))
+            masked += self._gaps.masked[end] - self._gaps.masked[begin] if self._gaps.masked else 0
+            without += self._gaps.without_target[end] - self._gaps.without_target[begin] if self._gaps.without_target else 0
+            at = self._ahead_at + end
+        self._at = stop  # after an error the stream stands where it stood
+        self._masked += masked
+        self._without_target += without
+        return join(parts)
 
     def ahead(self, steps: int) -> int:
         """How many of the next `steps` steps there are in this epoch."""
@@ -178,30 +262,36 @@ class Stream:
         fresh = self._table.fresh
         return fresh[min(bisect_right(fresh, self._at), len(fresh) - 1)] - self._at
 
-    def _read_ahead(self, steps: int) -> Chunk:
-        """Reads several chunks at once where they are small: cutting costs a tenth of reading.
+    def _stretch(self, at: int) -> Chunk:
+        """What is read together with step `at`: several chunks where they are small, since cutting costs a tenth of reading.
 
-        What is read together depends on the place alone, not on where the stream was resumed: a chunk lies equally aligned
-        in memory each time, and kernels round it alike.
+        Stretches depend on the place alone, not on where the stream was resumed or how much is taken at a time: a chunk lies
+        equally aligned in memory each time, and kernels round it alike.
         """
-        several = max(1, READ_AHEAD // (self.lanes * steps)) * steps
-        start = self._at // several * several
-        if self._at + steps > start + several:
-            start = self._at
+        if self._ahead is not None and self._ahead_at <= at < self._ahead_at + self._ahead.steps:
+            return self._ahead
+        several = self._together
+        start = at // several * several
+        table = self._table  # not self: what is still to be read must not keep the stream, and its workers, alive
+        later = (_request(table, begin, begin + several) for begin in range(start + several, table.steps, several))
+        self._ahead = None  # after an error nothing is at hand, least of all what was read before
+        self._ahead, self._gaps = self._reader.read(_request(table, start, start + several), later)
         self._ahead_at = start
-        self._ahead, self._gaps = self._chunk(start, min(start + several, self._table.steps))
         return self._ahead
+
+    @property
+    def _together(self) -> int:
+        """Steps of a stretch: whole chunks, unless a single one is very large."""
+        least = READ_AHEAD // self.lanes
+        return max(1, least // self.chunk * self.chunk or min(self.chunk, 8 * least))
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch, wherever the stream stands."""
-        return self._chunk(start, stop)[0]
-
-    def _chunk(self, start: int, stop: int) -> tuple[Chunk, Gaps]:
-        return self._collator.chunk(list(self._table.plays(start, stop)), stop - start)
+        return self._here.read(_request(self._table, start, stop), ())[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, as plain values; with the same recordings it resumes bit for bit."""
-        return {"epoch": self._epoch, "position": self._at, **self._identity()}
+        return {"epoch": self._epoch, "position": self._at, "handed": self._table.handed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a place saved by `state_dict`; the next iteration continues there.
@@ -213,7 +303,7 @@ class Stream:
         faults = [f"{key} is {state.get(key)!r} there and {mine[key]!r} here" for key in mine if state.get(key) != mine[key]]
         if faults:
             raise DataError("the saved place belongs to another stream: " + "; ".join(faults))
-        self._begin(int(state["epoch"]))
+        self._begin(int(state["epoch"]), handed=bool(state["handed"]))
         self._at = int(state["position"])
         self._resumed = True
         self._turn += 1
@@ -222,7 +312,11 @@ class Stream:
         named = "\n".join(f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True))
         return {
             "lanes": self.lanes,
+            "ranks": self.shard.ranks,
+            "rank": self.shard.rank,
             "seed": self.seed,
+            "offset": self.offset,
+            "hand_off": self.hand_off,
             "warm_up": self._collator.warm_up,
             "dtype": str(self._collator.dtype),
             "missing": "mask" if self._collator.mask_missing else "error",
@@ -234,6 +328,13 @@ class Stream:
     def __getitem__(self, index: object) -> Never:
         """Refused: a sampler that picks chunks by index would tear the lanes apart."""
         raise DataError(
-            "a Stream is not indexed: its chunks follow one another, and a DataLoader, a shuffling or a distributed sampler "
-            "would tear its lanes apart. Iterate the stream itself: for chunk in stream"
+            "a Stream is not indexed: its chunks follow one another, and a DataLoader, a shuffling or a distributed sampler, or "
+            "Accelerate's prepare would tear its lanes apart. Iterate the stream itself, for chunk in stream, or give it to tt.updates: it "
+            "draws the order of the recordings anew each epoch, reads ahead with workers=..., and plays on each rank of "
+            "torch.distributed its own"
         )
+
+
+def _request(table: Timetable, start: int, stop: int) -> Request:
+    stop = min(stop, table.steps)
+    return Request(start, stop - start, tuple(table.plays(start, stop)))

@@ -1,35 +1,70 @@
 """File formats, one short file each, behind one protocol: length, columns, lazy `read`."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from throughtime.errors import DataError
-from throughtime.stream.formats import csv, npy, parquet, wav
-from throughtime.stream.formats.table import Table
+from throughtime.stream.formats import arrow, audio, csv, edf, hdf5, netcdf, npy, parquet, wfdb, zarr
+from throughtime.stream.formats.csv_rows import open_csv_rows
+from throughtime.stream.formats.table import Stamp, Table, Unchanged
 
 __all__ = ["SUFFIXES", "Table", "open_table"]
 
-_OPENERS = {
-    ".csv": csv.open_csv,
-    ".npy": npy.open_npy,
-    ".npz": npy.open_npz,
-    ".parquet": parquet.open_parquet,
-    ".wav": wav.open_wav,
+
+def _itself(path: Path) -> tuple[Path, ...]:
+    return (path,)
+
+
+class _Format(NamedTuple):
+    open: Callable[[Path], Table]
+    files: Callable[[Path], tuple[Path, ...]] = _itself  # what must not change while it is read
+    folder: bool = False
+
+
+_FORMATS = {
+    ".arrow": _Format(arrow.open_arrow),
+    ".csv": _Format(csv.open_csv),
+    ".edf": _Format(edf.open_edf),
+    ".feather": _Format(arrow.open_arrow),
+    ".flac": _Format(audio.open_audio),
+    ".h5": _Format(hdf5.open_hdf5),
+    ".hdf5": _Format(hdf5.open_hdf5),
+    ".hea": _Format(wfdb.open_wfdb, wfdb.files),
+    ".nc": _Format(netcdf.open_netcdf),
+    ".npy": _Format(npy.open_npy),
+    ".npz": _Format(npy.open_npz),
+    ".ogg": _Format(audio.open_audio),
+    ".parquet": _Format(parquet.open_parquet),
+    ".wav": _Format(audio.open_audio),
+    ".zarr": _Format(zarr.open_zarr, zarr.files, folder=True),
 }
-SUFFIXES = tuple(_OPENERS)
+SUFFIXES = tuple(_FORMATS)
 
 
-def open_table(path: Path) -> Table:
+def open_table(path: Path, *, rows: bool = False) -> Table:
     """Opens a recording's file by its suffix; reads no more than its header where the format allows.
+
+    The table notices a file that is written to after it was opened. It can be pickled, and then reopens its file.
+
+    Args:
+        path: a file, or a folder that is one recording (`.zarr`).
+        rows: of a CSV file, each line is a signal and time runs along it; the columns are then `0`, `1`, ..., and `-1`, `-2`,
+            ... from the last line.
 
     Raises:
         DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
         MissingExtraError: the format needs an extra that is not installed.
     """
-    if path.is_dir():
+    found = _FORMATS.get(path.suffix.lower())
+    if path.is_dir() and not (found is not None and found.folder):
         raise DataError(f"{path}: is a folder, expected one file")
-    opener = _OPENERS.get(path.suffix.lower())
-    if opener is None:
-        raise DataError(f"{path}: the format '{path.suffix}' is unknown, expected one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    return opener(path)
+    if found is None:
+        text = "; text is read as tokens: throughtime.stream.text(path)" if path.suffix.lower() == ".txt" else ""
+        raise DataError(f"{path}: the format '{path.suffix}' is unknown, expected one of {', '.join(SUFFIXES)}{text}")
+    if not path.exists() or not (path.is_dir() if found.folder else path.is_file()):
+        raise DataError(f"{path}: no such {'folder' if found.folder else 'file'}")
+    if rows and path.suffix.lower() != ".csv":
+        raise DataError(f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'")
+    stamps = tuple(Stamp.of(file) for file in found.files(path))
+    return Unchanged(open_csv_rows(path) if rows else found.open(path), stamps)

@@ -1,76 +1,145 @@
-"""NumPy files: `.npy` memory-mapped, `.npz` read whole (its members are compressed or unaligned)."""
+"""NumPy files, memory-mapped: `.npy`, and the members of `.npz` that are stored as they are; compressed members are read whole."""
 
+import io
 import mmap
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, ArrayTable
+from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats.table import Array, rows_between
 
-RELEASE_AFTER = 32 * 2**20  # bytes of a mapped file read before its pages are given back
+RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
+_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The arrays of a file, and its mapping."""
+
+    arrays: dict[str, Array]
+    mapping: mmap.mmap
 
 
 def open_npy(path: Path) -> "MappedTable":
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
-    try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: not a readable .npy file ({error}); is it cut short?") from error
-    _check(path, "the array", array)
-    if array.ndim > 2:
-        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    return MappedTable(path, array if array.ndim == 2 else array.reshape(-1, 1))
+    handle = Handle(path, _map_npy)
+    matrix = handle.get().arrays[""]
+    return MappedTable(path, handle, tuple(map(str, range(matrix.shape[1]))), len(matrix))
+
+
+def open_npz(path: Path) -> "MappedTable":
+    """Every array is a column under its own name, a matrix one as wide as it is; all need the same number of rows.
+
+    Members that `np.savez` stored are memory-mapped where they lie; those of `np.savez_compressed` are read whole and kept.
+    """
+    handle = Handle(path, _map_npz)
+    lengths = {name: len(array) for name, array in handle.get().arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"{path}: arrays of different lengths, {lengths}; all need one row per step")
+    return MappedTable(path, handle, tuple(lengths), next(iter(lengths.values()), 0))
 
 
 @dataclass
 class MappedTable:
-    """A memory-mapped matrix that gives the pages it has read back to the system, so that memory stays flat."""
+    """Memory-mapped arrays; the pages that were read are given back to the system, so that memory stays flat."""
 
     path: Path
-    array: Array
+    handle: Handle[Mapped]
+    columns: tuple[str, ...]
+    length: int
+    rate: float | None = None
     _held: int = 0
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(map(str, range(self.array.shape[1])))
-
     def __len__(self) -> int:
-        return len(self.array)
+        return self.length
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = self.array[start:stop]
-        self._held += rows.nbytes
+        start, stop = rows_between(start, stop, self.length)
+        mapped = self.handle.get()
+        matrix = mapped.arrays.get("")
+        if matrix is not None:
+            rows = matrix[start:stop]
+            rows = rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
+        else:
+            parts = [array[start:stop].reshape(stop - start, _width(array)) for array in (mapped.arrays[c] for c in columns)]
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        self._held += (stop - start) * (_row_bytes(matrix) if matrix is not None else sum(map(_row_bytes, mapped.arrays.values())))
         if self._held > RELEASE_AFTER:
-            self._release()
-        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
+            self._release(mapped.mapping)
+        return rows
 
-    def _release(self) -> None:
+    def _release(self, mapping: mmap.mmap) -> None:
         """Arrays handed out before stay valid: the system reads their pages again where they are touched."""
-        mapped = self.array
-        while not isinstance(mapped, mmap.mmap) and mapped is not None:
-            mapped = mapped.base
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
         self._held = 0
 
 
-def open_npz(path: Path) -> ArrayTable:
-    """Every array is a column under its own name; all need the same number of rows."""
+def _width(array: Array) -> int:
+    return int(np.prod(array.shape[1:]))
+
+
+def _row_bytes(array: Array) -> int:
+    return _width(array) * array.itemsize
+
+
+def _map_npy(path: Path) -> Mapped:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as members:
-            arrays = {name: members[name] for name in members.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            array = _array(file, 0, mapping)
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: not a readable .npy file ({error}); is it cut short?") from error
+    _check(path, "the array", array)
+    if array.ndim > 2:
+        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
+    return Mapped({"": array if array.ndim == 2 else array.reshape(-1, 1)}, mapping)
+
+
+def _map_npz(path: Path) -> Mapped:
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as members:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            arrays = {info.filename.removesuffix(".npy"): _member(file, members, info, mapping) for info in members.infolist()}
+    except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable .npz file ({error}); is it cut short?") from error
     for name, array in arrays.items():
         _check(path, f"array '{name}'", array)
-    if len({len(array) for array in arrays.values()}) > 1:
-        raise DataError(f"{path}: arrays of different lengths, { {n: len(a) for n, a in arrays.items()} }; all need one row per step")
-    return ArrayTable(path, arrays)
+    return Mapped(arrays, mapping)
+
+
+def _member(file: BinaryIO, members: zipfile.ZipFile, info: zipfile.ZipInfo, mapping: mmap.mmap) -> Array:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:  # compressed or encrypted
+        return np.lib.format.read_array(io.BytesIO(members.read(info)), allow_pickle=False)
+    with members.open(info):  # checks that the local header is there and names the same member
+        pass
+    header = mapping[info.header_offset : info.header_offset + 30]
+    skipped = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return _array(file, info.header_offset + skipped, mapping, info.file_size)
+
+
+def _array(file: BinaryIO, offset: int, mapping: mmap.mmap, size: int | None = None) -> Array:
+    """The array whose `.npy` bytes begin at `offset`, as a view of the mapping; it need not be aligned."""
+    file.seek(offset)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"version {version} of the .npy format is unknown")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read_header(file)
+    if dtype.hasobject:
+        raise ValueError("holds Python objects")
+    begin, needed = file.tell(), int(np.prod(shape, dtype=object)) * dtype.itemsize
+    held = len(mapping) - begin if size is None else size - (begin - offset)
+    if held < needed or needed < 0:
+        raise ValueError(f"its header promises {needed} bytes of shape {shape}, it holds {held}")
+    return np.ndarray(shape, dtype, buffer=mapping, offset=begin, order="F" if fortran else "C")
 
 
 def _check(path: Path, what: str, array: Array) -> None:

@@ -1,17 +1,20 @@
-"""Table: named columns of equal length, read by rows."""
+"""Table: named columns of equal length, read by rows; and the guard that notices a file that changed meanwhile."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+
+from throughtime.errors import DataError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class Table(Protocol):
-    """What a format gives: the file's columns, and any rows of them."""
+    """What a format gives: the file's columns, and any rows of them. Every table can be pickled: it reopens its file."""
 
     @property
     def path(self) -> Path:
@@ -20,7 +23,12 @@ class Table(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns, in the order of the file."""
+        """The names of the columns, in the order of the file. A name `in` it can be read, also one that it does not list."""
+        ...
+
+    @property
+    def rate(self) -> float | None:
+        """Rows per second; `None` where the file does not say."""
         ...
 
     def __len__(self) -> int:
@@ -28,24 +36,81 @@ class Table(Protocol):
         ...
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        """Rows `start` to before `stop` of `columns`: `(n, len(columns))`, a wide column taking its width."""
+        """Rows `start` to before `stop` of `columns`: `(n, len(columns))`, a wide column taking its width. Not to be written to."""
         ...
 
 
-@dataclass(frozen=True)
-class ArrayTable:
-    """A table of arrays, in memory or memory-mapped; a matrix is one column as wide as it is."""
+class Stamp(NamedTuple):
+    """What tells that a file is still the one that was opened: its size, and when it was last written."""
 
     path: Path
-    arrays: dict[str, Array]
+    size: int
+    written: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Stamp":
+        """The stamp of a file as it is now.
+
+        Raises:
+            DataError: the file is gone.
+        """
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError(
+                f"{path}: is gone since it was opened ({error.strerror}); do not move a recording while it is played"
+            ) from error
+        return cls(path, found.st_size, found.st_mtime_ns)
+
+    def check(self) -> None:
+        """Refuses a file that was written since.
+
+        Raises:
+            DataError: its size or its time differ, or it is gone.
+
+        Cost: one `stat`, a few microseconds on a local disk.
+        """
+        now = Stamp.of(self.path)
+        if now != self:
+            grown = f" from {self.size} to {now.size} bytes" if now.size != self.size else ""
+            raise DataError(f"{self.path}: changed since it was opened{grown}; do not write to a recording while it is played")
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """A table whose files must stay as they were when it was opened; checked at every read."""
+
+    table: Table
+    stamps: tuple[Stamp, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.table.path
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(self.arrays)
+        return self.table.columns
+
+    @property
+    def rate(self) -> float | None:
+        return self.table.rate
 
     def __len__(self) -> int:
-        return len(next(iter(self.arrays.values()))) if self.arrays else 0
+        return len(self.table)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        parts = [self.arrays[c][start:stop].reshape(max(0, min(stop, len(self)) - start), -1) for c in columns]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        for stamp in self.stamps:
+            stamp.check()
+        return self.table.read(start, stop, columns)
+
+
+def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
+    """The rows asked for, as far as there are such; refused where they count from the end, which no table does."""
+    if start < 0 or stop < 0:
+        raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
+    return min(start, length), max(min(start, length), min(stop, length))
+
+
+def process() -> int:
+    """The process: open files are not shared with a forked one, whose reads would move their position."""
+    return os.getpid()

@@ -1,0 +1,203 @@
+"""Mutates CSV files and manifests at random and reads them: whatever they hold, they are read right or refused by a DataError.
+
+What is accepted is compared with Python's csv module. Run: python benchmarks/fuzz_readers.py --seconds 180 --seed 0
+"""
+
+import argparse
+import csv
+import io
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from throughtime.errors import ThroughtimeError
+from throughtime.run.form import Form
+from throughtime.run.manifest import find
+from throughtime.run.opened import open_recordings
+from throughtime.stream.formats import Table, csv_fields, csv_rows, csv_scan, open_table
+
+HANG = 10  # seconds for one file
+Mutation = Callable[[random.Random, bytes], bytes]
+
+
+def table_file(rng: random.Random) -> bytes:
+    """A valid file: numbers, gaps and labels."""
+    kinds = [rng.choice("nngt") for _ in range(rng.randint(1, 5))]
+    end = rng.choice(["\n", "\r\n"])
+    lines = [",".join(f"{kind}{i}" for i, kind in enumerate(kinds))] if rng.random() < 0.8 else []
+    lines += [",".join(field(rng, kind) for kind in kinds) for _ in range(rng.randint(0, 200))]
+    return end.join(lines).encode() + (end.encode() if rng.random() < 0.8 else b"")
+
+
+def field(rng: random.Random, kind: str) -> str:
+    number = rng.choice([f"{rng.gauss(0, 1):.6g}", str(rng.randint(-9, 9)), f"{rng.gauss(0, 1e-20)!r}"])
+    if kind == "t":
+        return rng.choice(["N", "V", "1", '"beat, late"', '"say ""a"""', "é", "", '"two\nlines"'])
+    return "" if kind == "g" and rng.random() < 0.3 else number
+
+
+def manifest_file(rng: random.Random) -> bytes:
+    rows = [
+        f"{rng.choice(['a', 'b', '001', '1'])},{rng.choice(['train', 'valid', ''])},a.csv,{rng.choice(['', 'a.csv'])}" for _ in range(3)
+    ]
+    return ("id,split,inputs,targets\n" + "\n".join(rows) + "\n").encode()
+
+
+def flip(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+
+
+def put(*pieces: bytes) -> Mutation:
+    def mutation(rng: random.Random, data: bytes) -> bytes:
+        at = rng.randrange(len(data) + 1)
+        return data[:at] + rng.choice(pieces) + data[at:]
+
+    return mutation
+
+
+def cut(rng: random.Random, data: bytes) -> bytes:
+    return data[: rng.randrange(len(data) + 1)]
+
+
+def drop(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    return data[:at] + data[at + rng.randint(1, 20) :]
+
+
+def repeat(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    return data[:at] + data[at : at + rng.randint(1, 200)] * rng.randint(2, 5) + data[at:]
+
+
+def line_ends(rng: random.Random, data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\n").replace(b"\n", rng.choice([b"\r\n", b"\r", b"\n\n", b"\r\r\n"]))
+
+
+def duplicate_column(rng: random.Random, data: bytes) -> bytes:
+    del rng
+    return b"\n".join(line + b"," + line.split(b",")[0] for line in data.split(b"\n"))
+
+
+MUTATIONS: list[Mutation] = [
+    *(flip, cut, drop, repeat, line_ends, duplicate_column),
+    put(b'"', b'""', b'","', b'"\n'),
+    put(b"9" * 400, b"a" * 300, b"1" * 200_000, b"1e400", b"1_0", b"0x1", b"nan", b"-inf", b" ", b"\t", "\u00a0".encode(), "٣".encode()),
+    put(b"\0", b"\xff", b"\xfe\xff", b"\xc3", b"\x1a", b"\x1c", "\u2028".encode(), "\x85".encode()),
+    put(b",", b"\n", b"\r", b"\r\n", b";", b",,", b"\n\n\n"),
+    lambda rng, data: b"\xef\xbb\xbf" * rng.randint(1, 2) + data,
+]
+
+
+def oracle(data: bytes) -> list[list[str]]:
+    """All records as Python reads them; blank lines as in the file."""
+    limit = csv.field_size_limit(2**30)
+    try:
+        return list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def expected(data: bytes) -> tuple[list[str], list[list[str]]]:
+    records = oracle(data)
+    header = [name.strip() for name in records[0]]
+    if all(map(csv_fields.is_number, header)):
+        header, records = [str(i) for i in range(len(header))], [[], *records]
+    rows = [(row or [""]) if len(header) == 1 else row for row in records[1:]]
+    while len(header) == 1 and records and not records[-1]:
+        records.pop()
+    rows = rows[: max(0, len(records) - 1)] if len(header) == 1 else [row for row in rows if row]
+    return header, rows
+
+
+def compare(table: Table, data: bytes) -> str:
+    """Reads every column that is no error; raises AssertionError where it is not what Python reads."""
+    header, rows = expected(data)
+    assert list(table.columns) == header, (table.columns, header)
+    assert len(table) == len(rows), (len(table), len(rows))
+    outcome = "read"
+    for index, name in enumerate(header):
+        column = [row[index] for row in rows]
+        first = next((f for f in column if f.strip()), "0")
+        try:
+            values = table.read(0, len(table), [name])[:, 0]
+        except ThroughtimeError:
+            words = [f for f in column if f.strip() and not csv_fields.is_number(f)]
+            assert words if csv_fields.is_number(first) else max(map(len, column)) > csv_scan.LABEL, column
+            outcome = "column refused"
+            continue
+        if values.dtype.kind == "U":
+            assert values.tolist() == column, [(a, b) for a, b in zip(values.tolist(), column, strict=True) if a != b][:3]
+        else:
+            np.testing.assert_array_equal(values, [float(f) if f.strip() else math.nan for f in column])
+    return outcome
+
+
+def read_rows(path: Path) -> str:
+    table = open_table(path, rows=True)
+    table.read(0, len(table), table.columns)
+    return "rows read"
+
+
+def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
+    """Mutates and reads one file; gives what became of it."""
+    manifest = rng.random() < 0.2
+    data = manifest_file(rng) if manifest else table_file(rng)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        data = rng.choice(MUTATIONS)(rng, data) if data else data
+    pieces = [(1, 1, 1), (64, 7, 50), (131_072, 4096, 2**20)]
+    csv_scan.PIECE, csv_rows.STEP, csv_rows.PIECE = rng.choice(pieces) if len(data) < 20_000 else pieces[-1]
+    path = folder / ("recordings.csv" if manifest else "r.csv")
+    path.write_bytes(data)
+    (folder / "a.csv").write_bytes(b"x,y\n1,2\n3,4\n")
+    signal.alarm(HANG)
+    try:
+        if manifest:
+            outcome = attempt(lambda: f"manifest of {len(open_recordings(find(path), Form('regress')))} read")
+        else:
+            attempt(lambda: str(open_recordings(find(path), Form("regress", targets=("n0",)))))
+            attempt(lambda: read_rows(path))
+            outcome = attempt(lambda: compare(open_table(path), data))
+    except BaseException:
+        print(f"\nCRASH on {data!r}", file=sys.stderr)
+        raise
+    finally:
+        signal.alarm(0)
+    return outcome, data
+
+
+def attempt(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except ThroughtimeError:
+        return "refused"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"a file took more than {HANG} seconds"))
+    counts: Counter[str] = Counter()
+    begin = said = time.monotonic()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        while time.monotonic() - begin < options.seconds:
+            counts[one(rng, Path(folder))[0]] += 1
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                print(f"{said - begin:.0f} s: {dict(counts)}", flush=True)
+    print(f"{sum(counts.values())} files: {dict(counts)}; no crash, no hang, no number that differs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Several ranks training one net: what they agree on, and the sum of their gradients.
+
+    g = sum over ranks of w_r g_r / sum over ranks of w_r,        w_r: the valid steps of rank r
+
+so that ranks give the gradient of one that plays all their lanes. Each rank delivers its own `.grad` first, whatever the
+policy did to find it; then one message adds up the weights w_r and one the gradients. A rank without a valid step takes part
+with w_r = 0. All of it is `torch.distributed` on the default group.
+
+Shapes: `B` lanes of one rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, distributed, nn
+
+from throughtime import state as trees
+from throughtime.errors import DataError, RunError
+from throughtime.gradient import Update
+from throughtime.state import State
+from throughtime.stream import Stream
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among the others; `device` is where messages are put together."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Of each value over the ranks."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(summed)
+        return summed.tolist()
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Of each value over the ranks."""
+        return [value / self.count for value in self.total(values)]
+
+    def joined(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
+        (everywhere,) = self.total([weight])
+        found = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
+        for tensor in found:
+            distributed.all_reduce(tensor)
+        return found
+
+    def same(self, value: int) -> int:
+        """That of the first rank, for what is drawn at random and must be drawn alike."""
+        told = torch.tensor([value], device=self.device)
+        distributed.broadcast(told, src=0)
+        return int(told)
+
+    def check_alike(self, weights: Mapping[str, Tensor]) -> None:
+        """Refuses to train what is not one net.
+
+        Raises:
+            RunError: weights differ between ranks; the first such one is named.
+        """
+        sums = torch.tensor([_digest(w) for w in weights.values()], dtype=torch.float64, device=self.device)
+        highest, lowest = sums.clone(), sums.clone()
+        distributed.all_reduce(highest, op=distributed.ReduceOp.MAX)
+        distributed.all_reduce(lowest, op=distributed.ReduceOp.MIN)
+        apart = (highest != lowest).nonzero().flatten().tolist()
+        if apart:
+            raise RunError(
+                f"the ranks start with different weights ('{list(weights)[apart[0]]}' and {len(apart) - 1} more): their gradients would be "
+                "added to different nets. Call torch.manual_seed(...) before the net is made, or load the same weights on every rank."
+            )
+
+    def handed_on(self, state: State) -> State:
+        """For every lane the state of the lane before it, across ranks; the first lane of all gets that of the last."""
+        before = trees.detach(trees.select(state, [-1 % _lanes(state), *range(_lanes(state) - 1)]))
+        return before if self.count == 1 else trees.map_leaves(self._from_before, before)
+
+    def _from_before(self, leaf: Tensor) -> Tensor:
+        """`(B, ...)` whose first lane is this rank's last: it goes to the next rank, and that of the rank before comes."""
+        last = [torch.empty_like(leaf[:1]) for _ in range(self.count)]
+        distributed.all_gather(last, leaf[:1].contiguous())
+        return torch.cat([last[self.rank - 1], leaf[1:]])
+
+    def add_up(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
+        """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
+        weight = update.steps if update.weight is None else update.weight
+        told = [weight, update.steps, update.loss.item() * weight if weight else 0.0, *(float(w.grad is not None) for w in weights)]
+        everywhere, steps, loss, *some = self.total(told)
+        if not everywhere:
+            return None
+        self._add_gradients([w for w, n in zip(weights, some, strict=True) if n], weight / everywhere)
+        return replace(update, loss=update.loss.new_tensor(loss / everywhere), steps=int(steps), weight=everywhere)
+
+    @staticmethod
+    def _add_gradients(weights: Sequence[Tensor], share: float) -> None:
+        """One message for every type of number."""
+        for dtype in dict.fromkeys(w.dtype for w in weights):
+            mine = [w for w in weights if w.dtype == dtype]
+            dense = [torch.zeros_like(w) if w.grad is None else w.grad.to_dense() * share for w in mine]
+            flat = torch.cat([g.flatten() for g in dense])
+            distributed.all_reduce(flat)
+            for w, g in zip(mine, flat.split([w.numel() for w in mine]), strict=True):
+                w.grad = g.view_as(w).clone()
+
+
+def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
+    """The ranks among which a stream is shared out; one where it is not.
+
+    Raises:
+        DataError: it is, and there is no process group.
+    """
+    weight = next(net.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    if stream is None or stream.shard.ranks == 1:
+        return Ranks(0, 1, device)
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise DataError(
+            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and there is no process group over which the ranks could "
+            "add up what they find: call torch.distributed.init_process_group(...) first, as torchrun's scripts do"
+        )
+    return Ranks(stream.shard.rank, stream.shard.ranks, device)
+
+
+def _digest(weight: Tensor) -> float:
+    """A sum that tells where each number is: that of float32 in float64 alone is the same for a weight turned round."""
+    values = weight.detach().double().flatten()
+    return float(values @ torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device))
+
+
+def _lanes(state: State) -> int:
+    return trees.lanes(state) or 1

@@ -1,0 +1,95 @@
+"""EDF through edfio: the header when opened, then the data records that are played."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from throughtime.errors import DataError, MissingExtraError
+from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats.table import Array, rows_between
+
+
+def open_edf(path: Path) -> "EdfTable":
+    """Signals are columns by their labels, in their physical units (float64); a label that comes again is `label (2)`.
+
+    The steps are those of the first signal. A signal of another sampling rate is listed and refused when it is read with
+    others, for it has no value at each step: leave it out, or resample the file.
+
+    Raises:
+        MissingExtraError: edfio is not installed.
+        DataError: the file is no EDF file, cut short, not continuous, or holds no signal.
+    """
+    handle = Handle(path, _opened)
+    opened = handle.get()
+    if not opened.signals:
+        raise DataError(f"{path}: holds no signal")
+    rates = tuple(float(signal.sampling_frequency) for signal in opened.signals.values())
+    length = opened.records * next(iter(opened.signals.values())).samples_per_data_record
+    return EdfTable(path, handle, tuple(opened.signals), rates, length)
+
+
+class _Opened(NamedTuple):
+    signals: dict[str, Any]
+    records: int
+
+
+def _opened(path: Path) -> _Opened:
+    try:
+        import edfio
+    except ImportError as error:
+        raise MissingExtraError(f"{path}: EDF needs edfio; pip install 'throughtime[bio]'") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # edfio warns of a file cut short and plays the rest
+            file = edfio.read_edf(path, lazy_load_data=True, header_encoding="latin-1")
+            continuous = file.is_continuous
+    except (OSError, ValueError, KeyError, IndexError, OverflowError, ZeroDivisionError, UserWarning) as error:
+        raise DataError(f"{path}: not a readable EDF file ({error}); is it cut short?") from error
+    if not continuous:
+        raise DataError(f"{path}: has gaps in time (EDF+D), expected a recording without; split it at the gaps")
+    signals: dict[str, Any] = {}
+    for signal in file.signals:
+        again = sum(other.label == signal.label for other in signals.values())
+        signals[f"{signal.label} ({again + 1})" if again else signal.label] = signal
+    return _Opened(signals, file.num_data_records)
+
+
+@dataclass(frozen=True)
+class EdfTable:
+    """Signals, of which the rows asked for are read and turned to physical units."""
+
+    path: Path
+    handle: Handle[_Opened]
+    columns: tuple[str, ...]
+    rates: tuple[float, ...]
+    length: int
+
+    @property
+    def rate(self) -> float | None:
+        return self.rates[0]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        start, stop = rows_between(start, stop, self.length)
+        others = [(name, rate) for name, rate in zip(self.columns, self.rates, strict=True) if name in columns and rate != self.rates[0]]
+        if others:
+            said = ", ".join(f"'{name}' has {rate:g} samples per second" for name, rate in others)
+            raise DataError(
+                f"{self.path}: {said}, the first signal '{self.columns[0]}' {self.rates[0]:g}; choose columns of one rate, or resample it"
+            )
+        if start == stop:
+            return np.empty((0, len(columns)))
+        signals = self.handle.get().signals
+        return np.stack([_physical(signals[name], start, stop) for name in columns], axis=1)
+
+
+def _physical(signal: Any, start: int, stop: int) -> Array:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # without a physical range the digital values are given
+        return signal.get_data_slice(start / signal.sampling_frequency, stop / signal.sampling_frequency)

@@ -1,0 +1,78 @@
+"""netCDF through netCDF4: the variables' names and shapes when opened, then slices of steps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from throughtime.errors import DataError, MissingExtraError
+from throughtime.stream.formats.hdf5 import refuse_cut_short
+from throughtime.stream.formats.netcdf_classic import promised
+from throughtime.stream.formats.sliced import Arrays, SlicedTable, sliced
+from throughtime.stream.formats.table import Array
+
+
+def open_netcdf(path: Path) -> SlicedTable:
+    """Every variable `(time,)` or `(time, features)` of numbers is a column; packed values are unpacked, missing ones are NaN.
+
+    Time is the first dimension of the longest variable; coordinates, which say when and where, are no columns.
+
+    Raises:
+        MissingExtraError: netCDF4 is not installed.
+        DataError: the file is no netCDF file, cut short, or holds no such variable.
+    """
+    return sliced(path, _opened)
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """A variable that reads what is sliced, unpacks it, and gives the same type with and without gaps."""
+
+    variable: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variable.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Floating where values are packed or may be missing."""
+        stored = np.dtype(self.variable.dtype)
+        marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(self.variable.ncattrs())
+        return np.dtype(np.float64) if marked and stored.kind in "biu" else stored
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        values = self.variable[rows]
+        if self.dtype.kind == "f":
+            return np.ma.filled(values.astype(self.dtype), np.nan)
+        return np.ma.getdata(values)
+
+
+def _refuse_cut_short(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(3) != b"CDF":
+            refuse_cut_short(path)
+            return
+        try:
+            end = promised(file)
+        except ValueError as error:
+            raise DataError(f"{path}: not a readable netCDF file ({error}); is it cut short?") from error
+    if path.stat().st_size < end:
+        raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut short")
+
+
+def _opened(path: Path) -> Arrays:
+    try:
+        import netCDF4
+    except ImportError as error:
+        raise MissingExtraError(f"{path}: netCDF needs netCDF4; pip install 'throughtime[zarr]'") from error
+    _refuse_cut_short(path)
+    try:
+        data: Any = netCDF4.Dataset(path, mode="r")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{path}: not a readable netCDF file ({error}); is it cut short?") from error
+    named = " ".join(str(getattr(variable, "coordinates", "")) for variable in data.variables.values())
+    coordinates = {*data.dimensions, *named.split()}
+    kinds = {name: variable for name, variable in data.variables.items() if isinstance(variable.dtype, np.dtype)}
+    return {name: _Variable(variable) for name, variable in kinds.items() if name not in coordinates}

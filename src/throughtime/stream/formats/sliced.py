@@ -1,0 +1,80 @@
+"""Sliced: files of named arrays that a library slices, such as HDF5, Zarr and netCDF; the longest of them are the columns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from throughtime.errors import DataError
+from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats.table import Array, rows_between
+
+_DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, IndexError)  # what the libraries raise on damaged files
+
+
+class Sliceable(Protocol):
+    """An array in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Steps first."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its values."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """Reads these rows."""
+        ...
+
+
+Arrays = Mapping[str, Sliceable]
+
+
+@dataclass(frozen=True)
+class SlicedTable:
+    """Columns that are read by slices of rows; a matrix is one column as wide as it is."""
+
+    path: Path
+    handle: Handle[Arrays]
+    columns: tuple[str, ...]
+    length: int
+    rate: float | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        start, stop = rows_between(start, stop, self.length)
+        arrays = self.handle.get()
+        parts = [self._rows(arrays[name], start, stop, name) for name in columns]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _rows(self, array: Sliceable, start: int, stop: int, name: str) -> Array:
+        try:
+            rows = np.asarray(array[start:stop])
+        except _DAMAGED as error:
+            raise DataError(f"{self.path}: steps {start} to {stop} of '{name}' cannot be read ({error}); is the file damaged?") from error
+        return rows.reshape(stop - start, -1) if stop > start else np.empty((0, int(np.prod(array.shape[1:]))))
+
+
+def sliced(path: Path, opener: Callable[[Path], Arrays]) -> SlicedTable:
+    """The table of the numeric vectors and matrices of a file, as far as they are as long as the longest of them.
+
+    Shorter ones (means, names of channels) and those of more dimensions are no columns.
+
+    Raises:
+        DataError: there is none.
+    """
+    handle = Handle(path, opener)
+    arrays = handle.get()
+    lengths = {name: array.shape[0] for name, array in arrays.items() if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"}
+    if not lengths:
+        found = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items()) or "no array"
+        raise DataError(f"{path}: holds {found}, expected arrays of numbers with one row per step")
+    longest = max(lengths.values())
+    return SlicedTable(path, handle, tuple(name for name, length in lengths.items() if length == longest), longest)

@@ -1,0 +1,188 @@
+"""Plain text as tokens to predict: the symbol at each step, and as its target the one that follows.
+
+Shapes: `n` symbols read.
+"""
+
+import codecs
+import mmap
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from throughtime.errors import DataError
+from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats.npy import RELEASE_AFTER
+from throughtime.stream.formats.table import Array, Stamp, rows_between
+from throughtime.stream.recording import Steps
+from throughtime.stream.targets import IGNORED
+
+PIECE = 64 * 1024  # bytes between two noted places of a text of several bytes a character
+
+
+def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "Text":
+    """A recording of a text file: inputs and targets are indices of symbols, `(n,)` int64; the last target is missing.
+
+    Args:
+        path: a file, in UTF-8 if the unit is characters.
+        unit: `"bytes"`, 256 symbols whatever the file holds; or `"characters"`, the distinct ones of the file in order of
+            their code points (`symbols`), so that another file may number them otherwise. Nothing is translated: the end of
+            a line may be two characters, and a byte order mark is one.
+
+    Raises:
+        DataError: no such file, an empty one, an unknown unit, or bytes that are not UTF-8 (characters only).
+
+    Cost: bytes are memory-mapped. Characters cost one pass when opened and 16 bytes for each 64 kB.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> import throughtime as tt
+        >>> from throughtime.stream import text
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "abra.txt"
+        >>> _ = path.write_text("abracadabra")
+        >>> recording = text(path, unit="characters")
+        >>> recording.symbols, recording.read(0, 4).inputs.tolist(), recording.read(0, 4).targets.tolist()
+        ('abcdr', [0, 1, 4, 0], [1, 4, 0, 2])
+    """
+    path = Path(path)
+    if unit not in ("bytes", "characters"):
+        raise DataError(f"unit={unit!r}: expected 'bytes' or 'characters'")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    stamp = Stamp.of(path)
+    if stamp.size == 0:
+        raise DataError(f"{path}: the file is empty, expected text")
+    handle = Handle(path, _mapped)
+    return Text(stamp, Bytes(handle, stamp.size) if unit == "bytes" else _characters(handle))
+
+
+class Symbols(Protocol):
+    """A text as numbers."""
+
+    @property
+    def symbols(self) -> str | bytes:
+        """The symbols in the order of their numbers."""
+        ...
+
+    def __len__(self) -> int:
+        """How many there are in the text."""
+        ...
+
+    def read(self, start: int, stop: int) -> Array:
+        """Those from `start` to before `stop`, `(n,)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Text:
+    """The recording: each symbol, and the one to come."""
+
+    stamp: Stamp
+    source: Symbols
+
+    @property
+    def name(self) -> str:
+        return self.stamp.path.name
+
+    @property
+    def symbols(self) -> str | bytes:
+        """What the numbers stand for: symbol `i` is `symbols[i]`."""
+        return self.source.symbols
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> Steps:
+        self.stamp.check()
+        start, stop = rows_between(start, stop, len(self))
+        found = np.full(stop - start + 1, IGNORED, dtype=np.int64)
+        values = self.source.read(start, min(stop + 1, len(self)))
+        found[: len(values)] = values
+        return Steps(found[:-1], found[1:].copy())
+
+
+@dataclass
+class Bytes:
+    """A memory-mapped file, whose pages are given back after they were read."""
+
+    handle: Handle[mmap.mmap]
+    length: int
+    _held: int = 0
+
+    @property
+    def symbols(self) -> bytes:
+        return bytes(range(256))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, start: int, stop: int) -> Array:
+        mapped = self.handle.get()
+        values = np.frombuffer(mapped[start:stop], np.uint8)
+        self._held += len(values)
+        if self._held > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+            self._held = 0
+        return values
+
+
+@dataclass(frozen=True)
+class Characters:
+    """Places of every 64 kB: `starts[i]` characters come before byte `offsets[i]`; a piece of ASCII is not decoded."""
+
+    content: Bytes
+    symbols: str
+    starts: "array[int]"
+    offsets: "array[int]"
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, start: int, stop: int) -> Array:
+        parts: list[Array] = []
+        piece = bisect_right(self.starts, start) - 1
+        while start < stop:
+            first, end = self.starts[piece], min(stop, self.starts[piece + 1])
+            parts.append(self._piece(piece, start - first, end - first))
+            start, piece = end, piece + 1
+        codes = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        return np.searchsorted(_codes(self.symbols), codes)
+
+    def _piece(self, piece: int, start: int, stop: int) -> Array:
+        offset, end = self.offsets[piece : piece + 2]
+        if end - offset == self.starts[piece + 1] - self.starts[piece]:
+            return self.content.read(offset + start, offset + stop).astype(np.uint32)
+        return _codes(self.content.read(offset, end).tobytes().decode())[start:stop]
+
+
+def _codes(characters: str) -> Array:
+    return np.frombuffer(characters.encode("utf-32-le"), np.uint32)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+def _characters(handle: Handle[mmap.mmap]) -> Characters:
+    size = len(handle.get())
+    content = Bytes(handle, size)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    starts, offsets, distinct = array("q", [0]), array("q", [0]), set[str]()
+    for begin in range(0, size, PIECE):
+        end = min(begin + PIECE, size)
+        try:
+            decoded = decoder.decode(content.read(begin, end).tobytes(), final=end == size)
+        except UnicodeDecodeError as error:
+            place = f"between the bytes {begin} and {end}"
+            raise DataError(f"{handle.path}: is not UTF-8 {place} ({error.reason}), expected text; or take unit='bytes'") from error
+        distinct.update(decoded)
+        starts.append(starts[-1] + len(decoded))
+        offsets.append(end - len(decoder.getstate()[0]))
+    return Characters(content, "".join(sorted(distinct)), starts, offsets)

@@ -1,0 +1,149 @@
+"""Targets that come at a lower rate than the signal: a label for every so many steps, for intervals, or for the whole recording.
+
+Whether each step of a span carries its label (`at="all"`) or only the last one (`at="last"`), when the net has seen all of
+it, is a choice. A step without a label is missing: NaN, -100, or no text, so that it is masked.
+
+Shapes: `n` steps read, `S` spans, `C` target columns.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array
+from throughtime.stream.rows import Rows
+
+At: TypeAlias = Literal["all", "last"]
+IGNORED = -100  # torch.nn.CrossEntropyLoss's ignore_index
+
+
+def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
+    """Targets of steps that have none, in the kind of `sample`."""
+    if sample.dtype.kind in "US":
+        return np.full(shape, "", dtype=sample.dtype)
+    if sample.dtype.kind == "f":
+        return np.full(shape, np.nan, dtype=sample.dtype)
+    return np.full(shape, IGNORED, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Every:
+    """A label for every `every` steps, of a recording of `steps` steps; the last label may be for fewer."""
+
+    labels: Rows
+    every: int
+    steps: int
+    at: At
+
+    @property
+    def where(self) -> str:
+        return self.labels.where
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def read(self, start: int, stop: int) -> Array:
+        stop = min(stop, self.steps)
+        step = np.arange(start, stop)
+        owner = step // self.every
+        labels = self.labels.read(start // self.every, (stop - 1) // self.every + 1)
+        spread = labels[owner - start // self.every]
+        if self.at == "all":
+            return spread
+        found = missing_like(spread.shape, labels)
+        last = ((step + 1) % self.every == 0) | (step == self.steps - 1)
+        found[last] = spread[last]
+        return found
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """A label for each of some intervals `[start, stop)` of steps, in order, without overlap; no label between them."""
+
+    where: str
+    starts: Array
+    stops: Array
+    labels: Array
+    steps: int
+    at: At
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def read(self, start: int, stop: int) -> Array:
+        step = np.arange(start, min(stop, self.steps))
+        found = missing_like((len(step), *self.labels.shape[1:]), self.labels)
+        if not len(self.starts):
+            return found
+        owner = np.searchsorted(self.starts, step, side="right") - 1
+        inside = (owner >= 0) & (step < self.stops[owner])
+        if self.at == "last":
+            inside &= step == self.stops[owner] - 1
+        found[inside] = self.labels[owner[inside]]
+        return found
+
+
+def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
+    """Checked labels for every `count` steps.
+
+    Raises:
+        DataError: there are more or fewer labels than the steps want.
+    """
+    check_at(name, at)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise DataError(f"recording '{name}': every={count!r}, expected how many steps a label is for, at least 1")
+    wanted = -(-steps // count)
+    if len(labels) != wanted:
+        raise DataError(
+            f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of {steps} steps, expected {wanted}"
+        )
+    return Every(labels, count, steps, at)
+
+
+def intervals(name: str, where: str, starts: Any, stops: Any, labels: Any, steps: int, at: At) -> Intervals:
+    """Checked intervals, in steps.
+
+    Raises:
+        DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the first such one is named.
+    """
+    check_at(name, at)
+    begin, end, label = (np.asarray(values) for values in (starts, stops, labels))
+    if not (begin.ndim == end.ndim == 1) or not len(begin) == len(end) == len(label):
+        raise DataError(
+            f"recording '{name}': intervals in {where} have {len(begin)} starts, {len(end)} stops, {len(label)} labels; expected one each"
+        )
+    for role, values in (("starts", begin), ("stops", end)):
+        if len(values) and (values.dtype.kind not in "iuf" or not (np.isfinite(values) & (values == np.floor(values))).all()):
+            raise DataError(f"recording '{name}': interval {role} in {where} are {values.dtype}, expected whole steps, such as 1200")
+    begin, end = begin.astype(np.int64), end.astype(np.int64)
+    _check_order(name, where, begin, end, steps)
+    return Intervals(where, begin, end, label, steps, at)
+
+
+def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int) -> None:
+    wrong = (starts < 0) | (stops > steps)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise DataError(f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]}, leaves the recording of {steps} steps")
+    if (starts >= stops).any():
+        i = int((starts >= stops).argmax())
+        raise DataError(
+            f"recording '{name}': interval {i} in {where} starts at {starts[i]} and stops at {stops[i]}; a stop is after its start"
+        )
+    if (starts[1:] < starts[:-1]).any():
+        i = int((starts[1:] < starts[:-1]).argmax()) + 1
+        raise DataError(f"recording '{name}': interval {i} in {where} starts at {starts[i]}, the one before at {starts[i - 1]}; sort them")
+    if (starts[1:] < stops[:-1]).any():
+        i = int((starts[1:] < stops[:-1]).argmax()) + 1
+        raise DataError(
+            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, before the one before it stops at {stops[i - 1]}: they "
+            "overlap, and a step has one label. Cut or join them"
+        )
+
+
+def check_at(name: str, at: Any) -> None:
+    """Refuses anything but the two words."""
+    if at not in ("all", "last"):
+        raise DataError(f"recording '{name}': at={at!r}, expected 'all' (every step of a span carries its label) or 'last'")

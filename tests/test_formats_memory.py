@@ -1,0 +1,57 @@
+"""A long recording streams in flat memory, whatever its format: measured from outside the library, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from format_files import FORMATS, matrix
+
+MEASURE = """
+import sys, threading, time, psutil
+from pathlib import Path
+import numpy as np
+from throughtime.stream.formats import open_table
+own, small, large = psutil.Process(), *map(Path, sys.argv[1:3])
+table = open_table(small)
+for start in range(0, len(table), 20):
+    table.read(start, start + 20, table.columns)
+base, peak, done = own.memory_info().rss, 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, own.memory_info().rss)
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch); watcher.start()
+kept = open_table(large)
+total = sum(float(kept.read(start, start + 5000, kept.columns).sum(dtype=np.float64)) for start in range(0, len(kept), 5000))
+if sys.argv[3] == "hoard":
+    hoard = [kept.read(start, start + 5000, kept.columns).copy() for start in range(0, len(kept), 5000)]
+done = True; watcher.join()
+print(total, (peak - base) / 2**20)
+"""
+LIKE_OTHERS = {"npz-compressed", "npy-big-endian", "npz-odd", "csv-without-header", "arrow-stream", "hdf5"}  # the first is read whole
+STEPS = 2_500_000  # 60 MB of float64, 50 MB of text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - LIKE_OTHERS))
+def test_a_recording_of_60_mb_streams_in_half_of_it(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    values = np.tile(matrix(steps=25_000), (STEPS // 25_000, 1))
+    form.make(tmp_path / f"small{form.suffix}")
+    expected = form.make(tmp_path / f"large{form.suffix}", values).sum()
+    words = [sys.executable, "-c", MEASURE, str(tmp_path / f"small{form.suffix}"), str(tmp_path / f"large{form.suffix}")]
+    total, grown = map(float, subprocess.run([*words, "stream"], capture_output=True, text=True, check=True).stdout.split())
+    assert total == pytest.approx(expected, rel=1e-4)
+    assert grown < 28, grown
+
+
+@pytest.mark.slow
+def test_the_measure_sees_a_recording_that_is_kept(tmp_path: Path) -> None:
+    FORMATS["csv"].make(tmp_path / "small.csv")
+    FORMATS["csv"].make(tmp_path / "large.csv", np.tile(matrix(steps=25_000), (STEPS // 25_000, 1)))
+    words = [sys.executable, "-c", MEASURE, str(tmp_path / "small.csv"), str(tmp_path / "large.csv"), "hoard"]
+    assert float(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[1]) > 50

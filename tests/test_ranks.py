@@ -1,0 +1,326 @@
+"""Several ranks: real processes over gloo give the weights of one process that plays all of their lanes.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from processes import in_processes
+from strategies import apart, named, recordings
+from throughtime.errors import DataError, RunError
+from throughtime.gradient.policy import Policy
+from throughtime.ranks import Ranks
+
+LANES = 2  # of each rank
+LENGTHS = (40, 25, 53, 8, 3, 29, 15)
+
+
+def with_gaps(lengths: tuple[int, ...], seed: int = 11) -> list[dict[str, Any]]:
+    """Long stretches without a target, and one recording without any."""
+    found = recordings(lengths, seed=seed, outputs=1)
+    draw = np.random.default_rng(seed + 1)
+    for i, one in enumerate(found):
+        missing = np.repeat(draw.random(-(-len(one["targets"]) // 16)) < 0.6, 16)[: len(one["targets"])]
+        one["targets"][missing if i else slice(None)] = np.nan
+    return found
+
+
+def classes(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Three classes, some steps without one."""
+    found = recordings(lengths)
+    for one in found:
+        one["targets"] = np.where(one["targets"][:, 0] > 1.2, -100, (one["inputs"][:, 0] > 0) + (one["inputs"][:, 1] > 0.5))
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, played by ranks or by one process."""
+
+    policy: Callable[[], Policy]
+    data: Callable[[], list[dict[str, Any]]] = field(default=lambda: recordings(LENGTHS, outputs=1))
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    loss_fn: Callable[[], nn.Module] = nn.MSELoss
+    outputs: int = 1
+    epochs: int = 2
+    accumulate: int = 1
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def net(self) -> tt.Carried:
+        torch.manual_seed(3)
+        return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, self.outputs))).double()
+
+    def stream(self, lanes: int) -> tt.Stream:
+        return tt.Stream(self.data(), lanes, 10, **self.options)
+
+    def train(self, lanes: int) -> dict[str, Any]:
+        """Weights at the end, and the loss and steps of every update."""
+        net, stream, told = self.net(), self.stream(lanes), list[tuple[float, int]]()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        policy, loss_fn = self.policy(), self.loss_fn().double()
+        torch.manual_seed(11)
+        for _ in range(self.epochs):
+            for i, update in enumerate(tt.updates(net, stream, loss_fn, gradient=policy)):
+                told.append((update.loss.item(), update.steps))
+                if i % self.accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
+
+
+def evenly(ranks: Ranks, update: tt.Update, weights: list[Tensor]) -> tt.Update | None:
+    """A mutant: every rank counts the same, as under DistributedDataParallel."""
+    total = Ranks.__dict__["unweighted"](ranks, replace(update, steps=1, weight=1.0) if update.steps else update, weights)
+    return None if total is None else replace(total, steps=update.steps)
+
+
+def mean_of_ranks() -> AbstractContextManager[Any]:
+    return mock.patch.multiple(Ranks, add_up=evenly, unweighted=Ranks.add_up, create=True)
+
+
+def kept_on_the_rank() -> AbstractContextManager[Any]:
+    """A mutant: states go round within each rank."""
+    return mock.patch.object(Ranks, "_from_before", lambda _, leaf: leaf)
+
+
+def weighted() -> nn.Module:
+    return nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 5.0]))
+
+
+UNEQUAL = (150, 9, 4, 20, 7)
+SEGMENT = tt.Exact(segment=20, chunk=7)
+CASES: dict[str, Case] = {
+    "stride": Case(lambda: tt.Truncated(7)),
+    "horizon": Case(lambda: tt.Truncated(7, 15)),
+    "retained": Case(lambda: tt.Truncated(7, 15, graphs="retain")),
+    "refreshed": Case(lambda: tt.Truncated(7, 15, refresh=5)),
+    "jitter": Case(lambda: tt.Truncated(9, jitter=True)),
+    "warm-up": Case(lambda: tt.Truncated(6, warm_up=9)),
+    "exact": Case(lambda: tt.Exact(chunk=11), epochs=3),
+    "segment": Case(lambda: SEGMENT),
+    "randomized": Case(lambda: tt.Randomized(20)),
+    "adaptive": Case(lambda: tt.Adaptive(0.2, 10, 40, every=2)),
+    "online": Case(lambda: tt.Online(10)),
+    "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
+    "gaps-horizon": Case(lambda: tt.Truncated(5, 12), lambda: with_gaps(LENGTHS), {"warm_up": 2}),
+    "gaps-segment": Case(lambda: SEGMENT, lambda: with_gaps(LENGTHS)),
+    "gaps-randomized": Case(lambda: tt.Randomized(8), lambda: with_gaps(LENGTHS)),
+    "gaps-online": Case(lambda: tt.Online(6), lambda: with_gaps(LENGTHS)),
+    "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
+    "classes-segment": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
+    "classes-online": Case(lambda: tt.Online(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
+    "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
+    "unequal-exact": Case(lambda: tt.Exact(chunk=50), lambda: recordings(UNEQUAL, outputs=1)),
+    "handed-on": Case(lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4),
+    "handed-on-exact": Case(lambda: SEGMENT, lambda: recordings([123, 20], outputs=1), {"hand_off": True, "warm_up": 3}, epochs=3),
+    "offset": Case(lambda: tt.Truncated(7), options={"offset": 15}),
+    "accumulated": Case(lambda: tt.Truncated(7), accumulate=2),
+    "accumulated-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), accumulate=3),
+    "read-ahead": Case(lambda: tt.Truncated(7), options={"workers": "thread"}),
+}
+MEASURED = Case(lambda: tt.Adaptive(0.1, 5, 40, every=1))
+MUTANTS: dict[str, Case] = {
+    "gaps-stride": replace(CASES["gaps-stride"], inside=mean_of_ranks),
+    "classes": replace(CASES["classes"], inside=mean_of_ranks),
+    "handed-on": replace(CASES["handed-on"], inside=kept_on_the_rank),
+}
+
+
+def resumed(case: Case, stop: int) -> bool:
+    """Whether a training stopped after `stop` updates and resumed in new objects has the same bits at the end."""
+    ends: list[dict[str, Tensor]] = []
+    for at in (None, stop):
+        net, stream = case.net(), case.stream(LANES)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run, done = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy()), 0
+        while stream.epoch < case.epochs:
+            for _ in run:
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if done == at:
+                    place = run.state_dict()
+                    stream = case.stream(LANES)
+                    run = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy())
+                    run.load_state_dict(place)
+                    break
+            else:
+                run = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy())
+        ends.append({name: p.detach().clone() for name, p in net.named_parameters()})
+    return all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (DataError, RunError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def flipped(rank: int) -> tt.Carried:
+    """The same numbers on every rank, elsewhere: their sum, of float32 in float64, is the same to the bit."""
+    net = CASES["stride"].net().float()
+    with torch.no_grad():
+        for weight in net.parameters() if rank else ():
+            weight.copy_(weight.flip(0))
+    return net
+
+
+def seeded_by_rank(rank: int) -> tt.Carried:
+    torch.manual_seed(rank)
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
+
+
+def before_the_group() -> tt.Stream:
+    """A stream made too early."""
+    return CASES["stride"].stream(1)
+
+
+def ranks_work(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
+    """Everything that ranks do in these tests, one name after another."""
+    for name, case in CASES.items():
+        yield name, case.train(LANES)
+    yield "measured", MEASURED.train(LANES)
+    for name, case in MUTANTS.items():
+        with case.inside():
+            yield f"mutant {name}", case.train(LANES)
+    yield "resumed", [resumed(CASES[name], stop) for name in ("horizon", "gaps-stride", "handed-on") for stop in (3, 11)]
+    case = CASES["stride"]
+    for name, net in (("seeds", seeded_by_rank(rank)), ("flipped", flipped(rank))):
+        yield name, refused(lambda net=net: tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7)))
+    yield "early", refused(lambda: next(iter(early)))
+    yield "early updates", refused(lambda: tt.updates(case.net(), early, nn.MSELoss(), gradient=tt.Truncated(7)))
+    place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
+    yield "place", refused(lambda: case.stream(LANES).load_state_dict(place))
+    yield "alone", tt.Stream(case.data(), LANES, 10, rank=0, ranks=1).steps
+    yield "predicted", tt.predict(case.net(), case.data()[0])[0]
+
+
+@cache
+def found(ranks: int) -> list[dict[str, Any]]:
+    """What each rank found; the processes are started once."""
+    return in_processes(ranks, before_the_group, ranks_work)
+
+
+@cache
+def alone(name: str, ranks: int) -> dict[str, Any]:
+    return CASES[name].train(LANES * ranks)
+
+
+def deviation(told: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Of weights, and losses; infinite if the updates differ in number or steps."""
+    if [steps for _, steps in told["told"]] != [steps for _, steps in expected["told"]]:
+        return float("inf")
+    losses = max(abs(p - q) / max(1.0, abs(q)) for (p, _), (q, _) in zip(told["told"], expected["told"], strict=True))
+    return max(losses, apart(told["weights"], expected["weights"]))
+
+
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+
+
+@RANKS
+@pytest.mark.parametrize("name", list(CASES))
+def test_ranks_give_the_weights_losses_and_steps_of_one_process(name: str, ranks: int) -> None:
+    expected = alone(name, ranks)
+    assert len(expected["told"]) > 1
+    for told in found(ranks):
+        assert deviation(told[name], expected) < 1e-12
+        assert deviation(told[name], found(ranks)[0][name]) == 0
+
+
+def test_adaptive_ranks_choose_the_horizon_of_one_process() -> None:
+    assert deviation(found(2)[0]["measured"], found(2)[1]["measured"]) == 0
+    assert deviation(found(2)[0]["measured"], MEASURED.train(2 * LANES)) < 1e-12
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_ranks_that_do_not_weigh_or_hand_on_give_other_weights(name: str) -> None:
+    assert deviation(found(2)[0][f"mutant {name}"], alone(name, 2)) > 1e-4
+
+
+def valid_steps(name: str, ranks: int, stride: int) -> list[tuple[int, ...]]:
+    """Of every stride of an epoch, those of each rank."""
+    data = CASES[name].data()
+    streams = [tt.Stream(data, LANES, stride, rank=rank, ranks=ranks) for rank in range(ranks)]
+    return [tuple(chunk.valid for chunk in chunks) for chunks in zip(*streams, strict=True)]
+
+
+def test_in_some_strides_one_rank_has_no_target_and_another_has() -> None:
+    """So that the laws above see ranks that take part with nothing, and none at all."""
+    for stride in (5, 7):
+        found_steps = valid_steps("gaps-stride", 2, stride)
+        assert {(bool(a), bool(b)) for a, b in found_steps} == {(False, False), (False, True), (True, False), (True, True)}
+    idle = valid_steps("unequal", 2, 7)
+    assert sum(not min(steps) for steps in idle) > 0.5 * len(idle)
+
+
+def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
+    for told in found(2):
+        assert told["resumed"] == [True] * 6
+
+
+def test_nets_that_start_apart_are_refused() -> None:
+    for told in found(2):
+        for way in ("seeds", "flipped"):
+            assert "RunError: the ranks start with different weights ('0.weight_ih_l0' and" in told[way]
+            assert "Call torch.manual_seed" in told[way]
+
+
+def test_stream_made_before_the_group_is_refused() -> None:
+    for rank, told in enumerate(found(2)):
+        for way in ("early", "early updates"):
+            assert f"DataError: the stream was made for rank 0 of 1, and this process is rank {rank} of 2 now" in told[way]
+            assert "Make the stream after torch.distributed.init_process_group" in told[way]
+
+
+def test_place_of_another_rank_is_refused() -> None:
+    for rank, told in enumerate(found(2)):
+        assert f"belongs to another stream: rank is {1 - rank} there and {rank} here" in told["place"]
+
+
+def test_stream_of_one_rank_on_request_plays_everything() -> None:
+    assert {told["alone"] for told in found(2)} == {tt.Stream(CASES["stride"].data(), LANES, 10).steps}
+
+
+def test_prediction_on_a_rank_is_of_the_whole_recording() -> None:
+    case = CASES["stride"]
+    for told in found(2):
+        assert torch.equal(told["predicted"], tt.predict(case.net(), case.data()[0])[0])
+
+
+def test_ranks_without_a_group_are_refused() -> None:
+    stream = tt.Stream(recordings(LENGTHS), 1, 10, rank=0, ranks=2)
+    with pytest.raises(DataError, match=r"plays rank 0 of 2, and there is no process group .*init_process_group"):
+        tt.updates(named("gru").net(), stream, nn.MSELoss(), gradient=tt.Truncated(7))
+    assert len(list(stream)) > 1  # what is read needs no group
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, None), (None, 2), (2, 2), (-1, 2)])
+def test_ranks_that_make_no_sense_are_refused(rank: int | None, ranks: int | None) -> None:
+    with pytest.raises(DataError, match=r"expected (both or neither|a rank from 0 to ranks - 1)"):
+        tt.Stream(recordings(LENGTHS), 1, 10, rank=rank, ranks=ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_told_with_its_stack() -> None:
+    """Of the harness: a failure on one rank neither hangs nor is lost."""
+    with pytest.raises(AssertionError, match=r"rank 1[\s\S]*ZeroDivisionError"):
+        in_processes(2, before_the_group, fails_on_the_second)
+
+
+def fails_on_the_second(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
+    del early
+    yield "ratio", 1 // (1 - rank)
+    torch.distributed.barrier()  # the other never comes

@@ -1,0 +1,83 @@
+"""The recipes are true: each page's blocks run one after another on the real data, with few updates of a small net."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from throughtime.cli import main
+from throughtime.cli.app import app
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "docs" / "recipes"
+DATA = ROOT.parent / "shared" / "data"
+COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4}
+SMALLER = (("--updates [0-9]+", "--updates 3"), ("--epochs [0-9]+", "--updates 3"), ("--hidden [0-9]+", "--hidden 4"))
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Kind and text of each, in order."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", (RECIPES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[str]:
+    return [line for kind, text in blocks(page) if kind == "bash" for line in text.splitlines()]
+
+
+def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
+    """Runs a command of a page; its exit code."""
+    for flag, smaller in SMALLER:
+        line = re.sub(flag, smaller, line)
+    quick = ["--horizons", "20", "--steps", "80", "--max-lag", "40"] if line.startswith("throughtime audit") else []
+    patch.setattr(sys, "argv", [*shlex.split(line), *quick])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not in ../shared/data")
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_blocks_of_a_recipe_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = listing()
+    for number, (kind, text) in enumerate(blocks(page), 1):
+        here = text.replace("DATA/", f"{DATA}/")
+        if kind == "python":
+            exec(compile(here, f"{page}.md, block {number}", "exec"), {"__name__": "__main__"})
+        for line in here.splitlines() if kind == "bash" else ():
+            assert throughtime(line, monkeypatch) in {0, None}, f"{line}\n{capsys.readouterr().err}"
+    assert [path.name for path in (tmp_path / "runs").iterdir() if (path / "report.html").is_file()]
+    assert listing() == before
+    assert throughtime("throughtime eval runs/none", monkeypatch) == 2  # what fails is seen
+
+
+def listing() -> list[Path]:
+    return sorted(DATA.rglob("*"))
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
+    import typer
+
+    known = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]  # a click group
+    assert len(commands(page)) == COMMANDS[page]
+    for line in commands(page):
+        words = shlex.split(line)
+        assert words[0] == "throughtime"
+        flags = {flag for parameter in known[words[1]].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line
+
+
+def test_recipes_are_short_listed_and_of_no_machine() -> None:
+    index = (RECIPES / "README.md").read_text(encoding="utf-8")
+    for page in (*COMMANDS, "README"):
+        text = (RECIPES / f"{page}.md").read_text(encoding="utf-8")
+        assert page == "README" or f"({page}.md)" in index
+        assert len(text.splitlines()) < 70
+        assert not re.search(r"/(work|home|tmp|Users)/", text)
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("http") or (RECIPES / target).is_file(), f"{page}: {target}"
+        kinds = re.findall(r"^```(\w+)$", text, re.MULTILINE)
+        assert set(kinds) <= {"bash", "python"}

@@ -1,0 +1,108 @@
+"""The stream over ranks, with offsets and with parts that hand on: every step once per epoch, whoever plays it.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import throughtime as tt
+from strategies import draw_lanes, recordings, seeds
+from test_stream import whole
+
+MODES: dict[str, dict[str, Any]] = {"plain": {}, "offset": {"offset": 13}, "hand-off": {"hand_off": True}, "warm-up": {"warm_up": 4}}
+modes = st.sampled_from(list(MODES.values()))
+
+
+def on_ranks(lengths: Sequence[int], lanes: int, ranks: int, seed: int = 0, **options: Any) -> list[tt.Stream]:
+    return [tt.Stream(recordings(lengths), lanes, 7, seed=seed, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+
+
+def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int = 0) -> None:
+    """Once each from the first step played, in order within its lane, with a reset wherever a lane does not go on."""
+    played, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    assert len({epoch.steps for epoch in epochs}) == 1
+    for epoch in epochs:
+        for row, at, reset in zip(epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True):
+            busy = sum(r >= 0 for r in row)
+            assert row[busy:] == [-1] * (len(row) - busy)
+            assert not any(reset[busy:])
+            for t in range(busy):
+                goes_on = t > 0 and (row[t], at[t]) == (row[t - 1], at[t - 1] + 1)
+                assert reset[t] is not goes_on
+                played[row[t], at[t]] += 1
+                starts[row[t], at[t]] += reset[t]
+    first = [min((t for i, t in played if i == index), default=0) for index in range(len(lengths))]
+    assert all(begin < max(1, offset) and begin <= length / 2 for begin, length in zip(first, lengths, strict=True))
+    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(first[i], length))
+    assert max(starts.values()) == 1
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    wish=st.integers(1, 5),
+    ranks=st.integers(1, 4),
+    seed=seeds,
+    mode=modes,
+)
+def test_ranks_play_every_step_once_in_every_epoch(lengths: list[int], wish: int, ranks: int, seed: int, mode: dict[str, Any]) -> None:
+    lanes = max(1, draw_lanes([n - min(12, n // 2) for n in lengths], wish * ranks) // ranks)
+    ranks = max(1, min(ranks, sum(n - min(12, n // 2) for n in lengths) // lanes))
+    streams = on_ranks(lengths, lanes, ranks, seed, **mode)
+    for _ in range(2):
+        check_epoch([whole(stream) for stream in streams], lengths, mode.get("offset", 0))
+    assert len({stream.state_dict()["epoch"] for stream in streams}) == len({len(stream) for stream in streams}) == 1
+
+
+MUTANTS: dict[str, Callable[[list[tt.Stream]], list[tt.Stream]]] = {
+    "a rank is missing": lambda streams: streams[1:],
+    "a rank plays twice": lambda streams: [*streams, streams[0]],
+    "every rank plays everything": lambda streams: [tt.Stream(s.recordings, s.lanes, 7) for s in streams],
+    "seeds differ": lambda streams: [streams[0], *on_ranks([30, 30, 20, 20, 5], 1, 2, seed=1)[1:]],
+}
+
+
+@pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
+def test_check_of_ranks_fails_on_mutants(mutant: Callable[[list[tt.Stream]], list[tt.Stream]]) -> None:
+    lengths = [30, 30, 20, 20, 5]
+    streams = on_ranks(lengths, 1, 2)
+    check_epoch([whole(stream) for stream in streams], lengths)
+    for stream in streams:
+        stream.load_state_dict(on_ranks(lengths, 1, 2)[stream.shard.rank].state_dict())
+    with pytest.raises(AssertionError):
+        check_epoch([whole(stream) for stream in mutant(streams)], lengths)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5), ranks=st.integers(1, 3), seed=seeds, mode=modes, at=st.integers(0, 200)
+)
+@settings(max_examples=25)
+def test_ranks_agree_on_steps_and_on_where_all_start_together(
+    lengths: list[int], ranks: int, seed: int, mode: dict[str, Any], at: int
+) -> None:
+    streams = on_ranks(lengths, 1, min(ranks, len(lengths)), seed, **mode)
+    for stream in streams:
+        if at % stream.steps:
+            stream.take(at % stream.steps)
+    assert len({(stream.steps, stream.unbroken(), stream.ahead(50)) for stream in streams}) == 1
+
+
+def test_offsets_are_new_in_every_epoch_and_those_of_the_seed() -> None:
+    def firsts(seed: int) -> list[tuple[int, ...]]:
+        stream = tt.Stream(recordings([50, 60, 70]), 1, 9, seed=seed, offset=20)
+        epochs = [whole(stream) for _ in range(4)]
+        return [tuple(int(e.position[e.recording == i].min()) for i in range(3)) for e in epochs]
+
+    assert firsts(1) == firsts(1)
+    assert len({*firsts(1), *firsts(2)}) == 8
+
+
+def test_waste_is_what_is_idle() -> None:
+    for stream in on_ranks([50, 20, 7, 3], 2, 2):
+        assert stream.idle == int((whole(stream).recording < 0).sum())

@@ -1,0 +1,266 @@
+"""Resume with hand-off, offsets and workers, and what else a training in progress must not notice: to the bit.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import HidesLayer, LearntStart, draw_lanes, recordings, weights
+from throughtime.errors import DataError
+from throughtime.gradient.policy import Policy
+
+LENGTHS = [17, 5, 11, 2, 7]
+LONG = [41]
+EPOCHS = 3
+OPTIONS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "plain": (LENGTHS, {}),
+    "hand-off": (LONG, {"hand_off": True, "warm_up": 2}),
+    "hand-off-of-two": ([27, 11], {"hand_off": True}),
+    "hand-off-without-parts": (LENGTHS, {"hand_off": True}),
+    "offset": (LENGTHS, {"offset": 9}),
+    "offset-of-parts": (LONG, {"offset": 20}),
+    "thread": (LENGTHS, {"workers": "thread"}),
+}
+POLICIES: dict[str, Policy] = {"horizon": tt.Truncated(6, 15), "segment": tt.Exact(segment=9, chunk=4), "online": tt.Online(7)}
+settings_of = pytest.mark.parametrize(("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS))
+
+
+def stream_of(lengths: list[int], options: dict[str, Any]) -> tt.Stream:
+    return tt.Stream(recordings(lengths), 3, 8, **options)
+
+
+@dataclass
+class Training:
+    """Everything that a training consists of, and the loop that users write around it."""
+
+    stream: tt.Stream
+    policy: Policy
+    net: tt.Carried
+    optimizer: torch.optim.Optimizer
+    done: int = 0
+
+    @classmethod
+    def of(cls, lengths: list[int], options: dict[str, Any], policy: Policy, make: Callable[[], nn.Module] = HidesLayer) -> "Training":
+        net = tt.carry(make().double())
+        return cls(stream_of(lengths, options), policy, net, torch.optim.Adam(net.parameters(), lr=0.02))
+
+    def updates(self) -> tt.Updates:
+        return tt.updates(self.net, self.stream, nn.MSELoss(), gradient=self.policy)
+
+    def until(self, stop: int | None, run: tt.Updates | None = None, between: Callable[["Training"], object] | None = None) -> bytes:
+        """Goes on to update `stop`, or to the end of epoch `-stop`, or of the last; returns a checkpoint."""
+        run = run or self.updates()
+        while True:
+            for _ in run:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.done += 1
+                if between is not None:
+                    between(self)
+                if self.done == stop:
+                    return self.saved(run)
+            if self.stream.epoch == EPOCHS or (stop is not None and self.stream.epoch == -stop):
+                return self.saved(run)
+            run = self.updates()
+
+    def saved(self, run: tt.Updates) -> bytes:
+        file = io.BytesIO()
+        place = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": run.state_dict()}
+        torch.save(place, file)
+        return file.getvalue()
+
+    def restored(self, checkpoint: bytes) -> tt.Updates:
+        found = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        self.net.load_state_dict(found["net"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        run = self.updates()
+        run.load_state_dict(found["updates"])
+        return run
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def uninterrupted(lengths: list[int], options: dict[str, Any], policy: Policy) -> tuple[Training, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    training = Training.of(lengths, options, policy)
+    training.until(None)
+    return training, weights(training.net)
+
+
+@settings_of
+@pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
+def test_resume_after_an_update_of_any_epoch_gives_the_same_weights_to_the_bit(
+    lengths: list[int], options: dict[str, Any], policy: Policy
+) -> None:
+    training, expected = uninterrupted(lengths, options, policy)
+    for stop in (2, training.done // 2, training.done - 1):
+        torch.manual_seed(1)
+        first = Training.of(lengths, options, policy)
+        checkpoint = first.until(stop)
+        torch.manual_seed(99)
+        second = Training.of(lengths, options, policy)
+        second.until(None, second.restored(checkpoint))
+        assert same_bits(weights(second.net), expected), stop
+        assert second.done == training.done - stop
+
+
+@pytest.mark.parametrize(("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS))
+def test_resume_between_epochs_gives_the_same_weights_to_the_bit(lengths: list[int], options: dict[str, Any]) -> None:
+    """With hand-off the states that enter the next epoch are part of the place."""
+    _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
+    for epoch in (1, 2):
+        torch.manual_seed(1)
+        checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(-epoch)
+        second = Training.of(lengths, options, tt.Truncated(6, 15))
+        second.until(None, second.restored(checkpoint))
+        assert same_bits(weights(second.net), expected), epoch
+
+
+def test_resume_between_epochs_goes_on_by_the_call_that_plays_the_next_epoch_too() -> None:
+    """Users load the place and write `for update in tt.updates(...)` again."""
+    lengths, options = OPTIONS["hand-off"]
+    _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
+    torch.manual_seed(1)
+    checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(-1)
+    second = Training.of(lengths, options, tt.Truncated(6, 15))
+    second.restored(checkpoint)
+    second.until(None)
+    assert same_bits(weights(second.net), expected)
+
+
+@pytest.mark.parametrize("lost", ["entering", "handed"])
+def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) -> None:
+    """The mutants of the laws above."""
+    lengths, options = OPTIONS["hand-off"]
+    training, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
+    torch.manual_seed(1)
+    checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(training.done // EPOCHS + 1)
+    found = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    place = found["updates"]
+    found["updates"] = place | ({"state": None, "edge": None} if lost == "entering" else {"stream": place["stream"] | {"handed": False}})
+    file = io.BytesIO()
+    torch.save(found, file)
+    second = Training.of(lengths, options, tt.Truncated(6, 15))
+    if lost == "entering":
+        with pytest.raises(DataError, match="no state came with it"):
+            second.until(None, second.restored(file.getvalue()))
+        return
+    second.until(None, second.restored(file.getvalue()))
+    assert not same_bits(weights(second.net), expected)
+
+
+@pytest.mark.parametrize("workers", ["thread", 1, 2])
+def test_workers_are_no_part_of_a_place(workers: int | str) -> None:
+    _, expected = uninterrupted(LENGTHS, {}, tt.Truncated(6, 15))
+    torch.manual_seed(1)
+    checkpoint = Training.of(LENGTHS, {"workers": "thread"}, tt.Truncated(6, 15)).until(7)
+    second = Training.of(LENGTHS, {"workers": workers}, tt.Truncated(6, 15))
+    second.until(None, second.restored(checkpoint))
+    assert same_bits(weights(second.net), expected)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "lanes": ({"lanes": 2}, "lanes is 3 there and 2 here"),
+    "offset": ({"offset": 5}, "offset is 0 there and 5 here"),
+    "hand_off": ({"hand_off": True}, "hand_off is False there and True here"),
+    "warm_up": ({"warm_up": 1}, "warm_up is 0 there and 1 here"),
+    "ranks": ({"rank": 0, "ranks": 2}, "ranks is 1 there and 2 here"),
+    "rank": ({"rank": 1, "ranks": 2}, "ranks is 1 there and 2 here; rank is 0 there and 1 here"),
+    "seed": ({"seed": None}, "seed is 0 there and None here"),
+    "missing": ({"missing": "mask"}, "missing is 'error' there and 'mask' here"),
+    "dtype": ({"dtype": torch.float32}, "dtype is 'None' there and 'torch.float32' here"),
+    "recordings": ({"recordings": recordings([17, 5, 11, 2])}, "recordings is 5 there and 4 here; total_steps is 42 there and 35 here"),
+    "names": ({"recordings": [one | {"name": "x"} for one in recordings(LENGTHS)]}, "names_and_lengths is '[0-9a-f]+' there and"),
+}
+
+
+@pytest.mark.parametrize(("change", "difference"), list(REFUSED.values()), ids=list(REFUSED))
+def test_place_in_another_stream_is_refused_naming_the_difference(change: dict[str, Any], difference: str) -> None:
+    setting: dict[str, Any] = {"recordings": recordings(LENGTHS), "lanes": 3, "chunk": 8}
+    place = tt.Stream(**setting).state_dict()
+    with pytest.raises(DataError, match=f"the saved place belongs to another stream: .*{difference}"):
+        tt.Stream(**{**setting, **change}).load_state_dict(place)
+    setting |= {"chunk": 5, "workers": "thread"}
+    tt.Stream(**setting).load_state_dict(place)
+
+
+OTHERS: dict[str, Callable[[Training], object]] = {
+    "evaluate": lambda t: tt.evaluate(t.net, stream_of(LENGTHS, {}), nn.MSELoss()),
+    "predict": lambda t: tt.predict(t.net, recordings([13])[0]),
+    "predictor": lambda t: tt.Predictor(t.net).step(torch.zeros(1, 3, dtype=torch.float64)),
+    "places": lambda t: (t.stream.state_dict(), t.stream.read(0, 5), repr(t.stream), len(t.stream)),
+    "no leak": lambda t: tt.testing.check_no_leak(t.stream, t.net, recordings=[0], tolerance=1.0),
+    "reach": lambda t: tt.reach(t.net, stream_of(LENGTHS, {}), nn.MSELoss(), max_lag=4, anchors=2),
+    "audit": lambda t: tt.audit(t.net, stream_of(LENGTHS, {}), nn.MSELoss(), horizons=[4]),
+}
+
+
+@pytest.mark.parametrize("between", list(OTHERS.values()), ids=list(OTHERS))
+@pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
+def test_what_is_measured_between_updates_leaves_the_training_untouched(between: Callable[[Training], object], policy: Policy) -> None:
+    """Dropout and a learnt start, two epochs: weights are those of a training that was left alone, to the bit."""
+
+    def trained(between: Callable[[Training], object] | None) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        training = Training.of([19, 7, 12, 3], {}, policy, lambda: nn.Sequential(HidesLayer(outputs=3, dropout=0.3), LearntStart()))
+        training.until(None, None, between)
+        return weights(training.net)
+
+    assert same_bits(trained(between), trained(None))
+    if not isinstance(policy, tt.Online):
+
+        def spoil(t: Training) -> None:
+            with torch.no_grad():
+                next(t.net.parameters()).add_(1e-9)
+
+        assert not same_bits(trained(spoil), trained(None))  # the law can fail
+
+
+def test_saving_a_place_between_updates_leaves_the_training_untouched() -> None:
+    for lengths, options in OPTIONS.values():
+        _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
+        torch.manual_seed(1)
+        training = Training.of(lengths, options, tt.Truncated(6, 15))
+        while training.stream.epoch < EPOCHS:
+            run = training.updates()
+            for _ in run:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+                training.saved(run)
+        assert same_bits(weights(training.net), expected)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    wish=st.integers(1, 5),
+    mode=st.sampled_from([{}, {"offset": 7}, {"hand_off": True}]),
+    stop=st.integers(1, 40),
+)
+def test_resume_anywhere_of_any_stream_gives_the_same_weights(lengths: list[int], wish: int, mode: dict[str, Any], stop: int) -> None:
+    lanes = draw_lanes([n - n // 2 for n in lengths], wish)
+
+    def training() -> Training:
+        net = tt.carry(HidesLayer().double())
+        stream = tt.Stream(recordings(lengths), lanes, 5, **mode)
+        return Training(stream, tt.Truncated(4, 6), net, torch.optim.Adam(net.parameters(), lr=0.02))
+
+    torch.manual_seed(1)
+    through = training()
+    through.until(None)
+    torch.manual_seed(1)
+    first, second = training(), training()
+    second.until(None, second.restored(first.until(min(stop, through.done))))
+    assert same_bits(weights(second.net), weights(through.net))

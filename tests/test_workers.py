@@ -1,0 +1,230 @@
+"""Reading ahead, in a thread or in processes: the same chunks to the bit, the same errors, and nobody left behind.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import throughtime as tt
+import throughtime.stream.stream as stream_module
+from strategies import draw_lanes, named, recordings, seeds
+from test_stream import Counting, all_same, rest_of_epoch, same
+from throughtime.errors import DataError
+from throughtime.stream.recording import Steps
+
+LENGTHS = [37, 11, 29, 5]
+WORKERS = pytest.mark.parametrize("workers", ["thread", 1, 2])
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short recordings are read in many stretches."""
+    monkeypatch.setattr(stream_module, "READ_AHEAD", 24)
+
+
+@pytest.fixture(autouse=True)
+def nobody_left_behind() -> Iterator[None]:
+    """No process or thread that a stream started outlives it."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    gc.collect()
+    left = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+    deadline = time.monotonic() + 10
+    while (threads := readers()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("throughtime-stream")]
+
+
+def pair(workers: Any, lanes: int = 2, **options: Any) -> tuple[tt.Stream, tt.Stream]:
+    """The same stream, read ahead and read when needed."""
+    return tt.Stream(recordings(LENGTHS), lanes, 5, workers=workers, **options), tt.Stream(recordings(LENGTHS), lanes, 5, **options)
+
+
+@WORKERS
+@pytest.mark.parametrize("options", [{}, {"offset": 9}, {"lanes": 7, "hand_off": True}], ids=["plain", "offset", "hand-off"])
+def test_reading_ahead_gives_the_same_chunks_across_epochs(workers: Any, options: dict[str, Any]) -> None:
+    ahead, here = pair(workers, **options)
+    for _ in range(3):
+        assert all_same(list(ahead), list(here))
+    assert ahead.state_dict() == here.state_dict()
+    assert ahead.waited > 0
+
+
+@WORKERS
+def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: Any) -> None:
+    """Taken in other lengths, read elsewhere, started again, sent to an earlier, a later and another epoch's place."""
+    ahead, here = pair(workers)
+    for stream in (ahead, here):
+        list(stream)
+        stream.take(8)
+    place = here.state_dict()
+
+    def told(stream: tt.Stream) -> list[tt.Chunk | None]:
+        found: list[tt.Chunk | None] = [stream.take(n) for n in (5, 1, 17)]
+        found += [stream.read(0, 9), stream.take(5), *rest_of_epoch(stream, 5)]
+        stream.load_state_dict(place)
+        found += [stream.take(3), next(iter(stream)), *rest_of_epoch(stream, 4)]
+        stream.load_state_dict(place | {"epoch": 5, "position": 20})
+        return [*found, *stream, *stream]
+
+    got, expected = told(ahead), told(here)
+    assert len(got) == len(expected)
+    assert all((a is None) == (b is None) and (a is None or b is None or same(a, b)) for a, b in zip(got, expected, strict=True))
+
+
+@settings(max_examples=6)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    wish=st.integers(1, 5),
+    chunk=st.sampled_from([1, 7, 30]),
+    seed=seeds,
+    stop=st.integers(0, 60),
+    workers=st.sampled_from(["thread", 1, 2]),
+)
+def test_reading_ahead_resumes_anywhere(lengths: list[int], wish: int, chunk: int, seed: int, stop: int, workers: Any) -> None:
+    lanes = draw_lanes(lengths, wish)
+    here = tt.Stream(recordings(lengths), lanes, chunk, seed=seed)
+    if stop:
+        here.take(stop)
+    ahead = tt.Stream(recordings(lengths), lanes, chunk, seed=seed, workers=workers)
+    ahead.load_state_dict(here.state_dict())
+    assert all_same(list(ahead), rest_of_epoch(here, chunk))
+    assert all_same(list(ahead), list(here))
+
+
+def with_nan() -> list[dict[str, Any]]:
+    found = recordings(LENGTHS)
+    found[1]["inputs"][3, 2] = np.nan
+    return found
+
+
+@dataclass
+class Shrunk(Counting):
+    """A mutant: a file that is shorter than it said."""
+
+    def read(self, start: int, stop: int) -> Steps:
+        return super().read(start, min(stop, 50))
+
+
+@dataclass
+class Unreadable(Counting):
+    """A disk that fails."""
+
+    def read(self, start: int, stop: int) -> Steps:
+        if start > 30:
+            raise OSError("the disk is gone")
+        return super().read(start, stop)
+
+
+def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tuple[str, int]:
+    """The message, and at which step; the same again when it is tried again; what was read before stays readable."""
+    stream = tt.Stream(source, 1, 5, seed=None, workers=workers)
+    with pytest.raises(kind) as first:
+        list(stream)
+    at = stream.position
+    with pytest.raises(kind) as second:
+        stream.take(5)
+    if kind is DataError:
+        assert str(first.value) == str(second.value)
+    stream.start()
+    assert stream.take(5) is not None
+    return str(first.value), at
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(with_nan, "recording 'r1' has 1 inputs that are NaN"), (lambda: Shrunk(90), "gave 10 of the 20 steps asked for at step 40")],
+    ids=["NaN", "shrunk"],
+)
+def test_error_ahead_is_the_error_of_reading_here(workers: Any, make: Callable[[], Any], reason: str) -> None:
+    told = error_of(make(), workers)
+    assert told == error_of(make(), 0)
+    assert reason in told[0]
+
+
+@WORKERS
+def test_error_that_is_none_of_ours_keeps_its_type(workers: Any) -> None:
+    message, at = error_of(Unreadable(90), workers, OSError)
+    assert "the disk is gone" in message
+    assert at == error_of(Unreadable(90), 0, OSError)[1]
+
+
+@WORKERS
+def test_masked_steps_are_counted_alike(workers: Any) -> None:
+    ahead, here = (tt.Stream(with_nan(), 2, 5, workers=w, missing="mask") for w in (workers, 0))
+    assert all_same([*ahead, *ahead], [*here, *here])
+    assert (ahead.masked, ahead.without_target) == (here.masked, here.without_target) == (2, 0)
+
+
+@WORKERS
+def test_training_with_workers_gives_the_same_weights_to_the_bit(workers: Any) -> None:
+    ends: list[list[torch.Tensor]] = []
+    for stream in pair(workers):
+        net = named("hides-layer").net()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+        for _ in range(2):
+            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4, 6)):
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([p.detach() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_processes_start_when_data_are_wanted_and_end_with_the_stream() -> None:
+    before = children()
+    stream = tt.Stream(recordings(LENGTHS), 2, 5, workers=2)
+    assert children() == before
+    stream.take(5)  # in the middle of an epoch
+    mine = children() - before
+    assert len(mine) == 2
+    assert next(iter(stream)).steps == 5
+    assert children() - before == mine  # they stay from epoch to epoch
+    del stream
+    _, alive = psutil.wait_procs(mine, timeout=10)
+    assert not alive
+
+
+def test_thread_reads_ahead_and_no_further_than_it_should() -> None:
+    source = Counting(1000)
+    stream = tt.Stream(source, 1, 5, workers="thread")
+    stream.take(5)
+    stream._reader.reader._thread.submit(lambda: None).result()  # pyright: ignore[reportAttributeAccessIssue]  # what was sent before is done
+    assert 1 < len(source.reads) <= 4
+    assert source.reads[:2] == [(0, 20), (20, 40)]
+
+
+def test_workers_read_files_of_their_own(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(600.0).reshape(-1, 3))
+    ahead, here = (tt.Stream(tmp_path / "a.npy", 2, 5, workers=w) for w in (2, 0))
+    assert all_same([*ahead, *ahead], [*here, *here])
+
+
+@pytest.mark.parametrize("workers", [-1, "threads", 1.5, True])
+def test_workers_that_make_no_sense_are_refused(workers: Any) -> None:
+    with pytest.raises(DataError, match=r"workers=.*: expected a number of processes, 0 for none, or 'thread'"):
+        tt.Stream(recordings(LENGTHS), 2, 5, workers=workers)
