@@ -183,6 +183,37 @@ def seeded_by_rank(rank: int) -> tt.Carried:
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
 
 
+def frozen_on_the_first(rank: int) -> tt.Carried:
+    net = CASES["stride"].net()
+    for weight in list(net.parameters())[: 2 * (1 - rank)]:
+        weight.requires_grad = False
+    return net
+
+
+def plans_apart(rank: int) -> dict[str, tuple[tt.Stream, int]]:
+    """Streams and strides that differ between the ranks in one thing."""
+    data = CASES["stride"].data()
+    settings: dict[str, Any] = {"lanes": LANES, "chunk": 7, "dtype": torch.float64, "missing": "mask"}
+    return {
+        "other seed": (tt.Stream(data, seed=rank, **settings), 7),
+        "other order": (tt.Stream(data[:: 1 - 2 * rank], **settings), 7),
+        "other stride": (tt.Stream(data, **settings), 7 + rank),
+    }
+
+
+def one_fails(rank: int) -> tuple[str, bool]:
+    """What each is told where the inputs of one rank are no numbers, and whether `.grad` and weights are what they were."""
+    case = CASES["stride"]
+    net = case.net()
+    for weight in net.parameters():
+        weight.grad = torch.full_like(weight, rank + 1.0)
+    before = [weight.detach().clone() for weight in net.parameters()]
+    bad = [{"inputs": torch.full((30, 3), torch.nan if i == 0 else 1.0).double(), "targets": torch.zeros(30).double()} for i in range(2)]
+    told = refused(lambda: next(tt.updates(net, tt.Stream(bad, 1, 7, seed=None), nn.MSELoss(), gradient=tt.Truncated(7))))
+    kept = all(w.grad is not None and bool((w.grad == rank + 1.0).all()) for w in net.parameters())
+    return told, kept and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
 def before_the_group() -> tt.Stream:
     """A stream made too early."""
     return CASES["stride"].stream(1)
@@ -198,8 +229,17 @@ def ranks_work(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
             yield f"mutant {name}", case.train(LANES)
     yield "resumed", [resumed(CASES[name], stop) for name in ("horizon", "gaps-stride", "handed-on") for stop in (3, 11)]
     case = CASES["stride"]
-    for name, net in (("seeds", seeded_by_rank(rank)), ("flipped", flipped(rank))):
-        yield name, refused(lambda net=net: tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7)))
+    for name, net in (("seeds", seeded_by_rank(rank)), ("flipped", flipped(rank)), ("frozen", frozen_on_the_first(rank))):
+        yield name, refused(lambda net=net: next(tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7))))
+    for name, (stream, stride) in plans_apart(rank).items():
+        yield name, refused(lambda s=stream, k=stride: next(tt.updates(case.net(), s, nn.MSELoss(), gradient=tt.Truncated(k))))
+    yield (
+        "more ranks",
+        refused(
+            lambda: tt.updates(case.net(), tt.Stream(case.data(), LANES, 7, rank=rank, ranks=4), nn.MSELoss(), gradient=tt.Truncated(7))
+        ),
+    )
+    yield "one fails", one_fails(rank)
     yield "early", refused(lambda: next(iter(early)))
     yield "early updates", refused(lambda: tt.updates(case.net(), early, nn.MSELoss(), gradient=tt.Truncated(7)))
     place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
@@ -273,9 +313,36 @@ def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
 
 def test_nets_that_start_apart_are_refused() -> None:
     for told in found(2):
-        for way in ("seeds", "flipped"):
-            assert "RunError: the ranks start with different weights ('0.weight_ih_l0' and" in told[way]
+        for way in ("seeds", "flipped", "frozen"):
+            assert "RunError: rank 1 starts with other weights than rank 0 (weight '0.weight_ih_l0' and" in told[way]
             assert "Call torch.manual_seed" in told[way]
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("other seed", "seed is 0 there and 1 here"),
+        ("other order", "names_and_lengths is"),
+        ("other stride", "gradient is Truncated(stride=7"),
+    ],
+)
+def test_plans_that_differ_are_refused_on_every_rank(way: str, reason: str) -> None:
+    for told in found(2):
+        assert "RunError: rank 1 would not play its share of the plan of rank 0: " in told[way]
+        assert reason in told[way]
+
+
+def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> None:
+    for rank, told in enumerate(found(2)):
+        assert f"DataError: the stream plays rank {rank} of 4, and this process is rank {rank} of 2" in told["more ranks"]
+
+
+def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
+    (first, first_kept), (second, second_kept) = (told["one fails"] for told in found(2))
+    assert "DataError: recording '0' has" in first
+    assert second == "RunError: 1 of 2 ranks could not make this update; their own output says why"
+    assert first_kept
+    assert second_kept
 
 
 def test_stream_made_before_the_group_is_refused() -> None:

@@ -13,7 +13,7 @@ from throughtime.cli.app import app
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
-COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4}
+COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2}
 SMALLER = (("--updates [0-9]+", "--updates 3"), ("--epochs [0-9]+", "--updates 3"), ("--hidden [0-9]+", "--hidden 4"))
 
 

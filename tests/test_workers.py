@@ -163,6 +163,26 @@ def test_error_ahead_is_the_error_of_reading_here(workers: Any, make: Callable[[
     assert reason in told[0]
 
 
+class Hiccup(Unreadable):
+    """Fails once in a process, and serves from then on."""
+
+    def read(self, start: int, stop: int) -> Steps:
+        if start >= 40 and not getattr(self, "failed", False):
+            self.failed = True
+            raise OSError("the disk was gone")
+        return Steps(np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start))
+
+
+@WORKERS
+def test_after_any_error_the_steps_are_those_of_their_place(workers: Any) -> None:
+    stream = tt.Stream(Hiccup(90), 1, 5, seed=None, workers=workers)
+    with pytest.raises(OSError, match="the disk was gone"):
+        list(stream)
+    for _ in range(2):
+        chunks = list(stream)
+        assert torch.cat([c.inputs[:, 0, 0] for c in chunks]).tolist() == list(range(90))
+
+
 @WORKERS
 def test_error_that_is_none_of_ours_keeps_its_type(workers: Any) -> None:
     message, at = error_of(Unreadable(90), workers, OSError)

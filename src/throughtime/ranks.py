@@ -9,8 +9,10 @@ with w_r = 0. All of it is `torch.distributed` on the default group.
 Shapes: `B` lanes of one rank.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -54,22 +56,34 @@ class Ranks:
         distributed.broadcast(told, src=0)
         return int(told)
 
-    def check_alike(self, weights: Mapping[str, Tensor]) -> None:
-        """Refuses to train what is not one net.
+    def check_alike(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
+        """Refuses to train what is not one net, or not on one plan of who plays what.
+
+        Args:
+            weights: by name.
+            plan: what must be the same everywhere: recordings, lanes, seed, place, policy.
 
         Raises:
-            RunError: weights differ between ranks; the first such one is named.
+            RunError: something differs between ranks; it is named.
         """
-        sums = torch.tensor([_digest(w) for w in weights.values()], dtype=torch.float64, device=self.device)
-        highest, lowest = sums.clone(), sums.clone()
-        distributed.all_reduce(highest, op=distributed.ReduceOp.MAX)
-        distributed.all_reduce(lowest, op=distributed.ReduceOp.MIN)
-        apart = (highest != lowest).nonzero().flatten().tolist()
-        if apart:
-            raise RunError(
-                f"the ranks start with different weights ('{list(weights)[apart[0]]}' and {len(apart) - 1} more): their gradients would be "
-                "added to different nets. Call torch.manual_seed(...) before the net is made, or load the same weights on every rank."
-            )
+        mine = {**{f"weight '{name}'": _digest(w) for name, w in weights.items()}, **{key: repr(value) for key, value in plan.items()}}
+        everyone: list[Any] = [None] * self.count
+        distributed.all_gather_object(everyone, mine)
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            apart = [key for key in dict.fromkeys((*first, *other)) if first.get(key) != other.get(key)]
+            if apart and apart[0].startswith("weight"):
+                raise RunError(
+                    f"rank {rank} starts with other weights than rank 0 ({apart[0]} and {len(apart) - 1} more): their gradients would be "
+                    "added to different nets. Call torch.manual_seed(...) before the net is made, and load and freeze the same weights "
+                    "on every rank."
+                )
+            if apart:
+                told = "; ".join(f"{key} is {first.get(key)} there and {other.get(key)} here" for key in apart)
+                raise RunError(
+                    f"rank {rank} would not play its share of the plan of rank 0: {told}. Every rank makes the same stream, of the same "
+                    "recordings in the same order and the same seed, and takes up the same checkpoint."
+                )
 
     def handed_on(self, state: State) -> State:
         """For every lane the state of the lane before it, across ranks; the first lane of all gets that of the last."""
@@ -85,16 +99,24 @@ class Ranks:
     def add_up(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
         """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
         weight = update.steps if update.weight is None else update.weight
-        told = [weight, update.steps, update.loss.item() * weight if weight else 0.0, *(float(w.grad is not None) for w in weights)]
-        everywhere, steps, loss, *some = self.total(told)
+        told = [0.0, weight, update.steps, update.loss.item() * weight if weight else 0.0, *(float(w.grad is not None) for w in weights)]
+        failed, everywhere, steps, loss, *some = self.total(told)
+        if failed:
+            raise RunError(f"{failed:.0f} of {self.count} ranks could not make this update; their own output says why")
         if not everywhere:
             return None
         self._add_gradients([w for w, n in zip(weights, some, strict=True) if n], weight / everywhere)
         return replace(update, loss=update.loss.new_tensor(loss / everywhere), steps=int(steps), weight=everywhere)
 
+    def fail(self, weights: Sequence[Tensor]) -> None:
+        """Tells the others, who wait for this rank's part of an update, that none will come."""
+        self.total([1.0, *[0.0] * (3 + len(weights))])
+
     @staticmethod
     def _add_gradients(weights: Sequence[Tensor], share: float) -> None:
         """One message for every type of number."""
+        if any(w.grad is not None and w.grad.is_sparse for w in weights):
+            raise RunError("sparse gradients are not added up over ranks; make the layer with sparse=False")
         for dtype in dict.fromkeys(w.dtype for w in weights):
             mine = [w for w in weights if w.dtype == dtype]
             dense = [torch.zeros_like(w) if w.grad is None else w.grad.to_dense() * share for w in mine]
@@ -119,13 +141,19 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
             f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and there is no process group over which the ranks could "
             "add up what they find: call torch.distributed.init_process_group(...) first, as torchrun's scripts do"
         )
+    group = distributed.get_rank(), distributed.get_world_size()
+    if group != (stream.shard.rank, stream.shard.ranks):
+        raise DataError(
+            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and this process is rank {group[0]} of {group[1]} of the "
+            "process group: recordings would be left out or played twice. Leave out rank=, ranks=, or give those of the group"
+        )
     return Ranks(stream.shard.rank, stream.shard.ranks, device)
 
 
-def _digest(weight: Tensor) -> float:
-    """A sum that tells where each number is: that of float32 in float64 alone is the same for a weight turned round."""
-    values = weight.detach().double().flatten()
-    return float(values @ torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device))
+def _digest(weight: Tensor) -> str:
+    """Of its bits: sums of numbers differ with the number of threads."""
+    values = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+    return hashlib.blake2b(values.cpu().contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 def _lanes(state: State) -> int:

@@ -86,9 +86,8 @@ class Updates(Iterator[Update]):
         self._objective, self._gradient = objective, gradient
         self._ranks = ranks
         if state is None and isinstance(stream, Stream):
-            stream.start(handed=_hands_on(stream))
-        if ranks.count > 1:
-            ranks.check_alike(self._weights())
+            stream.start(handed=stream.hand_off and stream.entering(net) is not None)
+        self._checked = ranks.count == 1
         self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
         self._finished = self._broken = False
@@ -106,7 +105,10 @@ class Updates(Iterator[Update]):
                 "the stream was started again or moved while its updates were taken: the carried state belongs to another place. Give "
                 "tt.evaluate, and every other loop, a Stream of its own."
             )
-        if self._progress is None:
+        if not self._checked:
+            self._ranks.check_alike(self._weights(), {**self._need_stream().plan(), "gradient": self._gradient})
+            self._checked = True
+        if self._progress is None and self._ranks.count == 1:  # on several, a rank that cannot begin tells the others
             self._progress = self._begin()
         self._broken = True
         update = self._alone() if self._ranks.count == 1 else self._together()
@@ -126,30 +128,39 @@ class Updates(Iterator[Update]):
         before = [weight.grad for weight in weights]
         for weight in weights:
             weight.grad = None
-        while (update := self._alone()) is not None:
-            summed = self._ranks.add_up(update, weights)
-            if summed is not None:
-                for weight, had in zip(weights, before, strict=True):
-                    if had is not None:
-                        weight.grad = had if weight.grad is None else weight.grad + had
-                return summed
-        for weight, had in zip(weights, before, strict=True):
-            weight.grad = had
-        return None
+        summed: Update | None = None
+        try:
+            while summed is None and (update := self._told(weights)) is not None:
+                summed = self._ranks.add_up(update, weights)
+        finally:
+            for weight, had in zip(weights, before, strict=True):
+                if summed is None or weight.grad is None:
+                    weight.grad = had
+                elif had is not None:
+                    weight.grad = weight.grad + had
+        return summed
+
+    def _told(self, weights: list[Tensor]) -> Update | None:
+        """This rank's part; if it fails, the others are told, who would wait for it."""
+        try:
+            return self._alone()
+        except Exception:
+            self._ranks.fail(weights)
+            raise
 
     def _weights(self) -> dict[str, Tensor]:
         return weights_of(self._net, self._objective.loss_fn)
 
     def _now(self) -> Progress:
         if self._progress is None:
-            raise RuntimeError("updates that have not begun")
+            self._progress = self._begin()
         return self._progress
 
     def _finish(self) -> None:
         """The end of an epoch: where states are handed on, each lane's goes to the lane that plays the part after it."""
         self._finished = True
         if self._stream is not None and self._stream.hand_off and self._progress is not None:
-            self._stream.entering = self._ranks.handed_on(self._progress.state)
+            self._stream.hand_over(self._ranks.handed_on(self._progress.state), self._net)
 
     def _begin(self) -> Progress:
         if self._stream is not None and self._stream.position > 0:
@@ -158,7 +169,8 @@ class Updates(Iterator[Update]):
                 "Resume with updates.load_state_dict(...), or give tt.updates the carried state."
             )
         if self._stream is not None and self._stream.handed:
-            return Progress(self._stream.entering, self._stream.entering)
+            entering = self._stream.entering(self._net)
+            return Progress(entering, entering)
         first = self._source.peek()
         return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
 
@@ -179,7 +191,7 @@ class Updates(Iterator[Update]):
         stream = self._need_stream()
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
         if stream.hand_off:
-            place["entering"] = stream.entering
+            place["entering"] = stream.entering(self._net)
         if self._progress is not None and not self._finished:
             now = self._progress
             if now.graphs:
@@ -210,10 +222,12 @@ class Updates(Iterator[Update]):
                 f"the saved place belongs to {place['gradient']}, these updates to {self._gradient!r}; resume with the same policy"
             )
         stream.load_state_dict(place["stream"])
-        stream.entering = place.get("entering")
-        stream.start(handed=_hands_on(stream))
+        if place.get("entering") is not None:
+            stream.hand_over(place["entering"], self._net)
+        stream.start(handed=place.get("entering") is not None)
         self._turn = stream.turn
         self._finished, self._broken, self._progress = False, False, None
+        self._checked = self._ranks.count == 1
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
             steps = () if past is None else (self._source.placed(past),)
@@ -373,11 +387,6 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
             f"{int(chunk.recording[0, lane])}, step {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent (shuffled? "
             "sharded?). Mark the reset, or use tt.Stream."
         )
-
-
-def _hands_on(stream: Stream) -> bool:
-    """Whether the lanes of the epoch to come go on from states of the last one."""
-    return stream.hand_off and stream.entering is not None
 
 
 def _carried(net: nn.Module) -> Carried:

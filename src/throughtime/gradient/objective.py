@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 
+IGNORED = -100  # torch's own ignore_index; a stream masks such steps
+
 LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -81,6 +83,13 @@ class Objective:
         targets = chunk.targets[chunk.mask]
         counted = targets[targets != fn.ignore_index]
         return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
+
+    def counts(self, chunk: Chunk) -> bool:
+        """Whether any step of the chunk has a part in the loss."""
+        fn = self.loss_fn
+        if chunk.valid and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)) and (fn.weight is not None or fn.ignore_index != IGNORED):
+            return self.mass(chunk) > 0
+        return chunk.valid > 0
 
     def weight(self, chunk: Chunk) -> float | None:
         """What the gradient of this chunk's mean loss weighs among those of other ranks; `None` where there are none."""

@@ -82,7 +82,7 @@ class Online:
             weights = list(named.values())
             influence = self._influence(progress, weights)
             piece = started(net, chunk, progress.edge)
-            found = self._update(piece, objective, influence, named, begin) if chunk.valid else None
+            found = self._update(piece, objective, influence, named, begin) if objective.counts(chunk) else None
             after = trees.detach(piece.after)
             progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
             outputs = piece.outputs.detach()

@@ -45,7 +45,7 @@ def kept_update(
     fresh = len(pieces) - len(progress.graphs)
     outputs = torch.cat([piece.outputs.detach() for piece in pieces[-fresh:]])
     update = nothing(objective, chunk, state, outputs)
-    if chunk.valid:
+    if objective.counts(chunk):
         loss = _back(net, objective, outputs, chunk, stop, pieces, fresh, horizon)
         update = Update(loss, chunk.valid, state, outputs.detach(), chunk, weight=objective.weight(chunk))
     return update, Progress(state, state, graphs=_needed(pieces, horizon))

@@ -142,7 +142,7 @@ class Truncated:
         plan = schedule.window(0, counted, counted + chunk.steps, source.ahead, self.stride, self._horizon, self.refresh)
         whole = join((*progress.past, chunk))
         edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
-        if not chunk.valid:
+        if not objective.counts(chunk):
             with torch.no_grad():
                 run = run_window(net, whole, edge, plan)
             progress = _progress(run, whole, plan, progress)

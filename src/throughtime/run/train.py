@@ -249,7 +249,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "updates": place,
             "stream": self.stream.state_dict(),
-            "entering": self.stream.entering if place is None else None,
+            "entering": self.stream.entering(self.net) if place is None else None,
             "random": torch.get_rng_state(),
             "waited": self._waited + self.stream.waited,
             "counts": [self.count, self.rows, self.frames, self.seconds, self._sum_steps],
@@ -279,7 +279,8 @@ class Training:
         self.stream.load_state_dict(saved["stream"])
         if saved["updates"] is None:
             self.stream.start()  # between two epochs: the next one may go on from the states of the last
-            self.stream.entering = saved.get("entering")
+            if saved.get("entering") is not None:
+                self.stream.hand_over(saved["entering"], self.net)
         else:
             self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
             self._updates.load_state_dict(saved["updates"])

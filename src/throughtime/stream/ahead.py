@@ -149,11 +149,15 @@ class InProcesses:
             sent.clear()
             self._requests.now = chain([now], later)
             self._stretches = iter(self._loader)
-        found = next(self._stretches)
-        sent.popleft()
-        if isinstance(found, DataError):
+        try:
+            found = next(self._stretches, None)
+        except BaseException:  # whatever it was, what the workers give next is not what was asked for
             sent.clear()
-            raise found
+            raise
+        sent.popleft()
+        if not isinstance(found, tuple):
+            sent.clear()
+            raise found or RuntimeError("the worker processes ended before they had read all that they were asked for")
         return found
 
 
@@ -174,8 +178,12 @@ class Waiting:
     seconds: float = 0.0
 
     def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+        return self.aside(self.reader, now, later)
+
+    def aside(self, reader: Reader, now: Request, later: Iterable[Request]) -> Stretch:
+        """The same through another reader."""
         began = time.perf_counter()
         try:
-            return self.reader.read(now, later)
+            return reader.read(now, later)
         finally:
             self.seconds += time.perf_counter() - began

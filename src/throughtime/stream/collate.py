@@ -98,7 +98,8 @@ class Collator:
             if got != expected
         ]
         if faults:
-            more = "All recordings of a stream need the same columns" + (", or give the stream a dtype." if self.dtype is None else ".")
+            hint = ", or give the stream a dtype." if self.dtype is None and not any("integer" in fault for fault in faults) else "."
+            more = "All recordings of a stream need the same columns, and the same kind of numbers" + hint
             raise DataError("; ".join(faults) + ". " + more)
         return steps
 
@@ -112,15 +113,20 @@ class Collator:
         static = self.prime().static
         if static is not None and len(columns) != 1:
             raise DataError("static features go beside inputs (T, D); these are tokens or have more dimensions")
+        if static is not None and dtype.kind != "f" and static.dtype.kind == "f":
+            raise DataError(
+                f"the static features are {static.dtype} and the inputs {dtype}, which cannot hold them; give the stream a floating dtype"
+            )
         width = columns if static is None else (columns[0] + len(static),)
         inputs = _splice(parts, (steps, self.lanes, *width), dtype, statics)
         if dtype.kind != "f" or np.isfinite(inputs).all():
             return inputs, None
-        bad = ~np.isfinite(inputs).reshape(*inputs.shape[:2], -1)
+        wrong = ~np.isfinite(inputs)
+        bad = wrong.reshape(*inputs.shape[:2], -1)
         if not self.mask_missing:
             self._refuse_missing(bad, reads)
         rows = np.asarray(bad.any(axis=2))
-        inputs[rows] = 0
+        inputs[wrong] = 0
         mask[rows] = False
         return inputs, _before_each(rows)
 

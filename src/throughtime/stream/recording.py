@@ -5,7 +5,7 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats.table import Array
 from throughtime.stream.rows import Held, Rows, Selected, beside
-from throughtime.stream.targets import every, intervals
+from throughtime.stream.targets import Intervals, every, intervals
 
 
 class Steps(NamedTuple):
@@ -240,6 +240,21 @@ def _from_path(path: Path) -> Recording:
     else:
         inputs, targets = table.columns, ()
     return columns(path.name, table, inputs, table if targets else None, targets)
+
+
+def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
+    """Recordings without a single interval say nothing of the kind of their labels: they take that of the others."""
+    labels = [r.targets.labels for r in recordings if isinstance(r, Composed) and isinstance(r.targets, Intervals)]
+    sample = next((found for found in labels if len(found)), None)
+    if sample is None:
+        return tuple(recordings)
+
+    def alike(recording: Recording) -> Recording:
+        if isinstance(recording, Composed) and isinstance(recording.targets, Intervals) and not len(recording.targets.labels):
+            return replace(recording, targets=replace(recording.targets, labels=sample[:0]))
+        return recording
+
+    return tuple(map(alike, recordings))
 
 
 def columns(

@@ -6,6 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 import hashlib
 import math
 import random
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from throughtime.state import State
 from throughtime.stream.ahead import Here, InProcesses, InThread, Reader, Request, Waiting, Workers
 from throughtime.stream.collate import DTYPES, Collator, Gaps
 from throughtime.stream.lanes import Timetable
-from throughtime.stream.recording import Recording, as_recording
+from throughtime.stream.recording import Recording, as_recording, with_one_kind
 from throughtime.stream.shard import Shard
 
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
@@ -54,7 +55,8 @@ class Stream:
             of it), so that the edges of chunks and parts move.
         hand_off: each part of a recording that is cut goes on from the state in which the part before it ended the last epoch:
             `tt.updates` hands it on. The first epoch starts cold. Parts are equally long but the last of each recording.
-        workers: 0 reads when needed; "thread" reads ahead in a thread, a number in so many worker processes. It changes no number.
+        workers: 0 reads when needed; "thread" reads ahead in a thread, a number in so many worker processes. It changes no number, but
+            processes hold arrays as they were at the first read: what is written into them later is not seen.
         rank: of this process, with `ranks`; default: as `torch.distributed` says.
         ranks: how many there are; 1 plays everything here.
 
@@ -97,7 +99,7 @@ class Stream:
         sources: Sequence[Any] = [recordings] if isinstance(recordings, (Mapping, str, Path, Recording)) else recordings
         if dtype is not None and dtype not in DTYPES:
             raise DataError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision use torch.autocast")
-        self.recordings: tuple[Recording, ...] = tuple(as_recording(source, i) for i, source in enumerate(sources))
+        self.recordings: tuple[Recording, ...] = with_one_kind([as_recording(source, i) for i, source in enumerate(sources)])
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed, self.offset, self.hand_off = lanes, chunk, seed, offset, hand_off
         self.shard = Shard.of(rank, ranks)
@@ -106,7 +108,7 @@ class Stream:
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._here = Here(self._collator)
         self._reader = Waiting(self._reader_of(workers))
-        self.entering: State = None
+        self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._begin(0)
         self._resumed = False
         self._masked = self._without_target = self._turn = 0
@@ -171,6 +173,28 @@ class Stream:
     def position(self) -> int:
         """Steps of every lane played in this epoch."""
         return self._at
+
+    def hand_over(self, state: State, net: object) -> None:
+        """Keeps the states, already those of the lanes that play the next parts, for the epoch that comes now and for this net."""
+        self._entering = (weakref.ref(net), self._epoch, state)
+
+    def entering(self, net: object) -> State:
+        """What `hand_over` kept for this net and this epoch; `None` if nothing, as before the first epoch of every net.
+
+        Raises:
+            DataError: somebody else has played an epoch of this stream since.
+        """
+        if self._entering is None or self._entering[0]() is not net:
+            return None
+        if self._entering[1] != self._epoch:
+            raise DataError(
+                f"the states handed on are for epoch {self._entering[1]}, and the stream stands in epoch {self._epoch}: it was played by "
+                "somebody else in between. Give tt.evaluate, and every other loop, a Stream of its own"
+            )
+        return self._entering[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_entering": None}  # a copy is another stream, and its net another net
 
     @property
     def handed(self) -> bool:
@@ -287,7 +311,7 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch, wherever the stream stands."""
-        return self._here.read(_request(self._table, start, stop), ())[0]
+        return self._reader.aside(self._here, _request(self._table, start, stop), ())[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, as plain values; with the same recordings it resumes bit for bit."""
@@ -307,6 +331,12 @@ class Stream:
         self._at = int(state["position"])
         self._resumed = True
         self._turn += 1
+
+    def plan(self) -> dict[str, Any]:
+        """What all ranks must have in common: the plan of who plays what, and the place in it."""
+        mine = {"epoch": self._epoch, "position": self._at, "handed": self._table.handed, **self._identity()}
+        del mine["rank"]
+        return mine
 
     def _identity(self) -> dict[str, Any]:
         named = "\n".join(f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True))

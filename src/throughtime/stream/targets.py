@@ -92,6 +92,7 @@ def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
         DataError: there are more or fewer labels than the steps want.
     """
     check_at(name, at)
+    count = count.item() if isinstance(count, np.integer) else count
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise DataError(f"recording '{name}': every={count!r}, expected how many steps a label is for, at least 1")
     wanted = -(-steps // count)
