@@ -63,7 +63,7 @@ ROWS = {
     "15": Row(fixed(15), 1.039),
     "20": Row(fixed(20), 1.040),
     "30": Row(fixed(30), 1.043),
-    "adaptive": Row(lambda: tt.Adaptive(tolerance=0.1, min=10, max=80, every=200, probe=640), 1.030),
+    "adaptive": Row(lambda: tt.Adaptive(tolerance=0.1, min=19, max=76, stride=10, every=400, probe=640), 1.030),
 }
 
 

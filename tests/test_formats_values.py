@@ -33,7 +33,7 @@ def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
         list(tt.Stream(path, lanes=1, chunk=4))
     masked = tt.Stream(path, lanes=1, chunk=4, missing="mask").take(4)
     assert masked is not None
-    assert masked.inputs[:, 0].tolist() == [[1, 2], [0, 0]]
+    assert masked.inputs[:, 0].tolist() == [[1, 2], [0, 4]]
 
 
 def test_parquet_gap_is_a_missing_number_and_an_empty_text(tmp_path: Path) -> None:

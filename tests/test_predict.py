@@ -332,7 +332,7 @@ def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
     outputs, _ = tt.predict(net, {"inputs": x}, missing="mask")
     assert outputs.isfinite().all()
     assert np.isnan(x[4, 1])
-    x[4] = 0
+    x[4, 1] = 0
     assert (outputs - tt.predict(net, {"inputs": x})[0]).abs().max() < 1e-12
 
 

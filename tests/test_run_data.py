@@ -313,11 +313,11 @@ def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
     handed = begin(make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more)))
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
     list(handed.go())
-    assert handed.stream.entering is not None
+    assert handed.stream.entering(handed.net) is not None
     assert "from the state in which the part before it ended the last epoch" in "; ".join(handed.prepared.remarks)
     cold = begin(make_config(settings(data, tmp_path / "cold", **more)))
     list(cold.go())
-    assert cold.stream.entering is None
+    assert cold.stream.entering(cold.net) is None
     assert not all(torch.equal(a, b) for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True))
     moved = begin(make_config(settings(data, tmp_path / "moved", offset=40)))
     assert moved.stream.offset == 40

@@ -322,7 +322,7 @@ def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch
     stream = tt.Stream({"inputs": values, "targets": np.zeros(9)}, lanes=1, chunk=4, missing="mask")
     chunk = whole(stream)
     assert chunk.mask.flatten().tolist() == [t not in (4, 7) for t in range(9)]
-    assert chunk.inputs[4].tolist() == chunk.inputs[7].tolist() == [[0, 0, 0]]
+    assert (chunk.inputs[4].tolist(), chunk.inputs[7].tolist()) == ([[1, 1, 0]], [[1, 0, 1]])
     assert chunk.inputs[3].tolist() == [[1, 1, 1]]
     assert stream.masked == 2
     assert np.isnan(values[4, 2])  # the user's array is not changed

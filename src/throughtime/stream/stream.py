@@ -50,7 +50,7 @@ class Stream:
         warm_up: first steps of a recording (and of a part) whose targets do not count.
         dtype: type of the inputs and of floating targets; `None` keeps floating types, integers become
             int64 (token indices). Integer targets are int64, as torch's losses want them.
-        missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and masks the step.
+        missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and masks their step.
         offset: leaves out a random number of first steps of each recording, below this, anew each epoch (but never more than half
             of it), so that the edges of chunks and parts move.
         hand_off: each part of a recording that is cut goes on from the state in which the part before it ended the last epoch:
