@@ -382,6 +382,7 @@ def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Trunca
         assert found[0][0] == 0
 
 
+@pytest.mark.slow
 def test_loop_of_ten_thousand_updates_holds_no_graph() -> None:
     found = counts(named("tensor-state").net(), 10_000, (100, 5_000, 9_990), 1, 2)
     assert [nodes for nodes, _ in found] == [0, 0, 0]

@@ -111,7 +111,10 @@ class Updates(Iterator[Update]):
         if self._progress is None and self._ranks.count == 1:  # on several, a rank that cannot begin tells the others
             self._progress = self._begin()
         self._broken = True
-        update = self._alone() if self._ranks.count == 1 else self._together()
+        if self._progress is not None and self._ranks.count == 1:  # the usual case
+            update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
+        else:
+            update = self._together()
         self._broken = False
         if update is None:
             self._finish()

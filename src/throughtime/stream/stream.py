@@ -23,6 +23,7 @@ from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording, with_one_kind
 from throughtime.stream.shard import Shard
 
+NO_GAPS = Gaps(None, None)
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
 
 
@@ -144,7 +145,7 @@ class Stream:
 
     def _begin(self, epoch: int, *, handed: bool = False) -> None:
         self._epoch, self._at = epoch, 0
-        self._ahead, self._ahead_at, self._gaps = None, 0, Gaps(None, None)
+        self._ahead, self._ahead_at, self._gaps = None, 0, NO_GAPS
         order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")  # noqa: S311  # an order, not a secret
         offsets = None
         if self.offset and order is not None:
@@ -263,6 +264,10 @@ class Stream:
             self._begin(self._epoch + 1)
             return None
         stop = min(self._at + steps, self._table.steps)
+        ahead, begin = self._ahead, self._at - self._ahead_at
+        if ahead is not None and 0 <= begin and stop - self._ahead_at <= ahead.steps and self._gaps == NO_GAPS:  # the usual case
+            self._at = stop
+            return ahead.between(begin, stop - self._ahead_at)
         parts: list[Chunk] = []
         at, masked, without = self._at, 0, 0
         while at < stop:
