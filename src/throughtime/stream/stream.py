@@ -265,7 +265,7 @@ class Stream:
             return None
         stop = min(self._at + steps, self._table.steps)
         ahead, begin = self._ahead, self._at - self._ahead_at
-        if ahead is not None and 0 <= begin and stop - self._ahead_at <= ahead.steps and self._gaps == NO_GAPS:  # the usual case
+        if ahead is not None and begin >= 0 and stop - self._ahead_at <= ahead.steps and self._gaps == NO_GAPS:  # the usual case
             self._at = stop
             return ahead.between(begin, stop - self._ahead_at)
         parts: list[Chunk] = []
