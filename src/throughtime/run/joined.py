@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array
+from throughtime.stream.rows import check_lengths
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,7 @@ def joined(name: str, tables: Sequence[Table]) -> Table:
     Raises:
         DataError: their lengths differ.
     """
-    for first, second in pairwise(tables):
-        if len(first) != len(second):
-            raise DataError(
-                f"recording '{name}': {first.path} has {len(first)} rows and {second.path} has {len(second)}; all inputs of a recording "
-                "need one row per step"
-            )
+    check_lengths(name, [(str(table.path), len(table)) for table in tables])
     if len(tables) == 1:
         return tables[0]
     shared = {column for column, count in Counter(c for table in tables for c in table.columns).items() if count > 1}

@@ -83,16 +83,20 @@ class SideBySide:
         return np.concatenate([(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1)
 
 
+def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
+    """Refuses inputs of different lengths, each told by where it is and how many rows it has."""
+    for (first, many), (second, others) in pairwise(parts):
+        if many != others:
+            raise DataError(
+                f"recording '{name}': {first} has {many} rows and {second} has {others}; all inputs of a recording need one row per step"
+            )
+
+
 def beside(name: str, parts: Sequence[Rows]) -> Rows:
     """One, or several of equal length side by side.
 
     Raises:
         DataError: their lengths differ.
     """
-    for first, second in pairwise(parts):
-        if len(first) != len(second):
-            raise DataError(
-                f"recording '{name}': {first.where} has {len(first)} steps and {second.where} has {len(second)}; all inputs of a recording "
-                "need one row per step"
-            )
+    check_lengths(name, [(part.where, len(part)) for part in parts])
     return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))

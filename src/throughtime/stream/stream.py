@@ -339,9 +339,7 @@ class Stream:
 
     def plan(self) -> dict[str, Any]:
         """What all ranks must have in common: the plan of who plays what, and the place in it."""
-        mine = {"epoch": self._epoch, "position": self._at, "handed": self._table.handed, **self._identity()}
-        del mine["rank"]
-        return mine
+        return {key: value for key, value in self.state_dict().items() if key != "rank"}
 
     def _identity(self) -> dict[str, Any]:
         named = "\n".join(f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True))
