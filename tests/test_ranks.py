@@ -54,6 +54,7 @@ class Case:
     loss_fn: Callable[[], nn.Module] = nn.MSELoss
     outputs: int = 1
     epochs: int = 2
+    skip: int = 1  # optimizer steps after every so many updates
     accumulate: int = 1
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -64,16 +65,16 @@ class Case:
     def stream(self, lanes: int) -> tt.Stream:
         return tt.Stream(self.data(), lanes, 10, **self.options)
 
-    def train(self, lanes: int) -> dict[str, Any]:
+    def train(self, lanes: int, made: tt.Stream | None = None) -> dict[str, Any]:
         """Weights at the end, and the loss and steps of every update."""
-        net, stream, told = self.net(), self.stream(lanes), list[tuple[float, int]]()
+        net, stream, told = self.net(), self.stream(lanes) if made is None else made, list[tuple[float, int]]()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         policy, loss_fn = self.policy(), self.loss_fn().double()
         torch.manual_seed(11)
         for _ in range(self.epochs):
-            for i, update in enumerate(tt.updates(net, stream, loss_fn, gradient=policy)):
+            for i, update in enumerate(tt.updates(net, stream, loss_fn, gradient=policy, accumulate=self.accumulate)):
                 told.append((update.loss.item(), update.steps))
-                if i % self.accumulate == 0:
+                if i % self.skip == 0:
                     optimizer.step()
                     optimizer.zero_grad()
         return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
@@ -125,8 +126,11 @@ CASES: dict[str, Case] = {
     "handed-on": Case(lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4),
     "handed-on-exact": Case(lambda: SEGMENT, lambda: recordings([123, 20], outputs=1), {"hand_off": True, "warm_up": 3}, epochs=3),
     "offset": Case(lambda: tt.Truncated(7), options={"offset": 15}),
-    "accumulated": Case(lambda: tt.Truncated(7), accumulate=2),
-    "accumulated-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), accumulate=3),
+    "skipped": Case(lambda: tt.Truncated(7), skip=2),
+    "skipped-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), skip=3),
+    "accumulated": Case(lambda: tt.Truncated(7, 15), accumulate=3),
+    "accumulated-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), accumulate=2),
+    "accumulated-classes": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3, accumulate=2),
     "read-ahead": Case(lambda: tt.Truncated(7), options={"workers": "thread"}),
 }
 MEASURED = Case(lambda: tt.Adaptive(0.1, 5, 40, every=1))
@@ -214,12 +218,20 @@ def one_fails(rank: int) -> tuple[str, bool]:
     return told, kept and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
-def before_the_group() -> tt.Stream:
-    """A stream made too early."""
-    return CASES["stride"].stream(1)
+def before_the_group() -> tuple[tt.Stream, tt.Stream]:
+    """Streams made early: one that plays for the first time on ranks, and one that has played."""
+    played = CASES["stride"].stream(LANES)
+    next(iter(played))
+    return CASES["stride"].stream(LANES), played
 
 
-def ranks_work(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
+def early_work(case: Case, unplayed: tt.Stream, played: tt.Stream) -> Iterator[tuple[str, Any]]:
+    yield "early", case.train(LANES, unplayed)
+    yield "early and played", refused(lambda: next(iter(played)))
+    yield "early and played, updates", refused(lambda: tt.updates(case.net(), played, nn.MSELoss(), gradient=tt.Truncated(7)))
+
+
+def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[str, Any]]:
     """Everything that ranks do in these tests, one name after another."""
     for name, case in CASES.items():
         yield name, case.train(LANES)
@@ -240,8 +252,7 @@ def ranks_work(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
         ),
     )
     yield "one fails", one_fails(rank)
-    yield "early", refused(lambda: next(iter(early)))
-    yield "early updates", refused(lambda: tt.updates(case.net(), early, nn.MSELoss(), gradient=tt.Truncated(7)))
+    yield from early_work(case, *early)
     place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
     yield "place", refused(lambda: case.stream(LANES).load_state_dict(place))
     yield "alone", tt.Stream(case.data(), LANES, 10, rank=0, ranks=1).steps
@@ -345,11 +356,16 @@ def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
     assert second_kept
 
 
-def test_stream_made_before_the_group_is_refused() -> None:
+def test_stream_made_before_the_group_takes_its_place_in_it() -> None:
+    for told in found(2):
+        assert deviation(told["early"], told["stride"]) == 0
+
+
+def test_stream_that_played_before_the_group_is_refused() -> None:
     for rank, told in enumerate(found(2)):
-        for way in ("early", "early updates"):
-            assert f"DataError: the stream was made for rank 0 of 1, and this process is rank {rank} of 2 now" in told[way]
-            assert "Make the stream after torch.distributed.init_process_group" in told[way]
+        for way in ("early and played", "early and played, updates"):
+            assert f"DataError: the stream has played for rank 0 of 1, and this process is rank {rank} of 2 now" in told[way]
+            assert "Make a new stream after torch.distributed.init_process_group" in told[way]
 
 
 def test_place_of_another_rank_is_refused() -> None:
@@ -387,7 +403,7 @@ def test_a_rank_that_fails_is_told_with_its_stack() -> None:
         in_processes(2, before_the_group, fails_on_the_second)
 
 
-def fails_on_the_second(rank: int, early: tt.Stream) -> Iterator[tuple[str, Any]]:
+def fails_on_the_second(rank: int, early: object) -> Iterator[tuple[str, Any]]:
     del early
     yield "ratio", 1 // (1 - rank)
     torch.distributed.barrier()  # the other never comes

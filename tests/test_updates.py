@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import throughtime as tt
 from strategies import HidesLayer, LearntStart, Row, TensorState, inputs, named, recordings, some_nets, start, states_apart, weights
-from throughtime.errors import DataError
+from throughtime.errors import DataError, RunError
 
 POLICIES = pytest.mark.parametrize("policy", [tt.Truncated(6), tt.Truncated(6, 15)], ids=["horizon-is-stride", "horizon-beyond-stride"])
 LENGTHS = [31, 7, 20, 3, 11]
@@ -147,6 +147,20 @@ def test_a_stream_that_somebody_else_starts_is_noticed() -> None:
     tt.evaluate(net, shared)
     with pytest.raises(DataError, match="started again or moved"):
         next(run)
+
+
+def test_an_update_that_failed_is_no_place_to_go_on_from() -> None:
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        if len(rows) < 12:
+            return nn.functional.mse_loss(rows, targets)
+        raise RuntimeError("enough")
+
+    run = tt.updates(named("hides-layer").net(), tt.Stream(recordings([12, 40]), 2, 6, seed=None), loss_fn, gradient=tt.Truncated(6))
+    with pytest.raises(RuntimeError, match="enough"):
+        next(run)
+    for way in (run.state_dict, run.__next__):
+        with pytest.raises(RunError, match="in the middle of a step"):
+            way()
 
 
 def test_resume_needs_the_random_state_for_dropout() -> None:

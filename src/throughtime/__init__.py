@@ -4,7 +4,7 @@ from throughtime import score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
 from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
-from throughtime.predict import Evaluation, Predictor, evaluate, predict
+from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
 from throughtime.probe import Audit, Reach, audit, reach
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
@@ -15,6 +15,7 @@ __all__ = [
     "Carried",
     "Chunk",
     "Evaluation",
+    "Evaluator",
     "Exact",
     "Online",
     "Predictor",

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, ModelError
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +170,41 @@ class Chunk:
         mask = self.mask & (at - last >= steps)
         marks = Marks.of(self.resets, mask, self.recording, self.position)
         return Chunk(self.inputs, self.targets, marks, 0, self.steps), at[-1] + 1 - last[-1]
+
+    def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """What a loss or a score compares: outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N valid steps, time first, then lane.
+
+        A floating target of one column matches outputs of one column whether or not the last
+        dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
+
+        Args:
+            outputs: `(T, B, C)`, of the steps of this chunk.
+
+        Raises:
+            DataError: the recordings have no targets.
+            ModelError: the outputs have not one row per step and lane.
+
+        Example:
+            >>> import torch, throughtime as tt
+            >>> chunk = tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=torch.arange(10).view(5, 2) > 3)
+            >>> rows, targets = chunk.rows(torch.zeros(5, 2, 1))
+            >>> rows.shape, targets.shape
+            (torch.Size([6, 1]), torch.Size([6, 1]))
+        """
+        if self.targets is None:
+            raise DataError("the recordings of this stream have no targets; a loss needs 'targets' in every recording")
+        if outputs.shape[:2] != (self.steps, self.lanes):
+            raise ModelError(
+                f"the net returned outputs of shape {tuple(outputs.shape)} for {self.steps} steps of {self.lanes} lanes, "
+                "expected (T, B, C): one output per step and lane"
+            )
+        if self.valid == self.steps * self.lanes:
+            rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
+        else:
+            rows, targets = outputs[self.mask], self.targets[self.mask]
+        if targets.is_floating_point() and targets.dim() != rows.dim() and targets.numel() == rows.numel():
+            targets = targets.view_as(rows)
+        return rows, targets
 
     def to(self, device: torch.device) -> "Chunk":
         """The chunk on another device; itself if it is there already."""

@@ -19,7 +19,6 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 from throughtime.gradient import LossFn, Objective
-from throughtime.gradient.objective import valid_rows
 from throughtime.ranks import ranks_of
 from throughtime.score import Figures, Score
 from throughtime.state import State
@@ -72,36 +71,86 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
         >>> tt.evaluate(net, stream, torch.nn.MSELoss()).steps
         50
     """
-    objective = None if loss_fn is None else Objective(loss_fn)
-    whole = None if score is None else score.fresh()
-    apart: dict[int, Score] = {}
-    total, mass, steps = 0.0, 0.0, 0.0
-    ranks = ranks_of(net, stream)
-    if ranks.count > 1 and score is not None:
-        raise DataError(
-            f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are not added up over ranks: give it "
-            "tt.Stream(..., rank=0, ranks=1), which plays everything"
-        )
-    player = Predictor(net, stream.lanes)
-    for chunk in (c.to(player.device) for c in stream):
+    evaluator = Evaluator(net, loss_fn, score=score)
+    evaluator.check(stream)
+    for chunk in stream:
+        evaluator.add(chunk)
+    return evaluator.found(stream)
+
+
+class Evaluator:
+    """An evaluation chunk by chunk, for loops that hand out the chunks themselves; `tt.evaluate` plays a whole stream.
+
+    Args:
+        net: made by `tt.carry`.
+        loss_fn: as for `tt.evaluate`.
+        score: as for `tt.evaluate`.
+
+    Cost: one forward pass; memory for one chunk.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> stream = tt.Stream({"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}, lanes=1, chunk=20)
+        >>> evaluator = tt.Evaluator(tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1))), torch.nn.MSELoss())
+        >>> [tuple(evaluator.add(chunk).shape) for chunk in stream]
+        [(20, 1, 1), (20, 1, 1), (10, 1, 1)]
+        >>> evaluator.found(stream).steps
+        50
+    """
+
+    def __init__(self, net: Carried, loss_fn: LossFn | None = None, *, score: Score | None = None) -> None:
+        self._player = Predictor(net)
+        self._objective = None if loss_fn is None else Objective(loss_fn)
+        self._whole = None if score is None else score.fresh()
+        self._apart: dict[int, Score] = {}
+        self._total = self._mass = self._steps = 0.0
+
+    def check(self, stream: Stream) -> None:
+        """Refuses a score where the stream plays only a rank's share.
+
+        Raises:
+            DataError: it does, and a score is asked for.
+        """
+        ranks = ranks_of(self._player.net, stream)
+        if ranks.count > 1 and self._whole is not None:
+            raise DataError(
+                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are not added up over ranks: give it "
+                "tt.Stream(..., rank=0, ranks=1), which plays everything"
+            )
+
+    def add(self, chunk: Chunk) -> Tensor:
+        """Plays the next chunk, from the initial state if it is the first; its outputs `(T, B, C)`.
+
+        Raises:
+            DataError: the chunk has no targets.
+        """
         if chunk.targets is None:
             raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
-        outputs = player(chunk.inputs, chunk.resets if chunk.any_reset else None)
+        chunk = chunk.to(self._player.device)
+        self._player.lanes = chunk.lanes
+        outputs = self._player(chunk.inputs, chunk.resets if chunk.any_reset else None)
         if not chunk.valid:
-            continue
-        steps += chunk.valid
-        if objective is not None and (weighs := objective.mass(chunk)):
-            total += objective.loss(outputs, chunk).item() * weighs
-            mass += weighs
-        if whole is not None:
-            whole.add(*valid_rows(outputs, chunk))
-            _add_apart(apart, whole, outputs, chunk)
-    if ranks.count > 1:
-        total, mass, steps = ranks.total([total, mass, steps])
-    loss = total / mass if mass else math.nan
-    names = Counter(recording.name for recording in stream.recordings)
-    by_name = {_unique(stream.recordings[i].name, i, names): apart[i].figures() for i in sorted(apart)}
-    return Evaluation(loss, int(steps), whole.figures() if whole is not None else {}, by_name)
+            return outputs
+        self._steps += chunk.valid
+        if self._objective is not None and (weighs := self._objective.mass(chunk)):
+            self._total += self._objective.loss(outputs, chunk).item() * weighs
+            self._mass += weighs
+        if self._whole is not None:
+            self._whole.add(*chunk.rows(outputs))
+            _add_apart(self._apart, self._whole, outputs, chunk)
+        return outputs
+
+    def found(self, stream: Stream) -> Evaluation:
+        """What all chunks of this stream gave, those of other ranks too: each must ask."""
+        self.check(stream)
+        total, mass, steps = self._total, self._mass, self._steps
+        ranks = ranks_of(self._player.net, stream)
+        if ranks.count > 1:
+            total, mass, steps = ranks.total([total, mass, steps])
+        loss = total / mass if mass else math.nan
+        names = Counter(recording.name for recording in stream.recordings)
+        by_name = {_unique(stream.recordings[i].name, i, names): self._apart[i].figures() for i in sorted(self._apart)}
+        return Evaluation(loss, int(steps), self._whole.figures() if self._whole is not None else {}, by_name)
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:
@@ -111,7 +160,7 @@ def _unique(name: str, index: int, names: Counter[str]) -> str:
 
 def _add_apart(apart: dict[int, Score], kind: Score, outputs: Tensor, chunk: Chunk) -> None:
     """Adds the rows of each recording to a score of its own."""
-    rows, targets = valid_rows(outputs, chunk)
+    rows, targets = chunk.rows(outputs)
     owners = chunk.recording[chunk.mask]
     for index in owners.unique().tolist():
         mine = owners == index

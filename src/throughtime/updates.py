@@ -16,7 +16,7 @@ from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError, RunError
-from throughtime.gradient import Learning, LossFn, Objective, Policy, Progress, Scaler, Update
+from throughtime.gradient import Accumulated, Learning, LossFn, Objective, Policy, Progress, Scaler, Update
 from throughtime.gradient.gather import weights_of
 from throughtime.ranks import Ranks, ranks_of
 from throughtime.state import State
@@ -31,6 +31,7 @@ def updates(
     gradient: Policy,
     state: State = None,
     scaler: Scaler | None = None,
+    accumulate: int = 1,
 ) -> "Updates":
     """One epoch of the stream as updates: each adds its gradient to `.grad`, then the loop is yours.
 
@@ -46,6 +47,8 @@ def updates(
         gradient: `tt.Truncated(...)` or another policy.
         state: carried state to go on from where the stream stands; default: the initial state.
         scaler: a `torch.amp.GradScaler`; its `step` and `update` stay in the loop.
+        accumulate: so many updates of the policy are one: the mean of their gradients, weighed by their valid steps, with the state
+            carried from one to the next; fewer at the end of an epoch. Ranks add up once for all of them.
 
     Returns:
         An iterator of `Update`s. A stride without any valid step carries the state and yields nothing.
@@ -53,6 +56,7 @@ def updates(
     Raises:
         ModelError: the net is not carried, or breaks its contract.
         DataError: chunks that are not adjacent, or have no targets.
+        ConfigError: `accumulate` below 1, or with `tt.Randomized`, whose updates are no means.
 
     Cost: the policy's; besides it about 60 microseconds per update on a CPU.
 
@@ -70,7 +74,8 @@ def updates(
         10
     """
     ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
-    return Updates(net, stream, Objective(loss_fn, scaler, ranks if ranks.count > 1 else None), gradient, state, ranks)
+    objective = Objective(loss_fn, scaler, ranks if ranks.count > 1 else None)
+    return Updates(net, stream, objective, gradient if accumulate == 1 else Accumulated(gradient, accumulate), state, ranks)
 
 
 class Updates(Iterator[Update]):
@@ -84,6 +89,8 @@ class Updates(Iterator[Update]):
         source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
         self._source = Moving(source, net)
         self._objective, self._gradient = objective, gradient
+        policy = gradient.policy if isinstance(gradient, Accumulated) else gradient
+        self._learning = policy if isinstance(policy, Learning) else None
         self._ranks = ranks
         if state is None and isinstance(stream, Stream):
             stream.start(handed=stream.hand_off and stream.entering(net) is not None)
@@ -190,8 +197,13 @@ class Updates(Iterator[Update]):
 
         Raises:
             DataError: the chunks do not come from a `tt.Stream`, which alone knows its place.
+            RunError: the last update ended with an error, and the place is neither before nor after it.
         """
         stream = self._need_stream()
+        if self._broken:
+            raise RunError(
+                "these updates ended with an error in the middle of a step, which is no place to go on from; keep the last one saved"
+            )
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
         if stream.hand_off:
             place["entering"] = stream.entering(self._net)
@@ -209,8 +221,8 @@ class Updates(Iterator[Update]):
                 "influence": now.influence,
                 "since": now.since,
             }
-        if isinstance(self._gradient, Learning):
-            place["learnt"] = self._gradient.state_dict()
+        if self._learning is not None:
+            place["learnt"] = self._learning.state_dict()
         return place
 
     def load_state_dict(self, place: Mapping[str, Any]) -> None:
@@ -235,8 +247,8 @@ class Updates(Iterator[Update]):
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
             steps = () if past is None else (self._source.placed(past),)
             self._progress = Progress(place["state"], place["edge"], steps, place.get("influence"), place.get("since"))
-        if isinstance(self._gradient, Learning) and "learnt" in place:
-            self._gradient.load_state_dict(place["learnt"])
+        if self._learning is not None and "learnt" in place:
+            self._learning.load_state_dict(place["learnt"])
 
     def _need_stream(self) -> Stream:
         if self._stream is None:

@@ -1,5 +1,6 @@
 """How credit flows back through time: one file per policy, plans of integers, one executor."""
 
+from throughtime.gradient.accumulated import Accumulated
 from throughtime.gradient.adaptive import Adaptive
 from throughtime.gradient.exact import Exact
 from throughtime.gradient.objective import LossFn, Objective, Scaler
@@ -10,6 +11,7 @@ from throughtime.gradient.rollout import rollout
 from throughtime.gradient.truncated import Truncated
 
 __all__ = [
+    "Accumulated",
     "Adaptive",
     "Exact",
     "Learning",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.chunk import Chunk
-from throughtime.errors import DataError, ModelError
+from throughtime.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
 
@@ -59,7 +59,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph."""
-        rows, targets = valid_rows(outputs, chunk)
+        rows, targets = chunk.rows(outputs)
         loss = self.loss_fn(rows, targets)
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's loss_fn may return anything
             raise ModelError(
@@ -127,25 +127,3 @@ class Objective:
     def scaled(self, loss: Tensor) -> Tensor:
         """What the backward pass starts from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
-
-
-def valid_rows(outputs: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """Outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid steps, time first, then lane.
-
-    A floating target of one column matches outputs of one column whether or not the last
-    dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
-    """
-    if chunk.targets is None:
-        raise DataError("the recordings of this stream have no targets; a loss needs 'targets' in every recording")
-    if outputs.shape[0] != chunk.steps or outputs.shape[1] != chunk.lanes:
-        raise ModelError(
-            f"the net returned outputs of shape {tuple(outputs.shape)} for {chunk.steps} steps of {chunk.lanes} lanes, "
-            "expected (T, B, C): one output per step and lane"
-        )
-    if chunk.valid == chunk.steps * chunk.lanes:
-        rows, targets = outputs.flatten(0, 1), chunk.targets.flatten(0, 1)
-    else:
-        rows, targets = outputs[chunk.mask], chunk.targets[chunk.mask]
-    if targets.is_floating_point() and targets.dim() != rows.dim() and targets.numel() == rows.numel():
-        targets = targets.view_as(rows)
-    return rows, targets

@@ -16,7 +16,6 @@ from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
-from throughtime.gradient.objective import valid_rows
 from throughtime.predict import Evaluation, evaluate
 from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.run.config import Config
@@ -211,7 +210,7 @@ class Training:
         self._sum.zero_()
         self._sum_steps = 0
         score = self.prepared.spec.score()
-        score.add(*valid_rows(update.outputs, update.chunk))
+        score.add(*update.chunk.rows(update.outputs))
         rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
         moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting)

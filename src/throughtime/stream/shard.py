@@ -30,19 +30,9 @@ class Shard:
             return cls(rank, ranks, given=True)
         return cls(*_group(), given=False)
 
-    def check(self) -> None:
-        """Refuses a stream that was made before the process group, and would play everything on every rank.
-
-        Raises:
-            DataError: the group has another size now.
-        """
-        rank, ranks = _group()
-        if not self.given and (rank, ranks) != (self.rank, self.ranks):
-            raise DataError(
-                f"the stream was made for rank {self.rank} of {self.ranks}, and this process is rank {rank} of {ranks} now: every rank "
-                "would play the wrong recordings. Make the stream after torch.distributed.init_process_group (after Accelerator(), inside "
-                "the strategy), or say rank=..., ranks=..."
-            )
+    def now(self) -> "Shard":
+        """What it is in the process group that is up now; itself where the user gave it."""
+        return self if self.given else Shard(*_group(), given=False)
 
 
 def _group() -> tuple[int, int]:

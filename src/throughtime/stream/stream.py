@@ -241,6 +241,25 @@ class Stream:
         while (chunk := self.take(self.chunk)) is not None:
             yield chunk
 
+    def settle(self) -> None:
+        """Takes its place in the process group that is up now, where the stream was made before it.
+
+        Raises:
+            DataError: it has played already, as another rank; or it has too few steps for the lanes of all ranks.
+        """
+        found = self.shard.now()
+        if found == self.shard:
+            return
+        if self._turn or self._at or self._epoch:
+            raise DataError(
+                f"the stream has played for rank {self.shard.rank} of {self.shard.ranks}, and this process is rank {found.rank} of "
+                f"{found.ranks} now: it would go on with the wrong recordings. Make a new stream after "
+                "torch.distributed.init_process_group, or say rank=..., ranks=..."
+            )
+        self.shard = found
+        self._check_offset()
+        self._begin(0)
+
     def start(self, *, handed: bool = False) -> None:
         """Goes to the start of the epoch, or stays at the place just loaded by `load_state_dict`.
 
@@ -248,9 +267,9 @@ class Stream:
             handed: parts go on from the states of the parts before them, so their first steps are no resets.
 
         Raises:
-            DataError: the stream was made before the process group.
+            DataError: the process group has changed since the stream began to play.
         """
-        self.shard.check()
+        self.settle()
         if not self._resumed:
             self._at = 0
         if self._at == 0 and handed != self._table.handed:
@@ -328,6 +347,7 @@ class Stream:
         Raises:
             DataError: the place belongs to another stream; each difference is named.
         """
+        self.settle()
         mine = self._identity()
         faults = [f"{key} is {state.get(key)!r} there and {mine[key]!r} here" for key in mine if state.get(key) != mine[key]]
         if faults:
