@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check format lint types imports bench wheel clean help
+.PHONY: demo test test-all test-oldest check format lint types imports bench wheel clean help
 
 help:
-	@echo "make demo | test | test-all | check | format | bench | wheel | clean"
+	@echo "make demo | test | test-all | test-oldest | check | format | bench | wheel | clean"
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,11 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# The adapters on the oldest versions that they support, laid over the environment.
+test-oldest: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest --requirement oldest.txt
+	PYTHONPATH=$(abspath $(VENV))/oldest $(BIN)/python -m pytest $(wildcard tests/test_lightning_*.py tests/test_ignite*.py tests/test_accelerate*.py)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -1,0 +1,61 @@
+"""Validation, test and prediction of a carried net in Lightning: chunk by chunk, each stream with a state of its own.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+import throughtime as tt
+from throughtime.gradient import LossFn
+from throughtime.integrations.stretches import Stretch, stretch
+
+
+class Evaluating(LightningModule):
+    """A carried net that a Trainer evaluates on streams, each given as a `Loader`; `StreamModule` is this and trains."""
+
+    def __init__(self, net: tt.Carried, loss_fn: LossFn, score: Any) -> None:
+        super().__init__()
+        self.net, self.loss_fn, self.score = net, loss_fn, score
+        self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator]] = {}
+        self._predictors: dict[int, tt.Predictor] = {}
+
+    def validation_step(self, batch: Stretch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002  # Lightning gives it
+        """The chunks of a stretch, with a state of their own."""
+        self._evaluate("val", stretch(batch), dataloader_idx)
+
+    def test_step(self, batch: Stretch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002  # Lightning gives it
+        """As in validation."""
+        self._evaluate("test", stretch(batch), dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs what was found."""
+        self._log_found("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Logs what was found."""
+        self._log_found("test")
+
+    def _evaluate(self, kind: str, batch: Stretch, index: int) -> None:
+        if batch.index == 0:
+            self._evaluators[kind, index] = batch.stream, tt.Evaluator(self.net, self.loss_fn, score=self.score)
+        for chunk in batch.chunks():
+            self._evaluators[kind, index][1].add(chunk)
+
+    def _log_found(self, kind: str) -> None:
+        mine = [key for key in self._evaluators if key[0] == kind]
+        for key in mine:
+            stream, evaluator = self._evaluators.pop(key)
+            found, suffix = evaluator.found(stream), f"/dataloader_idx_{key[1]}" if len(mine) > 1 else ""
+            figures = {f"{kind}_{name}{suffix}": value for name, value in {"loss": found.loss, **found.figures}.items()}
+            self.log_dict(figures, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
+
+    def predict_step(self, batch: Stretch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:  # noqa: ARG002  # Lightning gives it
+        """The outputs `(T, B, C)` of a stretch."""
+        if stretch(batch).index == 0:
+            self._predictors[dataloader_idx] = tt.Predictor(self.net, batch.stream.lanes)
+        play, device = self._predictors[dataloader_idx], self.device
+        return torch.cat([play(c.inputs.to(device), c.resets.to(device) if c.any_reset else None).cpu() for c in batch.chunks()])

@@ -1,0 +1,47 @@
+"""Where the updates of every rank stand, in Lightning's checkpoints, which one rank writes for all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import distributed
+
+import throughtime as tt
+from throughtime.errors import RunError
+
+KEY = "throughtime"
+
+
+class Places:
+    """The places of a checkpoint, from when it is read until the first training step takes them up."""
+
+    def __init__(self) -> None:
+        self._read: list[dict[str, Any]] = []
+
+    @staticmethod
+    def write(checkpoint: dict[str, Any], module: LightningModule, updates: tt.Updates) -> None:
+        """Adds the place and the random state of every rank; all of them must ask."""
+        place = {"updates": updates.state_dict(), "random": torch.get_rng_state(), "step": module.trainer.global_step}
+        places: list[Any] = [place] * module.trainer.world_size
+        if len(places) > 1:
+            distributed.all_gather_object(places, place)
+        checkpoint[KEY] = places
+
+    def read(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keeps what the checkpoint holds."""
+        self._read = checkpoint.get(KEY, [])
+
+    def take_up(self, module: LightningModule, updates: tt.Updates) -> None:
+        """Goes on from the place of this rank, unless the checkpoint was read for its weights alone.
+
+        Raises:
+            RunError: the checkpoint was written by another number of ranks.
+        """
+        places, self._read = self._read, []
+        if not places or places[0]["step"] != module.trainer.global_step:
+            return
+        if len(places) != module.trainer.world_size:
+            raise RunError(f"the checkpoint was written by {len(places)} ranks and {module.trainer.world_size} go on from it: take as many")
+        updates.load_state_dict(places[module.global_rank]["updates"])
+        torch.set_rng_state(places[module.global_rank]["random"])

@@ -1,0 +1,36 @@
+"""What a training of many updates per step must know of the Trainer around it."""
+
+import warnings
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from throughtime.errors import ConfigError, RunError
+
+
+def check(trainer: Trainer) -> None:
+    """Says what this Trainer would not do here, before hours have passed.
+
+    Raises:
+        RunError: a strategy that takes the weights apart.
+        ConfigError: a checkpoint by time, which is never written.
+    """
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        name = type(trainer.strategy).__name__
+        raise RunError(f"the strategy is {name}, expected a single device or 'ddp': others take the weights apart")
+    if any(getattr(saver, "_train_time_interval", None) for saver in trainer.checkpoint_callbacks):
+        raise ConfigError(
+            "ModelCheckpoint(train_time_interval=...) never saves under manual optimization (Lightning 2.6): take every_n_train_steps"
+        )
+    warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is where it belongs
+
+
+def wants_to_save(trainer: Trainer) -> bool:
+    """Whether a checkpoint is due after this update; the Trainer asks after training steps only."""
+    every = (getattr(saver, "_every_n_train_steps", 0) for saver in trainer.checkpoint_callbacks)
+    return any(n > 0 and trainer.global_step % n == 0 for n in every)
+
+
+def reached_the_end(trainer: Trainer) -> bool:
+    """Whether `max_steps` updates are made."""
+    return 0 <= trainer.max_steps <= trainer.global_step
