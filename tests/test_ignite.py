@@ -1,0 +1,401 @@
+"""Ignite's trainer: scripts written against the original run with the import changed, and its faults are mended.
+
+Each fault is first shown in the original, which is installed, so that no test can pass for want of it.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ignite.contrib.engines.tbptt import Tbptt_Events as OriginalEvents
+from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer as original
+from ignite.engine import Engine, Events, State
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.errors import DataError, MissingExtraError
+from throughtime.integrations.ignite import Tbptt_Events, _detach_hidden, create_supervised_tbptt_trainer
+
+SCRIPT = """
+import torch
+from {module} import Tbptt_Events, create_supervised_tbptt_trainer
+from ignite.engine import Events
+from ignite.metrics import RunningAverage
+
+def prepare(batch, device, non_blocking):
+    log.append(("prepare", type(batch).__name__, tuple(batch[0].shape), device, non_blocking))
+    return tuple(part * 2 for part in batch)
+
+def note(engine, name):
+    weight = sum(p.double().sum().item() for p in model.parameters())
+    state = engine.state
+    log.append((name, state.epoch, state.iteration, state.output, model.training, weight))
+
+trainer = create_supervised_tbptt_trainer(model, optimizer, loss_fn, {step}, {dim}, "cpu", True, prepare)
+for event in [*Events, *Tbptt_Events]:
+    if event not in (Events.EXCEPTION_RAISED, Events.TERMINATE_SINGLE_EPOCH):
+        trainer.add_event_handler(event, note, str(event.value))
+RunningAverage(output_transform=lambda x: x).attach(trainer, "average")
+trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: log.append(engine.state.metrics["average"]))
+trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: model.eval())
+final = trainer.run(data, max_epochs=2)
+log.append(final.output)
+log.append(list(trainer.state_dict()))
+"""
+
+
+class Leaky(nn.Module):
+    """A cell by hand whose state is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.turn, self.out = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 4) / 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
+        h = x.new_zeros(x.shape[1], 4) if hidden is None else hidden["memory"][0]
+        outputs: list[Tensor] = []
+        for step in x.unbind(0):
+            h = torch.tanh(self.into(step) + h @ self.turn)
+            outputs.append(self.out(h))
+        return torch.stack(outputs), {"memory": [h]}
+
+
+class Recurrent(nn.Module):
+    """A layer of torch with a readout; its state is the layer's own."""
+
+    def __init__(self, layer: type[nn.GRU | nn.LSTM], batch_first: bool = False) -> None:
+        super().__init__()
+        self.layer, self.out = layer(3, 5, batch_first=batch_first), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
+        y, hidden = self.layer(x, hidden)
+        return self.out(y), hidden
+
+
+MODELS: list[Any] = [
+    pytest.param(lambda: Recurrent(nn.GRU), 0, id="gru"),
+    pytest.param(lambda: Recurrent(nn.LSTM), 0, id="lstm"),
+    pytest.param(lambda: Recurrent(nn.LSTM, batch_first=True), 1, id="lstm-batch-first"),
+    pytest.param(lambda: Recurrent(nn.GRU, batch_first=True), -2, id="gru-negative-dim"),
+    pytest.param(Leaky, 0, id="dict-state"),
+]
+
+
+def made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def batches(count: int, steps: int = 11, lanes: int = 3, seed: int = 1, dim: int = 0) -> list[Any]:
+    draw = torch.Generator().manual_seed(seed)
+    shape = (steps, lanes) if dim == 0 else (lanes, steps)
+    return [[torch.randn(*shape, width, generator=draw, dtype=torch.float64) for width in (3, 2)] for _ in range(count)]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def ran(module: str, make: Callable[[], nn.Module], dim: int, step: int = 4) -> tuple[list[Any], list[Tensor]]:
+    """What the script logged, and the weights that it came to."""
+    model = made(make)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "loss_fn": nn.MSELoss(), "data": batches(3, dim=dim), "log": []}
+    exec(SCRIPT.format(module=module, step=step, dim=dim), names)
+    return names["log"], weights(model)
+
+
+@pytest.mark.parametrize(("make", "dim"), MODELS)
+def test_a_script_runs_with_only_the_import_changed(make: Callable[[], nn.Module], dim: int) -> None:
+    log, came_to = ran("ignite.contrib.engines", make, dim)
+    mine, mine_came_to = ran("throughtime.integrations.ignite", make, dim)
+    assert len(log) > 60
+    assert mine == log
+    assert same(mine_came_to, came_to)
+
+
+def test_the_comparison_of_scripts_sees_another_chunk_length() -> None:
+    log, came_to = ran("ignite.contrib.engines", Leaky, 0)
+    mine, mine_came_to = ran("throughtime.integrations.ignite", Leaky, 0, step=5)
+    assert mine != log
+    assert not same(mine_came_to, came_to)
+
+
+@pytest.mark.parametrize(("make", "dim"), MODELS)
+def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], dim: int) -> None:
+    data, model, plain = batches(10, steps=17, dim=dim), made(make), made(make)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    ended: Any = create_supervised_tbptt_trainer(model, optimizer, nn.MSELoss(), 4, dim).run(data)
+    assert ended.time_iteration == 50
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.02)
+    for x, y in data:
+        hidden = None
+        for part, target in zip(x.split(4, dim), y.split(4, dim), strict=True):
+            optimizer.zero_grad()
+            outputs, hidden = plain(part, hidden)
+            nn.functional.mse_loss(outputs, target).backward()
+            optimizer.step()
+            hidden = tt.state.detach(hidden)
+    assert same(weights(model), weights(plain))
+    assert not same(weights(model), weights(made(make)))
+
+
+def trainer_of(
+    create: Callable[..., Engine], model: nn.Module | None = None, lr: float = 0.1, step: int = 4, **options: Any
+) -> tuple[Any, Any]:
+    model = made(lambda: Recurrent(nn.GRU)) if model is None else model
+    return create(model, torch.optim.SGD(model.parameters(), lr=lr), nn.MSELoss(), step, **options), model
+
+
+def chunks_trained(trainer: Engine, data: Any, event: Any = Tbptt_Events.TIME_ITERATION_COMPLETED) -> int:
+    seen: list[int] = []
+    trainer.add_event_handler(event, lambda: seen.append(1))
+    trainer.run(data)
+    return len(seen)
+
+
+def test_the_mean_of_an_iteration_can_be_over_steps() -> None:
+    ((x, y),) = batches(1, steps=9)
+    model = made(lambda: Recurrent(nn.GRU))
+    with torch.no_grad():
+        true = nn.functional.mse_loss(model(x)[0], y).item()
+    theirs = trainer_of(original, lr=0.0)[0].run([(x, y)]).output
+    assert abs(theirs - true) > 1e-3
+    assert trainer_of(create_supervised_tbptt_trainer, lr=0.0)[0].run([(x, y)]).output == theirs
+    assert abs(trainer_of(create_supervised_tbptt_trainer, lr=0.0, weighted=True)[0].run([(x, y)]).output - true) < 1e-12
+
+
+@pytest.mark.parametrize(("inputs", "targets"), [(12, 4), (4, 12)])
+def test_unequal_lengths_are_refused_where_the_original_trains_on_a_part(inputs: int, targets: int) -> None:
+    data = [(torch.randn(inputs, 3, 3).double(), torch.randn(targets, 3, 2).double())]
+    assert chunks_trained(trainer_of(original)[0], data, OriginalEvents.TIME_ITERATION_COMPLETED) == 1
+    with pytest.raises(DataError, match=r"along dim=0 they have \[12, 4\] steps"):
+        trainer_of(create_supervised_tbptt_trainer)[0].run(data)
+
+
+def unbroken(data: list[Any], model: nn.Module, lr: float = 0.1, epochs: int = 1, carry: bool = True) -> list[Tensor]:
+    """The plain loop: the state of each batch enters the next one, and epochs start anew."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(epochs):
+        hidden = None
+        for x, y in data:
+            hidden = hidden if carry else None
+            for part, target in zip(x.split(4), y.split(4), strict=True):
+                optimizer.zero_grad()
+                outputs, hidden = model(part, hidden)
+                nn.functional.mse_loss(outputs, target).backward()
+                optimizer.step()
+                hidden = tt.state.detach(hidden)
+    return weights(model)
+
+
+@pytest.mark.parametrize("make", [lambda: Recurrent(nn.GRU), lambda: Recurrent(nn.LSTM), Leaky], ids=["gru", "lstm", "dict-state"])
+def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(make: Callable[[], nn.Module]) -> None:
+    data = batches(4)
+    trainer, theirs = trainer_of(original, made(make))
+    trainer.run(data, max_epochs=2)
+    assert same(weights(theirs), unbroken(data, made(make), epochs=2, carry=False))
+    trainer, mine = trainer_of(create_supervised_tbptt_trainer, made(make), carry=True)
+    trainer.run(data, max_epochs=2)
+    assert same(weights(mine), unbroken(data, made(make), epochs=2))
+    assert not same(weights(mine), weights(theirs))
+    assert not same(weights(mine), unbroken(data * 2, made(make)))  # the epochs are told apart
+
+
+def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    attributes = {event: name for event, name in State.event_to_attr.items() if event not in set(Tbptt_Events)}
+    monkeypatch.setattr(State, "event_to_attr", attributes)  # the original never registers its own, but sees ours
+    theirs = trainer_of(original)[0]
+    theirs.add_event_handler(OriginalEvents.TIME_ITERATION_COMPLETED(every=2), print)
+    with pytest.raises(RuntimeError, match="Unknown event name"):
+        theirs.run(batches(1))
+    seen: dict[str, list[int]] = {"every": [], "once": [], "filter": [], "name": []}
+    trainer = trainer_of(create_supervised_tbptt_trainer)[0]
+    filters: dict[str, Any] = {
+        "every": Tbptt_Events.TIME_ITERATION_COMPLETED(every=2),
+        "once": Tbptt_Events.TIME_ITERATION_STARTED(once=3),
+        "filter": Tbptt_Events.TIME_ITERATION_STARTED(event_filter=lambda _, event: event in (1, 5)),
+        "name": OriginalEvents.TIME_ITERATION_STARTED(every=4),  # a script may go on importing the events from there
+    }
+    for name, event in filters.items():
+        trainer.add_event_handler(event, lambda engine, name: seen[name].append(engine.state.time_iteration), name)
+    trainer.run(batches(2), max_epochs=2)
+    assert seen == {"every": [2, 4, 6, 8, 10, 12], "once": [3], "filter": [1, 5], "name": [4, 8, 12]}
+    trainer.run(batches(1))  # a new run counts from 1
+    assert seen["once"] == [3, 3]
+
+
+@pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
+@pytest.mark.parametrize("event", list(Tbptt_Events))
+def test_terminate_stops_after_the_present_chunk(end: str, event: Any) -> None:
+    (whole,) = batches(1, steps=16)
+    mine = trainer_of(create_supervised_tbptt_trainer)
+    theirs = trainer_of(original)
+    for trainer, _ in (mine, theirs):
+        trainer.add_event_handler(event, lambda engine: getattr(engine, end)())
+    assert chunks_trained(theirs[0], [whole], OriginalEvents.TIME_ITERATION_COMPLETED) == 4
+    assert chunks_trained(mine[0], [whole]) == 1
+    assert same(weights(mine[1]), unbroken([[part[:4] for part in whole]], made(lambda: Recurrent(nn.GRU))))
+
+
+@dataclass
+class Memory:
+    h: Tensor
+    nothing: None = None
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    nothing: Any = None
+
+
+class Wrapped(Leaky):
+    """Leaky with its state in another container."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
+        y, after = super().forward(x, None if hidden is None else {"memory": [self.unwrap(hidden)]})
+        return y, self.wrap(after["memory"][0])
+
+
+STATES: list[Any] = [
+    pytest.param(lambda h: (h, None), lambda s: s[0], True, id="tuple-with-none"),
+    pytest.param(Memory, lambda s: s.h, True, id="dataclass"),
+    pytest.param(Pair, lambda s: s.h, True, id="namedtuple-with-none"),
+    pytest.param(lambda h: {"a": [(h,)]}, lambda s: s["a"][0][0], False, id="nested"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "unwrap", "fails"), STATES)
+@pytest.mark.parametrize("carry", [False, True])
+def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry: bool) -> None:
+    data = batches(2)
+    if fails:
+        with pytest.raises(TypeError, match="must contain"):
+            trainer_of(original, made(lambda: Wrapped(wrap, unwrap)))[0].run(data)
+    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(lambda: Wrapped(wrap, unwrap)), carry=carry)
+    trainer.run(data)
+    assert same(weights(model), unbroken(data, made(Leaky), carry=carry))
+
+
+def test_a_state_that_is_none_stays_none() -> None:
+    class Stateless(nn.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # noqa: A002  # the name of torch  # pyright: ignore[reportIncompatibleMethodOverride]  # another model
+            return super().forward(input), None
+
+    ends: list[list[Tensor]] = []
+    for create, options in ((original, {}), (create_supervised_tbptt_trainer, {"carry": True})):
+        trainer, model = trainer_of(create, made(lambda: Stateless(3, 2)), **options)
+        trainer.run(batches(2))
+        ends.append(weights(model))
+    assert same(*ends)
+
+
+def test_detach_hidden_cuts_the_graph_and_nothing_else() -> None:
+    h = torch.ones(2, requires_grad=True) * 3
+    found = _detach_hidden({"a": (h, None), "b": Memory(h)})
+    assert torch.equal(found["a"][0], h)
+    assert found["a"][1] is None
+    assert not found["a"][0].requires_grad
+    assert not found["b"].h.requires_grad
+
+
+class Speaking(nn.Module):
+    """Takes a dictionary: what changes over time, and who speaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRU(3, 4), nn.Linear(4, 2)
+        self.voice = nn.Linear(2, 4)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Any, hidden: Any = None) -> tuple[Tensor, Any]:
+        self.seen.append({"audio": tuple(x["audio"].shape), "meta": x["meta"], "pair": tuple(x["pair"][0].shape)})
+        y, hidden = self.gru(x["audio"], hidden)
+        return self.out(y + self.voice(x["meta"]["speaker"])) + x["pair"][0], hidden
+
+
+def speaking(steps: int = 7, lanes: int = 3) -> dict[str, Any]:
+    audio, y = batches(1, steps, lanes)[0]
+    meta = {"speaker": torch.arange(2.0 * lanes).double().view(lanes, 2), "name": "ann", "id": 7}
+    return {"x": {"audio": audio, "meta": meta, "pair": (y, None)}, "y": y}
+
+
+def parts(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
+    assert (device, non_blocking) == (None, False)
+    return batch["x"], batch["y"]
+
+
+def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
+    with pytest.raises(TypeError):
+        trainer_of(original, made(Speaking), prepare_batch=parts)[0].run([speaking()])
+    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts, static=["x.meta"])
+    trainer.run([speaking()])
+    whole = speaking()["x"]["meta"]
+    assert [seen["audio"] for seen in model.seen] == [(4, 3, 3), (3, 3, 3)]
+    assert [seen["pair"] for seen in model.seen] == [(4, 3, 2), (3, 3, 2)]
+    for seen in model.seen:
+        assert torch.equal(seen["meta"]["speaker"], whole["speaker"])
+        assert (seen["meta"]["name"], seen["meta"]["id"]) == ("ann", 7)
+
+
+def test_a_static_part_is_static_because_it_is_named_not_because_of_its_size() -> None:
+    as_long_as_time = speaking(steps=3)  # a speaker for each of 3 lanes, and 3 steps
+    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), 0.1, 2, prepare_batch=parts, static=["x.meta.speaker"])
+    trainer.run([as_long_as_time])
+    assert [len(seen["meta"]["speaker"]) for seen in model.seen] == [3, 3]
+    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts)
+    with pytest.raises(DataError, match=r"'x.meta.speaker' \(3, 2\)"):
+        trainer.run([speaking()])
+
+
+def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:
+    data = batches(2)
+    trainer, model = trainer_of(create_supervised_tbptt_trainer)
+    trainer.run([{"inputs": x, "targets": y} for x, y in data])
+    assert same(weights(model), unbroken(data, made(lambda: Recurrent(nn.GRU)), carry=False))
+
+
+ONE = torch.zeros(4, 1, 3)
+WRONG: list[Any] = [
+    pytest.param({"x": ONE, "y": ONE}, {}, "the keys", id="other-keys"),
+    pytest.param({"inputs": ONE, "targets": ONE, "more": ONE}, {}, "alone. Say what is what", id="a-key-more"),
+    pytest.param((ONE, ONE, ONE), {}, "tuple of 3 tensors", id="three-parts"),
+    pytest.param((ONE, ONE), {"static": ("2",)}, r"of which \['2'\] are not there", id="no-such-static"),
+    pytest.param((ONE, ONE), {"dim": 5}, r"along dim=5 they have \[None\] steps", id="no-such-dimension"),
+    pytest.param((ONE[:0], ONE[:0]), {}, r"they have \[0\] steps", id="no-steps"),
+    pytest.param(("a", "b"), {}, "has the tensors none", id="no-tensors"),
+]
+
+
+@pytest.mark.parametrize(("batch", "options", "said"), WRONG)
+def test_a_batch_that_does_not_fit_is_refused(batch: Any, options: dict[str, Any], said: str) -> None:
+    trainer = trainer_of(create_supervised_tbptt_trainer, nn.GRU(3, 3), **options)[0]
+    with pytest.raises(DataError, match=said):
+        trainer.run([batch])
+
+
+def test_without_ignite_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("throughtime.integrations.ignite")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ignite.engine", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[ignite\]'"):
+        __import__("throughtime.integrations.ignite")
+
+
+def test_a_plain_script_needs_no_attribute_in_an_old_checkpoint() -> None:
+    trainer, mine = trainer_of(original)[0], trainer_of(create_supervised_tbptt_trainer)[0]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), trainer.terminate)
+    trainer.run(batches(3))
+    mine.load_state_dict(trainer.state_dict())
+    assert mine.run(batches(3)).iteration == 3

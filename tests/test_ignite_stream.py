@@ -1,0 +1,454 @@
+"""An Ignite engine on a stream: the numbers of `tt.updates`, Ignite's own handlers, resumed to the bit; and evaluation."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint, ProgressBar, TerminateOnNan
+from ignite.metrics import Accuracy, Loss, MeanSquaredError, RunningAverage
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import throughtime as tt
+from test_ignite import same, weights
+from throughtime.errors import ConfigError, DataError
+from throughtime.integrations.ignite import Loader, StreamEvents, StreamTrainer, create_stream_evaluator, stream_trainer
+
+LENGTHS = (61, 34, 50, 45, 38)
+
+
+def recordings(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [{"inputs": torch.randn(n, 3, generator=draw).double(), "targets": torch.randn(n, generator=draw).double()} for n in lengths]
+
+
+def stream(**options: Any) -> tt.Stream:
+    settings: dict[str, Any] = {"lanes": 2, "chunk": 10} | options
+    return tt.Stream(recordings(), **settings)
+
+
+def net_of(kind: str = "gru", seed: int = 0) -> tt.Carried:
+    torch.manual_seed(seed)
+    layer = nn.LSTM(3, 6) if kind == "lstm" else nn.GRU(3, 6)
+    rest = [nn.Dropout(0.3)] if kind == "dropout" else []
+    return tt.carry(nn.Sequential(layer, *rest, nn.Linear(6, 1)).double())
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "truncated": lambda: tt.Truncated(stride=10),
+    "odd-stride": lambda: tt.Truncated(stride=7),
+    "horizon": lambda: tt.Truncated(stride=10, horizon=25),
+    "exact": lambda: tt.Exact(memory="1MB", segment=40),
+    "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=5, max=20),
+    "randomized": lambda: tt.Randomized(mean_horizon=8),
+    "online": lambda: tt.Online(stride=15),
+}
+EVERY = pytest.mark.parametrize("policy", list(POLICIES))
+
+
+def by_hand(policy: str, epochs: int, net: tt.Carried | None = None, accumulate: int = 1) -> tuple[list[Tensor], list[tuple[float, int]]]:
+    net = net_of() if net is None else net
+    optimizer, played, seen = adam(net), stream(), list[tuple[float, int]]()
+    torch.manual_seed(7)
+    gradient = POLICIES[policy]()
+    for _ in range(epochs):
+        for update in tt.updates(net, played, nn.MSELoss(), gradient=gradient, accumulate=accumulate):
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((update.loss.item(), update.steps))
+    return weights(net), seen
+
+
+def trainer_of(policy: str = "truncated", net: tt.Carried | None = None, **options: Any) -> tuple[StreamTrainer, tt.Carried, Any]:
+    net = net_of() if net is None else net
+    optimizer = adam(net)
+    trainer = stream_trainer(net, optimizer, nn.MSELoss(), gradient=POLICIES[policy](), **options)
+    torch.manual_seed(7)
+    return trainer, net, optimizer
+
+
+@EVERY
+@pytest.mark.parametrize("chunks", [1, 3, 100])
+def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int) -> None:
+    trainer, net, _ = trainer_of(policy, chunks=chunks)
+    losses: list[tuple[float, int]] = []
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: losses.append((e.state.update.loss.item(), e.state.update.steps)))
+    state: Any = trainer.run(stream(), max_epochs=3)
+    came_to, seen = by_hand(policy, 3)
+    assert same(weights(net), came_to)
+    assert losses == seen
+    assert state.updates == len(seen) > 2
+    assert state.iteration == 3 * -(-stream().steps // (10 * chunks))
+    assert not same(came_to, weights(net_of()))
+
+
+def test_fifty_updates_are_those_of_a_loop_without_throughtime() -> None:
+    torch.manual_seed(0)
+    plain, readout = nn.LSTM(3, 6).double(), nn.Linear(6, 1).double()
+    recording = recordings([500])[0]
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 6), nn.Linear(6, 1)).double())
+    net.load_state_dict({f"module.{i}.{name}": w for i, m in enumerate((plain, readout)) for name, w in m.state_dict().items()})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = stream_trainer(net, optimizer, nn.MSELoss(), gradient=tt.Truncated(stride=10), chunks=4, max_norm=0.5)
+    state: Any = trainer.run(tt.Stream(recording, lanes=1, chunk=10))
+    assert state.updates == 50
+    mine = [*plain.parameters(), *readout.parameters()]
+    optimizer, hidden = torch.optim.SGD(mine, lr=0.1), None
+    for x, y in zip(recording["inputs"].unsqueeze(1).split(10), recording["targets"].split(10), strict=True):
+        optimizer.zero_grad()
+        out, hidden = plain(x, hidden)
+        nn.functional.mse_loss(readout(out).flatten(), y).backward()
+        nn.utils.clip_grad_norm_(mine, 0.5)
+        optimizer.step()
+        hidden = tt.state.detach(hidden)
+    assert max((a - b).abs().max().item() for a, b in zip(mine, net.parameters(), strict=True)) < 1e-12
+
+
+def test_several_updates_are_accumulated_into_one() -> None:
+    trainer, net, _ = trainer_of(accumulate=3, chunks=2)
+    trainer.run(stream(), max_epochs=2)
+    assert same(weights(net), by_hand("truncated", 2, accumulate=3)[0])
+    assert not same(weights(net), by_hand("truncated", 2)[0])
+
+
+def test_the_output_of_an_iteration_is_the_mean_over_its_valid_steps() -> None:
+    played = tt.Stream(recordings([73, 40]), lanes=1, chunk=10, seed=None)
+    trainer, _, _ = trainer_of(chunks=100)
+    seen: list[tuple[float, int]] = []
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: seen.append((e.state.update.loss.item(), e.state.update.steps)))
+    output: Any = trainer.run(played).output
+    total = sum(steps for _, steps in seen)
+    assert total == 113
+    assert abs(output - sum(loss * steps for loss, steps in seen) / total) < 1e-12
+    assert abs(output - sum(loss for loss, _ in seen) / len(seen)) > 1e-6  # the ragged tail does not count double
+
+
+def test_an_iteration_without_an_update_keeps_the_output_of_the_one_before() -> None:
+    trainer, _, _ = trainer_of("exact", net_of())
+    outputs: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    state: Any = trainer.run(stream())
+    assert len(outputs) == state.iteration > state.updates == len(set(outputs))
+
+
+def test_filters_count_updates() -> None:
+    trainer, _, _ = trainer_of(chunks=4)
+    order: list[tuple[str, int]] = []
+    trainer.add_event_handler(StreamEvents.GRADIENT_READY(every=5), lambda e: order.append(("ready", e.state.updates)))
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED(once=10), lambda e: order.append(("done", e.state.updates)))
+    trainer.run(stream())
+    assert order == [("ready", 5), ("ready", 10), ("done", 10)]
+    trainer.run(stream())  # a new run counts from 1
+    assert order == 2 * [("ready", 5), ("ready", 10), ("done", 10)]
+
+
+def test_a_gradient_that_is_ready_is_what_the_optimizer_sees() -> None:
+    trainer, net, _ = trainer_of(max_norm=0.01, amp_mode="amp", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    norms: list[float] = []
+
+    def note() -> None:
+        norms.append(nn.utils.get_total_norm([w.grad for w in net.parameters() if w.grad is not None]).item())
+
+    trainer.add_event_handler(StreamEvents.GRADIENT_READY, note)
+    trainer.run(stream())
+    assert len(norms) > 5
+    assert max(abs(norm - 0.01) for norm in norms) < 1e-6
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_mixed_precision_is_that_of_the_loop_by_hand(scaled: bool) -> None:
+    data = [{key: value.float() for key, value in recording.items()} for recording in recordings()]
+
+    def scaler() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
+
+    mine, plain = net_of().float(), net_of().float()
+    stream_trainer(mine, adam(mine), nn.MSELoss(), gradient=tt.Truncated(10), amp_mode="amp", scaler=scaler()).run(tt.Stream(data, 2, 10))
+    optimizer, scale = adam(plain), scaler()
+    with torch.autocast("cpu"):
+        for _ in tt.updates(plain, tt.Stream(data, 2, 10), nn.MSELoss(), gradient=tt.Truncated(10), scaler=scale):
+            optimizer.step() if scale is None else scale.step(optimizer)
+            if scale is not None:
+                scale.update()
+            optimizer.zero_grad()
+    assert same(weights(mine), weights(plain))
+    full = net_of().float()
+    stream_trainer(full, adam(full), nn.MSELoss(), gradient=tt.Truncated(10)).run(tt.Stream(data, 2, 10))
+    assert not same(weights(mine), weights(full))
+
+
+@pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
+def test_terminate_stops_after_the_present_update(end: str) -> None:
+    trainer, net, _ = trainer_of(chunks=100)
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED(once=4), lambda engine: getattr(engine, end)())
+    state: Any = trainer.run(stream())
+    assert state.updates == 4
+    plain, optimizer = net_of(), None
+    optimizer = adam(plain)
+    for done, _ in enumerate(tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10)), 1):
+        optimizer.step()
+        optimizer.zero_grad()
+        if done == 4:
+            break
+    assert same(weights(net), weights(plain))
+
+
+def test_an_interrupted_run_goes_on_where_it_was() -> None:
+    trainer, net, _ = trainer_of(chunks=2)
+    played = stream()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 9]), trainer.interrupt)
+    trainer.run(played, max_epochs=2)
+    assert trainer.state.iteration == 2
+    trainer.run(played, max_epochs=2)
+    trainer.run(played, max_epochs=2)
+    assert trainer.state.epoch == 2
+    assert same(weights(net), by_hand("truncated", 2)[0])
+
+
+def test_a_terminated_run_starts_the_epoch_again() -> None:
+    trainer, net, _ = trainer_of()
+    played = stream()
+    stop = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate)
+    trainer.run(played)
+    assert (played.epoch, played.position) == (0, 30)
+    stop.remove()
+    begun = weights(net)
+    losses: list[float] = []
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: losses.append(e.state.update.loss.item()))
+    trainer.run(played)
+    assert (played.epoch, played.position, len(losses)) == (1, 0, len(stream()))
+    plain = net_of()
+    for weight, value in zip(plain.parameters(), begun, strict=True):
+        weight.data.copy_(value)
+    assert losses[0] == next(tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10))).loss.item()
+
+
+@pytest.mark.parametrize("update", [3, 8, 12, 13, 14, 25])
+def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: int) -> None:
+    """Thirteen updates an epoch, in two iterations; the stretch that was cut short counts as an iteration."""
+    whole, first, later = (trainer_of(chunks=7) for _ in range(3))
+    state: Any = whole[0].run(stream(), max_epochs=3)
+    assert (state.updates, state.iteration) == (39, 6)
+    first[0].add_event_handler(StreamEvents.UPDATE_COMPLETED(once=update), first[0].terminate)
+    first[0].run(stream(), max_epochs=3)
+    Checkpoint.load_objects(kept(*later), {name: thing.state_dict() for name, thing in kept(*first).items()})
+    state = later[0].run(stream(), max_epochs=3)
+    assert (state.updates, state.iteration) == (39, 6)
+    assert same(weights(later[1]), weights(whole[1]))
+
+
+def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
+    """With an offset the epochs differ in length, and Ignite keeps the number of iterations of the first."""
+    whole, parts = trainer_of(), trainer_of()
+    whole[0].run(stream(offset=30, chunk=5), max_epochs=4)
+    played, lengths = stream(offset=30, chunk=5), set[int]()
+    for epochs in (1, 2, 3, 4):
+        lengths.add(len(Loader(played)))
+        parts[0].run(played, max_epochs=epochs)
+    assert len(lengths) > 1
+    assert parts[0].state.epoch_length == whole[0].state.epoch_length
+    assert same(weights(parts[1]), weights(whole[1]))
+    assert played.epoch == 4
+
+
+def kept(trainer: StreamTrainer, net: tt.Carried, optimizer: Any) -> dict[str, Any]:
+    return {"trainer": trainer, "net": net, "optimizer": optimizer}
+
+
+RESUMED: list[Any] = [
+    pytest.param("truncated", "gru", {}, id="truncated"),
+    pytest.param("odd-stride", "lstm", {}, id="odd-stride-lstm"),
+    pytest.param("horizon", "dropout", {}, id="horizon-dropout"),
+    pytest.param("adaptive", "gru", {}, id="adaptive"),
+    pytest.param("exact", "gru", {}, id="exact"),
+    pytest.param("truncated", "gru", {"hand_off": True, "lanes": 3}, id="hand-off"),
+    pytest.param("truncated", "gru", {"offset": 20}, id="offset"),
+]
+
+
+@pytest.mark.parametrize(("policy", "kind", "options"), RESUMED)
+@pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED(once=7), Events.EPOCH_COMPLETED(once=1), StreamEvents.UPDATE_COMPLETED(once=5)])
+def test_a_checkpoint_resumes_anywhere_to_the_bit(policy: str, kind: str, options: dict[str, Any], at: Any, tmp_path: Path) -> None:
+    whole = trainer_of(policy, net_of(kind), chunks=3)
+    whole[0].run(stream(**options), max_epochs=3)
+    first = trainer_of(policy, net_of(kind), chunks=3)
+    first[0].add_event_handler(at, Checkpoint(kept(*first), DiskSaver(str(tmp_path))))
+    first[0].add_event_handler(at, first[0].terminate)
+    first[0].run(stream(**options), max_epochs=3)
+    assert not same(weights(first[1]), weights(whole[1]))
+    (saved,) = tmp_path.glob("*.pt")
+    later = trainer_of(policy, net_of(kind, seed=9), chunks=3)
+    torch.manual_seed(99)
+    Checkpoint.load_objects(kept(*later), str(saved))
+    later[0].run(stream(**options), max_epochs=3)
+    assert same(weights(later[1]), weights(whole[1]))
+    assert later[0].state.iteration == whole[0].state.iteration
+    assert getattr(later[0].state, "updates") == getattr(whole[0].state, "updates")  # noqa: B009  # a state takes any attribute
+
+
+@pytest.mark.parametrize("lost", ["edge", "stream"])
+def test_a_checkpoint_without_the_state_or_with_another_place_does_not(lost: str) -> None:
+    whole = trainer_of("horizon")
+    whole[0].run(stream())
+    first = trainer_of("horizon")
+    first[0].add_event_handler(Events.ITERATION_COMPLETED(once=7), first[0].terminate)
+    first[0].run(stream())
+    saved = {name: thing.state_dict() for name, thing in kept(*first).items()}
+    place = saved["trainer"]["stream"]["place"]
+    if lost == "stream":
+        place["stream"]["position"] -= 10
+    else:
+        place[lost] = tt.state.map_leaves(torch.zeros_like, place[lost])
+    later = trainer_of("horizon")
+    Checkpoint.load_objects(kept(*later), saved)
+    later[0].run(stream())
+    assert not same(weights(later[1]), weights(whole[1]))
+
+
+def test_a_loaded_trainer_that_has_not_run_yet_saves_what_it_loaded() -> None:
+    first, _, _ = trainer_of()
+    assert first.state_dict()["stream"] is None
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=3), first.terminate)
+    first.run(stream())
+    saved = first.state_dict()
+    again, _, _ = trainer_of()
+    again.load_state_dict(saved)
+    assert again.state_dict()["stream"] is saved["stream"]
+
+
+def test_the_state_of_another_engine_and_of_another_stream_are_refused() -> None:
+    trainer, _, _ = trainer_of()
+    with pytest.raises(DataError, match="expected 'stream' as well"):
+        trainer.load_state_dict({"iteration": 3, "epoch_length": 10, "max_epochs": 2})
+    first, _, _ = trainer_of()
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=3), first.terminate)
+    first.run(stream(seed=5))
+    trainer.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="seed is 5 there and 0 here"):
+        trainer.run(stream())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda: list(stream()), lambda: DataLoader(TensorDataset(torch.zeros(5, 3))), lambda: [torch.zeros(3)]],
+    ids=["chunks", "DataLoader", "tensors"],
+)
+def test_what_is_no_stream_is_refused(data: Callable[[], Any]) -> None:
+    with pytest.raises(DataError, match="expected a stretch of a stream"):
+        trainer_of()[0].run(data())
+
+
+def test_a_stream_set_in_the_middle_of_a_run_needs_its_loader() -> None:
+    trainer, _, _ = trainer_of()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.set_data(stream()))
+    with pytest.raises(DataError, match="hands out a Chunk"):
+        trainer.run(stream())
+    trainer, net, _ = trainer_of()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.set_data(Loader(stream(seed=4))))
+    trainer.run(stream(), max_epochs=2)
+    assert not same(weights(net), by_hand("truncated", 2)[0])
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="amp_mode='amp'"):
+        trainer_of(scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(DataError, match="chunks=0"):
+        trainer_of(chunks=0)[0].run(stream())
+
+
+def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, net, optimizer = trainer_of(chunks=2)
+    evaluator = create_stream_evaluator(net, {"mse": MeanSquaredError()})
+    check, scores = stream(seed=None), list[float]()
+
+    def evaluate() -> None:
+        scores.append(evaluator.run(check).metrics["mse"])
+
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluate)
+    evaluator.add_event_handler(Events.COMPLETED, EarlyStopping(2, lambda _: 1.0, trainer))
+    keeper = ModelCheckpoint(str(tmp_path), "best", n_saved=1, score_function=lambda e: -e.state.metrics["mse"])
+    evaluator.add_event_handler(Events.COMPLETED, keeper, {"net": net})
+    RunningAverage(output_transform=lambda loss: loss).attach(trainer, "loss")
+    ProgressBar(persist=True).attach(trainer, ["loss"])
+    rates: list[float] = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())  # noqa: PLW0108  # bare, it would be given the engine as its epoch
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: rates.append(optimizer.param_groups[0]["lr"]))
+    state: Any = trainer.run(stream(), max_epochs=10)
+    assert state.epoch == len(scores) == 3  # of ten: the score never gets better
+    assert len(list(tmp_path.glob("best*.pt"))) == 1
+    assert "loss=" in capsys.readouterr().err
+    assert len(rates) == state.updates
+    assert abs(rates[-1] / (0.01 * 0.9**state.updates) - 1) < 1e-9
+
+
+def labelled(missing: float, seed: int = 1) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    found: list[dict[str, Tensor]] = []
+    for n in LENGTHS:
+        targets = torch.randint(0, 2, (n,), generator=draw)
+        targets[torch.rand(n, generator=draw) < missing] = -100
+        targets[: n // 2 if missing else 0] = -100  # whole chunks without any
+        found.append({"inputs": torch.randn(n, 3, generator=draw).double(), "targets": targets})
+    return found
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
+    torch.manual_seed(2)
+    net = tt.carry(nn.Sequential(nn.GRU(3, 6), nn.Dropout(0.5), nn.Linear(6, 2)).double())
+
+    def data(chunk: int = 7) -> tt.Stream:
+        return tt.Stream(labelled(missing), lanes=2, chunk=chunk)
+
+    expected = tt.evaluate(net, data(), nn.CrossEntropyLoss(), score=tt.score.Classification(("no", "yes")))
+    evaluator = create_stream_evaluator(net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()})
+    found = evaluator.run(data()).metrics
+    assert abs(found["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
+    assert abs(found["accuracy"] - expected.figures["accuracy"]) < 1e-6
+    assert all(module.training for module in net.modules())
+    again = evaluator.run(data(chunk=3)).metrics  # other chunks, and another number of them
+    assert abs(again["loss"] - expected.loss) < 1e-6
+    cold = torch.cat([net(c.inputs, net.initial_state(2))[0][c.mask] for c in data()])  # a state that forgets is seen
+    targets = torch.cat([c.targets[c.mask] for c in data() if c.targets is not None])
+    assert abs(nn.functional.cross_entropy(cold, targets).item() - expected.loss) > 1e-3
+
+
+def test_one_column_is_not_broadcast_against_its_targets() -> None:
+    net = net_of()
+    found = create_stream_evaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
+    assert abs(found - tt.evaluate(net, stream(), nn.MSELoss()).loss) < 1e-6
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing() -> None:
+    trainer, net, _ = trainer_of("horizon", net_of("dropout"))
+    evaluator, other = create_stream_evaluator(net, {"mse": MeanSquaredError()}), stream()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(other))
+    trainer.run(stream(), max_epochs=2)
+    assert same(weights(net), by_hand("horizon", 2, net_of("dropout"))[0])
+    trainer, net, _ = trainer_of()
+    mine = stream()
+    evaluator = create_stream_evaluator(net)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(mine))
+    with pytest.raises(DataError, match="Stream of its own"):
+        trainer.run(mine)
+
+
+def test_an_evaluation_is_one_epoch_of_a_stream_with_targets() -> None:
+    evaluator = create_stream_evaluator(net_of())
+    with pytest.raises(DataError, match=r"expected a tt\.Stream"):
+        evaluator.run([torch.zeros(3)])
+    with pytest.raises(ConfigError, match="one whole epoch"):
+        evaluator.run(stream(), max_epochs=2)
+    with pytest.raises(ConfigError, match="epoch_length"):
+        evaluator.run(stream(), epoch_length=2)
+    with pytest.raises(DataError, match=r"tt\.predict"):
+        evaluator.run(tt.Stream([{"inputs": r["inputs"]} for r in recordings()], 2, 10))
