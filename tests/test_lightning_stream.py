@@ -202,7 +202,7 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
     "forget",
     [
         lambda saved: saved.pop("throughtime"),
-        lambda saved: of(saved).update(random=torch.get_rng_state()),
+        lambda saved: of(saved).update(random=[torch.get_rng_state()]),
         lambda saved: of(saved)["updates"].update(edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])),
     ],
     ids=["all", "random", "state"],
