@@ -4,6 +4,7 @@ from throughtime import score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
 from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
+from throughtime.kernels import linear_scan
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
 from throughtime.probe import Audit, Reach, audit, reach
 from throughtime.stream import Recording, Stream
@@ -31,6 +32,7 @@ __all__ = [
     "audit",
     "carry",
     "evaluate",
+    "linear_scan",
     "predict",
     "reach",
     "rollout",

@@ -16,9 +16,23 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.contracts import Contract, contract_of, leaf_names
-from throughtime.errors import DataError, StateError, ThroughtimeError
+from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.state import State
 
+WRAPPERS = {  # by name: to import FullyShardedDataParallel takes longer than all of throughtime
+    "DistributedDataParallel": (
+        "it adds gradients up at every backward pass, counts every rank the same however many valid steps it has, and never sees the "
+        "gradient of tt.Exact, which comes from torch.autograd.grad. The ranks of tt.updates add gradients up themselves, once per update"
+    ),
+    "FullyShardedDataParallel": (
+        "it adds gradients up at every backward pass, and ranks that reset at other steps make other numbers of them. The ranks of "
+        "tt.updates add gradients up themselves, once per update"
+    ),
+    "DataParallel": (
+        "it cuts every batch up between devices, lanes from their states. Start one process for each device, torchrun --nproc-per-node N, "
+        "and the ranks of tt.updates add gradients up themselves"
+    ),
+}
 CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
 
 
@@ -148,8 +162,8 @@ def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
             else time first. Layers of torch.nn know it themselves. A carried module is time first always.
 
     Raises:
-        ModelError: a bidirectional layer, a module without any state that could be carried, or layers
-            that disagree about `batch_first`.
+        ModelError: a bidirectional layer, a module without any state that could be carried, layers
+            that disagree about `batch_first`, or a wrapper for several devices such as DistributedDataParallel.
 
     Example:
         >>> import torch, throughtime as tt
@@ -160,7 +174,24 @@ def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
     """
     if isinstance(module, Carried):
         return module
+    check_bare(module)
     return Carried(module, contract_of(module, batch_first))
+
+
+def check_bare(net: nn.Module) -> None:
+    """Refuses wrappers of torch that put a module on several devices: their gradients would not be those of one net on one stream.
+
+    Raises:
+        ModelError: there is one; with the module to hand instead.
+    """
+    for name, module in net.named_modules():
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in WRAPPERS and c.__module__.startswith("torch.")), None)
+        if kind is not None:
+            where = f"module '{name}' of the net" if name else "the net"
+            raise ModelError(
+                f"{where} is wrapped in {kind}: {WRAPPERS[kind]}. Hand the bare module: net = tt.carry(wrapped.module), or leave the "
+                "wrapper out"
+            )
 
 
 def _check_lanes(x: Tensor, state: State) -> None:

@@ -6,8 +6,9 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 import math
 from collections import Counter
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 from throughtime.gradient import LossFn, Objective
-from throughtime.ranks import ranks_of
+from throughtime.ranks import gathered, ranks_of, shards_of
 from throughtime.score import Figures, Score
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
@@ -243,10 +244,12 @@ class Predictor:
         self.net, self.lanes, self.state = net, lanes, state
         weight = next(net.parameters(), None)
         self.device = torch.device("cpu") if weight is None else weight.device
+        shards = shards_of(net)
+        self._whole = partial(gathered, net, shards) if shards else nullcontext
 
     def __call__(self, inputs: Tensor, resets: Tensor | None = None) -> Tensor:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`; `resets` `(T, B)` marks lanes that start a recording."""
-        with running(self.net):
+        with self._whole(), running(self.net):
             if self.state is None:
                 self.state = self.net.initial_state(self.lanes, like=inputs)
             outputs, self.state = self.net(inputs, self.state, resets)

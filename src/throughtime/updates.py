@@ -100,6 +100,12 @@ class Updates(Iterator[Update]):
         self._finished = self._broken = False
 
     def __next__(self) -> Update:
+        if not self._ranks.shards:  # the usual case
+            return self._next()
+        with self._ranks.whole(self._net):
+            return self._next()
+
+    def _next(self) -> Update:
         if self._finished:
             raise StopIteration
         if self._broken:

@@ -1,0 +1,380 @@
+"""Accelerate: the weights of the plain loop, with its accumulation, mixed precision, scheduler, checkpoints and processes.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, broadcast_object_list
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import throughtime as tt
+from processes import free_port, in_processes
+from strategies import apart, recordings
+from throughtime.errors import ConfigError, DataError, MissingExtraError
+from throughtime.integrations.accelerate import prepare, updates
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
+LENGTHS = (40, 25, 53, 8, 3, 29, 15)
+STRIDE, COUNT = 7, 50
+LOSS = nn.MSELoss()
+STEEP = 64.0
+
+
+@pytest.fixture(autouse=True)
+def apart_from_other_tests() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def steep(outputs: Tensor, targets: Tensor) -> Tensor:
+    """So steep that a scale of 2**127 overflows in float32."""
+    return STEEP * LOSS(outputs, targets)
+
+
+def parts(
+    dtype: torch.dtype = torch.float64, lr: float = 0.5
+) -> tuple[tt.Carried, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.7)
+
+
+def stream(lanes: int = 4, dtype: torch.dtype = torch.float64) -> tt.Stream:
+    return tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10, dtype=dtype)
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in net.named_parameters()}
+
+
+def accelerated(
+    accelerator: Accelerator,
+    lanes: int = 4,
+    dtype: torch.dtype = torch.float64,
+    gradient: Any = None,
+    max_norm: float = 0.05,
+    count: int = COUNT,
+) -> dict[str, Any]:
+    """Weights and learning rate after so many updates with the adapter."""
+    net, optimizer, scheduler = prepare(accelerator, *parts(dtype))
+    run, done = updates(accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or tt.Truncated(STRIDE)), 0
+    while done < count:
+        for _ in run:
+            accelerator.clip_grad_norm_(net.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            done += 1
+            if done == count:
+                break
+    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
+
+
+def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
+    """The same by plain autograd: the squares of so many strides over their valid steps, states detached between strides."""
+    net, optimizer, scheduler = parts()
+    played, done = tt.Stream(recordings(LENGTHS, outputs=1), 4, STRIDE), 0
+    while done < COUNT:
+        chunks, state = list(played), net.initial_state(4)
+        for group in (chunks[i : i + several] for i in range(0, len(chunks), several)):
+            losses: list[Tensor] = []
+            for chunk in group:
+                y, state = net(chunk.inputs, tt.state.detach(state), chunk.resets)
+                losses.append((y[chunk.mask].flatten() - chunk.rows(y)[1].flatten()).square().sum())
+            valid = [chunk.valid for chunk in group]
+            (sum(losses) / sum(valid) if weighed else sum(map(torch.div, losses, valid)) / len(group)).backward()  # pyright: ignore[reportAttributeAccessIssue]  # a sum of tensors is one
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            done += 1
+            if done == COUNT:
+                break
+    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
+
+
+@pytest.mark.parametrize("several", [1, 4])
+def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: int) -> None:
+    found, expected = accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several)), by_hand(several)
+    assert apart(found["weights"], expected["weights"]) < 1e-12
+    assert found["lr"] == expected["lr"] == [0.5 * 0.7**5]
+    wrong = by_hand(several, weighed=False) if several > 1 else by_hand(2)
+    assert apart(wrong["weights"], expected["weights"]) > 1e-4
+
+
+def half(*, autocast: bool) -> dict[str, Tensor]:
+    """The plain loop of updates in float32, under torch's autocast or not."""
+    net, optimizer, scheduler = parts(torch.float32)
+    played, done = stream(dtype=torch.float32), 0
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+        while done < COUNT:
+            for _ in tt.updates(net, played, LOSS, gradient=tt.Truncated(STRIDE, 15)):
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                done += 1
+                if done == COUNT:
+                    break
+    return weights(net)
+
+
+def test_mixed_precision_is_that_of_torch_autocast() -> None:
+    found = accelerated(Accelerator(cpu=True, mixed_precision="bf16"), dtype=torch.float32, gradient=tt.Truncated(STRIDE, 15))
+    assert apart(found["weights"], half(autocast=True)) < 1e-6
+    assert apart(found["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
+
+
+def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
+    """The plain loop with a scaler; the scheduler steps where the optimizer did, or, a mutant, always."""
+    net, optimizer, scheduler = parts(torch.float32, 0.5 / STEEP)
+    scaler, done, played = torch.amp.GradScaler("cpu", init_scale=scale), 0, stream(dtype=torch.float32)
+    while done < COUNT:
+        for _ in tt.updates(net, played, steep, gradient=tt.Truncated(STRIDE), scaler=scaler):
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if always or scaler.get_scale() >= before:
+                scheduler.step()
+            done += 1
+            if done == COUNT:
+                break
+    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**127])
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # of the mutant, whose first steps overflow
+def test_gradients_go_through_the_scaler_and_a_step_that_overflows_moves_no_schedule(scale: float) -> None:
+    """Accelerate makes its scaler on GPUs only; a real one for CPUs stands in its place."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    net, optimizer, scheduler = prepare(accelerator, *parts(torch.float32, 0.5 / STEEP))
+    run, done, skipped = updates(accelerator, net, stream(dtype=torch.float32), steep, gradient=tt.Truncated(STRIDE)), 0, 0
+    while done < COUNT:
+        for _ in run:
+            optimizer.step()
+            skipped += accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+            scheduler.step()
+            done += 1
+            if done == COUNT:
+                break
+    expected = scaled_by_hand(scale)
+    assert apart(weights(net), expected["weights"]) < 1e-6
+    assert scheduler.get_last_lr() == expected["lr"]
+    if scale > 2**100:
+        assert 0 < skipped < COUNT / 2
+        assert apart(scaled_by_hand(scale, always=True)["weights"], expected["weights"]) > 1e-4
+
+
+def test_a_net_is_moved_and_known_but_not_wrapped() -> None:
+    accelerator = Accelerator(cpu=True)
+    net, optimizer, _ = parts()
+    prepared = prepare(accelerator, net, optimizer)
+    assert prepared[0] is net
+    assert prepared[2] is None
+    assert prepared[1].optimizer is optimizer
+    assert accelerator.unwrap_model(net) is net
+
+
+def test_accumulate_around_the_body_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net, optimizer, _ = prepare(accelerator, *parts())
+    run = iter(updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE)))
+    next(run)
+    with accelerator.accumulate(net):
+        optimizer.step()
+    with pytest.raises(ConfigError, match=r"accelerator.accumulate.* leave it out"):
+        next(run)
+
+
+def test_an_accelerator_that_compiles_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"compiles the net.* leave dynamo_backend"):
+        prepare(Accelerator(cpu=True, dynamo_backend="eager"), *parts())
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA])
+def test_accelerators_that_shard_are_refused(kind: DistributedType) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = kind
+    with pytest.raises(ConfigError, match=rf"of type {kind.name}, which adds up or shards"):
+        prepare(accelerator, *parts())
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "throughtime.integrations.accelerate")
+    with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[accelerate\]'"):
+        importlib.import_module("throughtime.integrations.accelerate")
+
+
+def stretch(accelerator: Accelerator, folder: Path, lanes: int, first: int, last: int) -> dict[str, Tensor]:
+    """Weights after update number `last`, in new objects that go on from the folder if it is there; else it is written."""
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()  # what a new process would not have
+    net, optimizer, scheduler = prepare(accelerator, *parts())
+    run, done = updates(accelerator, net, stream(lanes), LOSS, gradient=tt.Truncated(STRIDE, 15)), first
+    accelerator.register_for_checkpointing(run)
+    if first:
+        torch.manual_seed(9)  # another state than the one that was saved
+        accelerator.load_state(str(folder))
+    while done < last:
+        for _ in run:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            done += 1
+            if done == last:
+                break
+    if not first:
+        accelerator.save_state(str(folder))
+        accelerator.wait_for_everyone()
+    return weights(net)
+
+
+def stopped(accelerator: Accelerator, folder: Path, lanes: int) -> dict[str, Tensor]:
+    """Weights of a training that was stopped and resumed by `save_state` and `load_state`."""
+    stretch(accelerator, folder, lanes, 0, 23)
+    return stretch(accelerator, folder, lanes, 23, COUNT)
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=several)
+    whole = stretch(accelerator, tmp_path / "whole", 4, 0, COUNT)
+    assert apart(stopped(accelerator, tmp_path / "law", 4), whole) == 0
+    with mock.patch("throughtime.integrations.accelerate.Epochs.load_state_dict"):  # a mutant: no place
+        assert apart(stopped(accelerator, tmp_path / "mutant", 4), whole) > 1e-6
+
+
+def test_places_of_another_number_of_processes_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    net, _, _ = prepare(accelerator, *parts())
+    run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
+    place = run.state_dict()["places"][0]
+    with pytest.raises(DataError, match=r"places of 2 processes, .* and there are 1: start as many again"):
+        run.load_state_dict({"places": [place, place]})
+
+
+def nothing_before() -> None:
+    """Streams are made where the group is up."""
+
+
+def bare_places(accelerator: Accelerator, folder: Path) -> str:
+    """What is said where Accelerate writes only the place of the first process, as it does with whatever is registered."""
+    net, _, _ = prepare(accelerator, *parts())
+    run = tt.updates(net, stream(2), LOSS, gradient=tt.Truncated(STRIDE))
+    accelerator.register_for_checkpointing(run)
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.load_state(str(folder))
+    except DataError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def ranks_work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
+    """The process group is up; Accelerate finds the rest where a launcher leaves it."""
+    del before
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    accelerator = Accelerator(cpu=True)
+    yield "processes", accelerator.num_processes
+    for several in (1, 4):
+        accelerator.gradient_accumulation_steps = several
+        yield f"by {several}", accelerated(accelerator, 2)
+    accelerator.gradient_accumulation_steps = 1
+    for_each = property(lambda _: False, lambda *_: None)
+    with mock.patch("accelerate.scheduler.AcceleratedScheduler.split_batches", for_each, create=True):
+        yield "mutant", accelerated(accelerator, 2)
+    with TemporaryDirectory() as mine:
+        (first,) = broadcast_object_list([mine])
+        yield "whole", stretch(accelerator, Path(first) / "whole", 2, 0, COUNT)
+        yield "resumed", stopped(accelerator, Path(first) / "resumed", 2)
+        accelerator.free_memory()
+        accelerator._custom_objects.clear()
+        yield "bare", bare_places(accelerator, Path(first) / "bare")
+        accelerator.wait_for_everyone()
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    return in_processes(2, nothing_before, ranks_work)
+
+
+@pytest.mark.parametrize("several", [1, 4])
+def test_two_processes_give_the_weights_and_the_schedule_of_one(several: int) -> None:
+    expected = accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several))
+    for told in found():
+        assert told["processes"] == 2
+        assert apart(told[f"by {several}"]["weights"], expected["weights"]) < 1e-12
+        assert told[f"by {several}"]["lr"] == expected["lr"]
+
+
+def test_a_schedule_that_steps_for_every_process_is_found() -> None:
+    for told in found():
+        assert told["mutant"]["lr"] == [pytest.approx(0.5 * 0.7**10)]
+        assert apart(told["mutant"]["weights"], told["by 1"]["weights"]) > 1e-4
+
+
+def test_two_processes_resume_to_the_bit() -> None:
+    for told in found():
+        assert apart(told["resumed"], told["whole"]) == 0
+
+
+def test_a_place_that_only_the_first_process_wrote_would_be_refused() -> None:
+    first, second = found()
+    assert first["bare"] == "nothing was refused"
+    assert "rank is 0 there and 1 here" in second["bare"]
+
+
+@pytest.mark.slow
+def test_the_recipe_stopped_and_resumed_on_two_processes_gives_the_weights_of_one(tmp_path: Path) -> None:
+    def launched(updates: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+        agent = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(free_port()),
+        ]
+        given = [str(EXAMPLE), "--cpu", "--updates", str(updates), "--every", "20", "--checkpoints", str(folder)]
+        around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run([sys.executable, *agent, *given], env=around, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return load_file(max(folder.glob("update-*")) / "model.safetensors")
+
+    one, two = launched(60, 1, tmp_path / "one"), launched(60, 2, tmp_path / "two")
+    assert apart(two, one) < 1e-6
+    for later in ("update-00000040", "update-00000060"):  # as if it had been ended after update 20
+        shutil.rmtree(tmp_path / "two" / later)
+    assert apart(launched(60, 2, tmp_path / "two"), two) == 0

@@ -1,0 +1,303 @@
+"""Ranks started by torchrun, through `examples/torchrun.py`: the weights of one process, and a rank that is killed.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Never
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+from torch import distributed, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import throughtime as tt
+from processes import free_port, in_processes
+from strategies import apart, recordings
+from throughtime.errors import ModelError, RunError
+from throughtime.gradient.policy import Policy
+from throughtime.ranks import answered
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun.py"
+SURROUNDINGS = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PATIENCE = 120.0  # seconds; nothing waits for them but a test that fails
+UPDATES = 50
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def group_of_one() -> Generator[None]:
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def launched(checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: str = "truncated") -> list[str]:
+    """The command: torchrun, two ranks, on loopback."""
+    agent = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    given = ["--checkpoint", str(checkpoint), "--updates", str(updates), "--gradient", gradient]
+    return [sys.executable, *agent, *flags, str(EXAMPLE), *given]
+
+
+def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated") -> dict[str, Any]:
+    """What the checkpoint holds after training on two ranks."""
+    command = launched(checkpoint, updates=updates, gradient=gradient)
+    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(checkpoint)
+
+
+def alone(checkpoint: Path, gradient: str, lanes: int = 4) -> dict[str, Any]:
+    """What it holds after training in this process, on as many lanes."""
+    example = loaded(EXAMPLE)
+    with group_of_one(), mock.patch.object(example, "LANES", lanes):
+        example.train(checkpoint, UPDATES, example.POLICIES[gradient], UPDATES)
+    return torch.load(checkpoint)
+
+
+@pytest.mark.parametrize("gradient", ["truncated", pytest.param("exact", marks=pytest.mark.slow)])
+def test_two_ranks_of_torchrun_give_the_weights_of_one_process(gradient: str, tmp_path: Path) -> None:
+    found, expected = on_two(tmp_path / "two.pt", gradient=gradient), alone(tmp_path / "one.pt", gradient)
+    assert found["done"] == expected["done"] == UPDATES
+    assert apart(found["net"], expected["net"]) < 1e-6
+    assert len(found["places"]) == 2
+    assert apart(found["net"], alone(tmp_path / "half.pt", gradient, lanes=2)["net"]) > 1e-3  # a mutant: half of the lanes
+
+
+@pytest.mark.slow
+def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process(tmp_path: Path) -> None:
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "7", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(EXAMPLE)]
+    command += ["--checkpoint", str(tmp_path / "two.pt"), "--updates", str(UPDATES)]
+    agents = [Started(subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True)) for _ in range(2)]
+    ends = [agent.ended() for agent in agents]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert apart(torch.load(tmp_path / "two.pt")["net"], alone(tmp_path / "one.pt", "truncated")["net"]) < 1e-6
+
+
+def test_the_scripts_that_the_page_starts_exist_and_know_its_flags() -> None:
+    page = (EXAMPLE.parent.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
+    started = re.findall(r"(examples/\w+\.py)((?: --\w+(?: \d+)?)*)", page)
+    assert {script for script, _ in started} >= {"examples/torchrun.py", "examples/fsdp2.py", "examples/accelerate_train.py"}
+    for script, flags in started:
+        known = (EXAMPLE.parent.parent / script).read_text(encoding="utf-8")
+        assert all(f'"{flag}"' in known for flag in re.findall(r"--\w+", flags)), flags
+
+
+@dataclass
+class Started:
+    """One process, started by hand, so that its exit and what it says can be told from those of the others."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def of(cls, rank: int, port: int, checkpoint: Path) -> "Started":
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(EXAMPLE), "--checkpoint", str(checkpoint), "--updates", "1000000"]
+        return cls(subprocess.Popen(command, env=SURROUNDINGS | place, stderr=subprocess.PIPE, text=True))
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit and what it said; killed, by its own id, where it does not end."""
+        try:
+            _, said = self.process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, said = self.process.communicate()
+            raise AssertionError(f"the process did not end: {said}") from None
+        return self.process.returncode, said
+
+
+def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not there():
+        assert running.poll() is None, "the process ended before it was to be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
+    """The checkpoint of two ranks of which the second was killed in the middle, and how each ended."""
+    checkpoint, port = tmp_path_factory.mktemp("killed") / "checkpoint.pt", free_port()
+    ranks = [Started.of(rank, port, checkpoint) for rank in range(2)]
+    try:
+        wait_for(checkpoint.exists, ranks[0].process)
+    finally:
+        ranks[1].process.send_signal(signal.SIGKILL)
+    return checkpoint, [rank.ended() for rank in ranks]
+
+
+def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(killed: tuple[Path, list[tuple[int, str]]]) -> None:
+    _, ((first, said), (second, _)) = killed
+    assert second == -signal.SIGKILL
+    assert first == 1
+    assert "throughtime.errors.RunError: another rank did not answer: it has ended" in said
+    assert "Start all ranks again from the last checkpoint" in said
+    assert "Connection closed by peer" in said or "Connection reset by peer" in said  # what gloo said, kept as the cause
+
+
+def test_only_what_the_process_group_says_is_told_as_a_lost_rank() -> None:
+    with pytest.raises(RunError, match=r"another rank did not answer.*\(Connection closed\)") as told, answered():
+        raise RuntimeError("Connection closed\nby peer")
+    assert isinstance(told.value.__cause__, RuntimeError)
+    with pytest.raises(ZeroDivisionError), answered():
+        _ = 1 // 0
+
+
+@pytest.mark.slow
+def test_resuming_after_the_kill_gives_the_weights_of_an_uninterrupted_run_to_the_bit(
+    killed: tuple[Path, list[tuple[int, str]]], tmp_path: Path
+) -> None:
+    checkpoint, _ = killed
+    before = torch.load(checkpoint)
+    last = before["done"] + 33
+    resumed, whole = on_two(checkpoint, updates=last), on_two(tmp_path / "whole.pt", updates=last)
+    assert resumed["done"] == whole["done"] == last
+    assert apart(resumed["net"], whole["net"]) == 0
+    assert apart(before["net"], whole["net"]) > 1e-3
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint, last = tmp_path / "restarted.pt", 400
+    command = launched(checkpoint, "--max-restarts", "1", updates=last)
+    agent = subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True)
+    wait_for(checkpoint.exists, agent)
+    (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
+    second.kill()
+    _, said = agent.communicate(timeout=PATIENCE)
+    assert agent.returncode == 0, said
+    assert "Signal 9 (SIGKILL)" in said or "exitcode: -9" in said
+    assert apart(torch.load(checkpoint)["net"], on_two(tmp_path / "whole.pt", updates=last)["net"]) == 0
+
+
+class Breaks:
+    """Content that fails when it is half written."""
+
+    def __reduce__(self) -> Never:
+        raise OSError("no space left")
+
+
+def test_a_checkpoint_that_is_half_written_leaves_the_one_before_whole(tmp_path: Path) -> None:
+    save, path = loaded(EXAMPLE).save, tmp_path / "checkpoint.pt"
+    save({"done": torch.arange(3)}, path)
+    with pytest.raises(OSError, match="no space left"):
+        save({"done": torch.arange(10_000), "rest": Breaks()}, path)
+    assert torch.load(path)["done"].tolist() == [0, 1, 2]
+    with pytest.raises(OSError, match="no space left"):  # a mutant: straight into the file
+        torch.save({"done": torch.arange(10_000), "rest": Breaks()}, path)
+    with pytest.raises(RuntimeError, match=r"PytorchStreamReader|unexpected"):
+        torch.load(path)
+
+
+def nothing_before() -> None:
+    """The stream is made where the group is up."""
+
+
+POLICIES: dict[str, Policy] = {
+    "stride": tt.Truncated(7),
+    "horizon": tt.Truncated(7, 15),
+    "exact": tt.Exact(chunk=5),
+    "segment": tt.Exact(segment=20, chunk=5),
+}
+
+
+UNEQUAL, EQUAL = (40, 25, 53, 8, 3, 29, 15), (40, 40, 40, 40)
+
+
+def messages(policy: Policy, accumulate: int = 1, lengths: tuple[int, ...] = UNEQUAL, *, every_backward: bool = False) -> list[int]:
+    """How many times ranks added something up for each update; a mutant adds gradients up at every backward pass."""
+    torch.manual_seed(0)
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
+    stream = tt.Stream(recordings(lengths, outputs=1), 2, 10)
+    with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as sent:
+        if every_backward:
+            for weight in net.parameters():
+                weight.register_hook(lambda gradient: distributed.all_reduce(gradient.contiguous()))
+        counts = [0] + [sent.call_count for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)]
+    return [after - before for before, after in pairwise(counts)]
+
+
+def counting(rank: int, before: None) -> Iterator[tuple[str, Any]]:
+    del rank, before
+    for name, policy in POLICIES.items():
+        yield name, messages(policy)
+    yield "accumulated", messages(POLICIES["horizon"], accumulate=4)
+    yield "mutant", messages(POLICIES["horizon"], 4, EQUAL, every_backward=True)  # of unequal lengths the ranks would not even meet
+
+
+def test_gradients_are_added_up_once_per_update_however_many_backward_passes_made_them() -> None:
+    """Twice means once for the number of valid steps and once for the gradients."""
+    for told in in_processes(2, nothing_before, counting):
+        for name in (*POLICIES, "accumulated"):
+            assert set(told[name]) == {2}, name
+        assert len(told["segment"]) > 2
+        assert max(told["mutant"]) > 2
+
+
+def wrapped(kind: str, module: nn.Module) -> nn.Module:
+    if kind == "DistributedDataParallel":
+        return nn.parallel.DistributedDataParallel(module)
+    return nn.DataParallel(module) if kind == "DataParallel" else FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def lstm() -> nn.Module:
+    return nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))
+
+
+def stream() -> tt.Stream:
+    return tt.Stream({"inputs": torch.randn(40, 3), "targets": torch.randn(40)}, lanes=1, chunk=10)
+
+
+def check_refused(kind: str) -> None:
+    refused = rf"is wrapped in {kind}: .*ranks of tt.updates add gradients up themselves"
+    with group_of_one():
+        for make in (
+            lambda: tt.carry(wrapped(kind, lstm())),
+            lambda: tt.carry(nn.Sequential(wrapped(kind, nn.LSTM(3, 4)), nn.Linear(4, 1))),
+            lambda: tt.updates(wrapped(kind, tt.carry(lstm())), stream(), nn.MSELoss(), gradient=tt.Truncated(10)),  # pyright: ignore[reportArgumentType]  # what is refused
+        ):
+            with pytest.raises(ModelError, match=refused) as told:
+                make()
+            assert "Hand the bare module: net = tt.carry(wrapped.module)" in str(told.value)
+        bare = wrapped(kind, net := tt.carry(lstm())).module
+        assert bare is net
+
+
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "DataParallel"])
+def test_wrappers_for_several_devices_are_refused_with_the_line_to_write(kind: str) -> None:
+    check_refused(kind)
+
+
+@pytest.mark.slow
+def test_the_first_kind_of_fsdp_is_refused_too() -> None:
+    """In a process of its own: torch keeps such nets, and nodes of their graphs, for ever."""
+    code = "import test_torchrun; test_torchrun.check_refused('FullyShardedDataParallel')"
+    around = SURROUNDINGS | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
