@@ -358,6 +358,19 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             Module(**wrong)
 
 
+class Forgetful(Module):
+    """Looks at gradients, as many do, and forgets who clips them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = optimizer
+
+
+def test_a_hook_that_takes_clipping_away_is_refused(tmp_path: Path) -> None:
+    assert torch.equal(fitted(tmp_path, Forgetful()), plain())
+    with pytest.raises(ConfigError, match=r"overridden without super\(\)"):
+        fitted(tmp_path, Forgetful(clip=1.0))
+
+
 def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
     trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))

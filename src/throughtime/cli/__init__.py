@@ -4,6 +4,7 @@ import sys
 from contextlib import suppress
 
 from throughtime.cli.app import app
+from throughtime.cli.ranks import tell
 from throughtime.errors import ThroughtimeError
 
 __all__ = ["app", "main"]
@@ -25,5 +26,5 @@ def main() -> None:
     try:
         app()
     except (ThroughtimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(error)
         sys.exit(2)

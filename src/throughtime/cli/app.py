@@ -1,20 +1,19 @@
 """The commands: train, eval, predict, audit, demo."""
 
 import re
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from throughtime import __version__
 from throughtime import state as trees
 from throughtime.cli.audit import horizons_in, print_audit
 from throughtime.cli.numbers import numbers_in
-from throughtime.cli.progress import Progress, duration
+from throughtime.cli.ranks import team_of
+from throughtime.cli.screen import out, print_scores
+from throughtime.cli.training import train_through
 from throughtime.errors import ConfigError
 from throughtime.report import of_demo, of_run
 from throughtime.run import demo as demos
@@ -26,7 +25,6 @@ from throughtime.run.model import load_model
 from throughtime.run.threads import one_thread, small
 from throughtime.run.train import Training, begin
 from throughtime.run.write import initial_state, open_recording, predict_to_file
-from throughtime.score import Figures
 
 app = typer.Typer(
     name="throughtime",
@@ -36,8 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help texts name their defaults in brackets
 )
-_SHOWN = 40  # recordings in a table of scores
-out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns and files may hold brackets
 
 
 def _version(asked: bool) -> None:
@@ -77,7 +73,7 @@ def train(  # every setting is a flag
     model: Annotated[str | None, typer.Option(help="lstm, gru or rnn. [default: lstm]")] = None,
     hidden: Annotated[int | None, typer.Option(help="Width of the recurrent layers. [default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help="How many of them. [default: 1]")] = None,
-    lanes: Annotated[int | None, typer.Option(help="Recordings played side by side. [default: 16]")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Recordings played side by side, on all ranks together. [default: 16]")] = None,
     stride: Annotated[int | None, typer.Option(help="Steps between two updates. [default: 100]")] = None,
     horizon: Annotated[int | None, typer.Option(help="Steps that credit may flow back, at least the stride. [default: the stride]")] = None,
     exact: Annotated[
@@ -110,6 +106,11 @@ def train(  # every setting is a flag
     seed: Annotated[int | None, typer.Option(help="Draws weights and order. [default: 0]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cpu]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or float64. [default: float32]")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="single: one process; ddp: several share the lanes (needs Lightning). [default: single]")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="With ddp: processes on each node, or its GPUs. [default: 1]")] = None,
+    nodes: Annotated[int | None, typer.Option(help="With ddp: machines. [default: 1]")] = None,
     run: Annotated[Path | None, typer.Option("--out", help="The run folder. [default: runs/NAME-OF-DATA]")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with the same settings as keys; flags win.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")] = None,
@@ -124,14 +125,15 @@ def train(  # every setting is a flag
                 f"{', '.join(sorted(set(flags) - {'updates', 'epochs'})) or '--config'}. "
                 "Only --updates or --epochs may be given, to train on to another end."
             )
-        training = Training.resume(resume, updates=updates, epochs=epochs)
+        with team_of(Folder(resume).read_config()) as team:
+            train_through(Training.resume(resume, updates=updates, epochs=epochs, team=team))
     else:
         settings = (read_toml(config) if config is not None else {}) | flags
         if "data" in settings:
             settings.setdefault("out", f"runs/{Path(str(settings['data'])).resolve().stem}")
-        training = begin(make_config(settings, source=str(config or "the command line")))
-    _announce(training)
-    _go(training)
+        resolved = make_config(settings, source=str(config or "the command line"))
+        with team_of(resolved) as team:
+            train_through(begin(resolved, team))
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -141,79 +143,6 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     if re.fullmatch(r"-?[0-9]+", flags.get("workers", "")):
         flags["workers"] = int(flags["workers"])
     return flags
-
-
-def _announce(training: Training) -> None:
-    prepared, spec = training.prepared, training.prepared.spec
-    steps = sum(map(len, prepared.train))
-    out.print(
-        f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks),
-        highlight=False,
-    )
-    inputs = ", ".join((*spec.inputs, *spec.static)) + (f", {spec.frame} rows a step" if spec.frame > 1 else "")
-    outputs = f"classes {', '.join(spec.classes)}" if spec.classes else f"targets {', '.join(spec.targets)}"
-    out.print(
-        f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}",
-        highlight=False,
-    )
-    if training.config.exact and training.config.segment is None:
-        count = training.epoch_updates
-        out.print(f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every N steps, credit cut between them")
-    if training.count:
-        out.print(f"resumed at update {training.count}")
-
-
-def _go(training: Training) -> None:
-    """Trains under a live line; Ctrl-C saves and stops."""
-    finished = training.finished
-
-    def stop(*_: object) -> None:
-        if training.stopping:
-            raise KeyboardInterrupt
-        training.stop()
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with one_thread(when=small(training.prepared.spec, training.config.lanes)), Progress(out) as progress:
-            for moment in training.go():
-                progress.show(moment)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    folder = training.folder
-    if finished:
-        out.print(
-            f"already finished at update {training.count}; to train on: throughtime train --resume {folder.path} --updates "
-            f"{2 * training.count}"
-        )
-    if not training.finished:
-        out.print(f"stopped at update {training.count}; go on with: throughtime train --resume {folder.path}")
-        raise typer.Exit(130)
-    valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
-    if valid:
-        figures = {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}
-        _print_scores("valid", figures, valid[-1]["recordings"], folder.metrics)
-    of_run.write_report(folder)
-    spent = f"{training.count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting for data"
-    out.print(f"{spent}; model, metrics and report.html are in {folder.path}")
-
-
-def _print_scores(split: str, together: Figures, recordings: dict[str, Figures], where: Path) -> None:
-    """Those of each recording, as far as a screen holds them, and of all together."""
-    many = f" ({len(recordings)}, each of them in {where})" if len(recordings) > _SHOWN else ""
-    table = Table(title=f"scores on the unbroken recordings of '{split}'{many}")
-    table.add_column("recording")
-    for name in together:
-        table.add_column(name, justify="right")
-    for recording, figures in () if many else recordings.items():
-        table.add_row(recording, *_cells(figures.values()))
-    table.add_section()
-    table.add_row("all steps together", *_cells(together.values()))
-    out.print(table)
-
-
-def _cells(values: Any) -> Sequence[str]:
-    return ["-" if value != value else f"{value:.4f}" for value in values]  # NaN is unlike itself
 
 
 @app.command(name="eval")
@@ -228,7 +157,7 @@ def evaluate(
     """Score a trained model on whole recordings, state carried, and put the scores into its report."""
     folder = Folder(run)
     split, found = assess(folder, data, split, missing)
-    _print_scores(split, found.figures, found.recordings, folder.scores(split))
+    print_scores(split, found.figures, found.recordings, folder.scores(split))
     out.print(f"{found.steps:,} frames scored; {folder.scores(split)} written")
     of_run.write_report(folder)
 

@@ -28,6 +28,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return _unpacked(*files.read(path, _KIND, "no checkpoint to go on from; begin the run again with another --out"))
 
 
+def copied(content: Any) -> Any:
+    """The content with its tensors copied to the CPU, each into memory of its own, to be sent to another process."""
+    if isinstance(content, Tensor):
+        return content.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if isinstance(content, dict):
+        return {key: copied(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(copied(value) for value in content)
+    return content
+
+
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The value as JSON, each tensor replaced by its number; JSON has no tuples and no keys but text."""
     if isinstance(value, Tensor):

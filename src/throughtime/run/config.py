@@ -27,6 +27,8 @@ _LEAST = {
     "updates": 1,
     "epochs": 1,
     "valid_every": 0,
+    "devices": 1,
+    "nodes": 1,
 }
 
 
@@ -49,7 +51,7 @@ class Config:
         model: the recurrent layer.
         hidden: its width.
         layers: how many of them.
-        lanes: recordings played side by side.
+        lanes: recordings played side by side, those of all ranks together.
         stride: steps between two updates.
         horizon: steps that credit may flow back; default: the stride.
         exact: the exact gradient of each recording or segment, in flat memory, instead of a truncated one; it has neither stride
@@ -74,6 +76,9 @@ class Config:
         seed: draws the weights and the order of the recordings.
         device: where to compute.
         dtype: of inputs and weights.
+        strategy: `single` is one process; `ddp` several, each with its share of the lanes, started or found by Lightning.
+        devices: with `ddp`, processes on each node: GPUs, or on a CPU just processes.
+        nodes: with `ddp`, how many machines.
         out: the run folder.
     """
 
@@ -113,6 +118,9 @@ class Config:
     seed: int = 0
     device: str = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
+    strategy: Literal["single", "ddp"] = "single"
+    devices: int = 1
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         values = [(name, getattr(self, name), least) for name, least in _LEAST.items()]
@@ -128,7 +136,7 @@ class Config:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:
             faults.append("updates and epochs are both given: one of them says when to stop")
-        faults += self._faults_of_gradient() + self._faults_of_labels() + self._faults_of_stream()
+        faults += self._faults_of_gradient() + self._faults_of_labels() + self._faults_of_stream() + self._faults_of_ranks()
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -181,6 +189,23 @@ class Config:
         if self.train_on == "windows":
             given = [name for name, value in ((f"offset={self.offset}", self.offset), ("hand_off", self.hand_off)) if value]
             faults += [f"{name} and train_on='windows' are both given: windows start at the same steps, from zero" for name in given]
+        return faults
+
+    def _faults_of_ranks(self) -> list[str]:
+        """What several processes do not go together with."""
+        if self.strategy == "single":
+            several = [f"{name}={value}" for name, value in (("devices", self.devices), ("nodes", self.nodes)) if value > 1]
+            return [f"{' and '.join(several)}: of several processes; add strategy='ddp' (--strategy ddp)"] if several else []
+        faults: list[str] = []
+        if self.device not in {"cpu", "cuda"}:
+            faults.append(f"device={self.device!r} with strategy='ddp': expected 'cpu', or 'cuda' and each process takes its own GPU")
+        ranks = self.devices * self.nodes
+        if ranks > 0 and self.lanes % ranks:
+            near = [str(n) for n in (self.lanes // ranks * ranks, (self.lanes // ranks + 1) * ranks) if n]
+            faults.append(
+                f"lanes={self.lanes} are those of all ranks together, and {ranks} ranks (devices={self.devices} on each of "
+                f"nodes={self.nodes}) play equally many: expected a multiple of {ranks}, such as {' or '.join(near)}"
+            )
         return faults
 
     def settings(self) -> dict[str, Any]:

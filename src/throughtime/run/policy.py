@@ -40,4 +40,4 @@ def updates_per_epoch(policy: Truncated | Exact, stream: Stream) -> int:
         return math.ceil(stream.steps / policy.stride)
     if policy.segment is not None:
         return math.ceil(stream.steps / policy.segment)
-    return len(stream.recordings) if stream.lanes == 1 else max(1, round(stream.steps / stream.unbroken()))
+    return len(stream.recordings) if stream.lanes * stream.shard.ranks == 1 else max(1, round(stream.steps / stream.unbroken()))

@@ -16,7 +16,7 @@ from throughtime.run.manifest import Files, find
 from throughtime.run.model import Spec
 from throughtime.run.opened import Opened, open_recordings
 from throughtime.run.survey import Survey, blocks, sorted_classes, survey
-from throughtime.stream import Recording, Stream
+from throughtime.stream import Recording
 
 _IDLE = 0.05  # of an epoch: more of it is worth a remark
 
@@ -133,9 +133,8 @@ def _of_frames(opened: Sequence[Opened], frame: int) -> list[str]:
     return remarks + ([f"{lost} intervals left out: they cover the last row of no frame of {frame}"] if lost else [])
 
 
-def of_idle(stream: Stream) -> list[str]:
-    """How much of the first epoch lanes have nothing to play, if it is much."""
-    share = stream.idle / (stream.steps * stream.lanes)
+def of_idle(share: float) -> list[str]:
+    """What share of the first epoch lanes have nothing to play, if it is much."""
     if share <= _IDLE:
         return []
     return [f"lanes are idle for {share:.0%} of an epoch: they are of different lengths (fewer --lanes waste less, and so do parts)"]

@@ -5,25 +5,28 @@ Shapes: `T` steps, `B` lanes.
 
 import math
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Never
 
 import torch
+from torch import Tensor
 
-from throughtime import files
+from throughtime import files, ranks
 from throughtime.carry import Carried
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
 from throughtime.predict import Evaluation, evaluate
-from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
+from throughtime.run.checkpoint import copied, load_checkpoint, save_checkpoint
 from throughtime.run.config import Config
 from throughtime.run.folder import Folder
 from throughtime.run.memory import peak_memory
 from throughtime.run.model import Spec, build, fit_statistics, loss_of, save_model
 from throughtime.run.policy import policy_of, settled, updates_per_epoch
 from throughtime.run.prepared import Prepared, of_idle, prepare
+from throughtime.run.team import ALONE, Team
 from throughtime.score import Figures
 from throughtime.stream import Recording, Stream, windows
 from throughtime.updates import Updates, updates
@@ -33,10 +36,10 @@ EVALUATION_CHUNK = 512
 
 
 def scored(net: Carried, spec: Spec, recordings: list[Recording], config: Config) -> Evaluation:
-    """Scores on unbroken recordings, as the model is deployed."""
+    """Scores on unbroken recordings, as the model is deployed; all of them on this rank."""
     stream = Stream(
         recordings, min(len(recordings), EVALUATION_LANES), EVALUATION_CHUNK, seed=None, warm_up=config.warm_up, dtype=spec.torch_dtype,
-        missing=config.missing,
+        missing=config.missing, rank=0, ranks=1,
     )  # fmt: skip
     return evaluate(net, stream, score=spec.score())
 
@@ -56,10 +59,13 @@ class Moment:
 
 
 class Training:
-    """A run in progress. Iterate `go()`; every `Moment` is a chance to print, or to stop and save."""
+    """A run in progress. Iterate `go()`; every `Moment` is a chance to print, or to stop and save.
 
-    def __init__(self, config: Config, prepared: Prepared, folder: Folder) -> None:
-        self.config, self.prepared, self.folder = config, prepared, folder
+    On several ranks each has its own, and all of them do the same; the first alone writes the folder.
+    """
+
+    def __init__(self, config: Config, prepared: Prepared, folder: Folder, team: Team = ALONE) -> None:
+        self.config, self.prepared, self.folder, self.team = config, prepared, folder, team
         torch.manual_seed(config.seed)
         self.net = build(prepared.spec)
         fit_statistics(self.net, prepared.found)
@@ -67,8 +73,9 @@ class Training:
         self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found.classes)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
         self.stream = self._stream()
-        self.prepared = replace(prepared, remarks=(*prepared.remarks, *of_idle(self.stream)))
-        self.policy = settled(policy_of(config), self.net, self.stream, self.loss_fn)
+        idle = sum(team.gathered(self.stream.idle)) / (self.stream.steps * config.lanes)
+        self.prepared = replace(prepared, remarks=(*prepared.remarks, *of_idle(idle)))
+        self.policy = team.first_does(lambda: settled(policy_of(config), self.net, self.stream, self.loss_fn))
         self.count = self.rows = self.frames = 0
         self.seconds = self._waited = 0.0
         self.total = self._total()
@@ -78,40 +85,48 @@ class Training:
         self._sum, self._sum_steps = torch.zeros((), dtype=prepared.spec.torch_dtype, device=config.device), 0
 
     @classmethod
-    def resume(cls, path: Path, *, updates: int | None = None, epochs: int | None = None) -> "Training":
+    def resume(cls, path: Path, *, updates: int | None = None, epochs: int | None = None, team: Team = ALONE) -> "Training":
         """The run in a folder, at its last checkpoint; at its start if it was ended before the first one.
 
         Args:
             path: the folder.
             updates: another end of the run than the one it was started with; so a finished run trains on.
             epochs: the same, in epochs.
+            team: as many ranks as the checkpoint was written by.
 
         Raises:
-            RunError: the folder holds no run.
+            RunError: the folder holds no run, or one of another number of ranks.
             DataError: the data are not those that the run was started with.
         """
-        folder = Folder(path)
-        config = folder.read_config()
-        further = updates is not None or epochs is not None
-        if further:
-            config = replace(config, updates=updates, epochs=epochs)
+        further = {} if updates is None and epochs is None else {"updates": updates, "epochs": epochs}
+        training = team.all_do(lambda: cls._at_checkpoint(Folder(path), further, team))
+        team.first_does(lambda: training.tidy(rewrite=bool(further)))
+        return training
+
+    @classmethod
+    def _at_checkpoint(cls, folder: Folder, further: Mapping[str, int | None], team: Team) -> "Training":
+        config = replace(folder.read_config(), **further)
         saved = load_checkpoint(folder.checkpoint) if folder.checkpoint.is_file() else None
-        training = cls(config, prepare(config), folder)
-        folder.sweep()
+        training = cls(config, prepare(config), folder, team)
         if saved is not None:
             training._load(saved)
-        folder.keep_metrics(training.rows)
         if further:
             training.finished = training._over()
-            files.write_atomically(folder.config, config.to_toml().encode())
         return training
+
+    def tidy(self, *, rewrite: bool) -> None:
+        """Takes away what was written after the checkpoint; all ranks have read it."""
+        self.folder.sweep()
+        self.folder.keep_metrics(self.rows)
+        if rewrite:
+            files.write_atomically(self.folder.config, self.config.to_toml().encode())
 
     def _stream(self) -> Stream:
         config, recordings = self.config, self.prepared.train
         played: list[Recording] = list(windows(recordings, config.stride)) if config.train_on == "windows" else recordings
         return Stream(
             played,
-            config.lanes,
+            config.lanes // self.team.count,
             config.stride,
             seed=config.seed,
             warm_up=config.warm_up,
@@ -144,9 +159,7 @@ class Training:
         """Trains to the end, or until `stop`: logs, evaluates and saves on the way, and yields a moment with every log line."""
         if self.finished:
             return
-        self.folder.drop_scores()
-        if not self.rows:
-            self._write({"kind": "data", "update": 0, **self.prepared.facts()})
+        self._begin_writing()
         clock = _Clock(self.seconds)
         every = max(1, self.total // 200)
         valid_every = max(1, self.total // 5) if self.config.valid_every is None else self.config.valid_every
@@ -157,14 +170,21 @@ class Training:
                 yield self._log(update)
             if self.prepared.valid and valid_every and self.count % valid_every == 0 and self.count < self.total:
                 self._log_valid()
-            if self.stopping or clock.due(self.config.checkpoint_every):
+            stop, due = self.team.agreed(self.stopping, self.team.first and clock.due(self.config.checkpoint_every))
+            if stop or due:
                 self.save()
-            if self.stopping:
+            if stop:
                 return
         self.save()
         self._log_valid()
         self.finished = True
         self.save()
+
+    def _begin_writing(self) -> None:
+        self.team.first_does(self.folder.drop_scores)
+        if not self.rows:
+            self.team.first_does(lambda: self._write({"kind": "data", "update": 0, **self.prepared.facts()}))
+            self.rows += 1
 
     def _all_updates(self) -> Iterator[Update]:
         """Epoch after epoch until the run is over; each starts from the initial state."""
@@ -177,16 +197,25 @@ class Training:
                     return
             self._updates = None
             if self.count == 0:
-                raise DataError(
-                    f"an epoch passed without a single step that counts: warm_up={self.config.warm_up} or missing targets mask all of them"
-                )
+                nothing = f"warm_up={self.config.warm_up} or missing targets mask all of them"
+                self.team.settle(DataError(f"an epoch passed without a single step that counts: {nothing}"))
 
     def _next(self, from_here: Updates) -> Update | None:
-        """The next update of the epoch; a gradient that is not finite is told as what it is in a run."""
+        """The next update of the epoch; where one rank cannot make it, none can, and all of them end here."""
         try:
             return next(from_here, None)
-        except RunError as error:
-            raise RunError(f"training diverged at update {self.count + 1}: {error} {self._advice()}") from error
+        except Exception as error:
+            self.team.settle(None if _between_ranks(error) else self._in_a_run(error))
+            self.team.settle(error)  # they are all there, and differ
+            raise
+
+    def _in_a_run(self, error: Exception) -> Exception:
+        """A gradient that is not finite, told as what it is in a run."""
+        if not isinstance(error, RunError):
+            return error
+        told = RunError(f"training diverged at update {self.count + 1}: {error} {self._advice()}")
+        told.__cause__ = error
+        return told
 
     def _over(self) -> bool:
         if self.config.updates is not None:
@@ -203,14 +232,21 @@ class Training:
         self._sum_steps += update.steps
 
     def _log(self, update: Update) -> Moment:
-        """One line of metrics; the figures are those of the last update's steps."""
+        """One line of metrics; the figures are those of the last update's steps, on all ranks."""
         loss = (self._sum / self._sum_steps).item()
-        if not math.isfinite(loss):
-            self._diverged(f"the loss is {loss}")
         self._sum.zero_()
         self._sum_steps = 0
+        rows = self.team.gathered([part.cpu().clone() for part in update.chunk.rows(update.outputs)])
+        moment = self.team.first_does(lambda: self._logged(loss, rows))
+        self.rows += 1
+        return moment
+
+    def _logged(self, loss: float, rows: list[list[Tensor]]) -> Moment:
+        if not math.isfinite(loss):
+            self._diverged(f"the loss is {loss}")
         score = self.prepared.spec.score()
-        score.add(*update.chunk.rows(update.outputs))
+        for outputs, targets in rows:
+            score.add(outputs, targets)
         rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
         moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting)
@@ -218,15 +254,17 @@ class Training:
         return moment
 
     def _log_valid(self) -> None:
-        if not self.prepared.valid:
-            return
+        if self.prepared.valid:
+            self.team.first_does(self._validate)
+            self.rows += 1
+
+    def _validate(self) -> None:
         found = scored(self.net, self.prepared.spec, self.prepared.valid, self.config)
         self._write({"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings})
 
     def _write(self, row: dict[str, Any]) -> None:
         spent = {"seconds": round(self.seconds, 3), "waiting": round(self.waiting, 4), "peak_memory": peak_memory()}
         self.folder.add_metrics({**row, **spent, "frames": self.frames})
-        self.rows += 1
 
     def _diverged(self, what: str) -> Never:
         raise RunError(f"{what} at update {self.count}: training diverged. {self._advice()}")
@@ -235,22 +273,32 @@ class Training:
         return f"The last checkpoint is untouched; try a lower --lr (now {self.config.lr}) or --clip (now {self.config.clip})"
 
     def save(self) -> None:
-        """Writes the model, then the checkpoint that says it was reached.
+        """Writes the model, then the checkpoint that says it was reached, with the places of all ranks.
 
         Raises:
             RunError: the weights are not finite, or the disk is full or not writable; the previous checkpoint is untouched.
         """
-        if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
-            self._diverged("the weights are not finite")
+        places = self.team.gathered(copied(self._place()))
+        self.team.first_does(lambda: self._save(places))
+
+    def _place(self) -> dict[str, Any]:
+        """Where this rank stands."""
         place = None if self._updates is None else self._updates.state_dict()
-        content = {
-            "net": dict(self.net.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+        return {
             "updates": place,
             "stream": self.stream.state_dict(),
             "entering": self.stream.entering(self.net) if place is None else None,
             "random": torch.get_rng_state(),
             "waited": self._waited + self.stream.waited,
+        }
+
+    def _save(self, places: list[dict[str, Any]]) -> None:
+        if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
+            self._diverged("the weights are not finite")
+        content = {
+            "net": dict(self.net.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            **(places[0] if self.team.count == 1 else {"ranks": places}),
             "counts": [self.count, self.rows, self.frames, self.seconds, self._sum_steps],
             "sum": self._sum,
             "finished": self.finished,
@@ -268,22 +316,34 @@ class Training:
             raise RunError(f"the checkpoint of update {self.count} could not be written ({error}); {kept}") from error
 
     def _load(self, saved: dict[str, Any]) -> None:
+        place = self._place_in(saved)
         self._check_same_data(saved)
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.count, self.rows, self.frames, self.seconds, self._sum_steps = saved["counts"]
-        self._waited = saved.get("waited", 0.0)  # not in checkpoints of before it was measured
         self._sum.copy_(saved["sum"])
         self.finished = saved["finished"]
-        self.stream.load_state_dict(saved["stream"])
-        if saved["updates"] is None:
+        self._waited = place.get("waited", 0.0)  # not in checkpoints of before it was measured
+        self.stream.load_state_dict(place["stream"])
+        if place["updates"] is None:
             self.stream.start()  # between two epochs: the next one may go on from the states of the last
-            if saved.get("entering") is not None:
-                self.stream.hand_over(saved["entering"], self.net)
+            if place.get("entering") is not None:
+                self.stream.hand_over(place["entering"], self.net)
         else:
             self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
-            self._updates.load_state_dict(saved["updates"])
-        torch.set_rng_state(saved["random"])
+            self._updates.load_state_dict(place["updates"])
+        torch.set_rng_state(place["random"])
+
+    def _place_in(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Where this rank stood: a checkpoint of one process is the place itself."""
+        places = saved.get("ranks", [saved])
+        if len(places) != self.team.count:
+            raise RunError(
+                f"{self.folder.checkpoint}: holds the places of {len(places)} rank{'' if len(places) == 1 else 's'}, each in its own share "
+                f"of the recordings, and there {'is' if self.team.count == 1 else 'are'} {self.team.count} now: go on with as many as "
+                f"before (strategy, devices and nodes in {self.folder.config})"
+            )
+        return places[self.team.rank]
 
     def _check_same_data(self, saved: dict[str, Any]) -> None:
         """The model's shape, classes and statistics, which the data decide, are those of the checkpoint."""
@@ -317,16 +377,34 @@ class _Clock:
         return True
 
 
-def begin(config: Config) -> Training:
+def _between_ranks(error: Exception) -> bool:
+    """Whether it comes from where ranks meet, and so tells of another one's failure, or of how they differ."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals["__name__"] == ranks.__name__
+
+
+def begin(config: Config, team: Team = ALONE) -> Training:
     """A new run in a new folder.
+
+    Args:
+        config: its settings.
+        team: the ranks that train it.
 
     Raises:
         RunError: the folder holds a run already.
         DataError, ConfigError: what is wrong with data or settings.
     """
     resolved = replace(config, data=str(Path(config.data).resolve()))
-    policy_of(config)
-    Folder.check_free(resolved)
-    training = Training(resolved, prepare(resolved), Folder(Path(resolved.out)))
-    Folder.create(resolved)
+    team.first_does(lambda: _check(resolved))
+    training = team.all_do(lambda: Training(resolved, prepare(resolved), Folder(Path(resolved.out)), team))
+    team.first_does(lambda: _create(resolved))
     return training
+
+
+def _check(config: Config) -> None:
+    policy_of(config)
+    Folder.check_free(config)
+
+
+def _create(config: Config) -> None:
+    Folder.create(config)

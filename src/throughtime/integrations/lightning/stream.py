@@ -78,6 +78,7 @@ class StreamModule(Evaluating):
         self.automatic_optimization = False  # a training step makes many updates
         self.gradient, self.clip, self.accumulate, self.schedule, self.monitor = gradient, clip, accumulate, schedule, monitor
         self._updates: tt.Updates | None = None
+        self._clipped = clip is None
         self._places = Places()
 
     def on_update(self, update: tt.Update) -> None:
@@ -96,6 +97,8 @@ class StreamModule(Evaluating):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            if not self._clipped:
+                raise ConfigError("on_before_optimizer_step clips, and is overridden without super().on_before_optimizer_step(optimizer)")
             self._schedule("update", self.trainer.global_step)
             loss, steps = loss + update.loss * update.steps, steps + update.steps
             if not batch.last and wants_to_save(self.trainer):
@@ -128,6 +131,7 @@ class StreamModule(Evaluating):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clips, after a precision plugin has taken its scale off the gradient."""
+        self._clipped = True
         if self.clip is not None:
             self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
 

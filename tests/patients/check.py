@@ -1,0 +1,95 @@
+"""Runs every patient by itself and checks what can be checked without a doctor."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MARK = re.compile(r"# <- (TT\d{3})\s*$")
+RAISES = re.compile(r"^# raises: (.+)$", re.MULTILINE)
+KINDS = {
+    "second time": "RuntimeError: Trying to backward through the graph a second time",
+    "in-place": "modified by an inplace operation",
+}
+
+
+def marks(source: str) -> list[tuple[int, str]]:
+    """Expected findings: (line, code) of every marked line."""
+    found = ((number, MARK.search(line)) for number, line in enumerate(source.splitlines(), 1))
+    return [(number, match[1]) for number, match in found if match]
+
+
+def faults_of_form(path: Path, source: str) -> list[str]:
+    """What is wrong with the patient as a file."""
+    marked, raises, tree = marks(source), RAISES.search(source), ast.parse(source)
+    faults: list[str] = []
+    if not (ast.get_docstring(tree) and source.startswith('"""')):
+        faults.append("the first line is no docstring")
+    if 'if __name__ == "__main__":\n    main()\n' not in source:
+        faults.append("main() is not called under the guard")
+    if path.parent.name == "broken" and len({code for _, code in marked}) != 1:
+        faults.append(f"a broken patient has lines marked with one code, this one has {marked}")
+    if path.parent.name == "healthy" and (marked or raises):
+        faults.append("a healthy patient has no marked line and raises nothing")
+    if raises and raises[1] not in KINDS:
+        faults.append(f"unknown kind {raises[1]!r}, known are {sorted(KINDS)}")
+    return faults
+
+
+def run(path: Path) -> subprocess.CompletedProcess[str]:
+    """The patient in a process of its own, in an empty folder that it must leave empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            [sys.executable, str(path)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if left := sorted(path.name for path in Path(folder).iterdir()):
+            done.returncode, done.stderr = 99, f"left files behind: {left}"
+    return done
+
+
+def faults_of_run(path: Path, source: str) -> list[str]:
+    """What is wrong with how the patient ends."""
+    raises, done = RAISES.search(source), run(path)
+    last = done.stderr.strip().splitlines()[-1:] or [""]
+    if raises is None:
+        return [] if done.returncode == 0 else [f"ended with {done.returncode}: {last[0]}"]
+    expected = KINDS.get(raises[1], raises[1])
+    if done.returncode == 1 and "RuntimeError" in done.stderr and expected in done.stderr:
+        return []
+    return [f"was to raise {expected!r}, ended with {done.returncode}: {last[0]}"]
+
+
+def check(path: Path) -> list[str]:
+    """All faults of a patient."""
+    source = path.read_text()
+    return faults_of_form(path, source) or faults_of_run(path, source)
+
+
+def main() -> int:
+    """Check the patients named on the command line, or all of them."""
+    named = [Path(name).resolve() for name in sys.argv[1:]]
+    paths = named or sorted(path for kind in ("broken", "healthy") for path in (HERE / kind).glob("*.py"))
+    names = [path.stem for path in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    for name in twice:
+        print(f"{name}: a name is used once")
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = list(pool.map(check, paths))
+    for path, faults in zip(paths, found, strict=True):
+        for fault in faults:
+            print(f"{path.parent.name}/{path.name}: {fault}")
+    sick = len(twice) + sum(map(bool, found))
+    print(f"{len(paths)} patients, {sick} with faults")
+    return 1 if sick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

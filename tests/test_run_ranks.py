@@ -1,0 +1,491 @@
+"""A run on several ranks: the weights and lines of one process, one voice, checkpoints of all ranks, and what befalls a rank."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from processes import free_port, in_processes
+from test_run import _lines, finish, settings, write_recordings
+from throughtime import state as trees
+from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
+from throughtime.run.config import make_config
+from throughtime.run.folder import Folder
+from throughtime.run.model import load_model
+from throughtime.run.team import LostRankError, Team, TeamError, _heard
+from throughtime.run.train import Training, begin
+
+SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+PATIENCE = 180.0  # seconds; nothing waits for them but a test that fails
+WAYS: dict[str, dict[str, Any]] = {
+    "horizon": {"horizon": 25, "updates": 40},
+    "hand-off": {"hand_off": True, "updates": None, "epochs": 3},
+    "exact": {"exact": True, "segment": 25, "stride": None, "updates": 30},
+}
+
+
+def values(folder: Path, name: str, way: str) -> dict[str, Any]:
+    return settings(folder / "data", folder / name, lanes=4, dtype="float64", **WAYS[way])
+
+
+def on_two_ranks(folder: Path, name: str, way: str = "horizon") -> dict[str, Any]:
+    return values(folder, name, way) | {"strategy": "ddp", "devices": 2}
+
+
+def apart(one: Folder, other: Folder) -> float:
+    """The largest difference of a weight."""
+    pairs = zip(load_model(one.model)[0].parameters(), load_model(other.model)[0].parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+# --- what a team says and hears ---
+
+
+def outcome(work: Callable[[], Any]) -> tuple[str, ...]:
+    """What came out, or what was raised, and whether this rank is to say it."""
+    try:
+        return "done", repr(work())
+    except TeamError as error:
+        return "ended", str(error), "mine" if error.mine else "not mine"
+    except ZeroDivisionError as error:
+        return "raised", str(error)
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
+def talking(rank: int) -> Iterator[tuple[str, Any]]:
+    team = Team.here(torch.device("cpu"))
+    yield "gathered", team.gathered({"rank": rank})
+    yield "first", outcome(lambda: team.first_does(lambda: rank + 10))
+    yield "all", outcome(lambda: team.all_do(lambda: rank + 10))
+    yield "first fails", outcome(lambda: team.first_does(partial(raising, RunError("full"))))
+    yield "second fails", outcome(lambda: team.all_do(lambda: raising(OSError("gone")) if rank else 3))
+    yield "both fail", outcome(lambda: team.all_do(partial(raising, DataError(f"bad on {rank}"))))
+    yield "unforeseen", outcome(lambda: team.all_do(lambda: raising(ZeroDivisionError("by zero")) if rank else 3))
+    yield "elsewhere", outcome(lambda: team.all_do(lambda: raising(DataError("early"))) if rank else team.gathered(3))
+    yield "within", outcome(lambda: team.all_do(lambda: team.first_does(partial(raising, ConfigError("inner")))))
+    yield "settled", outcome(lambda: team.settle(None))
+    yield "agreed", team.agreed(rank == 1, False, True)
+
+
+@pytest.fixture(scope="module")
+def told(ran: "Ran") -> list[dict[str, Any]]:
+    return ran.told
+
+
+def test_what_each_rank_has_is_told_to_all(told: list[dict[str, Any]]) -> None:
+    for rank, mine in enumerate(told):
+        assert mine["gathered"] == [{"rank": 0}, {"rank": 1}]
+        assert mine["first"] == ("done", "10")
+        assert mine["all"] == ("done", str(rank + 10))
+        assert mine["settled"] == ("done", "None")
+
+
+def test_a_wish_of_any_rank_is_a_wish_of_all(told: list[dict[str, Any]]) -> None:
+    assert [mine["agreed"] for mine in told] == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "said", "by"),
+    [
+        ("first fails", "full", 0),
+        ("second fails", "rank 1: gone", 1),
+        ("both fail", "bad on 0", 0),
+        ("elsewhere", "rank 1: early", 1),
+        ("within", "inner", 0),
+    ],
+)
+def test_what_fails_on_one_rank_ends_all_and_is_said_once(told: list[dict[str, Any]], case: str, said: str, by: int) -> None:
+    assert [mine[case] for mine in told] == [("ended", said, "mine" if rank == by else "not mine") for rank in range(2)]
+
+
+def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(told: list[dict[str, Any]]) -> None:
+    assert told[0]["unforeseen"] == ("ended", "rank 1: ZeroDivisionError: by zero", "not mine")
+    assert told[1]["unforeseen"] == ("raised", "by zero")
+
+
+def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
+    alone = Team()
+    assert (alone.first, alone.gathered(3), alone.all_do(lambda: 4), alone.first_does(lambda: 5)) == (True, [3], 4, 5)
+    assert alone.agreed(False, True) == [False, True]
+    alone.part()
+    for work in (alone.all_do, alone.first_does):
+        with pytest.raises(ZeroDivisionError):
+            work(partial(raising, ZeroDivisionError()))
+    with pytest.raises(DataError, match="no"):
+        alone.settle(DataError("no"))
+
+
+def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
+    with pytest.raises(LostRankError, match=r"another rank has ended.*\(Connection closed\)") as lost, _heard():
+        raise RuntimeError("Connection closed. Look for bugs\nby peer")
+    assert isinstance(lost.value.__cause__, RuntimeError)
+    with pytest.raises(ZeroDivisionError), _heard():
+        _ = 1 // 0
+
+
+# --- a run ---
+
+
+def through(training: Training, stop_at: int | None = None) -> Training:
+    for moment in training.go():
+        if stop_at is not None and moment.update >= stop_at:
+            training.stop()
+    return training
+
+
+def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    yield from talking(rank)
+    team = Team.here(torch.device("cpu"))
+    for way in WAYS:
+        through(begin(make_config(on_two_ranks(folder, f"whole-{way}", way)), team))
+        stopped = through(begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team), 13 if rank else None)
+        torch.manual_seed(999 + rank)
+        resumed = Training.resume(stopped.folder.path, team=team)
+        yield f"stopped-{way}", (stopped.finished, stopped.count, resumed.count)
+        through(resumed)
+        if way == "horizon":
+            through(begin(make_config(on_two_ranks(folder, "mutant")), team), 7)  # where the lanes of rank 1 still play
+            if team.first:
+                forget_the_state_of_the_second(Folder(folder / "mutant"))
+            team.part()
+            through(Training.resume(folder / "mutant", team=team))
+    yield "again", outcome(lambda: begin(make_config(on_two_ranks(folder, "whole-horizon")), team))
+    yield "alone", outcome(lambda: Training.resume(folder / "one-horizon", team=team))
+    yield "apart", outcome(lambda: through(begin(make_config(on_two_ranks(folder, "apart") | {"seed": rank}), team)))
+    broken = begin(make_config(on_two_ranks(folder, "broken")), team)
+    if rank:
+        broken.loss_fn = NoNumber()
+    yield "broken", outcome(lambda: through(broken))
+    masked = begin(make_config(on_two_ranks(folder, "masked") | {"warm_up": 10_000}), team)
+    yield "masked", outcome(lambda: through(masked))
+
+
+class NoNumber(nn.Module):
+    """A loss of which nothing is learnt."""
+
+    def forward(self, *_: Tensor) -> Tensor:
+        raise RunError("the loss is nan")
+
+
+def forget_the_state_of_the_second(folder: Folder) -> None:
+    """A mutant of a checkpoint: what the lanes of rank 1 carried is lost."""
+    saved = load_checkpoint(folder.checkpoint)
+    place = saved["ranks"][1]["updates"]
+    for state in ("state", "edge"):
+        for tensor in trees.tensors(place[state]):
+            tensor.zero_()
+    save_checkpoint(folder.checkpoint, saved)
+
+
+@dataclass(frozen=True)
+class Ran:
+    folder: Path
+    told: list[dict[str, Any]]
+
+    def of(self, name: str) -> Folder:
+        return Folder(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs of two ranks in `running`, and the same of one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_recordings(folder / "data")
+    for way in WAYS:
+        finish(values(folder, f"one-{way}", way))
+    finish(values(folder, "half", "horizon") | {"lanes": 2})
+    return Ran(folder, in_processes(2, partial(Path, folder), running))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_give_the_weights_of_one_process(ran: Ran, way: str) -> None:
+    assert apart(ran.of(f"whole-{way}"), ran.of(f"one-{way}")) < 1e-10
+    assert apart(ran.of("half"), ran.of("one-horizon")) > 1e-4  # a mutant: the lanes of one rank alone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_lines_of_a_run_are_those_of_one_process_written_once(ran: Ran, way: str) -> None:
+    found, expected = _lines(ran.of(f"whole-{way}")), _lines(ran.of(f"one-{way}"))
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        nested = mine.pop("recordings", None), theirs.pop("recordings", None)
+        assert mine == (theirs if mine["kind"] == "data" else pytest.approx(theirs, nan_ok=True))
+        assert (nested[0] is None) == (nested[1] is None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, way: str) -> None:
+    assert [mine[f"stopped-{way}"] for mine in ran.told] == [(False, 13, 13)] * 2
+    whole, resumed = ran.of(f"whole-{way}"), ran.of(f"stopped-{way}")
+    assert whole.model.read_bytes() == resumed.model.read_bytes()
+    assert _lines(whole) == _lines(resumed)
+    assert apart(ran.of("mutant"), ran.of("whole-horizon")) > 1e-6
+
+
+def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their_places(ran: Ran) -> None:
+    alone, together = (load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole"))
+    places = {"updates", "stream", "entering", "random", "waited"}
+    common = {"net", "optimizer", "counts", "sum", "finished", "spec"}
+    assert set(alone) == common | places
+    assert set(together) == common | {"ranks"}
+    assert [place["stream"]["rank"] for place in together["ranks"]] == [0, 1]
+    assert all(set(place) == places for place in together["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("case", "said", "by"),
+    [
+        ("again", "holds a run already; continue it with --resume", 0),
+        ("alone", "holds the places of 1 rank, each in its own share of the recordings, and there are 2 now", 0),
+        ("apart", "starts with other weights than rank 0", 0),
+        ("broken", "rank 1: training diverged at update 1: the loss is nan", 1),
+        ("masked", "an epoch passed without a single step that counts", 0),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(ran: Ran, case: str, said: str, by: int) -> None:
+    for rank, mine in enumerate(ran.told):
+        kind, message, speaks = mine[case]
+        assert kind == "ended"
+        assert said in message
+        assert speaks == ("mine" if rank == by else "not mine")
+
+
+def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
+    with pytest.raises(RunError, match=r"holds the places of 2 ranks.*there is 1 now: go on with as many as before"):
+        Training.resume(ran.of("whole-horizon").path)
+
+
+# --- the command ---
+
+
+@dataclass
+class Command:
+    """A command of several processes; what it says is read from files, so that no pipe fills up."""
+
+    words: list[str]
+    log: Path
+    more: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        with self.log.open("w", encoding="utf-8") as said:
+            environment = SURROUNDINGS | self.more
+            self.process = subprocess.Popen(self.words, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank that it started."""
+        found = [p for p in psutil.Process(self.process.pid).children() if p.environ().get("LOCAL_RANK") == str(rank)]
+        assert len(found) == 1
+        return found[0]
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait_for(self, there: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not there():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+
+@contextmanager
+def started(words: list[str], log: Path, **more: str) -> Generator[Command]:
+    """The command; whatever it has started is ended, each by its own id, where a test fails."""
+    command = Command(words, log, more)
+    children: list[psutil.Process] = []
+    try:
+        yield command
+        children = []
+    finally:
+        if command.process.poll() is None:
+            children = psutil.Process(command.process.pid).children(recursive=True)
+            command.process.kill()
+            command.process.wait()
+        for child in children:
+            child.kill()
+
+
+def throughtime(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "throughtime", *map(str, arguments)]
+
+
+def torchrun(*arguments: str | Path) -> list[str]:
+    agent = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [sys.executable, *agent, "-m", "throughtime", *map(str, arguments)]
+
+
+def flags(settings_: dict[str, Any]) -> list[str]:
+    named = [part for key, value in settings_.items() if key != "data" for part in (f"--{key.replace('_', '-')}", str(value))]
+    return ["train", settings_["data"], *named]
+
+
+def endless(folder: Path, name: str) -> list[str]:
+    """A run of two ranks that is to be ended from outside, with a checkpoint every few updates."""
+    return flags(on_two_ranks(folder, name) | {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0})
+
+
+def updates_in(folder: Folder) -> int:
+    return int(load_checkpoint(folder.checkpoint)["counts"][0])
+
+
+def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
+    folder, updates = asked
+    values_ = on_two_ranks(folder, f"whole-{updates}") | {"updates": updates}
+    yield str(rank), through(begin(make_config(values_), Team.here(torch.device("cpu")))).count
+
+
+def uninterrupted(folder: Path, updates: int) -> Folder:
+    """The run of two ranks that nothing befell."""
+    in_processes(2, partial(tuple, (folder, updates)), whole_run)
+    return Folder(folder / f"whole-{updates}")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_recordings(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -> None:
+    one = finish(values(data, "one", "horizon"))
+    with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "two.log") as command:
+        assert command.ended() == 0, command.said
+    two = Folder(data / "two")
+    assert apart(one, two) < 1e-10
+    assert len(_lines(one)) == len(_lines(two))
+    for line in ("2 ranks of 2 lanes", "scores on the unbroken recordings of 'valid'", "model, metrics and report.html are in"):
+        assert command.said.count(line) == 1
+    assert two.report.is_file()
+    with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "again.log") as again:
+        assert again.ended() == 2
+    assert again.said.count("error: ") == 1
+    assert "holds a run already" in again.said
+    assert "Traceback" not in again.said
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_same_bits(data: Path) -> None:
+    folder = Folder(data / "run")
+    with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
+        killed.wait_for(folder.checkpoint.is_file)
+        killed.rank(1).kill()
+        assert killed.ended() == 2, killed.said
+    assert "error: rank 0: another rank has ended" in killed.said
+    assert f"throughtime train --resume {folder.path}" in killed.said
+    assert "Traceback" not in killed.said
+    before = updates_in(folder)
+    with started(throughtime("train", "--resume", folder.path), data / "stopped.log") as stopped:
+        stopped.wait_for(lambda: updates_in(folder) > before)
+        stopped.rank(1).send_signal(signal.SIGINT)
+        assert stopped.ended() == 130, stopped.said
+    assert stopped.said.count(f"resumed at update {before}") == 1
+    assert stopped.said.count("go on with: throughtime train --resume") == 1
+    last = updates_in(folder) + 17
+    with started(throughtime("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
+        assert resumed.ended() == 0, resumed.said
+    assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
+    assert apart(folder, uninterrupted(data, last - 1)) > 0  # a mutant: an update less
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(data: Path) -> None:
+    folder = Folder(data / "run")
+    with started(torchrun(*endless(data, "run")), data / "stopped.log") as stopped:
+        stopped.wait_for(lambda: "update " in stopped.said and folder.checkpoint.is_file())
+        stopped.process.send_signal(signal.SIGTERM)
+        stopped.ended()
+    assert stopped.said.count("go on with: throughtime train --resume") == 1
+    last = updates_in(folder) + 17
+    with started(torchrun("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
+        assert resumed.ended() == 0, resumed.said
+    assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_first_rank_killed_leaves_no_rank_waiting(data: Path) -> None:
+    folder = Folder(data / "run")
+    with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
+        killed.wait_for(folder.checkpoint.is_file)
+        second = killed.rank(1)
+        killed.process.kill()
+        killed.ended()
+        second.wait(PATIENCE)
+    assert "error: rank 1: another rank has ended" in killed.said
+    assert not load_checkpoint(folder.checkpoint)["finished"]
+
+
+@pytest.mark.slow
+def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
+    """With the variables that srun sets, and loopback in the place of its nodes."""
+    one = finish(values(data, "one", "horizon"))
+    words = throughtime(*flags(values(data, "two", "horizon") | {"strategy": "ddp", "devices": 1, "nodes": 2}))
+    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train"}
+    common |= {"SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        started(words, data / "0.log", **common, SLURM_PROCID="0", SLURM_NODEID="0") as first,
+        started(words, data / "1.log", **common, SLURM_PROCID="1", SLURM_NODEID="1") as second,
+    ):
+        assert (first.ended(), second.ended()) == (0, 0), first.said + second.said
+    assert apart(one, Folder(data / "two")) < 1e-10
+    assert "2 ranks of 2 lanes" in first.said
+    assert "lanes" not in second.said
+
+
+@pytest.mark.slow
+def test_copies_of_torchrun_that_do_not_know_of_each_other_are_refused_once(data: Path) -> None:
+    with started(torchrun(*flags(values(data, "run", "horizon"))), data / "copies.log") as copies:
+        assert copies.ended() == 1
+    assert copies.said.count("error: torchrun has started 2 processes, and strategy='single' is one") == 1
+    assert not (data / "run").exists()
+
+
+def test_ranks_without_lightning_are_refused_with_the_line_to_write(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_cli import run
+
+    for name in [name for name in sys.modules if name.startswith("throughtime.integrations.lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    said = run(*flags(on_two_ranks(data, "run")), ok=False)
+    assert "needs Lightning: pip install 'throughtime[lightning]'" in said
+    assert not (data / "run").exists()
+
+
+@pytest.mark.slow  # Lightning is imported
+def test_nodes_that_cannot_meet_and_devices_that_are_not_there_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_cli import run
+
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    said = run(*flags(on_two_ranks(data, "run") | {"nodes": 2}), ok=False)
+    assert "nodes=2: nothing says where the other machines are. Start it on each of them with torchrun --nnodes 2" in said
+    if not torch.cuda.is_available():
+        said = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
+        assert (
+            "strategy='ddp' with device=cuda, devices=2 on each of nodes=1 does not fit how this process was started, or the machine"
+            in said
+        )
+    assert not (data / "run").exists()
