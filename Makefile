@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Two at a time, a file each: many tests wait for processes that they started. Their nets are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-all test-oldest check format lint types imports bench wheel clean help
@@ -18,15 +20,15 @@ demo: $(INSTALLED)
 	$(BIN)/throughtime demo $(DEMO)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 # The adapters on the oldest versions that they support, laid over the environment.
 test-oldest: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest --requirement oldest.txt
-	PYTHONPATH=$(abspath $(VENV))/oldest $(BIN)/python -m pytest $(wildcard tests/test_lightning_*.py tests/test_ignite*.py tests/test_accelerate*.py)
+	PYTHONPATH=$(abspath $(VENV))/oldest $(PYTEST) $(wildcard tests/test_lightning_*.py tests/test_ignite*.py tests/test_accelerate*.py)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -325,7 +325,7 @@ def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
 def test_nets_that_start_apart_are_refused() -> None:
     for told in found(2):
         for way in ("seeds", "flipped", "frozen"):
-            assert "RunError: rank 1 starts with other weights than rank 0 (weight '0.weight_ih_l0' and" in told[way]
+            assert "RankError: rank 1 starts with other weights than rank 0 (weight '0.weight_ih_l0' and" in told[way]
             assert "Call torch.manual_seed" in told[way]
 
 
@@ -339,7 +339,7 @@ def test_nets_that_start_apart_are_refused() -> None:
 )
 def test_plans_that_differ_are_refused_on_every_rank(way: str, reason: str) -> None:
     for told in found(2):
-        assert "RunError: rank 1 would not play its share of the plan of rank 0: " in told[way]
+        assert "RankError: rank 1 would not play its share of the plan of rank 0: " in told[way]
         assert reason in told[way]
 
 
@@ -351,7 +351,7 @@ def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> N
 def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
     (first, first_kept), (second, second_kept) = (told["one fails"] for told in found(2))
     assert "DataError: recording '0' has" in first
-    assert second == "RunError: 1 of 2 ranks could not make this update; their own output says why"
+    assert second == "RankError: 1 of 2 ranks could not make this update; their own output says why"
     assert first_kept
     assert second_kept
 

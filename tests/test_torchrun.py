@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(killed: t
     _, ((first, said), (second, _)) = killed
     assert second == -signal.SIGKILL
     assert first == 1
-    assert "throughtime.errors.RunError: another rank did not answer: it has ended" in said
+    assert "throughtime.ranks.RankError: another rank did not answer: it has ended" in said
     assert "Start all ranks again from the last checkpoint" in said
     assert "Connection closed by peer" in said or "Connection reset by peer" in said  # what gloo said, kept as the cause
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:  # the import takes longer than all of throughtime
     from torch.distributed.fsdp import FSDPModule
 
 
+class RankError(RunError):
+    """Ranks that differ, or another one that failed or has gone; what this rank itself did is right."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This rank among the others; `device` is where messages are put together, `shards` are the parts of the net that are spread out."""
@@ -80,7 +84,7 @@ class Ranks:
             plan: what must be the same everywhere: recordings, lanes, seed, place, policy.
 
         Raises:
-            RunError: something differs between ranks; it is named.
+            RankError: something differs between ranks; it is named.
         """
         mine = {**{f"weight '{name}'": _digest(w) for name, w in weights.items()}, **{key: repr(value) for key, value in plan.items()}}
         everyone: list[Any] = [None] * self.count
@@ -90,14 +94,14 @@ class Ranks:
         for rank, other in enumerate(everyone):
             apart = [key for key in dict.fromkeys((*first, *other)) if first.get(key) != other.get(key)]
             if apart and apart[0].startswith("weight"):
-                raise RunError(
+                raise RankError(
                     f"rank {rank} starts with other weights than rank 0 ({apart[0]} and {len(apart) - 1} more): their gradients would be "
                     "added to different nets. Call torch.manual_seed(...) before the net is made, and load and freeze the same weights "
                     "on every rank."
                 )
             if apart:
                 told = "; ".join(f"{key} is {first.get(key)} there and {other.get(key)} here" for key in apart)
-                raise RunError(
+                raise RankError(
                     f"rank {rank} would not play its share of the plan of rank 0: {told}. Every rank makes the same stream, of the same "
                     "recordings in the same order and the same seed, and takes up the same checkpoint."
                 )
@@ -120,7 +124,7 @@ class Ranks:
         told = [0.0, weight, update.steps, update.loss.item() * weight if weight else 0.0, *(float(w.grad is not None) for w in weights)]
         failed, everywhere, steps, loss, *some = self.total(told)
         if failed:
-            raise RunError(f"{failed:.0f} of {self.count} ranks could not make this update; their own output says why")
+            raise RankError(f"{failed:.0f} of {self.count} ranks could not make this update; their own output says why")
         if not everywhere:
             return None
         self._add_gradients([w for w, n in zip(weights, some, strict=True) if n], weight / everywhere)
@@ -150,12 +154,12 @@ def answered() -> Generator[None]:
     """A message between ranks; one that nobody answers is told as what it means.
 
     Raises:
-        RunError: another rank has ended, or did not answer before the time limit of the process group.
+        RankError: another rank has ended, or did not answer before the time limit of the process group.
     """
     try:
         yield
     except RuntimeError as error:
-        raise RunError(
+        raise RankError(
             f"another rank did not answer: it has ended, and its own output says why, or it took longer than the time limit of the process "
             f"group ({str(error).partition(chr(10))[0]}). Start all ranks again from the last checkpoint: weights, optimizer and, for each "
             "rank, updates.load_state_dict(place)"

@@ -5,7 +5,6 @@ Shapes: `T` steps, `B` lanes.
 
 import math
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from throughtime import files, ranks
+from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
 from throughtime.predict import Evaluation, evaluate
+from throughtime.ranks import RankError
 from throughtime.run.checkpoint import copied, load_checkpoint, save_checkpoint
 from throughtime.run.config import Config
 from throughtime.run.folder import Folder
@@ -205,7 +205,7 @@ class Training:
         try:
             return next(from_here, None)
         except Exception as error:
-            self.team.settle(None if _between_ranks(error) else self._in_a_run(error))
+            self.team.settle(None if isinstance(error, RankError) else self._in_a_run(error))
             self.team.settle(error)  # they are all there, and differ
             raise
 
@@ -375,12 +375,6 @@ class _Clock:
             return False
         self._saved = time.monotonic()
         return True
-
-
-def _between_ranks(error: Exception) -> bool:
-    """Whether it comes from where ranks meet, and so tells of another one's failure, or of how they differ."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals["__name__"] == ranks.__name__
 
 
 def begin(config: Config, team: Team = ALONE) -> Training:
