@@ -1,0 +1,135 @@
+"""Ray Train, through `examples/ray_train.py`: the weights of one process, a training started again, a worker that is killed."""
+
+import importlib.util
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from strategies import apart
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
+UPDATES = 50
+# Ray Train makes a context of Ray Data, which warns of its own defaults.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+PATIENCE = 400.0  # seconds for one training; nothing waits for them but a test that fails
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Generator[None]:
+    """Two processors of this machine, on loopback, with a token and a folder of their own, ended with the tests."""
+    import ray
+
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with mock.patch.dict(os.environ, settings), tempfile.TemporaryDirectory(prefix="ray") as folder:
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100_000_000,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def fitting(example: ModuleType, storage: Path, name: str, updates: int = UPDATES, every: int = UPDATES) -> Future[Any]:
+    """A training on two workers that goes on in a thread, so that a test can give up on it, or look what it does."""
+    pool = ThreadPoolExecutor(1)
+    started = pool.submit(example.fit, storage, name, 2, updates, every)
+    pool.shutdown(wait=False)
+    return started
+
+
+def weights(found: Future[Any]) -> dict[str, Tensor]:
+    """Those of the last checkpoint, once the training has ended."""
+    result = found.result(timeout=PATIENCE)
+    saved = torch.load(Path(result.checkpoint.path) / "model.pt")
+    assert saved["done"] == result.metrics["update"]
+    return saved["net"]
+
+
+def alone(example: ModuleType, lanes: int, cold_after: int = UPDATES) -> tuple[dict[str, Tensor], float]:
+    """The weights and the last loss of a plain loop in this process, which forgets its place after so many updates."""
+    stream, net, optimizer = example.parts(lanes)
+    loss, done = float("nan"), 0
+    while done < UPDATES:
+        for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)):
+            optimizer.step()
+            optimizer.zero_grad()
+            loss, done = update.loss.item(), done + 1
+            if done in (cold_after, UPDATES):
+                break
+    return net.state_dict(), loss
+
+
+def test_ray_in_this_process_gives_the_loss_of_the_plain_loop(example: ModuleType, tmp_path: Path) -> None:
+    """With no worker Ray calls the training function here, and starts nothing."""
+    result = example.fit(tmp_path, "here", 0, UPDATES, UPDATES)
+    assert result.metrics == {"loss": pytest.approx(alone(example, 4)[1], abs=1e-6), "update": UPDATES}
+    assert abs(result.metrics["loss"] - alone(example, 2)[1]) > 1e-3  # a mutant: half of the lanes
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: None, example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights of two workers that nothing interrupts."""
+    del cluster
+    return weights(fitting(example, tmp_path_factory.mktemp("whole"), "whole"))
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_weights_of_one_process(whole: dict[str, Tensor], example: ModuleType) -> None:
+    assert apart(whole, alone(example, 4)[0]) < 1e-6
+    assert apart(whole, alone(example, 2)[0]) > 1e-3  # a mutant: half of the lanes
+
+
+def kill_a_worker(storage: Path, running: Future[Any]) -> int:
+    """Kills one, by its own id, when there is a checkpoint; the number of updates in the newest."""
+    written, deadline = storage / "checkpoint_manager_snapshot.json", time.monotonic() + PATIENCE
+    while not written.exists():
+        assert not running.done()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process().children(recursive=True)
+    workers = [child for child in children if "RayTrainWorker" in "".join(child.cmdline())]
+    assert len(workers) == 2
+    workers[0].kill()
+    told = json.loads(written.read_text(encoding="utf-8"))
+    return max(result["metrics"]["update"] for result in told["checkpoint_results"])
+
+
+@pytest.mark.slow
+def test_after_a_kill_and_when_it_is_started_again_a_training_goes_on_to_the_bit(
+    whole: dict[str, Tensor], example: ModuleType, tmp_path: Path
+) -> None:
+    running = fitting(example, tmp_path, "again", updates=30, every=5)
+    assert 0 < kill_a_worker(tmp_path / "again", running) < 30
+    assert apart(weights(running), whole) > 1e-3
+    assert apart(weights(fitting(example, tmp_path, "again")), whole) == 0
+    assert apart(alone(example, 4, cold_after=30)[0], whole) > 1e-4  # a mutant: the weights without the place
