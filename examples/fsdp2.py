@@ -71,4 +71,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     distributed.init_process_group("gloo")
     train(given.checkpoint, given.updates, given.every)
+    distributed.barrier()  # nobody leaves while another one still writes
     distributed.destroy_process_group()

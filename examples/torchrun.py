@@ -68,4 +68,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     distributed.init_process_group("gloo", timeout=timedelta(minutes=5))  # "nccl" where every rank has a GPU
     train(given.checkpoint, given.updates, POLICIES[given.gradient], given.every)
+    distributed.barrier()  # nobody leaves while another one still writes
     distributed.destroy_process_group()
