@@ -6,7 +6,7 @@ from throughtime.chunk import Chunk
 from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
 from throughtime.kernels import linear_scan
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
-from throughtime.probe import Audit, Reach, audit, reach
+from throughtime.probe import Audit, Reach, Trace, audit, reach, trace
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
 
@@ -25,6 +25,7 @@ __all__ = [
     "Recording",
     "Stream",
     "Swept",
+    "Trace",
     "Truncated",
     "Update",
     "Updates",
@@ -39,6 +40,7 @@ __all__ = [
     "score",
     "state",
     "testing",
+    "trace",
     "updates",
 ]
 __version__ = "0.1.0"

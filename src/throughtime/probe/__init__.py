@@ -2,5 +2,6 @@
 
 from throughtime.probe.audit import Audit, audit
 from throughtime.probe.reach import Reach, reach
+from throughtime.probe.trace import Trace, trace
 
-__all__ = ["Audit", "Reach", "audit", "reach"]
+__all__ = ["Audit", "Reach", "Trace", "audit", "reach", "trace"]

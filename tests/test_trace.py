@@ -1,0 +1,451 @@
+"""The trace: the gradient of every state and gate, against plain autograd over an unrolled loop.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import throughtime as tt
+from strategies import FEATURES, HIDDEN, Rotation, inputs, remembering, start
+from throughtime.errors import ModelError
+from throughtime.probe.trace import Trace, trace
+from throughtime.probe.trace.played import PULLS
+from throughtime.probe.trace.span import Cotangents, Pulled, Steps
+
+EXACT = 1e-12
+STEPS, LANES = 11, 3
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+Seen = dict[str, list[Tensor]]  # by name, the tensor of every step
+
+
+def layer(kind: str, **options: Any) -> nn.RNNBase:
+    return remembering(KINDS[kind](FEATURES, HIDDEN, **options))  # pyright: ignore[reportReturnType]
+
+
+def play(
+    kind: str, x: Sequence[Tensor], h: Tensor, c: Tensor | None, weights: Mapping[str, Tensor], seen: dict[str, list[Tensor]]
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """One direction of one layer, step by step, as the documentation of torch.nn defines it; notes every tensor by its letter."""
+    w_ih, w_hh, w_hr = weights["weight_ih"], weights["weight_hh"], weights.get("weight_hr")
+    b_ih, b_hh = weights.get("bias_ih", 0.0), weights.get("bias_hh", 0.0)
+    hidden: list[Tensor] = []
+    for step in x:
+        a, b = step @ w_ih.T + b_ih, h @ w_hh.T + b_hh
+        now: dict[str, Tensor] = {}
+        if kind == "lstm":
+            assert c is not None
+            i, f, g, o = (a + b).chunk(4, 1)
+            now |= {"i": i.sigmoid(), "f": f.sigmoid(), "g": g.tanh(), "o": o.sigmoid()}
+            c = now["f"] * c + now["i"] * now["g"]
+            h = now["o"] * c.tanh()
+            h = h if w_hr is None else h @ w_hr.T
+            now |= {"c": c}
+        elif kind == "gru":
+            (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
+            now |= {"r": (ar + br).sigmoid(), "z": (az + bz).sigmoid()}
+            now |= {"n": (an + now["r"] * bn).tanh()}
+            h = (1 - now["z"]) * now["n"] + now["z"] * h
+        else:
+            h = (a + b).tanh() if kind == "tanh" else (a + b).relu()
+        for letter, value in {**now, "h": h}.items():
+            seen.setdefault(letter, []).append(value)
+        hidden.append(h)
+    return hidden, h, c
+
+
+class Whole(NamedTuple):
+    """What the oracle gives: outputs, the states after, and every tensor of every step by name."""
+
+    y: Tensor
+    after: tuple[Tensor, ...]
+    seen: Seen
+
+
+def unrolled(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
+    """All layers and directions of a module, dropout between them drawn as torch draws it."""
+    named = dict(net.named_parameters())
+    seen: Seen = {}
+    ends: list[tuple[Tensor, Tensor | None]] = []
+    y = x
+    for k in range(net.num_layers):
+        y = torch.dropout(y, net.dropout, net.training) if k else y
+        sides: list[Tensor] = []
+        for end in ("", "_reverse") if net.bidirectional else ("",):
+            weights = {name.removesuffix(f"_l{k}{end}"): w for name, w in named.items() if name.endswith(f"_l{k}{end}")}
+            at, found = len(ends), dict[str, list[Tensor]]()
+            steps = list(y.unbind(0))
+            entering = states[0][at], states[1][at] if kind == "lstm" else None
+            hidden, h, c = play(kind, steps[::-1] if end else steps, *entering, weights, found)
+            seen |= {f"layer{k}{end}.{letter}": values[::-1] if end else values for letter, values in found.items()}
+            sides.append(torch.stack(hidden[::-1] if end else hidden))
+            ends.append((h, c))
+        y = torch.cat(sides, 2)
+    after = torch.stack([h for h, _ in ends]), *([torch.stack([torch.as_tensor(c) for _, c in ends])] if kind == "lstm" else [])
+    return Whole(y, after, seen)
+
+
+def mixed(y: Tensor, after: Sequence[Tensor]) -> Tensor:
+    """A loss of every output and of the last state, so that both ways in matter."""
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return (y * weights).sum() + (y * y).sum() / 3 + sum((leaf * leaf).sum() for leaf in after)
+
+
+def states_for(net: nn.RNNBase, lanes: int = LANES) -> tuple[Tensor, ...]:
+    rows = net.num_layers * (2 if net.bidirectional else 1)
+    sizes = [net.proj_size or HIDDEN, HIDDEN] if isinstance(net, nn.LSTM) else [HIDDEN]
+    return tuple(torch.randn(rows, lanes, size, dtype=torch.float64).requires_grad_() for size in sizes)
+
+
+def called(net: nn.RNNBase, x: Any, states: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+    y, after = net(x, states if isinstance(net, nn.LSTM) else states[0])
+    return y, after if isinstance(after, tuple) else (after,)
+
+
+def apart(found: Trace, expected: Seen, loss: Tensor) -> float:
+    """How far every traced gradient is from autograd's of the unrolled loop; names and steps must be the same."""
+    flat = [(name, t, value) for name, values in expected.items() for t, value in enumerate(values)]
+    gradients = torch.autograd.grad(loss, [value for *_, value in flat], retain_graph=True, materialize_grads=True)
+    assert set(found.names) == set(expected)
+    worst = 0.0
+    for (name, t, _), gradient in zip(flat, gradients, strict=True):
+        place = f"{name}[{t}]"
+        worst = max(worst, (found.tensor(place) - gradient).abs().max().item())
+        worst = max(worst, (found[place] - gradient.norm(dim=1)).abs().max().item())
+        assert len(found[name]) == len(expected[name])
+    return worst
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two-layers": {"num_layers": 2},
+    "no-bias": {"bias": False},
+    "batch-first": {"batch_first": True},
+    "both-ways": {"bidirectional": True, "num_layers": 2},
+    "dropout": {"num_layers": 3, "dropout": 0.4},
+}
+
+
+@every_kind
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+    net = layer(kind, **options)
+    check_layer(kind, net)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # said by torch
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"])
+def test_every_gradient_of_a_projected_lstm_is_that_of_the_unrolled_loop(options: dict[str, Any]) -> None:
+    check_layer("lstm", layer("lstm", proj_size=2, **options))
+
+
+def check_layer(kind: str, net: nn.RNNBase) -> None:
+    x, states = inputs(STEPS, LANES).requires_grad_(), states_for(net)
+    leaves = [x, *states, *net.parameters()]
+
+    def plain() -> tuple[Tensor, tuple[Tensor, ...]]:
+        torch.manual_seed(5)
+        y, after = called(net, x.transpose(0, 1) if net.batch_first else x, states)
+        return y, after
+
+    y, after = plain()
+    untraced = torch.autograd.grad(mixed(y.transpose(0, 1) if net.batch_first else y, after), leaves)
+    with trace(net, tensors=True) as found:
+        y_traced, after_traced = plain()
+        loss = mixed(y_traced.transpose(0, 1) if net.batch_first else y_traced, after_traced)
+        traced = torch.autograd.grad(loss, leaves)
+    assert torch.equal(y, y_traced)
+    assert y.stride() == y_traced.stride()
+    assert all(torch.equal(a, b) for a, b in zip(after, after_traced, strict=True))
+    assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
+    torch.manual_seed(5)
+    whole = unrolled(kind, net, x, states)
+    assert apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
+
+
+def test_a_gate_off_by_a_factor_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: the forget gate's gradient without the derivative of what it multiplies."""
+    exact = PULLS["lstm"]
+
+    def wrong(steps: Steps, given: Cotangents) -> Pulled:
+        found = exact(steps, given)
+        return found._replace(told=found.told._replace(seen={**found.told.seen, "f": found.told.seen["c"]}))
+
+    monkeypatch.setitem(PULLS, "lstm", wrong)
+    with pytest.raises(AssertionError):
+        check_layer("lstm", layer("lstm"))
+
+
+def test_the_direct_part_alone_fails_the_law() -> None:
+    """The mutant: what reaches h from its own output, as `retain_grad` on the outputs gives it, is not dL/dh."""
+    net, x = layer("lstm"), inputs(STEPS, LANES)
+    with trace(net, tensors=True) as found:
+        y, _ = net(x)
+        y.retain_grad()
+        mixed(y, ()).backward()
+    direct = torch.as_tensor(y.grad)
+    assert (found.tensor("layer0.h[-1]") - direct[-1]).abs().max() < EXACT
+    assert (found.tensor("layer0.h") - direct)[:-1].abs().amax((1, 2)).min() > 1e-2
+
+
+CELLS = {
+    "lstm": lambda: nn.LSTMCell(FEATURES, HIDDEN),
+    "gru": lambda: nn.GRUCell(FEATURES, HIDDEN),
+    "tanh": lambda: nn.RNNCell(FEATURES, HIDDEN),
+    "relu": lambda: nn.RNNCell(FEATURES, HIDDEN, nonlinearity="relu"),
+    "no-bias": lambda: nn.LSTMCell(FEATURES, HIDDEN, bias=False),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: str) -> None:
+    cell = remembering(CELLS[kind]())
+    kind = "lstm" if kind == "no-bias" else kind
+    x = inputs(STEPS, LANES).requires_grad_()
+    states = tuple(torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_() for _ in range(2 if kind == "lstm" else 1))
+    leaves = [x, *states, *cell.parameters()]
+
+    def looped() -> tuple[Tensor, tuple[Tensor, ...]]:
+        state: Any = states if kind == "lstm" else states[0]
+        hidden: list[Tensor] = []
+        for step in x.unbind(0):
+            state = cell(step, state)
+            hidden.append(state[0] if kind == "lstm" else state)
+        return torch.stack(hidden), state if kind == "lstm" else (state,)
+
+    y, after = looped()
+    untraced = torch.autograd.grad(mixed(y, after), leaves)
+    with trace(cell, tensors=True) as found:
+        y_traced, after_traced = looped()
+        traced = torch.autograd.grad(mixed(y_traced, after_traced), leaves)
+    assert torch.equal(y, y_traced)
+    assert all(torch.equal(a, b) for a, b in zip((*after, *untraced), (*after_traced, *traced), strict=True))
+    seen: dict[str, list[Tensor]] = {}
+    weights = dict(cell.named_parameters())
+    hidden, h, c = play(kind, list(x.unbind(0)), states[0], states[-1] if kind == "lstm" else None, weights, seen)
+    loss = mixed(torch.stack(hidden), (h,) if c is None else (h, c))
+    assert apart(found, {f"cell.{letter}": values for letter, values in seen.items()}, loss) < EXACT
+
+
+@every_kind
+@pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["as-they-come", "longest-first"])
+def test_every_gradient_of_packed_lanes_is_that_of_each_lane_alone(kind: str, ways: bool, ordered: bool) -> None:
+    net = layer(kind, bidirectional=ways, num_layers=2)
+    lengths = [11, 8, 8, 1] if ordered else [8, 1, 11, 8]
+    x, states = inputs(11, 4), states_for(net, 4)
+    leaves = [*states, *net.parameters()]
+
+    def played() -> tuple[PackedSequence, tuple[Tensor, ...], Tensor]:
+        y, after = called(net, pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=ordered), states)
+        padded, _ = pad_packed_sequence(y)
+        return y, after, (padded * padded).sum() + sum((leaf**3).sum() for leaf in after)
+
+    y, _, loss = played()
+    untraced = torch.autograd.grad(loss, leaves)
+    with trace(net, tensors=True) as found:
+        y_traced, _, loss = played()
+        traced = torch.autograd.grad(loss, leaves)
+    assert torch.equal(y.data, y_traced.data)
+    assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
+    for lane, length in enumerate(lengths):
+        whole = unrolled(kind, net, x[:length, lane : lane + 1], tuple(leaf[:, lane : lane + 1] for leaf in states))
+        alone = (whole.y * whole.y).sum() + sum((leaf**3).sum() for leaf in whole.after)
+        for name, values in whole.seen.items():
+            expected = torch.autograd.grad(alone, values, retain_graph=True, materialize_grads=True)
+            assert (found.tensor(name)[:length, lane] - torch.cat(expected)).abs().max() < EXACT
+            assert not found.tensor(name)[length:, lane].any()
+
+
+def test_an_unbatched_sequence_is_one_lane() -> None:
+    net, x = layer("lstm"), inputs(STEPS, 1)
+    with trace(net) as found:
+        y, _ = net(x[:, 0])
+        mixed(y, ()).backward()
+    whole = unrolled("lstm", net, x, (torch.zeros(1, 1, HIDDEN, dtype=torch.float64),) * 2)
+    expected = torch.autograd.grad(mixed(whole.y, ()), whole.seen["layer0.c"])
+    assert (found["layer0.c"][:, 0] - torch.stack(expected).norm(dim=(1, 2))).abs().max() < EXACT
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "dropout": 0.4, "batch_first": True}, {"num_layers": 2, "bidirectional": True}],
+    ids=["plain", "dropout", "both-ways"],
+)
+@pytest.mark.parametrize("sizes", [(5, 1, 3, 4), (20, 20, 16, 32)], ids=["small", "large"])
+def test_outputs_are_the_untraced_ones_to_the_bit_in_single_precision_too(
+    kind: str, options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    """torch's LSTM for CPUs rounds otherwise when it keeps no graph; the trace must run it as if it did."""
+    steps, lanes, features, hidden = sizes
+    net, x = KINDS[kind](features, hidden, **options), torch.randn(steps, lanes, features)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        y, _ = net(x)
+        y.square().mean().backward()
+        return y, [torch.as_tensor(p.grad).clone() for p in net.parameters()]
+
+    y, gradients = run()
+    with trace(net):
+        y_traced, traced = run()
+    assert torch.equal(y, y_traced)
+    torch.testing.assert_close(traced, gradients, rtol=1e-4, atol=1e-7)
+
+
+@every_kind
+def test_under_autocast_outputs_are_the_untraced_ones(kind: str) -> None:
+    net, x = KINDS[kind](16, 32, num_layers=2), torch.randn(20, 4, 16)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        net.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, _ = net(x)
+        y.float().square().mean().backward()
+        return y, [torch.as_tensor(p.grad).clone() for p in net.parameters()]
+
+    y, gradients = run()
+    with trace(net):
+        y_traced, traced = run()
+    assert y.dtype == y_traced.dtype
+    assert torch.equal(y, y_traced)
+    for a, b in zip(traced, gradients, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).norm() < 0.03 * b.norm()
+
+
+class OwnCell(nn.Module):
+    """Turns and squashes its state; returns its output first, then the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Rotation()
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        h = (state["h"] @ self.core.turn + x @ self.core.into).sin()
+        return self.core.read(h), {"h": h, "sum": state["sum"] + 0.1 * h}
+
+
+class Looping(nn.Module):
+    """Calls its own cell once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = OwnCell()
+
+    def initial_state(self, lanes: int) -> dict[str, Tensor]:
+        zeros = self.cell.core.turn.new_zeros(lanes, HIDDEN)
+        return {"h": zeros, "sum": zeros}
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found: list[Tensor] = []
+        for step in x.unbind(0):
+            y, state = self.cell(step, state)
+            found.append(y + state["sum"][:, :2])
+        return torch.stack(found), state
+
+
+def test_every_state_of_a_cell_of_ones_own_is_that_of_the_unrolled_loop() -> None:
+    net, x = Looping().double(), inputs(STEPS, LANES)
+    with trace(net, names={"cell": ("_", "h", "sum")}, tensors=True) as found:
+        y, _ = net(x, net.initial_state(LANES))
+        mixed(y[:-2], ()).backward()  # the last loss is two steps before the end
+    state, steps, outputs = net.initial_state(LANES), dict[str, list[Tensor]](), list[Tensor]()
+    for step in x.unbind(0):
+        out, state = net.cell(step, state)
+        outputs.append(out + state["sum"][:, :2])
+        for name, leaf in state.items():
+            steps.setdefault(f"cell.{name}", []).append(leaf)
+    loss = mixed(torch.stack(outputs)[:-2], ())
+    assert apart(found, steps, loss) < EXACT
+
+
+def test_names_that_do_not_fit_are_refused() -> None:
+    net, x = Looping().double(), inputs(2, 1)
+    with pytest.raises(ModelError, match=r"no recurrent layer.*names=\{"):
+        trace(net)
+    with pytest.raises(ModelError, match="'cel', the net only"):
+        trace(net, names={"cel": ("h",)})
+    with trace(net, names={"cell": ("h",)}), pytest.raises(ModelError, match="returns 3 tensors, names says 1"):
+        net(x, net.initial_state(1))
+
+
+def test_several_calls_of_one_layer_are_consecutive_steps() -> None:
+    net, x, states = layer("lstm"), inputs(STEPS, LANES), states_for(layer("lstm"))
+    with trace(net, tensors=True) as found:
+        outputs, state = list[Tensor](), states
+        for part in x.split([4, 1, 6]):
+            y, state = net(part, state)
+            outputs.append(y)
+        mixed(torch.cat(outputs), state).backward()
+    whole = unrolled("lstm", net, x, states)
+    assert apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
+
+
+def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
+    net, x, states = layer("lstm"), inputs(STEPS, LANES), states_for(layer("lstm"))
+    with trace(net) as found:
+        y, _ = net(x, states)
+        mixed(y, ()).backward()
+        seen = found.last.edges("layer0.h"), found.last.edges("layer0.c")
+        mixed(net(x, tuple(leaf.detach() for leaf in states))[0], ()).backward()  # what is cut off is told as well
+    expected = [{0: torch.as_tensor(leaf.grad).norm().item()} for leaf in states]
+    for edges in (seen, (found.last.edges("layer0.h"), found.last.edges("layer0.c"))):
+        assert edges[0] == pytest.approx(expected[0], rel=1e-12)
+        assert edges[1] == pytest.approx(expected[1], rel=1e-12)
+    assert found.last.edges("layer0.f") == {}
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_the_edge_of_a_cell_is_the_gradient_of_the_state_that_enters(kind: str) -> None:
+    cell, x = remembering(CELLS[kind]()), inputs(STEPS, LANES)
+    entering = tuple(torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_() for _ in range(2 if kind == "lstm" else 1))
+    with trace(cell) as found:
+        state: Any = entering if kind == "lstm" else entering[0]
+        for step in x.unbind(0):
+            state = cell(step, state)
+        (state[0] if kind == "lstm" else state).square().sum().backward()
+    for leaf, letter in zip(entering, "hc", strict=False):
+        assert found.last.edges(f"cell.{letter}") == pytest.approx({0: torch.as_tensor(leaf.grad).norm().item()}, rel=1e-12)
+
+
+def test_the_edges_within_a_pass_are_those_between_calls() -> None:
+    net, x = layer("gru"), inputs(STEPS, LANES)
+    with trace(net) as found:
+        state, carried, outputs = None, list[Tensor](), list[Tensor]()
+        for part in x.split(4):
+            y, state = net(part, state)
+            state.retain_grad()
+            carried.append(state)
+            outputs.append(y)
+        mixed(torch.cat(outputs), ()).backward()
+    edges = found.last.edges("layer0.h")
+    assert list(edges) == [0, 4, 8]
+    assert [edges[4], edges[8]] == pytest.approx([torch.as_tensor(leaf.grad).norm().item() for leaf in carried[:-1]], rel=1e-12)
+
+
+def test_a_reset_stops_the_gradient_of_its_lane_only() -> None:
+    net, x = tt.carry(layer("lstm")), inputs(STEPS, LANES)
+    resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
+    resets[6, 1] = True
+    with trace(net) as found:
+        y, _ = net(x, start(net, x), resets)
+        y[-1].sum().backward()
+    norms = found["layer0.c"]
+    assert norms.shape == (STEPS, LANES)
+    assert not norms[:6, 1].any()
+    assert norms[6:].all()
+    assert norms[:6, [0, 2]].all()

@@ -1,0 +1,204 @@
+"""The trace around whole loops: every policy of `tt.updates`.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from givens import Given
+from strategies import HIDDEN, TensorState, apart, gradients, inputs, named, recordings, some_nets, start
+from throughtime.gradient import Policy
+from throughtime.probe.trace import Trace, trace
+from throughtime.probe.trace.passes import Run
+
+EXACT = 1e-12
+STRIDE, LANES = 10, 2
+POLICIES: dict[str, Policy] = {
+    "truncated": tt.Truncated(STRIDE),
+    "horizon": tt.Truncated(STRIDE, horizon=25),
+    "retained": tt.Truncated(STRIDE, horizon=25, graphs="retain"),
+    "exact": tt.Exact(chunk=7),
+    "adaptive": tt.Adaptive(tolerance=0.1, min=STRIDE, max=40),
+    "randomized": tt.Randomized(mean_horizon=STRIDE, alpha=4),
+    "online": tt.Online(stride=STRIDE),
+}
+CARRIED = some_nets("hides-layer", "hides-cell")
+
+
+def stream(*lengths: int) -> tt.Stream:
+    return tt.Stream(recordings(lengths), lanes=LANES, chunk=STRIDE, dtype=torch.float64)
+
+
+def trained(net: tt.Carried, policy: Policy) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of an epoch, and the weights after it."""
+    torch.manual_seed(3)
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.01), list[Tensor]()
+    for update in tt.updates(net, stream(63, 41), nn.MSELoss(), gradient=policy):
+        losses.append(update.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: weight.detach().clone() for name, weight in net.named_parameters()}
+
+
+@CARRIED
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_is_the_same_traced(row: Any, policy: str) -> None:
+    nets = row.net(), row.net()
+    nets[1].load_state_dict(nets[0].state_dict())
+    losses, weights = trained(nets[0], POLICIES[policy])
+    with trace(nets[1]) as found:
+        traced, after = trained(nets[1], POLICIES[policy])
+    assert len(losses) == len(traced) > 0
+    assert torch.equal(losses[0], traced[0])
+    assert max((a - b).abs().item() for a, b in zip(losses, traced, strict=True)) < EXACT
+    assert apart(after, weights) < EXACT
+    assert all(found[name].isfinite().all() for name in found.names)
+
+
+def expected(net: tt.Carried, data: Given, counted: int, stop: int, state: Any = None) -> dict[str, Tensor]:
+    """The norms of one plain graph over the first steps of `data`, the mean loss over those from `counted` on."""
+    with trace(net) as found:
+        y, _ = net(data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop])
+        nn.MSELoss()(y[counted:].flatten(0, 1), data.targets[counted:stop].flatten(0, 1)).backward()
+    net.zero_grad()
+    return {name: found[name] for name in found.names}
+
+
+def furthest(found: Trace, wanted: dict[str, Tensor]) -> float:
+    assert set(found.names) == set(wanted)
+    return max((found[name] - norms).abs().max().item() for name, norms in wanted.items())
+
+
+@CARRIED
+@pytest.mark.parametrize("graphs", ["recompute", "retain"])
+def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
+    net, data = row.net(), Given.draw(30, LANES, 0, resets=0.1)
+    with trace(net, keep=3) as found:
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30, graphs=graphs)):
+            net.zero_grad()
+    assert len(found.passes) == found.count == 3
+    assert furthest(found, expected(net, data, 20, 30)) < EXACT
+
+
+@CARRIED
+def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
+    """`tt.Exact` runs many backward passes, the last piece first; the trace puts them together again."""
+    net, data = row.net(), Given.draw(45, LANES, 0, resets=0.03)
+    with trace(net, keep=9) as found:
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
+            net.zero_grad()
+    wanted = expected(net, data, 0, 45)
+    assert len(found.passes) == 1
+    assert furthest(found, wanted) < EXACT
+
+
+def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: every run of the engine a pass of its own."""
+    monkeypatch.setattr(Run, "leads_to", lambda *_: False)
+    with pytest.raises(AssertionError):
+        test_the_pieces_of_a_sweep_are_one_pass(named("hides-layer"))
+
+
+class Turning(nn.Module):
+    """Calls a cell of its own once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = TensorState().double()
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.cell.turn.new_zeros(lanes, HIDDEN)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for step in x.split(1):
+            y, state = self.cell(step, state)
+            outputs.append(y)
+        return torch.cat(outputs), state
+
+
+def test_the_pieces_of_a_cell_of_ones_own_are_one_pass() -> None:
+    module, data = Turning(), Given.draw(30, LANES, 0)
+    net, cell = tt.carry(module), module.cell
+    with trace(net, names={"cell": ("_", "h")}) as found:
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
+            net.zero_grad()
+    hidden, h = list[Tensor](), module.initial_state(LANES)
+    for step in data.x:
+        h = h @ cell.turn + step @ cell.into
+        hidden.append(h)
+    loss = nn.MSELoss()(cell.read(torch.stack(hidden)).flatten(0, 1), data.targets.flatten(0, 1))
+    norms = torch.stack(torch.autograd.grad(loss, hidden)).norm(dim=2)
+    assert (found["cell.h"] - norms).abs().max() < EXACT
+
+
+def test_strides_that_follow_one_another_are_passes_of_their_own() -> None:
+    net, data = named("hides-layer").net(), Given.draw(40, LANES, 0)
+    with trace(net, keep=9) as found:
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10)):
+            net.zero_grad()
+    assert [len(one["lstm.layer0.h"]) for one in found.passes] == [10, 10, 10, 10]
+
+
+def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
+    """Every chunk ends in the state that it began with, so that states alone would say that each goes on from the next."""
+    net, data = nn.RNN(3, HIDDEN).double(), Given.draw(40, LANES, 0)
+    for name, weight in net.named_parameters():
+        nn.init.constant_(weight, 0.3 if name == "bias_ih_l0" else 0.0)
+    carried = tt.carry(net)
+    with trace(net, keep=9) as found:
+        for _ in tt.updates(carried, [data.chunk], lambda y, t: (y[:, :2] - t).square().mean(), gradient=tt.Truncated(10)):
+            carried.zero_grad()
+    assert [len(one["layer0.h"]) for one in found.passes] == [10, 10, 10, 10]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
+def test_online_learning_shows_the_gradient_of_its_losses_only(kind: Any) -> None:
+    """The rows of the Jacobian that `tt.Online` takes besides are no gradients of a loss."""
+    net, data = tt.carry(kind(3, 2).double()), Given.draw(40, LANES, 0)
+    with trace(net, keep=99) as found:
+        updates = sum(1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Online(stride=10)))
+    assert found.count == updates == 4
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+@CARRIED
+def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
+    net, x, alive = row.net(), inputs(12, LANES), list[int]()
+    with trace(net, keep=2, tensors=True):
+        for round_ in range(30):
+            y, _ = net(x, start(net, x))
+            y.square().mean().backward()
+            net.zero_grad()
+            del y
+            alive += [tensors_alive()] if round_ in (5, 29) else []
+    assert alive[0] == alive[1]
+
+
+def test_a_checkpointed_net_is_seen_as_it_is() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    lstm, x = nn.LSTM(3, HIDDEN).double(), inputs(20, LANES)
+
+    def run(recomputed: bool) -> dict[str, Tensor]:
+        lstm.zero_grad()
+        with trace(lstm) as found:
+            outputs, state = list[Tensor](), (torch.zeros(1, LANES, HIDDEN, dtype=torch.float64),) * 2
+            for part in x.split(5):
+                y, state = checkpoint(lstm, part, state, use_reentrant=False) if recomputed else lstm(part, state)
+                outputs.append(y)
+            torch.cat(outputs).square().mean().backward()
+        return {name: found[name] for name in found.names} | gradients(lstm)
+
+    plain, recomputed = run(False), run(True)
+    assert apart(recomputed, plain) < EXACT
