@@ -276,7 +276,7 @@ def test_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) -> Non
     assert found["chance"] - 0.1 < windows <= found["best"] + 0.01
     assert f"{stream:.3f}" in said
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7
     HTMLParser().feed(page)
     audit = found["audit"]
     assert [row["horizon"] for row in audit["audit"]["rows"]] == [10, 25, 50, 100, 400]

@@ -24,6 +24,7 @@ from throughtime.report import (
     Text,
     bars,
     envelope,
+    heat,
     lines,
     render,
     runs,
@@ -40,6 +41,10 @@ numbers = st.floats(-1e9, 1e9, allow_nan=False)
 
 def curve(*y: float, **more: object) -> str:
     return lines([Series("s", range(len(y)), y)], title="t", description="d", x_label="x", y_label="y", **more)  # pyright: ignore[reportArgumentType]
+
+
+def warm(rows: list[tuple[str, list[float]]], **more: object) -> str:
+    return heat(rows, [1, 2, 4], title="t", description="d", x_label="x", **more)  # pyright: ignore[reportArgumentType]
 
 
 CHARTS = {
@@ -62,6 +67,10 @@ CHARTS = {
     "strip empty": strip([], [], title="t", description="d", x_label="x", y_label="y"),
     "strip one step": strip([math.nan], [Band("b", [-1])], title="t", description="d", x_label="x", y_label="y", classes=["c"]),
     "strip overlays": strip([], [], title="t", description="d", x_label="x", y_label="y", overlays=[Series(NASTY, [0, 1], [2, 3])]),
+    "heat": warm([(NASTY, [1, math.nan]), ("b", [0, 1e-30])], marks=[Mark(2, NASTY, "x"), Mark(-1, NASTY, "x"), Mark(1, NASTY)]),
+    "heat log": warm([("a", [1, 2])], log_x=True),
+    "heat empty": heat([], [1, 2], title="t", description="d", x_label="x"),
+    "heat of nothing": warm([("a", [math.nan, -1])]),
     "bars": bars([(NASTY, 1), ("b", math.nan), ("c", -3), ("d", -math.inf)], title="t", description="d", x_label="x"),
     "bars empty": bars([], title="t", description="d", x_label="x"),
     "bars range": bars([("a", 3), ("b", -3)], title="t", description="d", x_label="x", x_range=(0, 1)),
@@ -184,7 +193,7 @@ def test_chart_stays_within_its_width(svg: str) -> None:
 def test_text_of_the_user_is_escaped() -> None:
     assert "<b>&" not in WHOLE
     assert "&lt;b&gt;&amp;&quot;" in WHOLE
-    everywhere = [CHARTS["lines"], CHARTS["strip"], CHARTS["strip overlays"], CHARTS["bars"]]
+    everywhere = [CHARTS["heat"], CHARTS["lines"], CHARTS["strip"], CHARTS["strip overlays"], CHARTS["bars"]]
     assert all(any("<b>&\"'</title>" in text for text in texts(svg)) for svg in everywhere)
 
 
@@ -311,6 +320,34 @@ def test_band_covers_each_step_once(classes: list[int]) -> None:
     assert sum(float(b["width"]) for b in blocks) == pytest.approx(760 - 24 - float(blocks[0]["x"]), abs=0.1 * len(blocks))
 
 
+def cells(svg: str) -> list[tuple[float, float, float]]:
+    """Where each cell begins, how wide it is and how full, without those of the key."""
+    found = [e.attrib for e in drawing(svg).iter(f"{SVG}rect") if e.attrib["height"] == "28"]
+    return [(float(c["x"]), float(c["width"]), float(c["fill-opacity"])) for c in found]
+
+
+def test_a_cell_is_as_full_as_its_value_is_large() -> None:
+    fills = [fill for *_, fill in cells(warm([("a", [1, 1e-3]), ("b", [1e-5, 1e-7])]))]
+    assert fills == [1.0, 0.5, 0.17]  # by decades of six; what is smaller than all of them is empty
+    assert [fill for *_, fill in cells(warm([("a", [1e9, 1e6]), ("b", [1e4, 1e2])]))] == fills  # a matter of ratios
+
+
+def test_cells_lie_side_by_side_between_their_edges() -> None:
+    for log_x in (False, True):
+        (a, wide, _), (b, other, _) = cells(warm([("a", [1, 2])], log_x=log_x))
+        assert a + wide == pytest.approx(b, abs=0.11)
+        assert other / wide == pytest.approx(1 if log_x else 2, abs=0.01)  # from 1 to 2, and to 4
+
+
+def test_a_value_that_is_not_there_has_no_cell() -> None:
+    assert len(cells(warm([("a", [1, math.nan]), ("b", [0, 1])]))) == 2
+
+
+def test_the_largest_of_each_row_is_written_not_only_coloured() -> None:
+    said = texts(warm([("a", [0.5, 0.25]), ("b", [0.125, math.nan])]))
+    assert {"0.50", "0.12"} <= set(said)
+
+
 def test_step_without_a_class_has_no_block() -> None:
     svg = strip([], [Band("b", [0, -1, 7, 0])], title="t", description="d", x_label="x", y_label="y", classes=["a"])
     assert sum(e.attrib["height"] == "22" for e in drawing(svg).iter(f"{SVG}rect")) == 2
@@ -339,7 +376,7 @@ def luminance(colour: str) -> float:
 def test_every_colour_of_text_stands_out_from_the_page(theme: int) -> None:
     found = {name: (c * 2 if len(c) == 3 else c) for name, c in re.findall(r"--([\w-]+):#(\w+)", _theme().split("@media")[theme])}
     paper = luminance("#" + found["paper"])
-    for name in ("ink", "soft", "link", *(f"series-{i}" for i in range(1, 9))):
+    for name in ("ink", "soft", "link", "alarm", *(f"series-{i}" for i in range(1, 9))):
         low, high = sorted((paper, luminance("#" + found[name])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, name
     assert found["on-series"] == found["paper"]
@@ -383,12 +420,21 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
     [
         (lambda: Series("s", [1], []), DataError),
         (lambda: Table(["a"], [["x", 1]], "c"), DataError),
+        (lambda: warm([("a", [1.0])]), DataError),
         (lambda: curve(1, y_range=(1, 1)), ConfigError),
         (lambda: curve(1, y_range=(0, math.nan)), ConfigError),
         (lambda: curve(1, y_range=(0, 1), log_y=True), ConfigError),
         (lambda: strip([], [Band("b", [0])], title="t", description="d", x_label="x", y_label="y"), ConfigError),
     ],
-    ids=["series of two lengths", "ragged table", "empty range", "range of NaN", "logarithmic range from zero", "bands without classes"],
+    ids=[
+        "series of two lengths",
+        "ragged table",
+        "ragged heat",
+        "empty range",
+        "range of NaN",
+        "logarithmic range from zero",
+        "bands without classes",
+    ],
 )
 def test_what_cannot_be_drawn_is_refused(make: object, error: type[Exception]) -> None:
     assert callable(make)

@@ -7,6 +7,7 @@ from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Tru
 from throughtime.kernels import linear_scan
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
 from throughtime.probe import Audit, Reach, Trace, audit, reach, trace
+from throughtime.report.of_graph import Drawing, draw
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
 
@@ -15,6 +16,7 @@ __all__ = [
     "Audit",
     "Carried",
     "Chunk",
+    "Drawing",
     "Evaluation",
     "Evaluator",
     "Exact",
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "audit",
     "carry",
+    "draw",
     "evaluate",
     "linear_scan",
     "predict",

@@ -1,7 +1,7 @@
 """A run as one self-contained HTML page: charts from plain numbers, and the page around them."""
 
 from throughtime.report.page import Cell, Facts, Figure, Page, Part, Range, Section, Table, Text, clean, numbers, render, tick_labels, ticks
-from throughtime.report.svg import Band, Mark, Series, bars, envelope, lines, runs, strip
+from throughtime.report.svg import Band, Mark, Series, bars, envelope, heat, lines, runs, strip
 
 __all__ = [
     "Band",
@@ -19,6 +19,7 @@ __all__ = [
     "bars",
     "clean",
     "envelope",
+    "heat",
     "lines",
     "numbers",
     "render",

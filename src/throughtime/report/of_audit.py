@@ -2,43 +2,91 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from throughtime.probe import Audit, Reach
 from throughtime.probe.audit import Truncation
+from throughtime.probe.reach import within
 from throughtime.report.page import Figure, Range, Table
-from throughtime.report.svg import Mark, Series, lines
+from throughtime.report.svg import Mark, Series, heat, lines
 from throughtime.run.audited import Audited
 
 _DECADES = 6  # below the largest norm, less is nothing
 _MOST_BIAS = 3.0
 _LEAVES = 6
+_CELLS = 48  # of the heat map
 
 
-def pictures(found: Audited, own: Truncation | None = None) -> list[Figure]:
-    """Norm by lag, bias by horizon, loss by context; `own` is the run's own truncation, to be marked."""
-    return [by_lag(found.reach), by_horizon(found.audit, found.tolerance, own), by_context(found.reach)]
+def pictures(found: Audited, own: Truncation | None = None, window: int | None = None) -> list[Figure]:
+    """Norm by lag, as curves and over the parts of the state, bias by horizon, loss by context.
+
+    Args:
+        found: what was measured.
+        own: the run's own truncation, to be marked.
+        window: how many steps back credit went in training; default: the horizon of `own`.
+    """
+    window = own.horizon if window is None and own is not None else window
+    parts = [by_part(found.reach, window)] if len(found.reach.by_leaf) > 1 else []
+    return [by_lag(found.reach, window), *parts, by_horizon(found.audit, found.tolerance, own), by_context(found.reach)]
 
 
-def by_lag(reach: Reach) -> Figure:
-    """How strongly a loss blames the state so many steps before it."""
+def by_lag(reach: Reach, window: int | None = None) -> Figure:
+    """How strongly a loss blames the state so many steps before it, and where the window of training ends."""
     leaves = list(reach.by_leaf.items())[:_LEAVES] if len(reach.by_leaf) > 1 else []
     y_range = _decades([norm for norm in reach.norms if norm > 0])
     shown = len(reach.lags) if y_range is None else max(i for i, norm in enumerate(reach.norms, 1) if norm >= y_range[0])
     lags = [float(lag) for lag in reach.lags[:shown]]
-    within = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
+    shares = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
     svg = lines(
         [Series(name, lags, norms[:shown]) for name, norms in (("whole state", reach.norms), *leaves)],
         title="How far back the gradient goes",
-        description=f"Norm of the gradient of a loss with respect to the state 1 to {reach.lags[-1]} steps before it: {within} steps.",
+        description=f"Norm of the gradient of a loss with respect to the state 1 to {reach.lags[-1]} steps before it: {shares} steps.",
         x_label="lag: steps before the loss",
         y_label="gradient norm",
         y_range=y_range,
         log_x=True,
         log_y=True,
-        marks=[Mark(float(lag), f"{share:.0%} within {lag:,}", "x") for share, lag in sorted(reach.shares.items())],
+        marks=[*(Mark(float(lag), f"{share:.0%} within {lag:,}", "x") for share, lag in sorted(reach.shares.items())), *_window(window)],
     )
     blamed = f"How much the loss of a step would change with the state so many steps before it, mean of {reach.anchors} losses."
-    return Figure(svg, f"{blamed} Of the sum over all {reach.lags[-1]:,} lags, {within} steps.")
+    return Figure(svg, f"{blamed} Of the sum over all {reach.lags[-1]:,} lags, {shares} steps.{_beyond(reach, window)}")
+
+
+def by_part(reach: Reach, window: int | None = None) -> Figure:
+    """The same for each part of the state, the largest first as the net names them: which memory is long."""
+    edges = sorted({round(reach.lags[-1] ** (i / _CELLS)) for i in range(_CELLS + 1)} | {reach.lags[-1] + 1})
+    rows = [(name, [_mean(reach.lags, norms, a, b) for a, b in pairwise(edges)]) for name, norms in reach.by_leaf.items()]
+    longest = {name: within(reach.lags, norms, 0.9) for name, norms in reach.by_leaf.items()}
+    said = "; ".join(f"{name}: 90% within {lag:,}" for name, lag in longest.items())
+    svg = heat(
+        rows,
+        [float(edge) for edge in edges],
+        title="Gradient by part of the state",
+        description=f"Norm of the gradient with respect to each part of the state by the number of steps before the loss: {said} steps.",
+        x_label="lag: steps before the loss",
+        decades=_DECADES,
+        log_x=True,
+        marks=_window(window),
+    )
+    return Figure(svg, f"Each row is a part of the state; the fuller the colour, the more a loss blames it at that lag. {said} steps.")
+
+
+def _mean(lags: Sequence[int], norms: Sequence[float], start: int, stop: int) -> float:
+    inside = [norm for lag, norm in zip(lags, norms, strict=True) if start <= lag < stop and math.isfinite(norm)]
+    return sum(inside) / len(inside) if inside else math.nan
+
+
+def _window(window: int | None) -> list[Mark]:
+    return [] if window is None else [Mark(float(window), f"window of training, {window:,}", "x")]
+
+
+def _beyond(reach: Reach, window: int | None) -> str:
+    """How much of the credit the window of training left out."""
+    whole = sum(norm for norm in reach.norms if math.isfinite(norm))
+    if window is None or not whole:
+        return ""
+    out = sum(norm for lag, norm in zip(reach.lags, reach.norms, strict=True) if lag > window and math.isfinite(norm))
+    return f" Training cut it {window:,} steps back: {out / whole:.1%} of the sum lies further back."
 
 
 def _decades(norms: Sequence[float]) -> Range | None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from throughtime.run.stretch import Stretch, stretch
 
 Row = dict[str, Any]
 
+_FEWEST = 3  # log lines of a curve
+_NAMES = 6  # classes or outputs that are told by name
+
 
 def write_report(folder: Folder) -> Path:
     """Writes `report.html` from what is in the folder; scores and audit appear once `eval` and `audit` have made them."""
@@ -31,10 +35,11 @@ def write_report(folder: Folder) -> Path:
     net, spec = load_model(folder.model)
     names = tuple(spec.score().figures())
     sections = [
-        Section("The run", [_facts(config, rows), *map(Text, _in_words(config, spec, rows[0]))]),
+        Section("The run", [_facts(config, rows, net), *map(Text, _in_words(config, spec, rows[0]))]),
         Section("Learning", list(_curves(config, rows, names))),
         *_scores(folder, rows, names),
         *_audited(folder, config, rows[-1]["update"]),
+        *_course(rows),
         Section("A stretch of signal", [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")]),
         Section("Settings", [_settings(config)]),
     ]
@@ -44,7 +49,7 @@ def write_report(folder: Folder) -> Path:
     return folder.report
 
 
-def _facts(config: Config, rows: Sequence[Row]) -> Facts:
+def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
     last = rows[-1]
     memory = last["peak_memory"]
     return Facts(
@@ -55,12 +60,14 @@ def _facts(config: Config, rows: Sequence[Row]) -> Facts:
             ("training time", f"{last['seconds']:.0f} s"),
             ("peak memory", "not measured" if memory is None else f"{memory / 1e6:.0f} MB"),
             ("lanes", f"{config.lanes}"),
+            ("waiting for data", f"{last.get('waiting', 0.0):.0%}"),
+            ("weights", f"{sum(weight.numel() for weight in net.parameters()):,}"),
         ]
     )
 
 
 def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
-    """The data, the gradient setting and the scoring, in sentences."""
+    """The model, the data, the gradient setting and the scoring, in sentences."""
     recordings, lanes = data["train"], config.lanes
     found = f"{recordings:,} recordings with {data['steps']:,} steps to train on, {data['valid']:,} held out: {'; '.join(data['remarks'])}."
     if config.train_on == "windows":
@@ -71,11 +78,77 @@ def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
         start = f"Each of {lanes} lanes plays whole recordings one after another, its state carried; only a recording's start resets it."
     warm = f" The first {config.warm_up} steps after a reset only warm the state up; their loss does not count." if config.warm_up else ""
     return [
+        _model_in_words(config, spec),
         f"{found} {start}{warm}",
-        f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.",
+        f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.{_weighed(config)}",
         "Scores are those of whole recordings, played from first step to last with the state carried, as the model is deployed.",
         f"Inputs ({spec.features}) are standardised with the training split's mean and deviation, which are kept in the model.",
     ]
+
+
+def _model_in_words(config: Config, spec: Spec) -> str:
+    """What reads what and names what."""
+    layers = f"{config.layers} layer{'' if config.layers == 1 else 's'} of {config.hidden} units"
+    names = spec.classes if spec.task == "classify" else spec.targets
+    some = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+    makes = f"names one of {len(names)} classes ({some})" if spec.task == "classify" else f"tells {some}"
+    numbers = f"Weights and the order of the recordings are drawn with seed {config.seed}; numbers are {config.dtype} on {config.device}."
+    read = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
+    return f"{spec.model.upper()} of {layers}. At every step it reads {read} and {makes}. {numbers}"
+
+
+def _weighed(config: Config) -> str:
+    """What counts how much in the loss, if not all alike."""
+    if config.class_weights == "none":
+        return ""
+    how = "the inverse of its frequency" if config.class_weights == "balanced" else f"what was said ({config.class_weights}), others 1"
+    return f" In the loss each class weighs {how}."
+
+
+def _course(rows: Sequence[Row]) -> list[Section]:
+    """Throughput and memory over the run; nothing before a second log line."""
+    train = [(before, row) for before, row in pairwise(rows) if row["kind"] == "train"]
+    if len(train) < _FEWEST:
+        return []
+    updates = [float(row["update"]) for _, row in train]
+    # The clock runs on while a validation plays whole recordings: what follows one is no pace of training.
+    paces = [_pace(before, row) if before["kind"] == "train" else math.nan for before, row in train]
+    known = sorted(pace for pace in paces if math.isfinite(pace))
+    usual = known[len(known) // 2] if known else math.nan
+    speed = lines(
+        [Series("frames per second", updates, paces)],
+        title="Throughput",
+        description=f"Frames trained on per second between two log lines; half of them above {usual:,.0f}.",
+        x_label="update",
+        y_label="frames per second",
+        y_range=(0.0, 1.1 * known[-1]) if known else None,
+    )
+    waited = f"{rows[-1].get('waiting', 0.0):.0%} of the time was spent waiting for data."
+    figures = [Figure(speed, f"Frames of all lanes between two log lines, where no validation lies between. {waited}")]
+    held = [(float(row["update"]), row["peak_memory"] / 1e6) for row in rows if row["peak_memory"] is not None]
+    return [Section("Speed and memory", [*figures, *([_memory(held)] if held else [])])]
+
+
+def _pace(before: Row, row: Row) -> float:
+    spent = row["seconds"] - before["seconds"]
+    return (row["frames"] - before["frames"]) / spent if spent > 0 else math.nan
+
+
+def _memory(held: Sequence[tuple[float, float]]) -> Figure:
+    first, last = held[0][1], held[-1][1]
+    svg = lines(
+        [Series("peak memory", [update for update, _ in held], [size for _, size in held])],
+        title="Memory",
+        description=f"The most memory that the process has held so far, from {first:,.0f} MB to {last:,.0f} MB.",
+        x_label="update",
+        y_label="MB",
+        y_range=(0.0, 1.1 * max(size for _, size in held)),
+    )
+    return Figure(
+        svg,
+        "The most memory that the process has held up to each log line. No graph outlives its update, so one that goes on rising has "
+        "another cause.",
+    )
 
 
 def _curves(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
@@ -158,8 +231,18 @@ def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
     if found.update is not None:
         where += f", with the weights of update {found.update:,}"
         where += f"; the run has gone on to update {updates:,} since" if found.update < updates else ""
-    parts = [Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."), *of_audit.pictures(found, found.own(config))]
+    parts = [
+        Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."),
+        *of_audit.pictures(found, found.own(config), _window(config)),
+    ]
     return [Section("Where the gradient goes", [*parts, of_audit.table(found.audit)])]
+
+
+def _window(config: Config) -> int | None:
+    """How many steps back credit went in training, if it was cut."""
+    if config.exact:
+        return config.segment
+    return config.stride if config.train_on == "windows" else config.horizon or config.stride
 
 
 def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:

@@ -292,8 +292,8 @@ def _column(cells: Sequence[Cell]) -> tuple[list[str], bool]:
 
 def _theme() -> str:
     """The colours, light and dark; paper is always light."""
-    light = "--paper:#fff;--ink:#191c20;--soft:#59616b;--line:#dfe1e4;--wash:#f5f6f7;--link:#1d48b5;--on-series:#fff"
-    dark = "--paper:#121519;--ink:#e8eaed;--soft:#a5adb8;--line:#30363d;--wash:#1a1e24;--link:#86b4ff;--on-series:#121519"
+    light = "--paper:#fff;--ink:#191c20;--soft:#59616b;--line:#dfe1e4;--wash:#f5f6f7;--link:#1d48b5;--on-series:#fff;--alarm:#b3121f"
+    dark = "--paper:#121519;--ink:#e8eaed;--soft:#a5adb8;--line:#30363d;--wash:#1a1e24;--link:#86b4ff;--on-series:#121519;--alarm:#ff7b72"
     series = [";".join(f"--series-{i}:{colour}" for i, colour in enumerate(palette, 1)) for palette in (PALETTE, _DARK)]
     return (
         f":root{{color-scheme:light;{light};{series[0]}}}\n"
@@ -351,6 +351,7 @@ tbody tr:hover{background:var(--wash)}
  .facts{grid-template-columns:repeat(auto-fill,minmax(132px,1fr));gap:18px}
  .facts dd{font-size:21px}
  table{min-width:100%}
+ thead th,thead .n{white-space:normal}
  figure .frame{margin-right:-18px;padding-right:18px}
  figure svg{width:680px}
 }

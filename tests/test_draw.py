@@ -1,0 +1,444 @@
+"""The laws of tt.draw: the right chunks, the right red edges, no node lost, and nothing changed."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from throughtime.errors import ConfigError, DataError
+from throughtime.probe.graph import Graph, walk
+from throughtime.report.of_graph import draw
+
+D = torch.float64
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Net(nn.Module):
+    """An LSTM cell with a readout at every step, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(3, 4).to(D), nn.Linear(4, 2).to(D)
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 4, dtype=D), torch.zeros(2, 4, dtype=D)
+
+    def chunk(self, steps: int, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        outputs = list[Tensor]()
+        for x in torch.randn(steps, 2, 3, dtype=D):
+            state = self.cell(x, state)
+            outputs.append(self.head(state[0]))
+        return torch.stack(outputs).pow(2).mean(), state
+
+
+def detached(state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return state[0].detach(), state[1].detach()
+
+
+def one_chunk(steps: int = 20) -> Graph:
+    net = Net()
+    return walk(net.chunk(steps, net.initial())[0], net)
+
+
+def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Graph:
+    """The graph of the second of two chunks, or of both losses, with something done to the state in between."""
+    net = Net()
+    first, state = net.chunk(10, net.initial())
+    second, _ = net.chunk(12, between(state))
+    return walk(first + second if both else second, net)
+
+
+def retained(lengths: list[int]) -> Graph:
+    net = Net()
+    loss, state = torch.zeros(()), net.initial()
+    for steps in lengths:
+        loss, state = net.chunk(steps, state)
+        loss.backward(retain_graph=True)
+    return walk(loss, net)
+
+
+def freed() -> Graph:
+    net = Net()
+    first, state = net.chunk(10, net.initial())
+    first.backward()
+    return walk(net.chunk(10, state)[0], net)
+
+
+def stepped() -> Graph:
+    """Chunks of two steps, which only the versions of the weights tell apart."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loss, state = torch.zeros(()), net.initial()
+    for _ in range(4):
+        loss, state = net.chunk(2, state)
+        torch.autograd.backward(loss, inputs=list(net.head.parameters()), retain_graph=True)
+        for weight in net.cell.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    return walk(loss, net)
+
+
+def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: bool) -> Graph:
+    net, x = kind(3, 4, num_layers=2).to(dtype), torch.randn(7, 2, 3, dtype=dtype)
+    y, state = net(x)
+    y.pow(2).mean()  # a loss of its own
+    state = tuple(s.detach() for s in state) if cut and isinstance(state, tuple) else state.detach() if cut else state
+    return walk(net(x, state)[0].pow(2).mean(), net)
+
+
+def outputs_joined() -> Graph:
+    """Chunks cut as they should be, their outputs in one loss."""
+    net, state, outputs = nn.GRU(3, 4).to(D), None, list[Tensor]()
+    for _ in range(3):
+        y, state = net(torch.randn(9, 2, 3, dtype=D), state)
+        state = state.detach()
+        outputs.append(y)
+    return walk(nn.Linear(4, 1).to(D)(torch.cat(outputs)).pow(2).mean(), net)
+
+
+def upper_layer_not_cut(cut: tuple[bool, bool]) -> Graph:
+    lower, upper = nn.GRUCell(3, 4).to(D), nn.GRUCell(4, 4).to(D)
+    a = b = torch.zeros(2, 4, dtype=D)
+    loss = torch.zeros(())
+    for _ in range(3):
+        a, b = a.detach() if cut[0] else a, b.detach() if cut[1] else b
+        outputs = list[Tensor]()
+        for x in torch.randn(6, 2, 3, dtype=D):
+            a = lower(x, a)
+            b = upper(a, b)
+            outputs.append(b)
+        loss = torch.stack(outputs).pow(2).mean()
+    return walk(loss)
+
+
+def twins() -> Graph:
+    """Two inputs through one net, step by step: no chunk ends there."""
+    net = nn.GRUCell(3, 4).to(D)
+    a = b = torch.zeros(2, 4, dtype=D)
+    for _ in range(15):
+        a, b = net(torch.randn(2, 3, dtype=D), a), net(torch.randn(2, 3, dtype=D), b)
+    return walk((a - b).pow(2).sum(), net)
+
+
+def losses_on_the_way() -> Graph:
+    """One graph, a loss every ten steps: nothing is to be cut."""
+    net, loss = Net(), torch.zeros(())
+    state = net.initial()
+    for _ in range(4):
+        part, state = net.chunk(10, state)
+        loss = loss + part
+    return walk(loss, net)
+
+
+def two_losses() -> Graph:
+    net = nn.GRU(3, 4).to(D)
+    y, _ = net(torch.randn(9, 2, 3, dtype=D))
+    return walk([y.pow(2).mean(), y.abs().mean()], net)
+
+
+def leaf_state() -> Graph:
+    net = nn.GRUCell(3, 4).to(D)
+    h = torch.zeros(2, 4, dtype=D, requires_grad=True)
+    for _ in range(5):
+        h = net(torch.randn(2, 3, dtype=D), h)
+    return walk(h.sum(), net)
+
+
+def feed_forward() -> Graph:
+    return walk(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))(torch.randn(5, 3)).sum())
+
+
+def learned_start() -> Graph:
+    net, h0 = nn.GRUCell(3, 4).to(D), nn.Parameter(torch.zeros(1, 4, dtype=D))
+    h = h0.expand(2, 4)
+    for _ in range(5):
+        h = net(torch.randn(2, 3, dtype=D), h)
+    return walk(h.sum(), net)
+
+
+# The graph; the steps of its chunks; its red crossings; how many more cross.
+KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], int]] = {
+    "one chunk": (one_chunk, [20], [], 0),
+    "500 steps of a cell": (lambda: one_chunk(500), [500], [], 0),
+    "two chunks, not cut": (lambda: two_chunks(lambda state: state), [10, 12], [(0, 1)], 0),
+    "two chunks, cut, both losses": (lambda: two_chunks(detached, both=True), [10, 12], [], 0),
+    "two chunks, cut, the second loss": (lambda: two_chunks(detached), [12], [], 0),
+    "two chunks, only h cut": (lambda: two_chunks(lambda s: (s[0].detach(), s[1]), both=True), [10, 12], [(0, 1)], 0),
+    "two chunks, only c cut": (lambda: two_chunks(lambda s: (s[0], s[1].detach())), [10, 12], [(0, 1)], 0),
+    "two chunks, one graph, both losses": (lambda: two_chunks(lambda state: state, both=True), [10, 12], [], 1),
+    "retained over five chunks": (lambda: retained([6] * 5), [6] * 5, [(0, 1), (1, 2), (2, 3), (3, 4)], 0),
+    "freed": (freed, [10, 10], [(0, 1)], 0),
+    "weights changed": (stepped, [2] * 4, [(0, 1), (1, 2), (2, 3)], 0),
+    "LSTM layer, one node a call": (lambda: layer(nn.LSTM, torch.float32, cut=False), [7, 7], [(0, 1)], 0),
+    "LSTM layer, many nodes": (lambda: layer(nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
+    "GRU layer": (lambda: layer(nn.GRU, D, cut=False), [7, 7], [(0, 1)], 0),
+    "RNN layer": (lambda: layer(nn.RNN, D, cut=False), [7, 7], [(0, 1)], 0),
+    "LSTM layer, cut": (lambda: layer(nn.LSTM, D, cut=True), [7], [], 0),
+    "LSTM layer, one node a call, cut": (lambda: layer(nn.LSTM, torch.float32, cut=True), [7], [], 0),
+    "cut chunks in one loss": (outputs_joined, [9, 9, 9], [], 0),
+    "two layers, the upper not cut": (lambda: upper_layer_not_cut((True, False)), [6] * 3, [(0, 1), (1, 2)], 0),
+    "two layers, the lower not cut": (lambda: upper_layer_not_cut((False, True)), [6] * 3, [(0, 1), (1, 2)], 0),
+    "two layers, cut": (lambda: upper_layer_not_cut((True, True)), [6], [], 0),
+    "two inputs through one net": (twins, [15], [], 0),
+    "losses on the way": (losses_on_the_way, [10] * 4, [], 3),
+    "two losses": (two_losses, [9], [], 0),
+    "a state that is a leaf": (leaf_state, [5], [], 0),
+    "a learned start": (learned_start, [5], [], 0),
+    "nothing recurs": (feed_forward, [0], [], 0),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
+    make, steps, red, more = KNOWN[name]
+    found = make()
+    assert [chunk.steps for chunk in found.chunks] == steps
+    assert [(link.source, link.target) for link in found.overdue] == red
+    assert len(found.links) == len(red) + more
+
+
+def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
+    """The mutant of the laws above: what makes an edge red is the fault and nothing else."""
+    assert two_chunks(lambda state: state, both=False).overdue
+    assert not two_chunks(detached, both=True).overdue
+    assert not two_chunks(detached, both=False).overdue
+
+
+@given(st.lists(st.integers(3, 7), min_size=1, max_size=6))
+def test_retained_chunks_of_any_lengths_are_told_apart(lengths: list[int]) -> None:
+    found = retained(lengths)
+    assert [chunk.steps for chunk in found.chunks] == lengths
+    assert [(link.source, link.target) for link in found.overdue] == [(i, i + 1) for i in range(len(lengths) - 1)]
+
+
+def all_nodes(*losses: Tensor) -> int:
+    """The oracle: every node that can be reached."""
+    seen, todo = set[Any](), [loss.grad_fn for loss in losses]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return len(seen)
+
+
+def test_no_node_is_lost_and_none_counts_twice() -> None:
+    net = Net()
+    first, state = net.chunk(10, net.initial())
+    second, state = net.chunk(12, (state[0].detach(), state[1]))
+    third, _ = net.chunk(5, state)
+    for losses in ([third], [first, third], [first + second * 2 + third], [first, second, first * third]):
+        found = walk(losses, net)
+        assert found.nodes == all_nodes(*losses)
+        mutant = replace(found, chunks=found.chunks[1:])
+        assert mutant.nodes != all_nodes(*losses)
+
+
+def test_what_each_finding_is_known_from_is_said() -> None:
+    assert "freed by an earlier backward" in freed().links[0].why
+    assert freed().chunks[0].freed
+    assert not freed().chunks[1].freed
+    assert "weights were changed" in stepped().links[0].why
+    assert "another part of the state was cut" in two_chunks(lambda s: (s[0].detach(), s[1])).links[0].why
+    assert "recorded in between" in retained([5, 5]).links[0].why
+    assert [chunk.to_loss for chunk in retained([5, 5]).chunks] == [False, True]
+
+
+def test_how_a_state_enters_is_known() -> None:
+    assert [chunk.enters for chunk in two_chunks(lambda state: state).chunks] == ["none", "graph"]
+    assert [chunk.enters for chunk in two_chunks(detached, both=True).chunks] == ["none", "none"]
+    assert leaf_state().chunks[0].enters == learned_start().chunks[0].enters == "leaf"
+    assert not feed_forward().chunks[0].enters
+    assert [leaf.name for leaf in leaf_state().leaves if not leaf.parameter] == ["leaf (2, 4)"]
+
+
+def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
+    """Chunks of one step look like one chunk of two steps, so the state says where the second begins."""
+    net = Net()
+    _, state = net.chunk(1, net.initial())
+    loss, _ = net.chunk(1, state)
+    assert len(walk(loss, net).chunks) == 1
+    found = walk(loss, net, state=state)
+    assert [chunk.steps for chunk in found.chunks] == [1, 1]
+    assert "state given" in found.overdue[0].why
+    assert not walk(net.chunk(1, detached(state))[0], net, state=detached(state)).overdue
+
+
+def test_leaves_are_named_by_their_attribute_paths() -> None:
+    net = Net()
+    loss, _ = net.chunk(4, net.initial())
+    assert [leaf.name for leaf in walk(loss, net).leaves] == [name for name, _ in net.named_parameters()]
+    assert {leaf.name for leaf in walk(loss).leaves} == {f"weight {tuple(weight.shape)}" for weight in net.parameters()}
+    assert {leaf.uses for leaf in walk(loss, net).leaves} == {4}
+
+
+def test_drawing_changes_no_gradient() -> None:
+    net = Net()
+    torch.manual_seed(0)
+    plain, _ = net.chunk(9, net.initial())
+    torch.manual_seed(0)
+    drawn, _ = net.chunk(9, net.initial())
+    expected = torch.autograd.grad(plain, list(net.parameters()))
+    draw(drawn, net)
+    drawn.backward()
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(net.parameters(), expected, strict=True) if weight.grad is not None)
+    assert all(weight.grad is not None for weight in net.parameters())
+
+
+class Doubled(torch.autograd.Function):
+    """A function written in Python: its nodes are of another kind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004  # torch calls it so
+        return 2 * grads[0]
+
+
+def test_functions_written_in_python_are_nodes_like_others() -> None:
+    weight, h = nn.Parameter(torch.randn(3, 3, dtype=D)), torch.ones(1, 3, dtype=D)
+    for _ in range(8):
+        h = Doubled.apply(torch.tanh(h @ weight))
+    loss = h.sum()
+    assert walk(loss).nodes == all_nodes(loss)
+    assert [chunk.steps for chunk in walk(loss).chunks] == [8]
+
+
+def picture(lengths: list[int]) -> str:
+    net = Net()
+    loss, state = torch.zeros(()), net.initial()
+    for steps in lengths:
+        loss, state = net.chunk(steps, state)
+    return draw(loss, net).svg
+
+
+def marks(svg: str, kind: str) -> int:
+    """Arrows of a kind, without the key's."""
+    return svg.count(f'class="{kind}"') - 1
+
+
+def test_every_chunk_and_every_red_edge_is_drawn_once() -> None:
+    svg = picture([5, 5, 5, 5])
+    assert marks(svg, "overdue") == 3
+    assert marks(svg, "joined") == 0
+    assert marks(svg, "cut") == 1
+    assert svg.count('class="chunk"') == 4
+    assert svg.count("should have been cut: ") == 3  # said, not only coloured
+
+
+def test_many_chunks_are_folded_and_the_picture_stays_small() -> None:
+    some, many = picture([3] * 12), picture([3] * 60)
+    assert some.count('class="chunk"') == many.count('class="chunk"') == 9
+    assert "chunks 5 to 56" in many
+    assert "51 crossings, 51 red" in many
+    assert abs(len(many) - len(some)) < 200
+    assert len(many) < 20_000
+
+
+def test_the_picture_is_well_formed_and_says_in_words_what_it_shows() -> None:
+    net = Net()
+    drawing = draw(net.chunk(5, net.initial())[0], net)
+    root = ET.fromstring(drawing.svg)
+    assert (root.attrib["role"], root[0].tag, root[1].tag) == ("img", f"{SVG}title", f"{SVG}desc")
+    assert "chunk 1: 5 steps" in (root[1].text or "")
+    rest = drawing.svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|<script|\bsrc=|\bhref=", rest)
+    assert drawing._repr_svg_() == drawing.svg
+    for element in root.iter(f"{SVG}text"):
+        assert 0 <= float(element.attrib["x"]) <= 760
+    ids = re.findall(r'\sid="([^"]*)"', drawing.svg)
+    assert len(ids) == len(set(ids))
+
+
+def test_names_of_the_user_are_escaped() -> None:
+    net = nn.ModuleDict({"<b>&": nn.GRUCell(2, 2)})
+    svg = draw(net["<b>&"](torch.ones(1, 2)).sum(), net).svg
+    assert "<b>" not in svg
+    assert "&lt;b&gt;&amp;.weight_ih" in svg
+
+
+def test_a_picture_is_saved_whole(tmp_path: Path) -> None:
+    drawing = draw(torch.ones(2, requires_grad=True).sum())
+    assert drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8") == drawing.svg
+    with pytest.raises(ConfigError, match=r"drawing\.save\('.*graph\.svg'\)"):
+        drawing.save(tmp_path / "graph.png")
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (torch.ones(()), "loss 1 of 1 has no graph"),
+        ([torch.ones(2, requires_grad=True).sum(), torch.ones(())], "loss 2 of 2"),
+        ([], "no loss"),
+    ],
+    ids=["detached", "the second detached", "none"],
+)
+def test_what_has_no_graph_is_refused(losses: Tensor | list[Tensor], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        draw(losses)
+
+
+def test_what_is_deep_is_held_level_by_level() -> None:
+    """So that freeing it, which torch does by recursion, goes from one level to the next and not to the end."""
+    weight, h = nn.Parameter(torch.ones(2)), torch.zeros(2)
+    for _ in range(1_500):
+        h = h * weight
+    loss = h.sum()
+    walk(loss)
+    node, depth, held = loss.grad_fn, 0, dict[int, list[Any]]()
+    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        held |= {depth: node.metadata["throughtime.held"]} if "throughtime.held" in node.metadata else {}  # pyright: ignore[reportIndexIssue, reportOperatorIssue]  # torch's stubs say it is a method
+        node, depth = node.next_functions[0][0], depth + 1
+    assert list(held) == [0, 500, 1000]
+    assert all(len(nodes) == 1 for nodes in held.values())
+
+
+DEEP = """
+import sys, threading, torch
+from throughtime.report.of_graph import draw
+
+def deep(steps):
+    weight, h = torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
+    for _ in range(steps):
+        h = h * weight + weight
+    drawing = draw(h.sum())
+    assert drawing.graph.chunks[0].steps >= steps and drawing.graph.nodes >= 2 * steps
+    del h
+    print("freed")
+
+threading.stack_size(512 * 1024)
+thread = threading.Thread(target=deep, args=(int(sys.argv[1]),))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [6_000, 50_000])
+def test_a_deep_graph_is_drawn_and_freed_without_recursion(steps: int) -> None:
+    """In a process of its own, on a small stack: torch 2.13 would overflow it where it frees what Python has looked at."""
+    ended = subprocess.run([sys.executable, "-c", DEEP, str(steps)], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr
+
+
+def test_a_drawing_prints_its_findings_and_not_its_picture() -> None:
+    net = Net()
+    first, state = net.chunk(4, net.initial())
+    first.backward()
+    drawing = draw(net.chunk(4, state)[0], net)
+    assert "<svg" not in repr(drawing)
+    assert str(drawing).splitlines()[0].endswith("in 2 chunks, 1 of 1 crossings should have been cut")
+    assert str(drawing).splitlines()[1].startswith("chunk 1 -> 2: the graph before was freed")

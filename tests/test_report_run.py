@@ -1,0 +1,141 @@
+"""The laws of the report of a run: it says what the run did, and its numbers are those of the run folder."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from test_cli import run
+from test_run import finish, settings, write_recordings
+from throughtime.probe import Reach
+from throughtime.report import of_audit
+from throughtime.report.of_run import write_report
+from throughtime.run.audited import Audited
+from throughtime.run.folder import Folder
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A run that has been audited."""
+    place = tmp_path_factory.mktemp("reported")
+    found = finish(settings(write_recordings(place / "data"), place / "run", class_weights="balanced"))
+    run("audit", found.path, "--horizons", "10,40", "--max-lag", "40")
+    return found
+
+
+def page_of(folder: Folder) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def descriptions(page: str) -> dict[str, str]:
+    """What each picture says of itself."""
+    pictures = re.findall(r"<title id=[^>]*>([^<]*)</title><desc [^>]*>([^<]*)</desc>", page)
+    return dict(pictures)
+
+
+def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(folder: Folder) -> None:
+    page = page_of(folder)
+    assert ET.fromstring(page).tag == "html"
+    assert not re.search(r"https?:|<script|<link|\bsrc=", page.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    ids = re.findall(r'\sid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_every_picture_is_told_in_words(folder: Folder) -> None:
+    page = page_of(folder)
+    told = descriptions(page)
+    assert {"Loss", "Throughput", "Memory", "How far back the gradient goes", "Gradient by part of the state"} <= set(told)
+    assert all(words.strip() for words in told.values())
+    assert page.count("<svg") == len(told)
+
+
+def test_the_settings_are_said_in_words(folder: Folder) -> None:
+    page, config = page_of(folder), folder.read_config()
+    for words in (
+        f"{config.model.upper()} of 1 layer of {config.hidden} units",
+        "names one of 3 classes",
+        f"drawn with seed {config.seed}",
+        f"an update every {config.stride} steps",
+        "each class weighs the inverse of its frequency",
+    ):
+        assert words in page
+
+
+def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path) -> None:
+    """Ten frames a second between any two lines, but where a validation lies between."""
+    rows = folder.read_metrics()
+    paced = [
+        row | {"seconds": 10.0 * i + 100 * sum(r["kind"] == "valid" for r in rows[:i]), "frames": 100 * i} for i, row in enumerate(rows)
+    ]
+    copied = Folder(tmp_path / "run")
+    copied.path.mkdir()
+    for path in (folder.config, folder.model):
+        (copied.path / path.name).write_bytes(path.read_bytes())
+    copied.metrics.write_text("".join(json.dumps(row) + "\n" for row in paced), encoding="utf-8")
+    page = page_of(copied)
+    assert "half of them above 10." in descriptions(page)["Throughput"]
+    drawn = ET.fromstring(re.findall(r"<svg.*?</svg>", page)[[*descriptions(page)].index("Throughput")])
+    (line,) = [e.attrib["d"] for e in drawn.iter(f"{SVG}path") if "clip-path" in e.attrib]
+    heights = {height for _, height in re.findall(r"[ML]([\d.]+) ([\d.]+)", line)}
+    assert len(heights) == 1
+    assert any(row["kind"] == "valid" for row in rows)
+
+
+def test_what_an_older_run_did_not_measure_is_left_out(folder: Folder, tmp_path: Path) -> None:
+    copied = Folder(tmp_path / "run")
+    copied.path.mkdir()
+    for path in (folder.config, folder.model):
+        (copied.path / path.name).write_bytes(path.read_bytes())
+    rows = [{k: v for k, v in row.items() if k != "waiting"} | {"peak_memory": None} for row in folder.read_metrics()]
+    copied.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    page = page_of(copied)
+    assert "Throughput" in descriptions(page)
+    assert "Memory" not in descriptions(page)
+    assert "Where the gradient goes" not in page
+
+
+def reach_of(folder: Folder) -> Reach:
+    return Audited.read(folder.audit).reach
+
+
+def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
+    page = page_of(folder)
+    assert page.count("window of training, 10") == 2  # the curves and the heat map; the stride is 10
+    assert "Training cut it 10 steps back" in page
+    assert "window of training" not in of_audit.by_lag(reach_of(folder)).svg
+
+
+def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
+    """The oracle is the definition: all of it beyond lag 0, none beyond the last, half where half is."""
+    flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
+    assert of_audit.by_lag(flat, 20).caption.endswith("Training cut it 20 steps back: 50.0% of the sum lies further back.")
+    assert of_audit.by_lag(flat, 40).caption.endswith("0.0% of the sum lies further back.")
+    assert "further back" not in of_audit.by_lag(flat).caption
+
+
+def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> None:
+    reach = reach_of(folder)
+    drawn = ET.fromstring(of_audit.by_part(reach).svg)
+    said = [e.text for e in drawn.iter(f"{SVG}text")]
+    assert {"recurrent.h", "recurrent.c"} <= set(said)
+    rows = [g for g in drawn.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
+    assert len(rows) == len(reach.by_leaf)
+    only = replace(reach, by_leaf={"h": reach.norms})
+    assert len(of_audit.pictures(replace(Audited.read(folder.audit), reach=only))) == 3  # the curve says it already
+
+
+def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -> None:
+    """A part that is blamed at one lag only is coloured there only."""
+    lags = tuple(range(1, 41))
+    spike = tuple(1.0 if lag == 30 else 0.0 for lag in lags)
+    reach = replace(reach_of(folder), lags=lags, norms=(1.0,) * 40, by_leaf={"flat": (1.0,) * 40, "spike": spike})
+    rows = [g for g in ET.fromstring(of_audit.by_part(reach).svg).iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
+    flat, spiked = ([e.attrib for e in row.iter(f"{SVG}rect")] for row in rows)
+    assert {cell["fill-opacity"] for cell in flat} == {"1.00"}
+    assert len(spiked) == 1
+    assert float(spiked[0]["x"]) > float(flat[len(flat) // 2]["x"])
