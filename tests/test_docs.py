@@ -13,7 +13,7 @@ from throughtime.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
-    *(str(path.relative_to(ROOT)) for folder in ("docs", "docs/migrating") for path in sorted((ROOT / folder).glob("*.md"))),
+    *(str(path.relative_to(ROOT)) for folder in ("docs", "docs/migrating", "docs/doctor") for path in sorted((ROOT / folder).glob("*.md"))),
 ]
 
 

@@ -6,7 +6,7 @@ from throughtime.chunk import Chunk
 from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
 from throughtime.kernels import linear_scan
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
-from throughtime.probe import Audit, Reach, Trace, audit, reach, trace
+from throughtime.probe import Audit, Doctor, Finding, Reach, Trace, audit, doctor, reach, trace
 from throughtime.report.of_graph import Drawing, draw
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
@@ -16,10 +16,12 @@ __all__ = [
     "Audit",
     "Carried",
     "Chunk",
+    "Doctor",
     "Drawing",
     "Evaluation",
     "Evaluator",
     "Exact",
+    "Finding",
     "Online",
     "Predictor",
     "Randomized",
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "audit",
     "carry",
+    "doctor",
     "draw",
     "evaluate",
     "linear_scan",

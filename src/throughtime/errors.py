@@ -7,6 +7,7 @@ ThroughtimeError
 ├── ConfigError         (ValueError)    a setting that is unknown or out of range
 ├── RunError            (RuntimeError)  a run that cannot go on: diverged, or its folder does not serve
 ├── MissingExtraError   (ImportError)   a feature whose optional dependency is not installed
+├── DiagnosisError      (RuntimeError)  a fault that `tt.doctor(strict=True)` found in a training loop
 └── LawError            (AssertionError) a law of `throughtime.testing` that a module breaks
 """
 
@@ -37,6 +38,10 @@ class RunError(ThroughtimeError, RuntimeError):
 
 class MissingExtraError(ThroughtimeError, ImportError):
     """A feature whose optional dependency is not installed."""
+
+
+class DiagnosisError(ThroughtimeError, RuntimeError):
+    """A fault that `tt.doctor(strict=True)` found in a training loop."""
 
 
 class LawError(ThroughtimeError, AssertionError):

@@ -10,6 +10,8 @@ from rich.table import Table
 from throughtime import __version__
 from throughtime import state as trees
 from throughtime.cli.audit import horizons_in, print_audit
+from throughtime.cli.doctor import SCRIPT
+from throughtime.cli.doctor import doctor as examine
 from throughtime.cli.numbers import numbers_in
 from throughtime.cli.ranks import team_of
 from throughtime.cli.screen import out, print_scores
@@ -214,6 +216,9 @@ def audit(
     print_audit(out, found, folder.read_config())
     of_run.write_report(folder)
     out.print(f"{folder.audit} and {folder.report} written")
+
+
+app.command(name="doctor", context_settings=SCRIPT)(examine)
 
 
 @app.command()

@@ -1,0 +1,48 @@
+"""`throughtime doctor script.py ...`: an unchanged script under the doctor, and what it found."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from throughtime.cli.screen import out
+from throughtime.errors import ConfigError
+from throughtime.probe.doctor import Doctor
+from throughtime.probe.doctor import doctor as open_doctor
+
+SCRIPT = {"allow_interspersed_args": False, "allow_extra_args": True, "ignore_unknown_options": True}
+"""What follows the script belongs to the script."""
+
+
+def doctor(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The script to run; what follows it are its own arguments.")],
+    ignore: Annotated[str | None, typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first finding.")] = False,
+) -> None:
+    """Run a training script unchanged and name what is wrong with its loop; exit code 1 where something was found."""
+    if not script.is_file():
+        raise ConfigError(
+            f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the arguments of train.py after it"
+        )
+    watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
+    _run(watching, script, context.args)
+    if watching.findings:
+        raise typer.Exit(1)
+
+
+def _run(watching: Doctor, script: Path, arguments: list[str]) -> None:
+    """The script as `python script.py` would run it; the report is printed however it ends."""
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    try:
+        with watching:
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in {None, 0}:
+            raise
+    finally:
+        sys.argv, sys.path[:] = before
+        out.print(str(watching), markup=False, highlight=False, soft_wrap=True)

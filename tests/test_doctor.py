@@ -1,0 +1,333 @@
+"""The doctor names faults, finds none where there is none, and changes nothing."""
+
+import ast
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.modules.module as modules
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+from torch.utils.data import DataLoader
+
+from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
+from throughtime.probe.doctor import CODES, doctor
+
+PAGES = Path(__file__).parent.parent / "docs" / "doctor"
+MARK = re.compile(r"# <- (TT\d{3})")
+STREAM = torch.randn(120, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0) / 10
+
+
+def blocks(page: Path) -> dict[str, Any]:
+    """What the Python of a page defines, its lines numbered as in the page."""
+    text, names = page.read_text(encoding="utf-8"), dict[str, Any]()
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        tree = ast.increment_lineno(ast.parse(found[1]), text[: found.start(1)].count("\n"))
+        exec(compile(tree, str(page), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_the_before_of_a_page_has_its_fault_at_its_line_and_the_after_has_none(code: str) -> None:
+    page = PAGES / f"{code}.md"
+    names = blocks(page)
+    with contextlib.suppress(RuntimeError), doctor() as d:
+        names["before"]()
+    marked = {(code, i) for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1) if MARK.search(line)}
+    assert {(f.code, f.line) for f in d.findings} <= marked
+    assert [f.code for f in d.findings] == [code]
+    assert all(f.page.endswith(page.name) and f.fix and f.file == str(page) for f in d.findings)
+    with doctor() as d:
+        names["after"]()
+    assert d.findings == ()
+
+
+def carried(x: Tensor, kind: str) -> list[Tensor]:
+    """A sound loop with dropout, in float64."""
+    torch.manual_seed(1)
+    net = nn.LSTM(3, 4, dtype=x.dtype) if kind == "layer" else nn.LSTMCell(3, 4, dtype=x.dtype)
+    w, u = (torch.randn(n, 4, dtype=x.dtype, requires_grad=True) for n in (3, 4))
+    parameters = [w, u] if kind == "by hand" else list(net.parameters())
+    optimizer = torch.optim.Adam(parameters)
+    state: Any = torch.zeros(2, 4, dtype=x.dtype) if kind == "by hand" else None
+    losses: list[Tensor] = []
+    for chunk in x.split(6):
+        if kind == "layer":
+            y, state = net(chunk, state)
+        else:
+            steps: list[Tensor] = []
+            for step in chunk:
+                state = torch.tanh(step @ w + state @ u) if kind == "by hand" else net(step, state)
+                steps.append(state if isinstance(state, Tensor) else state[0])
+            y = torch.stack(steps)
+        loss = nn.functional.dropout(y, 0.3).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = state.detach() if isinstance(state, Tensor) else tuple(part.detach() for part in state)
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(p.detach() for p in parameters), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("kind", ["layer", "cell", "by hand"])
+def test_a_watched_loop_computes_the_same_bits_and_draws_the_same_numbers(kind: str) -> None:
+    plain = carried(STREAM, kind)
+    with doctor() as d:
+        watched = carried(STREAM, kind)
+    assert d.findings == ()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def surface() -> list[Any]:
+    """All that a doctor touches in torch."""
+    owners = (
+        (torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad"), (torch.optim.Optimizer, "zero_grad"),
+        (nn.Module, "zero_grad"), (DataLoader, "__init__"), (DataLoader, "__iter__"),
+    )  # fmt: skip
+    hooks = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+    return [*(owner.__dict__[name] for owner, name in owners), *map(dict, hooks), _get_current_function_mode()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_in_torch_even_after_an_error(fails: bool) -> None:
+    before = surface()
+    with contextlib.suppress(KeyError), doctor():
+        assert surface() != before  # what is compared does show an open doctor
+        carried(STREAM[:24], "layer")
+        if fails:
+            raise KeyError("of the loop")
+    assert surface() == before
+
+
+def never_detached(steps: int = 10) -> None:
+    gru, h = nn.GRU(3, 4, dtype=torch.float64), None
+    for x in STREAM.split(steps):
+        y, h = gru(x, h)
+        y.square().mean().backward()
+
+
+def test_an_error_keeps_its_type_and_message_and_gains_the_diagnosis_once() -> None:
+    with pytest.raises(RuntimeError, match="a second time") as plain:
+        never_detached()
+    with pytest.raises(RuntimeError, match="a second time") as met, doctor() as d:
+        never_detached()
+    assert type(met.value) is type(plain.value)
+    assert str(met.value) == str(plain.value)
+    notes = met.value.__notes__
+    assert len(notes) == 1
+    assert "TT101" in notes[0]
+    (found,) = d.findings
+    assert (found.tensor, found.made, found.used) == ("h", 1, 2)
+    assert found.line == never_detached.__code__.co_firstlineno + 3
+
+
+def never_detached_for_grad() -> None:
+    gru, h = nn.GRU(3, 4, dtype=torch.float64), None
+    for x in STREAM.split(10):
+        y, h = gru(x, h)
+        torch.autograd.grad(y.square().mean(), list(gru.parameters()))
+
+
+def test_an_error_of_autograd_grad_is_explained_too() -> None:
+    with pytest.raises(RuntimeError, match="a second time") as met, doctor() as d:
+        never_detached_for_grad()
+    assert [f.code for f in d.findings] == ["TT101"]
+    assert "TT101" in met.value.__notes__[0]
+
+
+def test_an_ignored_code_is_not_reported_and_an_unknown_one_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="a second time"), doctor(ignore={"TT101"}) as d:
+        never_detached()
+    assert d.findings == ()
+    with pytest.raises(ConfigError, match=r"TT999.*TT101"):
+        doctor(ignore={"TT999"})
+
+
+def never_carried(done: list[int]) -> None:
+    gru = nn.GRU(3, 4, dtype=torch.float64)
+    for i, x in enumerate(STREAM.split(10)):
+        gru(x)[0].square().mean().backward()
+        done.append(i)
+
+
+def test_strict_raises_at_the_first_finding() -> None:
+    before, done = surface(), list[int]()
+    with pytest.raises(DiagnosisError, match="TT201") as met, doctor(strict=True):
+        never_carried(done)
+    assert isinstance(met.value, ThroughtimeError)
+    assert len(done) < 12
+    assert surface() == before
+
+
+def test_a_doctor_inside_another_is_refused_and_the_outer_goes_on() -> None:
+    with doctor() as outer:
+        with pytest.raises(ConfigError, match="one at a time"), doctor():
+            pass
+        never_carried([])
+    assert [f.code for f in outer.findings] == ["TT201"]
+
+
+def test_another_thread_is_not_watched() -> None:
+    with doctor() as d:
+        thread = threading.Thread(target=never_carried, args=([],))
+        thread.start()
+        thread.join()
+    assert d.findings == ()
+
+
+def late_fault(chunk: int) -> Callable[[], None]:
+    """A state that is not detached after some chunk of a loop that is long sound."""
+
+    def loop() -> None:
+        gru, h = nn.GRU(3, 4), None
+        for i, x in enumerate(torch.randn(400, 1, 3).split(2)):
+            y, h = gru(x, h)
+            y.square().mean().backward()
+            h = h.detach() if i != chunk else h
+
+    return loop
+
+
+def test_a_fault_long_after_the_start_is_found_at_its_line() -> None:
+    loop = late_fault(150)
+    with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
+        loop()
+    (found,) = d.findings
+    assert (found.code, found.line) == ("TT101", loop.__code__.co_firstlineno + 3)
+    assert (found.made, found.used) == (151, 152)
+
+
+@pytest.mark.parametrize("chunk", [3, 150, 254, 257])
+def test_a_fault_of_a_cell_by_hand_is_found_at_its_line_whenever_it_comes(chunk: int) -> None:
+    def loop() -> None:
+        w, u, h = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.zeros(1, 4)
+        for i, part in enumerate(torch.randn(600, 1, 3).split(2)):
+            for x in part:
+                h = torch.tanh(x @ w + h @ u)
+            loss = h.square().mean()
+            loss.backward()
+            h = h.detach() if i != chunk else h
+
+    with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
+        loop()
+    assert [(f.code, f.line) for f in d.findings] == [("TT101", loop.__code__.co_firstlineno + 4)]
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_a_cell_by_hand_that_always_begins_at_zero_is_found(carry: bool) -> None:
+    w, u, h = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.zeros(2, 4)
+    with doctor() as d:
+        for part in STREAM.float().split(10):
+            h = h.detach() if carry else torch.zeros(2, 4)
+            for x in part:
+                h = torch.tanh(x @ w + h @ u)
+            h.square().mean().backward()
+    assert {f.code for f in d.findings} == (set() if carry else {"TT201"})
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_sequences_of_their_own_that_lie_side_by_side_in_memory_are_not_adjacent(lanes: int) -> None:
+    sequences, net = torch.randn(20, 12, 3), nn.LSTM(3, 4, batch_first=True)
+    with doctor() as d:
+        for i in range(0, 20, lanes):
+            net(sequences[i : i + lanes])[0].square().mean().backward()
+    assert d.findings == ()
+    with doctor() as d:  # the chunks of one recording are
+        for x in torch.randn(lanes, 240, 3).split(12, 1):
+            net(x)[0].square().mean().backward()
+    assert [f.code for f in d.findings] == ["TT201"]
+
+
+def test_a_state_that_enters_another_recording_late_is_found() -> None:
+    def loop(carry: bool) -> None:
+        lstm, state = nn.LSTM(3, 4), None
+        for recording in (torch.randn(120, 2, 3), torch.randn(60, 2, 3)):
+            state = state if carry else None
+            for x in recording.split(4):
+                y, state = lstm(x, state)
+                y.square().mean().backward()
+                state = tuple(part.detach() for part in state)
+
+    with doctor() as d:
+        loop(carry=True)
+    assert [f.code for f in d.findings] == ["TT204"]
+    with doctor() as d:
+        loop(carry=False)
+    assert d.findings == ()
+
+
+def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("of the doctor")
+
+    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.carry"], "lanes", fails)  # the name in between is the function
+    with doctor() as d:
+        never_carried([])
+    assert d.findings == ()
+    assert "the doctor itself failed" in str(d).lower()
+    assert "LookupError: of the doctor" in str(d)
+
+
+def test_autocast_and_the_users_own_modes_go_through() -> None:
+    net, state = nn.LSTM(3, 4), None
+    with doctor() as d:
+        for x in STREAM.float().split(4):
+            with torch.device("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
+                y, state = net(x, state)
+            y.float().square().mean().backward()
+            state = tuple(part.detach() for part in state)
+    assert d.findings == ()
+    assert d.fault is None
+    assert _get_current_function_mode() is None
+
+
+def test_the_report_says_code_line_and_what_to_write() -> None:
+    with contextlib.suppress(RuntimeError), doctor() as d:
+        never_detached()
+    (found,) = d.findings
+    for part in ("TT101", f":{found.line}", "write:", "tt.state.detach", "docs/doctor/TT101.md"):
+        assert part in str(d)
+    with doctor() as d:
+        carried(STREAM[:24], "layer")
+    assert str(d) == "tt.doctor: nothing found"
+
+
+SCRIPT = """
+import sys
+import torch
+gru = torch.nn.GRU(3, 4)
+assert sys.argv[1:] == ["--steps", "10"]
+for x in torch.randn(120, 2, 3).split(int(sys.argv[2])):
+    gru(x)[0].square().mean().backward()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    line = "import typer; from throughtime.cli.doctor import SCRIPT, doctor; app = typer.Typer(pretty_exceptions_enable=False);"
+    line += "app.command(context_settings=SCRIPT)(doctor); app()"
+    words = [sys.executable, "-c", line, "train.py", "--steps", "10"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "TT201 train.py:7" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from throughtime.testing.fixtures import doctor, doctor_ignores\n", encoding="utf-8")
+    loop = "gru = torch.nn.GRU(3, 4)\n    for x in torch.randn(120, 2, 3).split(10): gru(x{})[0].square().mean().backward()\n"
+    broken = f"import torch\ndef test_broken(doctor):\n    {loop.format('')}"
+    sound = f"def test_sound(doctor):\n    {loop.format('.clone() * torch.rand(()) ')}"
+    (tmp_path / "test_loop.py").write_text(broken + sound, encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loop.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert "TT201" in done.stdout
