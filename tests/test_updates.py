@@ -149,18 +149,60 @@ def test_a_stream_that_somebody_else_starts_is_noticed() -> None:
         next(run)
 
 
-def test_an_update_that_failed_is_no_place_to_go_on_from() -> None:
-    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
-        if len(rows) < 12:
-            return nn.functional.mse_loss(rows, targets)
-        raise RuntimeError("enough")
+def trained_with_a_failure(fails_at: int | None, *, between: bool) -> dict[str, Any]:
+    """Weights after an epoch; an update that failed, or whose optimizer step did not come, is made again from the place then saved."""
+    net, calls = named("hides-layer").net(), [0]
 
-    run = tt.updates(named("hides-layer").net(), tt.Stream(recordings([12, 40]), 2, 6, seed=None), loss_fn, gradient=tt.Truncated(6))
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == fails_at and not between:
+            raise RuntimeError("enough")
+        return nn.functional.mse_loss(rows, targets)
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    run = tt.updates(net, stream(), loss_fn, gradient=tt.Truncated(6, 15))
+    while True:
+        try:
+            if next(run, None) is None:
+                return weights(net)
+            if between and calls[0] == fails_at:
+                calls[0] += 1
+                raise RuntimeError("enough")
+            optimizer.step()
+            optimizer.zero_grad()
+        except RuntimeError:
+            place = run.state_dict(stepped=False)
+            optimizer.zero_grad()
+            run = tt.updates(net, stream(), loss_fn, gradient=tt.Truncated(6, 15))
+            run.load_state_dict(place)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["in-the-update", "before-the-step"])
+def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(between: bool) -> None:
+    whole = trained_with_a_failure(None, between=between)
+    for at in (1, 2, 5):
+        assert same_bits(trained_with_a_failure(at, between=between), whole)
+
+
+def test_updates_that_failed_go_no_further() -> None:
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        raise RuntimeError(f"enough of {len(rows)} and {len(targets)}")
+
+    run = tt.updates(named("hides-layer").net(), stream(), loss_fn, gradient=tt.Truncated(6))
     with pytest.raises(RuntimeError, match="enough"):
         next(run)
-    for way in (run.state_dict, run.__next__):
-        with pytest.raises(RunError, match="in the middle of a step"):
-            way()
+    with pytest.raises(RunError, match="in the middle of a step"):
+        next(run)
+
+
+def test_a_place_read_to_another_device_goes_to_that_of_the_net() -> None:
+    net = named("hides-layer").net()
+    run = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))
+    next(run)
+    place = run.state_dict()
+    again = tt.updates(named("hides-layer").net().to("meta"), stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))
+    again.load_state_dict(place)
+    assert {leaf.device.type for _, leaf in tt.state.leaves(again.state)} == {"meta"}
 
 
 def test_resume_needs_the_random_state_for_dropout() -> None:

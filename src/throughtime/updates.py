@@ -98,6 +98,7 @@ class Updates(Iterator[Update]):
         self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
         self._finished = self._broken = False
+        self._before: tuple[int, int, Progress | None] | None = None
 
     def __next__(self) -> Update:
         if not self._ranks.shards:  # the usual case
@@ -123,6 +124,8 @@ class Updates(Iterator[Update]):
             self._checked = True
         if self._progress is None and self._ranks.count == 1:  # on several, a rank that cannot begin tells the others
             self._progress = self._begin()
+        if self._stream is not None:
+            self._before = self._stream.epoch, self._stream.position, self._progress
         self._broken = True
         if self._progress is not None and self._ranks.count == 1:  # the usual case
             update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
@@ -195,26 +198,28 @@ class Updates(Iterator[Update]):
         """The carried state after the last update; at the end of an epoch, after its last step."""
         return None if self._progress is None else self._progress.state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, stepped: bool = True) -> dict[str, Any]:
         """Where the updates stand: the place in the stream and the states that the policy needs to go on.
 
         With the weights, the optimizer and torch's random state it resumes to the same bits. `state` and `edge` are state
         trees; the rest are plain values.
 
+        Args:
+            stepped: whether the optimizer has stepped on the last update. `False` gives the place before it, from which it is made
+                again; so does an update that ended with an error, or is being made, as in the handler of a signal.
+
         Raises:
             DataError: the chunks do not come from a `tt.Stream`, which alone knows its place.
-            RunError: the last update ended with an error, and the place is neither before nor after it.
         """
         stream = self._need_stream()
-        if self._broken:
-            raise RunError(
-                "these updates ended with an error in the middle of a step, which is no place to go on from; keep the last one saved"
-            )
+        now = None if self._finished else self._progress
         place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
+        if self._before is not None and (self._broken or not stepped) and not self._finished:
+            epoch, position, now = self._before
+            place["stream"] |= {"epoch": epoch, "position": position}
         if stream.hand_off:
             place["entering"] = stream.entering(self._net)
-        if self._progress is not None and not self._finished:
-            now = self._progress
+        if now is not None:
             if now.graphs:
                 raise DataError(
                     f"{self._gradient!r} keeps graphs of earlier weights, which no file can hold, so this place cannot be resumed to "
@@ -244,15 +249,16 @@ class Updates(Iterator[Update]):
             )
         stream.load_state_dict(place["stream"])
         if place.get("entering") is not None:
-            stream.hand_over(place["entering"], self._net)
+            stream.hand_over(self._source.moved(place["entering"]), self._net)
         stream.start(handed=place.get("entering") is not None)
         self._turn = stream.turn
-        self._finished, self._broken, self._progress = False, False, None
+        self._finished, self._broken, self._progress, self._before = False, False, None, None
         self._checked = self._ranks.count == 1
         if place["state"] is not None:
             past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
             steps = () if past is None else (self._source.placed(past),)
-            self._progress = Progress(place["state"], place["edge"], steps, place.get("influence"), place.get("since"))
+            kept = {name: self._source.moved(place.get(name)) for name in ("state", "edge", "influence", "since")}
+            self._progress = Progress(past=steps, **kept)
         if self._learning is not None and "learnt" in place:
             self._learning.load_state_dict(place["learnt"])
 
@@ -292,6 +298,10 @@ class Moving:
     def placed(self, chunk: Chunk) -> Chunk:
         """The chunk on the net's device."""
         return chunk.to(self._device)
+
+    def moved(self, state: State) -> State:
+        """A state tree on the net's device: checkpoints are read to the CPU."""
+        return None if state is None else trees.map_leaves(lambda leaf: leaf.to(self._device), state)
 
     def peek(self) -> Chunk:
         """One step as it comes next, left in its place."""
