@@ -130,7 +130,7 @@ def test_weights_of_classes_weigh_in_the_mean() -> None:
     loss_fn = nn.CrossEntropyLoss(torch.tensor([0.1, 1.0, 6.0])).double()
     whole, parts = net_of(4), net_of(4)
     loss_fn.weight = torch.tensor([0.1, 1.0, 6.0, 2.0]).double()
-    next(tt.updates(whole, tt.Stream(classes(), 1, 10), loss_fn, gradient=tt.Truncated(1), accumulate=75))
+    update = next(tt.updates(whole, tt.Stream(classes(), 1, 10), loss_fn, gradient=tt.Truncated(1), accumulate=75))
     chunk = next(iter(tt.Stream(classes(), 1, 75)))
     state, total, mass = parts.initial_state(1), torch.zeros(()).double(), 0.0
     for t in range(75):
@@ -138,6 +138,7 @@ def test_weights_of_classes_weigh_in_the_mean() -> None:
         weight = loss_fn.weight[chunk.targets[t, 0]]  # pyright: ignore[reportOptionalSubscript]
         total, mass = total + weight * nn.functional.cross_entropy(out[0], chunk.targets[t]), mass + weight.item()  # pyright: ignore[reportOptionalSubscript]
     (total / mass).backward()
+    assert update.loss.item() == pytest.approx((total / mass).item(), rel=1e-12)
     assert torch.allclose(flat(whole), flat(parts), atol=1e-12)
 
 

@@ -245,6 +245,26 @@ def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: in
     assert same(weights(later[1]), weights(whole[1]))
 
 
+@pytest.mark.parametrize("lost", [3, 11])
+def test_an_update_whose_step_did_not_come_is_made_again(lost: int) -> None:
+    trainer, net, optimizer = trainer_of("horizon", chunks=4)
+    saved: dict[str, Any] = {}
+
+    def fail() -> None:
+        saved.update(trainer=trainer.state_dict(), net=net.state_dict(), optimizer=optimizer.state_dict())
+        raise RuntimeError("enough")
+
+    trainer.add_event_handler(StreamEvents.GRADIENT_READY(once=lost), fail)
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer.run(stream(), max_epochs=2)
+    again, other, its = trainer_of("horizon", chunks=4)
+    other.load_state_dict(saved["net"])
+    its.load_state_dict(saved["optimizer"])
+    again.load_state_dict(saved["trainer"])
+    again.run(stream(), max_epochs=2)
+    assert same(weights(other), by_hand("horizon", 2)[0])
+
+
 def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
     """With an offset the epochs differ in length, and Ignite keeps the number of iterations of the first."""
     whole, parts = trainer_of(), trainer_of()

@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,15 @@ from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from lightning.pytorch import Trainer  # noqa: E402
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 from throughtime.integrations.lightning import Loader, StreamModule  # noqa: E402
 
@@ -149,17 +157,26 @@ def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> N
     assert torch.equal(mine, plain(stop=stop))
 
 
-def resumed(folder: Path, at: int, forget: Callable[[dict[str, Any]], None] = lambda _: None, **options: Any) -> Tensor:
+def resumed(
+    folder: Path,
+    at: int,
+    forget: Callable[[dict[str, Any]], None] = lambda _: None,
+    *,
+    kind: type[Module] = Module,
+    max_epochs: int = 2,
+    **settings: Any,
+) -> Tensor:
     """Trained to update `at`, saved, and gone on with in another module and trainer."""
+    options = {"max_epochs": max_epochs}
     saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
-    module = Module(net_of(0.3))
+    module = kind(net_of(0.3), **settings)
     torch.manual_seed(5)
     trainer_of(folder, enable_checkpointing=True, callbacks=[saver], **options).fit(module, Loader(stream_of(), 2), loader_of_validation())
     path = folder / f"step={at}.ckpt"
     saved = torch.load(path, weights_only=False)
     forget(saved)
     torch.save(saved, path)
-    module = Module(net_of(0.3))
+    module = kind(net_of(0.3), **settings)
     torch.manual_seed(99)
     trainer_of(folder, **options).fit(module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path)
     return weights(module.net)
@@ -201,11 +218,10 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "forget",
     [
-        lambda saved: saved.pop("throughtime"),
         lambda saved: of(saved).update(random=[torch.get_rng_state()]),
         lambda saved: of(saved)["updates"].update(edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])),
     ],
-    ids=["all", "random", "state"],
+    ids=["random", "state"],
 )
 def test_resume_that_forgets_anything_gives_other_weights(forget: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     assert not torch.equal(resumed(tmp_path, 8, forget), plain(dropout=0.3))
@@ -266,6 +282,7 @@ def test_schedulers_step_after_updates_or_batches_or_epochs(tmp_path: Path) -> N
     assert rates("step") == pytest.approx(range(48))
     assert rates("step", frequency=5) == pytest.approx([i // 5 for i in range(48)])
     assert rates("step", schedule="batch") == pytest.approx([i // 4 for i in range(48)])
+    assert rates("step", frequency=2, schedule="batch") == pytest.approx([i // 8 for i in range(48)])
     assert rates("epoch") == pytest.approx([i // 24 for i in range(48)])
 
 
@@ -358,17 +375,146 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             Module(**wrong)
 
 
-class Forgetful(Module):
-    """Looks at gradients, as many do, and forgets who clips them."""
+class Overriding(Module):
+    """Has hooks of its own, as any module, and calls no super."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen = optimizer
+    def on_fit_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
 
-def test_a_hook_that_takes_clipping_away_is_refused(tmp_path: Path) -> None:
-    assert torch.equal(fitted(tmp_path, Forgetful()), plain())
-    with pytest.raises(ConfigError, match=r"overridden without super\(\)"):
-        fitted(tmp_path, Forgetful(clip=1.0))
+def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
+    def made(optimizer: Any) -> dict[str, Any]:
+        return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
+
+    found = [resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3) for kind in (Module, Overriding)]
+    assert torch.equal(*found)
+    trainer = trainer_of(tmp_path)
+    trainer.fit(Overriding(), Loader(stream_of(), 4), loader_of_validation())
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    orders: list[tuple[int, ...]] = []
+
+    class Noting(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            orders.append((batch.stream.epoch, batch_idx))
+
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
+    module, options = Noting(), {"limit_train_batches": 0.5, "max_epochs": 3}
+    trainer = trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], **options)
+    trainer.fit(module, Loader(stream_of(), 4))
+    assert [epoch for epoch, _ in orders] == [0, 0, 0, 0, 1, 1, 1, 2, 2]  # the first batch of an epoch leaves the old one
+    again = Module()
+    trainer_of(tmp_path, **options).fit(again, Loader(stream_of(), 4), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert torch.equal(weights(again.net), weights(module.net))
+
+
+@pytest.mark.parametrize(("stop", "chunks"), [(8, 4), (24, 1), (6, 4)])
+def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(stop: int, chunks: int, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, max_steps=stop, max_epochs=-1)
+    module = Module()
+    torch.manual_seed(5)
+    trainer.fit(module, Loader(stream_of(), chunks))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    again = Module()
+    trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(again, Loader(stream_of(), chunks), ckpt_path=tmp_path / "after.ckpt")
+    assert torch.equal(weights(again.net), plain(stop=40))
+
+
+class Failing(Module):
+    """Fails once, between an update and its step."""
+
+    def on_update(self, update: tt.Update) -> None:
+        super().on_update(update)
+        if len(self.rates) == 11:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available.*")
+@pytest.mark.filterwarnings("ignore:.*was called without a model.*")  # Lightning, of any fit with OnExceptionCheckpoint
+def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path) -> None:
+    saver = OnExceptionCheckpoint(tmp_path, "failed")
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(Failing(), Loader(stream_of(), 4))
+    module = Module()
+    trainer_of(tmp_path).fit(module, Loader(stream_of(), 4), ckpt_path=tmp_path / "failed.ckpt")
+    assert torch.equal(weights(module.net), plain())
+
+
+def test_a_gradient_scaler_scales_and_the_clip_sees_the_true_gradient(tmp_path: Path) -> None:
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=3.0e38)  # the first steps overflow, and are left out
+
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    plugin.scaler = scaler()  # as for float16, which few operations of a CPU know
+    module = Module(net_of().float(), clip=0.05)
+    trainer_of(tmp_path, max_epochs=1, plugins=[plugin]).fit(module, Loader(stream_of(dtype=torch.float32), 4))
+    net, mine = net_of().float(), scaler()
+    optimizer = torch.optim.Adam(net.parameters(), LR)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        for _ in tt.updates(net, stream_of(dtype=torch.float32), nn.MSELoss(), gradient=tt.Truncated(10, 25), scaler=mine):
+            mine.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            mine.step(optimizer)
+            mine.update()
+            optimizer.zero_grad()
+    assert mine.get_scale() < 3.0e38
+    assert torch.equal(weights(module.net), weights(net))
+
+
+class Two(Module):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), LR) for _ in range(2)]
+
+
+class Lines(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
+    for kind, told in ((Two, "SGD, SGD"), (Lines, "LBFGS")):
+        with pytest.raises(ConfigError, match=rf"configure_optimizers gave {told}, expected one that steps"):
+            fitted(tmp_path, kind())
+    averaged = StochasticWeightAveraging(1e-2)
+    net = tt.carry(nn.Sequential(nn.GRU(3, 4), Normed(), nn.Linear(4, 1))).double()
+    with pytest.raises(ConfigError, match="an epoch more for BatchNorm"):
+        trainer_of(tmp_path, callbacks=[averaged]).fit(Module(net), Loader(stream_of(), 4))
+    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(minutes=1))
+    with pytest.raises(ConfigError, match="train_time_interval"):
+        trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(Module(), Loader(stream_of(), 4))
+
+
+class Normed(nn.Module):
+    """BatchNorm over the features of `(T, B, H)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+
+def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:
+    stream = stream_of()
+    with pytest.raises(DataError, match="is the one that is trained on"):
+        trainer_of(tmp_path, num_sanity_val_steps=0).fit(Module(), Loader(stream, 4), Loader(stream, 4))
+
+
+def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
+    del saved["throughtime"]
+    torch.save(saved, tmp_path / "none.ckpt")
+    with pytest.raises(RunError, match="the checkpoint of step 8 holds no place in a stream"):
+        trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "none.ckpt")
 
 
 def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:

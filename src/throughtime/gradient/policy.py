@@ -40,7 +40,8 @@ class Update:
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
-        chunk: the steps whose losses were counted; where a whole recording was, the last of them, so that memory stays flat.
+        chunk: the steps whose losses were counted; where a whole recording was, or several updates were accumulated, the last of
+            them, so that memory stays flat.
         swept: norms of the credit that crossed the edges of chunks, where the gradient came from a sweep.
         weight: what the gradient weighs among those of other ranks; `None`: its steps. With several ranks `loss` and `steps` are those of
             all of them, `outputs` and `chunk` this rank's.

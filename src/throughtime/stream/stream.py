@@ -277,6 +277,12 @@ class Stream:
         self._resumed = False
         self._turn += 1
 
+    def skip(self) -> None:
+        """Leaves the rest of this epoch out, and goes to the start of the next one, whose order is drawn anew."""
+        self._begin(self._epoch + 1)
+        self._resumed = False
+        self._turn += 1
+
     def take(self, steps: int) -> Chunk | None:
         """The next `steps` steps (fewer at the end); `None`, once, at the end of each epoch."""
         if self._at >= self._table.steps:

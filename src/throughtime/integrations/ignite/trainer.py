@@ -41,6 +41,7 @@ class StreamTrainer(Engine):
         self._loaded: Mapping[str, Any] | None = None
         self._loader: Loader | None = None
         self._next = 0  # stretch of the epoch
+        self._stepped = True
         self._output = math.nan
         counted: dict[Any, str] = dict.fromkeys(StreamEvents, "updates")
         self.register_events(*StreamEvents, event_to_attr=counted)
@@ -62,7 +63,8 @@ class StreamTrainer(Engine):
         if place is None and self._updates is not None:
             random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
             done: Any = self.state
-            place = {"place": self._updates.state_dict(), "next": self._next, "updates": done.updates, "random": random}
+            at = self._updates.state_dict(stepped=self._stepped)
+            place = {"place": at, "next": self._next, "updates": done.updates - (not self._stepped), "random": random}
         return OrderedDict(super().state_dict(), stream=place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -128,9 +130,11 @@ class StreamTrainer(Engine):
             update = next(updates, None)
         if update is None:
             return None
+        self._stepped = False
         state.update, state.updates = update, state.updates + 1
         self._stepping.clip()
         self.fire_event(StreamEvents.GRADIENT_READY)
         self._stepping.step()
+        self._stepped = True
         self.fire_event(StreamEvents.UPDATE_COMPLETED)
         return update

@@ -6,15 +6,16 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 import throughtime as tt
+from throughtime.errors import DataError
 from throughtime.gradient import LossFn
+from throughtime.integrations.lightning.keeper import Streaming
 from throughtime.integrations.stretches import Stretch, stretch
 
 
-class Evaluating(LightningModule):
+class Evaluating(Streaming):
     """A carried net that a Trainer evaluates on streams, each given as a `Loader`; `StreamModule` is this and trains."""
 
     def __init__(self, net: tt.Carried, loss_fn: LossFn, score: Any) -> None:
@@ -22,6 +23,7 @@ class Evaluating(LightningModule):
         self.net, self.loss_fn, self.score = net, loss_fn, score
         self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator]] = {}
         self._predictors: dict[int, tt.Predictor] = {}
+        self._trained: tt.Stream | None = None
 
     def validation_step(self, batch: Stretch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002  # Lightning gives it
         """The chunks of a stretch, with a state of their own."""
@@ -31,21 +33,8 @@ class Evaluating(LightningModule):
         """As in validation."""
         self._evaluate("test", stretch(batch), dataloader_idx)
 
-    def on_validation_epoch_end(self) -> None:
+    def keep_logged(self, kind: str) -> None:
         """Logs what was found."""
-        self._log_found("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Logs what was found."""
-        self._log_found("test")
-
-    def _evaluate(self, kind: str, batch: Stretch, index: int) -> None:
-        if batch.index == 0:
-            self._evaluators[kind, index] = batch.stream, tt.Evaluator(self.net, self.loss_fn, score=self.score)
-        for chunk in batch.chunks():
-            self._evaluators[kind, index][1].add(chunk)
-
-    def _log_found(self, kind: str) -> None:
         mine = [key for key in self._evaluators if key[0] == kind]
         for key in mine:
             stream, evaluator = self._evaluators.pop(key)
@@ -53,9 +42,20 @@ class Evaluating(LightningModule):
             figures = {f"{kind}_{name}{suffix}": value for name, value in {"loss": found.loss, **found.figures}.items()}
             self.log_dict(figures, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
 
+    def _evaluate(self, kind: str, batch: Stretch, index: int) -> None:
+        if batch.stream is self._trained:
+            raise DataError("the stream of the validation is the one that is trained on: playing it would move the training. Make two")
+        if batch.index == 0:
+            evaluator = tt.Evaluator(self.net, self.loss_fn, score=self.score)
+            evaluator.check(batch.stream)
+            self._evaluators[kind, index] = batch.stream, evaluator
+        for chunk in batch.chunks():
+            self._evaluators[kind, index][1].add(chunk)
+
     def predict_step(self, batch: Stretch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:  # noqa: ARG002  # Lightning gives it
         """The outputs `(T, B, C)` of a stretch."""
         if stretch(batch).index == 0:
             self._predictors[dataloader_idx] = tt.Predictor(self.net, batch.stream.lanes)
         play, device = self._predictors[dataloader_idx], self.device
-        return torch.cat([play(c.inputs.to(device), c.resets.to(device) if c.any_reset else None).cpu() for c in batch.chunks()])
+        found = [play(c.inputs.to(device), c.resets.to(device) if c.any_reset else None).cpu() for c in batch.chunks()]
+        return torch.cat(found) if found else torch.empty(0, batch.stream.lanes)

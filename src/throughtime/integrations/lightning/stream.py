@@ -6,6 +6,8 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.optim import Optimizer
 
 import throughtime as tt
@@ -23,8 +25,8 @@ class StreamModule(Evaluating):
 
     The Trainer gets `Loader(stream, chunks=20)` as its dataloader: a training step makes all updates of so many chunks, and each
     is one of Lightning's global steps. Validation, test and prediction play their streams chunk by chunk with a state of
-    their own. Checkpoints hold the carried state and the place of every rank: a training resumed in the middle of an epoch goes
-    on to the bit. Under the strategy "ddp" each rank plays its lanes, and `tt.updates` adds gradients up, once per update.
+    their own. Checkpoints hold the carried state and the place of every rank: what is resumed goes on to the bit. Under the strategy
+    "ddp" each rank plays its lanes, and `tt.updates` adds gradients up, once per update.
 
     Logged are `train_loss`, `val_loss` and `test_loss`, means over valid steps, with the figures of `score`: `val_macro_f1`.
 
@@ -32,7 +34,7 @@ class StreamModule(Evaluating):
         net: made by `tt.carry`; it is `self.net`.
         loss_fn: as for `tt.updates`.
         gradient: `tt.Truncated(...)` or another policy.
-        clip: norm to which gradients are clipped; Lightning's own `gradient_clip_val` wants one update per training step.
+        clip: norm to which the gradient is clipped; Lightning's own `gradient_clip_val` wants one update per training step.
         accumulate: as for `tt.updates`.
         schedule: whether schedulers of interval "step" step after every "update" or every "batch" (training step).
         monitor: what a `ReduceLROnPlateau` looks at, of the logged values.
@@ -78,67 +80,70 @@ class StreamModule(Evaluating):
         self.automatic_optimization = False  # a training step makes many updates
         self.gradient, self.clip, self.accumulate, self.schedule, self.monitor = gradient, clip, accumulate, schedule, monitor
         self._updates: tt.Updates | None = None
-        self._clipped = clip is None
+        self._finished = self._stepped = True
         self._places = Places()
 
     def on_update(self, update: tt.Update) -> None:
         """Called after every update, before its optimizer step; for metrics and logging of your own."""
 
-    def on_fit_start(self) -> None:
-        """Checks the Trainer's settings."""
-        check(self.trainer)
-
-    def training_step(self, batch: Stretch, batch_idx: int) -> None:
+    def training_step(self, batch: Stretch, batch_idx: int) -> dict[str, Tensor] | None:
         """All updates of a stretch of the stream; it ends early where a checkpoint is due, and the next one makes up for it."""
-        going, found, loss, steps = self._going(stretch(batch)), self.optimizers(), torch.zeros((), device=self.device), 0
-        optimizers = found if isinstance(found, list) else [found]
-        while not (batch.over or reached_the_end(self.trainer)) and (update := next(going, None)) is not None:
+        self._begin(stretch(batch))
+        optimizer, loss, steps = self.optimizers(), torch.zeros((), device=self.device), 0
+        while not (batch.over or reached_the_end(self.trainer)) and (update := self._next()) is not None:
             self.on_update(update)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            if not self._clipped:
-                raise ConfigError("on_before_optimizer_step clips, and is overridden without super().on_before_optimizer_step(optimizer)")
+            optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]  # one: `check`
+            self._stepped = True
+            optimizer.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]
             self._schedule("update", self.trainer.global_step)
             loss, steps = loss + update.loss * update.steps, steps + update.steps
             if not batch.last and wants_to_save(self.trainer):
                 break
         if reached_the_end(self.trainer) and not batch.stream.ahead(1):
-            next(going, None)  # max_steps fell on the last update of the epoch: it is over, and a checkpoint must say so
+            self._next()  # max_steps fell on the last update of the epoch: it is over, and a checkpoint must say so
         if steps:
             self._schedule("batch", batch_idx + 1)
             self.log("train_loss", loss / steps, batch_size=steps, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return {"loss": loss / steps} if steps else None
 
-    def _going(self, batch: Stretch) -> tt.Updates:
-        """The updates of this epoch: begun with its first stretch, or taken up from a checkpoint."""
-        if batch.index == 0 or self._updates is None:
-            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-            self._updates = tt.updates(
-                self.net, batch.stream, self.loss_fn, gradient=self.gradient, scaler=scaler, accumulate=self.accumulate
-            )
-            self._places.take_up(self, self._updates)
-        return self._updates
+    def _next(self) -> tt.Update | None:
+        update = None if self._updates is None else next(self._updates, None)
+        self._finished, self._stepped = update is None, update is None
+        return update
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the place of every rank."""
-        if self._updates is not None:
-            self._places.write(checkpoint, self, self._updates)
+    def _begin(self, batch: Stretch) -> None:
+        """With the first stretch come the updates of an epoch, unless those that a checkpoint held are to be ended first."""
+        first, self._trained = batch.index == 0, batch.stream
+        if self._updates is None or (first and self._finished):
+            fresh, self._updates, self._finished = self._updates is None, self._made(batch), False
+            if fresh:
+                self._places.take_up(self, self._updates)
+        if first and batch.stream.position and self.trainer.num_training_batches < batch.count:
+            batch.stream.skip()  # limit_train_batches cut the epoch before short: this one has an order of its own
+            self._updates = self._made(batch)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the places until the first training step."""
-        self._places.read(checkpoint)
+    def _made(self, batch: Stretch) -> tt.Updates:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return tt.updates(self.net, batch.stream, self.loss_fn, gradient=self.gradient, scaler=scaler, accumulate=self.accumulate)
+
+    def keep_settings(self) -> None:
+        check(self.trainer)
         self._updates = None
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Clips, after a precision plugin has taken its scale off the gradient."""
-        self._clipped = True
-        if self.clip is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+    def keep_saved(self, checkpoint: dict[str, Any]) -> None:
+        if self._updates is not None:
+            self._places.write(checkpoint, self, self._updates.state_dict(stepped=self._stepped))
 
-    def on_train_epoch_end(self) -> None:
-        """Schedulers by epoch."""
-        self._schedule("epoch", self.current_epoch + 1)
+    def keep_loaded(self, checkpoint: dict[str, Any]) -> None:
+        self._places.read(checkpoint)
+
+    def keep_clipped(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        if self.clip is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]
+
+    def keep_scheduled(self) -> None:
+        step_schedulers(self, "epoch", self.current_epoch + 1, self.monitor)
 
     def _schedule(self, after: str, count: int) -> None:
-        if after in ("epoch", self.schedule):
-            step_schedulers(self, "epoch" if after == "epoch" else "step", count, self.monitor)
+        if after == self.schedule:
+            step_schedulers(self, "step", count, self.monitor)
