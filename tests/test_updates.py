@@ -410,7 +410,9 @@ def live_tensors() -> int:
 
 
 def counts(net: tt.Carried, updates: int, samples: Sequence[int], stride: int, horizon: int) -> list[tuple[int, int]]:
-    """Live nodes and live tensors after some of many updates."""
+    """Live nodes, besides those that other tests have left in this process, and live tensors after some of many updates."""
+    gc.collect()
+    before = live_nodes()
     chunk = tt.Chunk.of(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
     found: list[tuple[int, int]] = []
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -421,7 +423,7 @@ def counts(net: tt.Carried, updates: int, samples: Sequence[int], stride: int, h
         assert update.loss.grad_fn is None
         assert update.outputs.grad_fn is None
         if i in samples:
-            found.append((live_nodes(), live_tensors()))
+            found.append((live_nodes() - before, live_tensors()))
     return found
 
 
