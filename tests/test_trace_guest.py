@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import FEATURES, HIDDEN, HidesCell, inputs, remembering
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, ModelError, RunError
 from throughtime.probe.trace import trace
 
 EXACT = 1e-12
@@ -167,10 +167,9 @@ def test_weights_that_are_frozen_stay_without_gradient() -> None:
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     net, x = lstm(), inputs(3, 1).requires_grad_()
-    with trace(net):
-        (gradient,) = torch.autograd.grad(net(x)[0].square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
+    for loss in (lambda y: y.square().sum(), lambda y: y.sum()):  # a cotangent with a graph, and one without
+        with trace(net), pytest.raises(ModelError, match=r"a second derivative through a traced layer.*trace\.close\(\)"):
+            torch.autograd.grad(loss(net(x)[0]), x, create_graph=True)
 
 
 @CELLS
@@ -266,3 +265,40 @@ def test_half_types_are_summed_wider_than_they_are(kind: Any) -> None:
     assert torch.equal(y, again)
     assert all(weight.grad is not None and weight.grad.dtype == torch.bfloat16 for weight in net.parameters())
     assert all(found[name].dtype == torch.float64 for name in found.names)
+
+
+class Split(nn.Module):
+    """One node of the graph gives both parts of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(7, 8).double()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        after, other = self.into(torch.cat([x, h], 1)).split(4, 1)
+        return after, other
+
+
+def test_a_gradient_that_does_not_come_is_no_fault() -> None:
+    cell, h = Split(), torch.zeros(2, 4).double()
+    with trace(cell, names={"": ("h", "c")}) as found:
+        for x in torch.randn(5, 2, 3).double():
+            h, _ = cell(x, h)
+        h.sum().backward()
+    assert found["cell.h"].shape == (5, 2)
+
+
+def test_passes_of_a_loop_are_not_joined_though_its_state_comes_back() -> None:
+    """A sine whose period is two chunks: the state that a chunk ends with once more is the one that entered an earlier one."""
+    cell, head = nn.GRUCell(1, 4), nn.Linear(4, 1)
+    wave = torch.sin(torch.arange(8 * 60) * 2 * torch.pi / 16).view(-1, 1, 1)
+    state, passes = torch.zeros(1, 4), list[int]()
+    with trace(cell) as found:
+        for chunk in wave.split(8):
+            state, total = state.detach(), torch.zeros(())
+            for x in chunk:
+                state = cell(x, state)
+                total = total + head(state).square().sum()
+            total.backward()
+            passes.append(len(found["cell.h"]))
+    assert set(passes) == {8}

@@ -17,6 +17,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -36,6 +37,18 @@ from throughtime.state import State
 
 Adjoint: TypeAlias = Sequence[Tensor | None]  # one for each leaf of a state
 Verify: TypeAlias = Literal["first", "all", "off"]
+
+
+PULLING: ContextVar[bool] = ContextVar("pulling", default=False)  # whether a backward pass is that of one piece of several
+
+
+@contextmanager
+def _pulled() -> Generator[None]:
+    token = PULLING.set(True)
+    try:
+        yield
+    finally:
+        PULLING.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +96,7 @@ class Piece:
         wanted = [*weights, *alive, *([self.inputs] if self.inputs.requires_grad else [])]
         if not sources or not wanted:
             return Pulled([None] * len(weights), [None] * len(entering))
-        with hooks_held(weights), no_autocast(self.inputs):
+        with hooks_held(weights), no_autocast(self.inputs), _pulled():
             found = torch.autograd.grad([s for s, _ in sources], wanted, [c for _, c in sources], retain_graph=keep, allow_unused=True)
         rest = iter(found[len(weights) :])
         return Pulled(found[: len(weights)], [next(rest) if leaf.requires_grad else None for leaf in entering], next(rest, None))

@@ -1,7 +1,7 @@
 """What was seen of backward passes: norms by step and lane, the last few passes and no more.
 
-A pass is one run of autograd's engine. Runs that go on with one another, as those of a sweep do that plays a long stretch
-piece by piece from its end, are one pass: the state after the later run is the state that entered the earlier one.
+A pass is one run of autograd's engine. The runs of a sweep, which plays a long stretch piece by piece from its end, are one pass:
+the state after the later run is the state that entered the earlier one.
 
 Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from throughtime.errors import ConfigError
+from throughtime.gradient.sweep import PULLING
 
 PLACE = re.compile(r"(?P<name>.+)\.(?P<leaf>[^.\[\]]+)(\[(?P<step>-?\d+)\])?")
 
@@ -37,9 +38,10 @@ class Block:
 
 @dataclass(eq=False)
 class Run:
-    """One run of the engine: by track and first step, what was seen; the states at its two ends."""
+    """One run of the engine: by track and first step, what was seen; the states at its two ends; whether it is one piece of several."""
 
     task: int
+    piece: bool = False
     waiting: dict[int, tuple[Any, dict[str, Tensor]]] = field(default_factory=dict[int, tuple[Any, dict[str, Tensor]]])
     blocks: dict[str, dict[int, Block]] = field(default_factory=dict[str, dict[int, Block]])
     came: dict[str, tuple[int, list[Tensor]]] = field(default_factory=dict[str, tuple[int, list[Tensor]]])
@@ -196,7 +198,7 @@ class History:
         task = torch._C._current_graph_task_id()  # noqa: SLF001  # the engine has no public name for its runs
         if self._open is None or self._open.task != task:
             self._settle()
-            self._open = Run(task)
+            self._open = Run(task, PULLING.get())
         return self._open
 
     def passes(self) -> tuple[Pass, ...]:
@@ -209,7 +211,7 @@ class History:
         run, self._open = self._open, None
         if run is None:
             return
-        if self._kept and run.leads_to(self._kept[-1].runs[0]):
+        if run.piece and self._kept and self._kept[-1].runs[0].piece and run.leads_to(self._kept[-1].runs[0]):
             later = self._kept.pop()
             later.runs[0].came.clear()
             run.went.clear()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from throughtime.errors import ModelError
 from throughtime.probe.trace import gru, lstm, rnn
 from throughtime.probe.trace.order import Order
 from throughtime.probe.trace.span import Cotangents, Pulled, Steps, Weights, rows_of
@@ -76,8 +76,12 @@ class Played(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as under create_graph=True
+            raise ModelError(
+                "a second derivative through a traced layer: its backward pass is played step by step, without a graph. Make the backward "
+                "pass with create_graph=True outside `with tt.trace(net)`, or call trace.close() before"
+            )
         call: Call = ctx.call
         y, last, x, *given = ctx.saved_tensors  # asked for once: a checkpoint hands them out once
         seen = _Seen(x, given[: call.states], given[call.states :], y, grads)

@@ -76,8 +76,8 @@ class Step:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._see, leaf))
 
-    def _see(self, leaf: str, gradient: Tensor) -> None:
-        if batched(gradient):
+    def _see(self, leaf: str, gradient: Tensor | None) -> None:
+        if gradient is None or batched(gradient):  # a hook is told None where nothing comes
             return
         run = self.track.history.run()
         if not run.waiting:
