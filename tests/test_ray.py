@@ -77,7 +77,8 @@ def weights(found: Future[Any]) -> dict[str, Tensor]:
 
 def alone(example: ModuleType, lanes: int, cold_after: int = UPDATES) -> tuple[dict[str, Tensor], float]:
     """The weights and the last loss of a plain loop in this process, which forgets its place after so many updates."""
-    stream, net, optimizer = example.parts(lanes)
+    with mock.patch.object(example, "get_device", return_value=torch.device("cpu")):  # which Ray tells its workers alone
+        stream, net, optimizer = example.parts(lanes)
     loss, done = float("nan"), 0
     while done < UPDATES:
         for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)):

@@ -185,7 +185,7 @@ def test_resuming_after_the_kill_gives_the_weights_of_an_uninterrupted_run_to_th
 @pytest.mark.slow
 def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint, last = tmp_path / "restarted.pt", 400
-    command = launched(checkpoint, "--max-restarts", "1", updates=last)
+    command = launched(checkpoint, "--max-restarts", "3", updates=last)
     agent = subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True)
     wait_for(checkpoint.exists, agent)
     (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
