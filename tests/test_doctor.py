@@ -2,10 +2,12 @@
 
 import ast
 import contextlib
+import gc
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import pytest
 import torch
 import torch.nn.modules.module as modules
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.data import DataLoader
 
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.probe.doctor import CODES, doctor
+from throughtime.probe.doctor.watch import Watcher
+from throughtime.testing import fixtures
 
 PAGES = Path(__file__).parent.parent / "docs" / "doctor"
 MARK = re.compile(r"# <- (TT\d{3})")
@@ -106,6 +110,13 @@ def test_nothing_is_left_in_torch_even_after_an_error(fails: bool) -> None:
     assert surface() == before
 
 
+class Passes(TorchFunctionMode):
+    """A mode of the user's that only hands on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def never_detached(steps: int = 10) -> None:
     gru, h = nn.GRU(3, 4, dtype=torch.float64), None
     for x in STREAM.split(steps):
@@ -148,6 +159,8 @@ def test_an_ignored_code_is_not_reported_and_an_unknown_one_is_refused() -> None
     assert d.findings == ()
     with pytest.raises(ConfigError, match=r"TT999.*TT101"):
         doctor(ignore={"TT999"})
+    with pytest.raises(ConfigError, match=r"ignore=5.*TT207"):
+        doctor(ignore=5)  # pyright: ignore[reportArgumentType]
 
 
 def never_carried(done: list[int]) -> None:
@@ -273,6 +286,54 @@ def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(monkeyp
     assert d.findings == ()
     assert "the doctor itself failed" in str(d).lower()
     assert "LookupError: of the doctor" in str(d)
+
+
+def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("of the doctor")
+
+    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.carry"], "lanes", fails)
+    watched = contextlib.contextmanager(fixtures.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(DiagnosisError, match="LookupError"), watched(frozenset()):
+        never_carried([])
+
+
+def test_a_hook_that_fails_does_not_fail_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = carried(STREAM, "cell")
+    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.credit"], "float", lambda _: 1 / 0, raising=False)
+    with doctor() as d:
+        watched = carried(STREAM, "cell")
+    assert isinstance(d.fault, ZeroDivisionError)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_the_doctor_keeps_no_parameter_alive() -> None:
+    with doctor():
+        net = nn.LSTM(3, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(STREAM.float())[0].square().mean().backward()
+        optimizer.step()
+        kept = weakref.ref(net.weight_ih_l0)
+        del net, optimizer
+        gc.collect()
+        assert kept() is None
+
+
+def test_a_watcher_left_on_the_stack_of_modes_hands_on() -> None:
+    d, mode = doctor(), Passes()
+    d.__enter__()
+    mode.__enter__()
+    d.__exit__(None, None, None)  # the user's mode is above the doctor's
+    mode.__exit__(None, None, None)
+    left = _get_current_function_mode()
+    assert isinstance(left, Watcher)
+    notes = left.notes
+    try:
+        assert torch.ones(2, requires_grad=True).mul(2).detach().tolist() == [2, 2]
+        assert left.notes == notes
+    finally:
+        left.__exit__(None, None, None)
+    assert _get_current_function_mode() is None
 
 
 def test_autocast_and_the_users_own_modes_go_through() -> None:

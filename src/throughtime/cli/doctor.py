@@ -22,13 +22,15 @@ def doctor(
     ignore: Annotated[str | None, typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first finding.")] = False,
 ) -> None:
-    """Run a training script unchanged and name what is wrong with its loop; exit code 1 where something was found."""
+    """Run a training script unchanged and name what is wrong with its loop; exit code 1: something was found, 2: the doctor failed."""
     if not script.is_file():
         raise ConfigError(
             f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the arguments of train.py after it"
         )
     watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
     _run(watching, script, context.args)
+    if watching.fault is not None:
+        raise typer.Exit(2)
     if watching.findings:
         raise typer.Exit(1)
 

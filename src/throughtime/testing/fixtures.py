@@ -34,9 +34,9 @@ def doctor(doctor_ignores: frozenset[str]) -> Iterator[Doctor]:
         The doctor; a test that expects findings reads and checks `doctor.findings` and calls `doctor.clear()`.
 
     Raises:
-        DiagnosisError: after the test, where something was found.
+        DiagnosisError: after the test, where something was found, or where the doctor itself failed and may have missed it.
     """
     with open_doctor(ignore=doctor_ignores) as watching:
         yield watching
-    if watching.findings:
+    if watching.findings or watching.fault is not None:
         raise DiagnosisError(str(watching))

@@ -29,6 +29,7 @@ class Carrying:
         self.clock: Clock = watcher.clock
         self.last: dict[tuple[Unit, bool | None], Step] = {}
         self.fresh: dict[Unit, tuple[int, Key]] = {}
+        self.lengths: dict[Unit, set[int]] = {}  # of chunks that another goes on from
         self.carried: set[Unit] = set()
         self.followed: dict[int, Tensor] = {}
         self.axes: dict[int, tuple[Tensor, int]] = {}
@@ -108,10 +109,12 @@ class Carrying:
         notes = [n for n in (self.watcher.state_of(t) for t in hx) if n is not None and n.learned]
         state = next((n for n in notes if n.step is not None and n.step.unit == unit), None)
         if state is not None and state.step is not None:
+            if state.step.clock[0] != clock.chunk:
+                clock.crossed.add(clock.chunk)
             self._grows(cur, state.step, any(t.requires_grad for t in hx))
             if self._at_an_edge(cur, state.step):
                 self._judge(cur, state.step, state, key)
-        elif not notes and not any(t.requires_grad for t in hx):
+        elif not made.get("unknown") and not notes and not any(t.requires_grad for t in hx):
             self._starts(cur, hx)
         made["step"], made["edited"], made["rows"] = cur, False, None
         self.last.pop((unit, cur.training), None)
@@ -227,12 +230,14 @@ class Carrying:
             return
         count = self.fresh.get(cur.unit, (0, cur.key))[0] + 1
         self.fresh[cur.unit] = count, cur.key
+        lengths = self.lengths.setdefault(cur.unit, set())
+        lengths.add(before.steps)
         if count == FRESH:
             self._never_carried(cur.unit)
 
     def _never_carried(self, unit: Unit) -> None:
         count, key = self.fresh[unit]
-        if unit not in self.carried:
+        if unit not in self.carried and len(self.lengths[unit]) == 1:  # pieces of unequal length are things of their own
             self.findings.add(
                 "TT201", line_of(key), f"{count} times the inputs went on where those before ended, and the state began anew."
             )
@@ -243,6 +248,7 @@ class Carrying:
             self._resumes(cur)
             return
         cur.reached, cur.links = origin.reached + cur.steps, origin.links + 1
+        cur.calls = origin.calls + (origin.clock[1:] != cur.clock[1:])
         if cur.training is False or self.clock.chunk == 0:
             self.hanging[cur.unit] = cur
         if self.longest is None or cur.reached > self.longest.reached:
@@ -270,7 +276,10 @@ class Carrying:
         for old in self.hanging.values():
             self._grew(old)
         longest = self.longest
-        if self.clock.chunk == 1 and longest is not None and longest.reached >= LONG and longest.clock[0] == 0:
+        if self.clock.chunk != 1 or longest is None or longest.clock[0] != 0:
+            return
+        several = longest.steps > 1 or 0 < 2 * longest.calls <= longest.reached  # a cell that runs through one sequence is no stream
+        if longest.reached >= LONG and several:
             self.findings.add("TT202", line_of(longest.key), f"{longest.reached} steps were kept for the only backward.")
 
 

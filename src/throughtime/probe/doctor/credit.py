@@ -8,7 +8,7 @@ from torch import Tensor
 
 from throughtime.probe.doctor.finding import Findings
 from throughtime.probe.doctor.frames import Place
-from throughtime.probe.doctor.notes import Unit
+from throughtime.probe.doctor.notes import Seen, Unit
 from throughtime.probe.doctor.watch import CELLS, LAYERS, Watcher
 
 CHUNKS = (1, 2, 3)  # the chunks that are looked at
@@ -45,6 +45,12 @@ class Credit:
         elif len(self.held.setdefault(unit, [])) < 512:
             self.held[unit].append((outputs[0], clock.call if clock.inside > (name in CELLS) else 0))
 
+    def cut(self, note: Seen) -> None:
+        """A state that was detached inside a chunk: where none is carried, the steps before may be a warm-up."""
+        if note.step is not None and not note.edited and not self.watcher.clock.crossed:
+            for unit in note.lineage:
+                self.held.pop(unit, None)
+
     def before_backward(self) -> None:
         for unit, pairs in self.held.items():
             last = pairs[-1][1]
@@ -56,14 +62,23 @@ class Credit:
         self.layers = [(func, args, self._watched(out)) for func, args, out in self.layers]
 
     def _arrival(self, unit: Unit, i: int) -> Any:
-        def hook(gradient: Tensor) -> None:
+        def look(gradient: Tensor) -> None:
             self.arrived[unit, i] = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
+
+        return self._hook(look)
+
+    def _hook(self, look: Any) -> Any:
+        """A hook of a tensor whose failure is not the user's; an undefined gradient comes as `None`."""
+
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                self.watcher.guarded(look, gradient)
 
         return hook
 
     def _watched(self, out: Tensor) -> Any:
         kept: list[Tensor] = []
-        self.handles.append(out.register_hook(lambda gradient: kept.append(gradient.detach())))
+        self.handles.append(out.register_hook(self._hook(lambda gradient: kept.append(gradient.detach()))))
         return kept
 
     def after_backward(self, place: Place | None, cut: bool) -> None:

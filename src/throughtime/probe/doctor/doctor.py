@@ -53,6 +53,7 @@ class Doctor:
         try:
             if events is not None:
                 events.watcher.off()
+                events.watcher.closed = True
         finally:
             self._patches.remove()
             _OPEN.clear()

@@ -33,7 +33,7 @@ class Events:
         self.findings, self.clock, self.thread = findings, Clock(), threading.get_ident()
         self.watcher = Watcher(self.clock)
         self.carrying, self.growing = Carrying(self.watcher, findings), Growing(self.watcher, findings)
-        self.credit, self.stepping = Credit(self.watcher, findings), Stepping(findings)
+        self.credit, self.stepping = Credit(self.watcher, findings), Stepping(findings, self.clock)
         self.post = PostMortem(self.watcher, findings, self.carrying.recent)
         self.watcher.listeners.append(self.operation)
         self.loaders: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
@@ -52,6 +52,7 @@ class Events:
         """What the watcher tells."""
         if kind == "cut":
             self.growing.cut(told[0])
+            self.credit.cut(told[1])
             return
         name, func, args, inputs, notes, outputs, key, made = told
         step = None
@@ -169,7 +170,7 @@ class Events:
         self.post.bounds.append(self.watcher.boundary)
         self.clock.chunk += 1
         self._busy(self.growing.after_backward, place)
-        self.watcher.next_chunk()
+        self._busy(self.watcher.next_chunk)
 
     def _explain(self, error: RuntimeError, roots: list[Tensor], place: Place) -> None:
         finding = self._busy(self.post.explain, error, roots, place)
@@ -195,6 +196,7 @@ class Events:
             self.watcher.on()
         place = here(2)
         self._busy(self.post.stepped, place, [p for group in optimizer.param_groups for p in group["params"]])
+        self.growing.steps += 1
         self._busy(self.stepping.step, optimizer, place)
 
     def zero_grad(self, old: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -110,11 +110,14 @@ class Findings:
 
     @classmethod
     def checked(cls, ignore: Iterable[str], strict: bool) -> "Findings":
+        if not hasattr(ignore, "__iter__"):
+            raise ConfigError(f"ignore={ignore!r}: expected codes such as 'TT207'. Write tt.doctor(ignore={{'TT207'}})")
         codes = frozenset([ignore] if isinstance(ignore, str) else ignore)
-        unknown = sorted(codes - CODES.keys())
+        unknown = sorted(map(str, codes - CODES.keys()))
         if unknown:
             raise ConfigError(
-                f"ignore={sorted(codes)!r}: unknown {unknown}, the codes are {', '.join(CODES)}. Write tt.doctor(ignore={{'TT207'}})"
+                f"ignore={sorted(map(str, codes))!r}: unknown {unknown}, the codes are {', '.join(CODES)}. "
+                "Write tt.doctor(ignore={'TT207'})"
             )
         return cls(codes, strict)
 

@@ -53,6 +53,11 @@ def reached(root: Any, limit: int = NODES) -> Iterator[Any]:
                 stack.append(child)
 
 
+def leaves_of(node: Any, limit: int = 200) -> frozenset[int]:
+    """The leaves, such as weights, that the nodes near this one go back to."""
+    return frozenset(id(below.variable) for below in reached(node, limit) if is_leaf(below)) if node is not None else frozenset()
+
+
 def saved(node: Any) -> Iterator[str]:
     """What a node says when asked for a saved tensor that it cannot hand out."""
     for name in dir(node):

@@ -34,6 +34,8 @@ class Growing:
         self.cuts: dict[Key, int] = {}
         self.tries: dict[Key, int] = {}
         self.started = 0.0
+        self.steps = 0  # of any optimizer
+        self.stepped: dict[Place, list[int]] = {}  # how many there were, at each retained backward
 
     def cut(self, cut: Cut) -> None:
         self.cuts[cut.key] = max(self.cuts.get(cut.key, 0), cut.count)
@@ -53,6 +55,7 @@ class Growing:
                 oldest = min(oldest, sequence(node))
         behind = sum(1 for edge in edges if edge >= oldest)
         edges.append(sequence(root))
+        self.stepped.setdefault(place, []).append(self.steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.retained.setdefault(place, []).append((behind, nodes, 0.0, peak))
 
@@ -73,6 +76,9 @@ class Growing:
         tail = list(itertools.takewhile(lambda row: row[0] > 0, reversed(rows)))[::-1]
         if not all(b[0] == a[0] + 1 and b[1] > a[1] for a, b in itertools.pairwise(tail)):
             return
+        chunk, stepped = self.watcher.clock.chunk, self.stepped[place][-len(tail) :]
+        if stepped[0] == stepped[-1] and not any(c in self.watcher.clock.crossed for c in range(chunk - len(tail), chunk + 1)):
+            return  # several losses of one forward
         chunks = list(range(len(tail)))
         slopes = [statistics.linear_regression(chunks, [row[i] for row in tail]).slope for i in (1, 2, 3)] if len(tail) > 1 else [0.0] * 3
         slope = f"{slopes[0]:+.0f} nodes, {1e3 * slopes[1]:+.2f} ms, {slopes[2] / 1024:+.0f} kB"

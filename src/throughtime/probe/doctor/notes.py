@@ -1,7 +1,7 @@
 """What the doctor notes about a tensor and about a step of a recurrent unit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType
 
@@ -26,6 +26,7 @@ class Clock:
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader draws without order
     loader: Place | None = None  # the line to blame for the order of the batches
+    crossed: set[int] = field(default_factory=set)  # chunks that a recurrent state of an earlier one came into
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class Step:
     reached: int = 0  # steps that hang together in one graph
     links: int = 0  # chunks, or steps of a cell, that do
     lanes: Any = None
+    calls: int = 0  # how often in that graph a model or a batch followed another
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,7 @@ class Cut:
     key: Key
     chunk: int
     count: int
+    weights: frozenset[int] = NOTHING  # the leaves behind it, where only one step was
 
 
 @dataclass(slots=True, eq=False)

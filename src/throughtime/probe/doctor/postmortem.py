@@ -21,12 +21,12 @@ class PostMortem:
     def __init__(self, watcher: Watcher, findings: Findings, recent: Callable[[], Key | None]) -> None:
         self.recent = recent  # where a recurrent layer was called last
         self.watcher, self.findings = watcher, findings
-        self.steps: list[tuple[int, Place | None, list[Tensor]]] = []  # node number at a step, its line, the parameters
+        self.steps: list[tuple[int, Place | None, set[tuple[int, ...]]]] = []  # node number at a step, its line, the parameters' shapes
         self.bounds: list[int] = []  # node numbers at each backward
 
     def stepped(self, place: Place | None, parameters: list[Tensor]) -> None:
         numbers = self.watcher.numbers
-        self.steps = [*self.steps[-64:], (numbers[-1] if numbers else -1, place, parameters)]
+        self.steps = [*self.steps[-64:], (numbers[-1] if numbers else -1, place, {tuple(p.shape) for p in parameters})]
 
     def explain(self, error: RuntimeError, roots: Iterable[Tensor], place: Place | None) -> Finding | None:
         """The finding behind an error of `backward`, if it is one of those known here."""
@@ -92,9 +92,9 @@ class PostMortem:
         return line_of(chosen[0][2]) if chosen else None
 
     def _by_a_step(self, shape: list[int], number: int) -> Place | None:
-        shapes = shape, shape[::-1]
-        for after, place, parameters in self.steps:
-            if after >= number and any(list(p.shape) in shapes for p in parameters):
+        wanted = {tuple(shape), tuple(shape[::-1])}
+        for after, place, shapes in self.steps:
+            if after >= number and wanted & shapes:
                 return place
         return None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from throughtime.probe.doctor.finding import Findings
 from throughtime.probe.doctor.frames import Place
 from throughtime.probe.doctor.graph import means
+from throughtime.probe.doctor.notes import Clock
 
 TWICE = 2  # steps that show a fault before it is said
 
@@ -27,14 +28,18 @@ class Record:
     steps: int = 0
     uncleared: int = 0
     lost: int = 0
+    dropped: int = 0  # backwards since the last step whose gradients were cleared unused
+    drops: set[int] = field(default_factory=set)  # how many, at each step but the first
+    since: int = 0  # the chunk at the last step
     inside: bool = False  # a step with a closure is running
 
 
 class Stepping:
     """Follows gradients from backward to step."""
 
-    def __init__(self, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, findings: Findings, clock: Clock) -> None:
+        self.findings, self.clock = findings, clock
+        self.since = 0  # the chunk at the last step of any optimizer
         self.records: weakref.WeakKeyDictionary[Any, Record] = weakref.WeakKeyDictionary()
         self.means: list[tuple[Place, list[tuple[str, float, float]]]] = []
 
@@ -73,6 +78,7 @@ class Stepping:
                 and bool(lost.any())
             ):
                 record.wiped, record.wiped_lines = place, record.wiped_lines | record.lines
+                record.dropped += record.backwards
             record.backwards, record.lines = 0, set()
 
     def known(self, optimizer: Any) -> Record:
@@ -84,12 +90,15 @@ class Stepping:
         record.steps += 1
         record.inside = False
         self._means()
+        if record.steps > 1:
+            record.drops.add(record.dropped)
         if place is not None:
             self._wrong_place(optimizer, record)
             self._never(record, place)
         first = _first(optimizer)
         record.cleared, record.backwards, record.wiped = False, 0, None
         record.lines, record.wiped_lines = set(), set()
+        record.dropped, record.since, self.since = 0, self.clock.chunk, self.clock.chunk
         record.kept = weakref.ref(_grad(first)) if first is not None else None
         for other in self.records.values():
             other.backwards, other.lines = 0, set()
@@ -98,11 +107,16 @@ class Stepping:
         if record.wiped is None:
             return
         nothing = all(p.grad is None or not bool(p.grad.any()) for group in optimizer.param_groups for p in group["params"])
-        if nothing or (record.lines and record.lines <= record.wiped_lines):
+        always = len(record.drops) == 1 and self._carried(record.since)
+        if nothing or (record.lines and record.lines <= record.wiped_lines and always):
             record.lost += 1
             if record.lost == TWICE:
                 what = "the step finds no gradient" if nothing else "the step gets those of the last chunk only"
                 self.findings.add("TT302", record.wiped, f"It clears what backward left, before a step has used it: {what}.")
+
+    def _carried(self, since: int) -> bool:
+        """Whether a recurrent state joins the chunks since that one."""
+        return any(chunk in self.clock.crossed for chunk in range(since + 1, self.clock.chunk))
 
     def _never(self, record: Record, place: Place) -> None:
         if record.steps > 1 and not record.cleared and record.backwards:
@@ -118,7 +132,7 @@ class Stepping:
                 by_line.setdefault(place, []).append(parts[0])
         for place, parts in by_line.items():
             kinds, weights, counts = {p[0] for p in parts}, {round(p[1], 9) for p in parts}, {p[2] for p in parts}
-            if len(parts) > 1 and len(kinds) == len(weights) == 1 and len(counts) > 1:
+            if len(parts) > 1 and len(kinds) == len(weights) == 1 and len(counts) > 1 and self._carried(self.since):
                 self.findings.add("TT301", place, f"Means over {sorted(int(c) for c in counts)} elements count the same in one step.")
         self.means.clear()
 

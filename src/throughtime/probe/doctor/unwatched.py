@@ -46,7 +46,8 @@ class Unwatched:
         lane, time = (0 if first else 1, 1 if first else 0) if layer else (0, None)
         steps, state = (1 if time is None else data.shape[time]), list(tensors(given[1] if len(given) > 1 else ()))
         unit, key = id(next(module.parameters())), (frame.f_code, frame.f_lasti)
-        return self.carrying.step(unit, key, data if own else None, state, steps, (lane, time), {})
+        made = {"unknown": len(given) < 2}  # a state by keyword is not told to hooks on all modules
+        return self.carrying.step(unit, key, data if own else None, state, steps, (lane, time), made)
 
     def leaves(self, module: nn.Module, result: Any) -> None:
         """After it: what it gave is remembered, without its graph once the chunk is over."""

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from throughtime.errors import DiagnosisError
 from throughtime.probe.doctor.frames import LIBRARY, Key, innermost
-from throughtime.probe.doctor.graph import LEAF, sequence
+from throughtime.probe.doctor.graph import LEAF, leaves_of, sequence
 from throughtime.probe.doctor.inner import base_of, number_of, storage_of, version_of
 from throughtime.probe.doctor.notes import NOTHING, Clock, Cut, Seen, Step, tensors
 
@@ -116,6 +116,7 @@ class Watcher(TorchFunctionMode):
         self.names: dict[Key, str] = {}  # of states that came in with a graph
         self.listeners: list[Callable[..., None]] = []
         self.busy = False
+        self.closed = False  # once the doctor is; on a stack that is not its own it then only hands on
         self.leaf = torch.zeros(1, requires_grad=True)
         self.active = False
         self.fault: Exception | None = None  # of the doctor itself
@@ -134,7 +135,7 @@ class Watcher(TorchFunctionMode):
     def _mark_gap(self) -> None:
         """Nodes made while it was off have no known line; one node of its own tells where they end."""
         if self.numbers:
-            with torch.enable_grad():
+            with torch.inference_mode(mode=False), torch.enable_grad():
                 number = number_of((self.leaf * 1).grad_fn)
             self.numbers.append(number)
             self.keys.append(None)
@@ -147,7 +148,7 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if self.closed or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         name, wrap = name_of_function(func), None
         if name == "__iter__":
@@ -233,6 +234,8 @@ class Watcher(TorchFunctionMode):
             self._note_learned(name, func, args, inputs, notes, outputs, key)
 
     def _changed(self, target: Tensor, key: Key) -> None:
+        if target.is_inference():  # has no version counter, and no backward needs it
+            return
         if len(self.in_place) > 5000:
             del self.in_place[:2500]
         self.in_place.append((version_of(target), target.shape, key, self.numbers[-1] if self.numbers else -1))
@@ -306,10 +309,11 @@ class Watcher(TorchFunctionMode):
         cut, path, twice = note.cut, note.path, note.twice or key in note.path
         source = next((t for t in inputs if self.known(t) is note), inputs[0])
         if name in CUTS and source.requires_grad and not isinstance(source, nn.Parameter):
-            again = cut is not None and cut.chunk == self.clock.chunk and cut.key == key and not note.twice
-            cut, path, twice = Cut(key, self.clock.chunk, cut.count + 1 if again and cut else 1), NOTHING, False
+            weights = NOTHING if note.twice else leaves_of(source.grad_fn)
+            again = cut is not None and cut.chunk == self.clock.chunk and cut.key == key and not note.twice and weights & cut.weights
+            cut, path, twice = Cut(key, self.clock.chunk, cut.count + 1 if again and cut else 1, weights), NOTHING, False
             for listener in self.listeners:
-                listener("cut", cut)
+                listener("cut", cut, note)
         else:
             path = path if key in path or len(path) >= WIDEST else path | {key}
         rows, edited = note.rows, note.edited or name in EDITS or name == "__setitem__"
