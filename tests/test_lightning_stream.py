@@ -502,9 +502,11 @@ class Normed(nn.Module):
 
 
 def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:
-    stream = stream_of()
+    stream, module = stream_of(), Module()
     with pytest.raises(DataError, match="is the one that is trained on"):
-        trainer_of(tmp_path, num_sanity_val_steps=0).fit(Module(), Loader(stream, 4), Loader(stream, 4))
+        trainer_of(tmp_path, num_sanity_val_steps=0).fit(module, Loader(stream, 4), Loader(stream, 4))
+    (told,) = trainer_of(tmp_path).validate(module, Loader(stream, 4), verbose=False)  # after the fit it may be played
+    assert told["val_loss"] > 0
 
 
 def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:

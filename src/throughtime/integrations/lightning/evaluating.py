@@ -6,6 +6,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 import throughtime as tt
@@ -43,7 +44,7 @@ class Evaluating(Streaming):
             self.log_dict(figures, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
 
     def _evaluate(self, kind: str, batch: Stretch, index: int) -> None:
-        if batch.stream is self._trained:
+        if batch.stream is self._trained and self.trainer.state.fn == TrainerFn.FITTING:
             raise DataError("the stream of the validation is the one that is trained on: playing it would move the training. Make two")
         if batch.index == 0:
             evaluator = tt.Evaluator(self.net, self.loss_fn, score=self.score)
