@@ -218,7 +218,7 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "forget",
     [
-        lambda saved: of(saved).update(random=[torch.get_rng_state()]),
+        lambda saved: of(saved).update(random={"cpu": torch.get_rng_state()}),
         lambda saved: of(saved)["updates"].update(edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])),
     ],
     ids=["random", "state"],

@@ -7,6 +7,7 @@ from throughtime.gradient.objective import LossFn, Objective, Scaler
 from throughtime.gradient.online import Online
 from throughtime.gradient.policy import Learning, Policy, Progress, Swept, Update
 from throughtime.gradient.randomized import Randomized
+from throughtime.gradient.replay import generators, set_generators
 from throughtime.gradient.rollout import rollout
 from throughtime.gradient.truncated import Truncated
 
@@ -25,5 +26,7 @@ __all__ = [
     "Swept",
     "Truncated",
     "Update",
+    "generators",
     "rollout",
+    "set_generators",
 ]

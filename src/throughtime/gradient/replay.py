@@ -73,12 +73,12 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Puts the generators back."""
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    if "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
+    """Puts the generators back, those that a net on `device` draws from; a checkpoint may have brought the states to another one."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    if device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"].cpu())
 
 
 def set_buffers(net: nn.Module, values: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import throughtime as tt
 from throughtime.errors import DataError
-from throughtime.gradient import LossFn, Policy
+from throughtime.gradient import LossFn, Policy, generators, set_generators
 from throughtime.integrations.ignite.stepping import Stepping, device_of
 from throughtime.integrations.stretches import Loader, Stretch, stretch
 
@@ -61,7 +61,7 @@ class StreamTrainer(Engine):
         """What any engine saves, and under `"stream"` the carried state, the place, and torch's random state."""
         place = self._loaded
         if place is None and self._updates is not None:
-            random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+            random = generators(device_of(self._net))
             done: Any = self.state
             at = self._updates.state_dict(stepped=self._stepped)
             place = {"place": at, "next": self._next, "updates": done.updates - (not self._stepped), "random": random}
@@ -117,9 +117,7 @@ class StreamTrainer(Engine):
         self._updates = self._begun(part.stream)
         if self._loaded is not None:
             self._updates.load_state_dict(self._loaded["place"])
-            host, *accelerators = (saved.cpu() for saved in self._loaded["random"])
-            torch.set_rng_state(host)
-            torch.cuda.set_rng_state_all(accelerators[: torch.cuda.device_count()])
+            set_generators(self._loaded["random"], device_of(self._net))
             self._loaded = None
         return self._updates
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import distributed
 
 import throughtime as tt
 from throughtime.errors import RunError
+from throughtime.gradient import generators, set_generators
 
 KEY = "throughtime"
 
@@ -22,7 +22,7 @@ class Places:
     @staticmethod
     def write(checkpoint: dict[str, Any], module: LightningModule, place_of_updates: dict[str, Any]) -> None:
         """Adds the place and the random state of every rank; all of them must ask."""
-        place = {"updates": place_of_updates, "random": _random(module.device), "step": module.trainer.global_step}
+        place = {"updates": place_of_updates, "random": generators(module.device), "step": module.trainer.global_step}
         places: list[Any] = [place] * module.trainer.world_size
         if len(places) > 1:
             distributed.all_gather_object(places, place)
@@ -49,16 +49,4 @@ class Places:
         if len(places) != module.trainer.world_size:
             raise RunError(f"the checkpoint was written by {len(places)} ranks and {module.trainer.world_size} go on from it: take as many")
         updates.load_state_dict(places[module.global_rank]["updates"])
-        _set_random(places[module.global_rank]["random"], module.device)
-
-
-def _random(device: torch.device) -> list[torch.Tensor]:
-    """The state of torch's generators: the CPU's, and that of the device if it has one of its own."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
-
-
-def _set_random(states: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1].cpu(), device)
+        set_generators(places[module.global_rank]["random"], module.device)
