@@ -1,19 +1,26 @@
 # Everything installs into .venv; nothing else is assumed than Python 3.11 or later, pip and make.
 PYTHON ?= python3
 VENV ?= .venv
+DIST ?= dist
+BUILD ?= build
 BIN := $(VENV)/bin
 # Two at a time, a file each: many tests wait for processes that they started. Their nets are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 INSTALLED := $(VENV)/.installed
+NAMED := pyproject.toml constraints.txt
+COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
+CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo test test-all test-oldest check format lint types imports bench wheel clean help
+.PHONY: demo test test-all test-oldest check format lint types imports sanitize arm bench wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-oldest | check | format | bench | wheel | clean"
+	@echo "make demo | test | test-all | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
 
-$(INSTALLED): pyproject.toml constraints.txt
+# Where only C++ has changed, what it depends on has not.
+$(INSTALLED): $(NAMED) $(COMPILED)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		$(if $(filter $(NAMED),$?),--editable '.[dev]',--no-deps --editable .)
 	@touch $@
 
 demo: $(INSTALLED)
@@ -46,11 +53,31 @@ imports: $(INSTALLED)
 
 check: lint types imports test
 
-bench: $(INSTALLED)
-	$(BIN)/python benchmarks/update_loop.py
+# The compiled core without Python, at every instruction set of this processor: memory, undefined behaviour, races between threads.
+sanitize:
+	$(CHECKED) -B $(BUILD)/address -DSANITIZE=address,undefined
+	cmake --build $(BUILD)/address --parallel 2
+	$(BUILD)/address/check brief
+	$(CHECKED) -B $(BUILD)/thread -DSANITIZE=thread
+	cmake --build $(BUILD)/thread --parallel 2
+	$(BUILD)/thread/check brief
 
+# The same for ARM64, emulated. Debian: g++-aarch64-linux-gnu qemu-user-static
+arm:
+	$(CHECKED) -B $(BUILD)/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	cmake --build $(BUILD)/arm --parallel 2
+	qemu-aarch64-static -L /usr/aarch64-linux-gnu $(BUILD)/arm/check brief
+
+bench: $(INSTALLED)
+	$(BIN)/throughtime bench --docs docs/benchmarks.md $(BENCH)
+
+# An sdist, and a wheel for every Python; on Linux with the tag of the oldest system that it runs on.
 wheel: $(INSTALLED)
-	$(BIN)/python -m build
+	rm -rf $(BUILD)/wheel
+	$(BIN)/python -m build --sdist --outdir $(DIST)
+	$(BIN)/python -m build --wheel --outdir $(BUILD)/wheel
+	if [ "$$(uname)" = Linux ]; then PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir $(DIST) $(BUILD)/wheel/*.whl; \
+	else mv $(BUILD)/wheel/*.whl $(DIST); fi
 
 clean:
 	rm -rf $(VENV) build dist

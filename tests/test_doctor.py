@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.data import DataLoader
 
+import throughtime as tt
+from recurrences import needs_kernels
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.probe.doctor import CODES, doctor
 from throughtime.probe.doctor.watch import Watcher
@@ -144,6 +146,30 @@ def never_detached_for_grad() -> None:
     for x in STREAM.split(10):
         y, h = gru(x, h)
         torch.autograd.grad(y.square().mean(), list(gru.parameters()))
+
+
+def stacked(carry: Callable[[Tensor], Tensor | None], fused: bool, watched: bool) -> None:
+    """A loop over a layer, of torch.nn or fused, under a trace or not."""
+    gru, h = (tt.nn if fused else nn).GRU(3, 4, num_layers=2, dtype=torch.float64), None
+    with tt.trace(gru) if watched else contextlib.nullcontext():
+        for x in STREAM.split(10):
+            y, state = gru(x, h)
+            y.square().mean().backward()
+            h = carry(state)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"])
+def test_a_fault_of_a_fused_or_traced_layer_is_found(fused: bool, watched: bool) -> None:
+    with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
+        stacked(lambda state: state, fused, watched)
+    assert [f.code for f in d.findings] == ["TT101"]
+    with doctor() as d:
+        stacked(lambda _: None, fused, watched)
+    assert [f.code for f in d.findings] == ["TT201"]
+    with doctor() as d:
+        stacked(lambda state: state.detach(), fused, watched)
+    assert d.findings == ()
 
 
 def test_an_error_of_autograd_grad_is_explained_too() -> None:

@@ -1,5 +1,6 @@
 """The laws of tt.draw: the right chunks, the right red edges, no node lost, and nothing changed."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import throughtime as tt
+from recurrences import needs_kernels
 from throughtime.errors import ConfigError, DataError
 from throughtime.probe.graph import Graph, walk
 from throughtime.report.of_graph import draw
@@ -94,6 +97,19 @@ def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: boo
     y.pow(2).mean()  # a loss of its own
     state = tuple(s.detach() for s in state) if cut and isinstance(state, tuple) else state.detach() if cut else state
     return walk(net(x, state)[0].pow(2).mean(), net)
+
+
+def traced(kind: type[nn.LSTM | nn.GRU | nn.RNN], *, cut: bool) -> Graph:
+    """As `layer`, every layer under a trace."""
+    with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as open_traces:
+        made = kind.__init__
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            open_traces.enter_context(tt.trace(self))
+
+        patched.setattr(kind, "__init__", watched)
+        return layer(kind, D, cut=cut)
 
 
 def outputs_joined() -> Graph:
@@ -185,6 +201,13 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
     "RNN layer": (lambda: layer(nn.RNN, D, cut=False), [7, 7], [(0, 1)], 0),
     "LSTM layer, cut": (lambda: layer(nn.LSTM, D, cut=True), [7], [], 0),
     "LSTM layer, one node a call, cut": (lambda: layer(nn.LSTM, torch.float32, cut=True), [7], [], 0),
+    "fused LSTM": (lambda: layer(tt.nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
+    "fused GRU": (lambda: layer(tt.nn.GRU, D, cut=False), [7, 7], [(0, 1)], 0),
+    "fused RNN": (lambda: layer(tt.nn.RNN, D, cut=False), [7, 7], [(0, 1)], 0),
+    "fused LSTM, cut": (lambda: layer(tt.nn.LSTM, D, cut=True), [7], [], 0),
+    "LSTM layer, traced": (lambda: traced(nn.LSTM, cut=False), [7, 7], [(0, 1)], 0),
+    "LSTM layer, traced, cut": (lambda: traced(nn.LSTM, cut=True), [7], [], 0),
+    "fused GRU, traced": (lambda: traced(tt.nn.GRU, cut=False), [7, 7], [(0, 1)], 0),
     "cut chunks in one loss": (outputs_joined, [9, 9, 9], [], 0),
     "two layers, the upper not cut": (lambda: upper_layer_not_cut((True, False)), [6] * 3, [(0, 1), (1, 2)], 0),
     "two layers, the lower not cut": (lambda: upper_layer_not_cut((False, True)), [6] * 3, [(0, 1), (1, 2)], 0),
@@ -198,7 +221,7 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_kernels if "fused" in name else ()) for name in KNOWN])
 def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     make, steps, red, more = KNOWN[name]
     found = make()
@@ -260,6 +283,20 @@ def test_how_a_state_enters_is_known() -> None:
     assert leaf_state().chunks[0].enters == learned_start().chunks[0].enters == "leaf"
     assert not feed_forward().chunks[0].enters
     assert [leaf.name for leaf in leaf_state().leaves if not leaf.parameter] == ["leaf (2, 4)"]
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"])
+@pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
+def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None:
+    """By the weights' place among what a node is made of, it would be a leaf always."""
+    net, x = (tt.nn if fused else nn).GRU(3, 4, dtype=D), torch.randn(7, 2, 3, dtype=D)
+    leaf, weight = torch.zeros(1, 2, 4, dtype=D, requires_grad=True), torch.ones((), dtype=D, requires_grad=True)
+    with tt.trace(net) if watched else contextlib.nullcontext():
+        y, state = net(x)
+        found = [walk(net(x, h)[0].mean()).chunks[0].enters for h in (None, leaf, leaf * weight, state.detach())]
+        again = walk(y.mean() + net(x, state)[0].mean()).chunks
+    assert [(chunk.steps, chunk.enters) for chunk in again] == [(7, "none"), (7, "graph")]
+    assert found == ["none", "leaf", "computed", "none"]
 
 
 def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:

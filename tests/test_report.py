@@ -14,6 +14,7 @@ from throughtime import report
 from throughtime.errors import ConfigError, DataError
 from throughtime.report import (
     Band,
+    Code,
     Facts,
     Figure,
     Mark,
@@ -69,6 +70,8 @@ CHARTS = {
     "strip overlays": strip([], [], title="t", description="d", x_label="x", y_label="y", overlays=[Series(NASTY, [0, 1], [2, 3])]),
     "heat": warm([(NASTY, [1, math.nan]), ("b", [0, 1e-30])], marks=[Mark(2, NASTY, "x"), Mark(-1, NASTY, "x"), Mark(1, NASTY)]),
     "heat log": warm([("a", [1, 2])], log_x=True),
+    "heat cut": warm([("a", [1, 2])], cuts=(NASTY, [2, 3.5, 9]), above=Series(NASTY, [1, 2, 3], [0, math.nan, 1e250])),
+    "heat below nothing": warm([("a", [1, 2])], log_x=True, cuts=("c", []), above=Series("s", [1, -1], [math.inf, math.nan])),
     "heat empty": heat([], [1, 2], title="t", description="d", x_label="x"),
     "heat of nothing": warm([("a", [math.nan, -1])]),
     "bars": bars([(NASTY, 1), ("b", math.nan), ("c", -3), ("d", -math.inf)], title="t", description="d", x_label="x"),
@@ -87,6 +90,8 @@ WHOLE = page(
     Table([NASTY, "n"], [[NASTY, 1.5], ["b", math.nan]], NASTY),
     *(Figure(svg, NASTY) for svg in CHARTS.values()),
     Figure(CHARTS["lines"], "the same chart again"),
+    Code([NASTY, "two"], 1, 1, NASTY),
+    Code([], 1, 1, ""),
 )
 
 
@@ -341,6 +346,27 @@ def test_cells_lie_side_by_side_between_their_edges() -> None:
 
 def test_a_value_that_is_not_there_has_no_cell() -> None:
     assert len(cells(warm([("a", [1, math.nan]), ("b", [0, 1])]))) == 2
+
+
+def test_cells_as_full_as_each_other_are_one() -> None:
+    assert [(x, fill) for x, _, fill in cells(warm([("a", [2, 2])]))] == [(cells(warm([("a", [1, 2])]))[0][0], 1.0)]
+
+
+def test_a_cut_beyond_the_cells_is_left_out() -> None:
+    def cut(svg: str) -> int:
+        return sum(e.attrib.get("stroke-width") == "1.4" for e in drawing(svg).iter(f"{SVG}path"))
+
+    assert [cut(warm([("a", [1, 2])], cuts=("c", places))) for places in ([], [2.0], [0.5, 2.0, 3.0, 4.5])] == [0, 2, 3]  # one is the key
+
+
+def test_many_cuts_do_not_hide_the_cells() -> None:
+    def lengths(count: int) -> set[float]:
+        svg = warm([("a", [1, 2])], cuts=("c", [1 + 3 * i / count for i in range(count)]))
+        paths = [e.attrib["d"] for e in drawing(svg).iter(f"{SVG}path") if e.attrib.get("stroke-width") == "1.4"]
+        return {round(float(b) - float(a)) for a, b in (re.findall(r"M[\d.]+ (-?[\d.]+)V(-?[\d.]+)", d)[0] for d in paths[1:])}
+
+    assert lengths(16) == {40}  # 32 of the row, 6 above, 2 below
+    assert lengths(17) == {6}
 
 
 def test_the_largest_of_each_row_is_written_not_only_coloured() -> None:

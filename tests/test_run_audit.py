@@ -48,12 +48,16 @@ def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
     assert "what cutting the gradient costs, against the exact one" in said
     assert "whole state" in said
     assert "recurrent.c" in said
+    assert "gradient step by step: steps 0 to 400 of 0, 40 windows" in said
+    assert "is the loop sound? Yes: all that was measured holds, 5 of 5." in said
     content = json.loads(folder.audit.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert [row["updates"] for row in content["audit"]["rows"]] == [32, 32]
     assert content["update"] == 60
     page = folder.report.read_text(encoding="utf-8")
     assert page.count("Where the gradient goes") == 2  # in the contents and above the section
     for words in ("How far back the gradient goes", "What cutting the gradient costs", "What the past is worth", "worst parameter"):
+        assert words in page
+    for words in ("The gradient, step by step", "Gradient over time and layer", "Is the loop sound?", "recurrent.layer0.f"):
         assert words in page
     found = Audited.read(folder.audit)
     for words in (found.advice(folder.read_config()), found.warning()):

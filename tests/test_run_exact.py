@@ -37,7 +37,7 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
 def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: Path) -> None:
     """What a graph takes is measured, and differs where recordings start: a piece measured there would round otherwise."""
     np.savez(tmp_path / "long.npz", inputs=np.random.default_rng(0).normal(size=(30_000, 3)), targets=np.arange(30_000) // 7 % 3)
-    more = {"exact": True, "stride": None, "segment": 500, "lanes": 16, "hidden": 64, "updates": 3, "valid_every": 0, "holdout": 0.0}
+    more = {"exact": True, "stride": None, "segment": 500, "lanes": 32, "hidden": 128, "updates": 3, "valid_every": 0, "holdout": 0.0}
     whole = finish(settings(tmp_path / "long.npz", tmp_path / "whole", **more))
     stopped = begin(make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more)))
     for _ in stopped.go():

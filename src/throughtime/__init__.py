@@ -1,10 +1,11 @@
 """Train recurrent networks the way they are deployed: on one unbroken stream, with the state carried."""
 
-from throughtime import score, state, testing
+from throughtime import nn, optim, score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
 from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
 from throughtime.kernels import linear_scan
+from throughtime.nn import fuse
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
 from throughtime.probe import Audit, Doctor, Finding, Reach, Trace, audit, doctor, reach, trace
 from throughtime.report.of_graph import Drawing, draw
@@ -39,7 +40,10 @@ __all__ = [
     "doctor",
     "draw",
     "evaluate",
+    "fuse",
     "linear_scan",
+    "nn",
+    "optim",
     "predict",
     "reach",
     "rollout",

@@ -3,7 +3,9 @@
 Inside throughtime time comes first and every state leaf has its lanes first; the contracts below turn
 what a module wants into that and back. A reset splits the forward call: the steps before it run, the
 marked lanes are given the initial state, the steps after it run. So it is exact for every module whose
-chunked forward equals its whole forward, and no gradient crosses it.
+chunked forward equals its whole forward, and no gradient crosses it. Where every recurrent part of a net
+is a layer of `tt.nn`, or a module whose forward takes `resets`, the call stays whole: the same results,
+at the price of one call instead of one for each reset.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
 """
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.contracts import Contract, contract_of, leaf_names
+from throughtime.contracts import Contract, NotWholeError, contract_of, leaf_names
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
+from throughtime.nn import fuse
 from throughtime.state import State
 
 WRAPPERS = {  # by name: to import FullyShardedDataParallel takes longer than all of throughtime
@@ -45,7 +48,7 @@ class Carried(nn.Module):
     def __init__(self, module: nn.Module, contract: Contract) -> None:
         super().__init__()
         self.module = module
-        self._contract = contract
+        self.contract = contract
 
     def initial_state(self, lanes: int, *, like: Tensor | None = None) -> State:
         """The state that enters the first step of a recording, for `lanes` lanes.
@@ -62,11 +65,11 @@ class Carried(nn.Module):
             StateError: `like` is needed and missing, or the module starts from something else than zeros
                 and does not say what.
         """
-        return self._contract.initial(lanes, like)
+        return self.contract.initial(lanes, like)
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order, as the field calls it: `lstm.h`, `lstm.c`."""
-        return list(leaf_names(self._contract, state))
+        return list(leaf_names(self.contract, state))
 
     def forward(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         """Outputs for every step, and the state after the last one.
@@ -88,17 +91,25 @@ class Carried(nn.Module):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
         _check_lanes(x, state)
+        if resets is not None and resets.shape != x.shape[:2]:
+            raise DataError(f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag for each step and lane")
         try:
-            if resets is None and not x.is_cuda:
-                return self._run(x, state)
+            return self._whole(x, state, resets)
+        except NotWholeError:  # once in the life of a net
             return self._play(x, state, resets)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             self._explain(error, x, state)
             raise
 
-    def _run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Without resets. Autocast may return a bfloat16 state; kept so, it would lose the bits it must carry for hours."""
-        y, after = self._contract.run(x, state)
+    def _whole(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        """In one call, where the module applies the resets."""
+        if x.is_cuda or (resets is not None and not self.contract.takes_resets(x)):
+            return self._play(x, state, resets)
+        return self._run(x, state, resets)
+
+    def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        """One call. Autocast may return a bfloat16 state; kept so, it would lose the bits it must carry for hours."""
+        y, after = self.contract.run(x, state, resets)
         if torch.is_autocast_enabled(x.device.type):
             after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
         return y, after
@@ -106,8 +117,6 @@ class Carried(nn.Module):
     def _play(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """Runs the stretches between resets, and between cuDNN's limits."""
         steps = x.shape[0]
-        if resets is not None and resets.shape != x.shape[:2]:
-            raise DataError(f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag for each step and lane")
         reset_steps = set[int]() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
         starts = stretches(steps, reset_steps, CUDNN_STEPS if x.is_cuda else steps)
         outputs: list[Tensor] = []
@@ -149,17 +158,20 @@ def stretches(steps: int, resets: Iterable[int], limit: int) -> list[int]:
     return [at for start, stop in pairwise([*starts, steps]) for at in range(start, stop, limit)]
 
 
-def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
+def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = False) -> Carried:
     """The module with its state made explicit: `y, state = net(x, state)`.
 
     Takes `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells, an `nn.Sequential` of such, a module that hides such
     layers anywhere inside and returns outputs only, and a module that itself maps `(x, state)` to
-    `(y, state)` with any nested state. `throughtime.testing.check_carry` proves the result on any module.
+    `(y, state)` with any nested state; one whose forward also takes `resets` by name, `(T, B)` as its inputs
+    are, applies them itself. `throughtime.testing.check_carry` proves the result on any module.
 
     Args:
         module: shared, not copied.
         batch_first: whether a user module wants `(B, T, D)`. Default: as the recurrent layers inside it,
             else time first. Layers of torch.nn know it themselves. A carried module is time first always.
+        fused: whether to make the layers of torch.nn inside those of `tt.nn` first, as `tt.fuse(module)` does: faster on a CPU, equal
+            to rounding.
 
     Raises:
         ModelError: a bidirectional layer, a module without any state that could be carried, layers
@@ -172,6 +184,8 @@ def carry(module: nn.Module, *, batch_first: bool | None = None) -> Carried:
         >>> y.shape
         torch.Size([5, 2, 8])
     """
+    if fused:
+        fuse(module)
     if isinstance(module, Carried):
         return module
     check_bare(module)

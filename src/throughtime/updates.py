@@ -18,6 +18,7 @@ from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Accumulated, Learning, LossFn, Objective, Policy, Progress, Scaler, Update
 from throughtime.gradient.gather import weights_of
+from throughtime.nn.advice import AFTER, advise
 from throughtime.ranks import Ranks, ranks_of
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -98,6 +99,7 @@ class Updates(Iterator[Update]):
         self._turn = 0 if self._stream is None else self._stream.turn
         self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
         self._finished = self._broken = False
+        self._made = 0  # updates, for the advice after so many
         self._before: tuple[int, int, Progress | None] | None = None
 
     def __next__(self) -> Update:
@@ -135,6 +137,9 @@ class Updates(Iterator[Update]):
         if update is None:
             self._finish()
             raise StopIteration
+        self._made += 1
+        if self._made == AFTER:
+            advise(self._net, update.chunk.lanes)
         return update
 
     def _alone(self) -> Update | None:

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, audit, demo."""
+"""The commands: train, eval, predict, audit, doctor, demo, bench."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ from rich.table import Table
 from throughtime import __version__
 from throughtime import state as trees
 from throughtime.cli.audit import horizons_in, print_audit
+from throughtime.cli.bench import bench
 from throughtime.cli.doctor import SCRIPT
 from throughtime.cli.doctor import doctor as examine
 from throughtime.cli.numbers import numbers_in
@@ -219,6 +220,7 @@ def audit(
 
 
 app.command(name="doctor", context_settings=SCRIPT)(examine)
+app.command(name="bench")(bench)
 
 
 @app.command()

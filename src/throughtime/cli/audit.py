@@ -6,8 +6,10 @@ from rich.table import Table
 from throughtime.errors import ConfigError
 from throughtime.probe import Audit, Reach
 from throughtime.probe.reach import within
+from throughtime.report.of_replay import verdict
 from throughtime.run.audited import Audited
 from throughtime.run.config import Config
+from throughtime.run.traced import Traced
 
 
 def horizons_in(text: str) -> tuple[int, ...]:
@@ -26,8 +28,12 @@ def print_audit(out: Console, found: Audited, config: Config) -> None:
     """Both tables, the losses by context, and which window to take."""
     out.print(_costs(found.audit))
     out.print(_goes(found.reach))
+    if found.traced is not None:
+        out.print(_lives(found.traced))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in found.reach.contexts.items())
     out.print(f"loss by steps of context from a zero state: {contexts}; with the whole past, state carried: {found.reach.loss:.4g}")
+    if found.replayed is not None:
+        out.print(f"is the loop sound? {verdict(found.replayed)}")
     out.print(found.advice(config))
     out.print(found.warning())
 
@@ -55,4 +61,15 @@ def _goes(reach: Reach) -> Table:
     table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
     for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
         table.add_row(name, *(str(within(reach.lags, norms, share)) for share in shares))
+    return table
+
+
+def _lives(seen: Traced) -> Table:
+    where = f"steps {seen.start} to {seen.start + seen.steps} of {seen.recording}"
+    table = Table(title=f"gradient step by step: {where}, {seen.windows} window{'' if seen.windows == 1 else 's'}")
+    for name in ("gradient of", "largest", "lives, steps back", "crosses the edge"):
+        table.add_column(name, justify="left" if name == "gradient of" else "right")
+    for life in seen.lives:
+        lived = f"{life.lived:.0f}" if not life.exploded else f"blows up {life.burst:.0f} back"
+        table.add_row(life.name, f"{life.largest:.2g}", lived, "" if life.edge is None else f"{life.edge:.2g}")
     return table

@@ -32,6 +32,7 @@ from throughtime.gradient.finite import check_finite
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Progress, Update, nothing
 from throughtime.gradient.retained import kept_update
+from throughtime.gradient.whole import whole_update
 from throughtime.gradient.window import Run, run_window
 
 
@@ -147,9 +148,13 @@ class Truncated:
                 run = run_window(net, whole, edge, plan)
             progress = _progress(run, whole, plan, progress)
             return nothing(objective, chunk, progress.state, run.outputs), progress
-        run = run_window(net, whole, edge, plan)
-        loss = run.backward(objective, chunk)
-        if objective.scaler is None:
+        made = whole_update(net, whole, chunk, edge, plan, objective)
+        if made is None:
+            run = run_window(net, whole, edge, plan)
+            loss = run.backward(objective, chunk)
+        else:
+            loss, run = made.loss, made.run
+        if objective.scaler is None and (made is None or not made.finite):
             check_finite(net, chunk, source.position, loss)
         progress = _progress(run, whole, plan, progress)
         return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk, weight=objective.weight(chunk)), progress

@@ -45,7 +45,8 @@ def linear_scan(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | N
         inputs: `(T, B, ...)`. Gates and inputs broadcast against each other, as in torch's arithmetic, to the shape of the result.
         state: entering the first step, `(B, ...)`; broadcasts to the result without its steps.
         resets: `(T, B)` bool, true where the state entering the step is the initial one, whatever the state before it, NaN included;
-            no gradient crosses. `tt.carry` splits the forward call at resets, so that a module that it carries sees none.
+            no gradient crosses. A module that `tt.carry` carries is given them where its forward has a parameter `resets`; where it has
+            none, the call is split at resets.
         initial: what recordings start from, `(B, ...)` or what broadcasts to it; default: zeros. Only resets use it.
 
     Returns:

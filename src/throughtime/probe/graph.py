@@ -34,6 +34,7 @@ from throughtime.state import State
 Entry: TypeAlias = Literal["graph", "none", "leaf", "computed", ""]
 _LEVEL = 500
 _FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
+_OURS = ("_RecurrentBackward", "PlayedBackward")  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
 _STALE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL)
 WHY = {
     "cut": "another part of the state was cut here, this part was not",
@@ -220,12 +221,18 @@ class _Nodes:
     def fused(self, i: int) -> int:
         """The steps of a fused layer's call; 0 for any other node."""
         node: Any = self.nodes[i]
+        shape = self._made(i)[0].shape if self._made(i) else ()
+        if self.ours(i):
+            return shape[0] if len(shape) > 2 else 1
         if not node.name().startswith(_FUSED):
             return 0
-        shape = self._made(i)[0].shape
         # oneDNN makes time first whatever it was asked for, cuDNN what it was asked for.
         turned = not node.name().startswith("Mkldnn") and node._saved_batch_first  # noqa: SLF001  # said nowhere else
         return shape[1 if turned else 0] if len(shape) > 2 else 1
+
+    def ours(self, i: int) -> bool:
+        """Whether it is a call of a layer that is an autograd.Function of ours."""
+        return self.nodes[i].name() in _OURS
 
     def scalar(self, i: int) -> bool:
         """Whether it makes a single number."""
@@ -420,7 +427,8 @@ class _Folded:
         if self.before[k] >= 0:
             return "graph"
         own = self.nodes.nexts[self.uses[k]]
-        found = [own[s] for s in self.slots if s < len(own)] if self.slots else own[-1:]  # of a fused call, the state comes last
+        last = own[1:2] if self.nodes.ours(self.uses[k]) else own[-1:]  # of a fused call of torch, the state comes last
+        found = [own[s] for s in self.slots if s < len(own)] if self.slots else last
         if any(j >= 0 and self.nodes.leaf[j] < 0 for j in found):
             return "computed"
         return "leaf" if any(j >= 0 for j in found) else "graph" if entered and not found else "none"

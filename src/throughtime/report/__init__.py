@@ -1,13 +1,32 @@
 """A run as one self-contained HTML page: charts from plain numbers, and the page around them."""
 
-from throughtime.report.page import Cell, Facts, Figure, Page, Part, Range, Section, Table, Text, clean, numbers, render, tick_labels, ticks
+from throughtime.report.page import (
+    Cell,
+    Code,
+    Facts,
+    Figure,
+    Link,
+    Page,
+    Part,
+    Range,
+    Section,
+    Table,
+    Text,
+    clean,
+    numbers,
+    render,
+    tick_labels,
+    ticks,
+)
 from throughtime.report.svg import Band, Mark, Series, bars, envelope, heat, lines, runs, strip
 
 __all__ = [
     "Band",
     "Cell",
+    "Code",
     "Facts",
     "Figure",
+    "Link",
     "Mark",
     "Page",
     "Part",

@@ -10,7 +10,7 @@ from typing import Any
 from throughtime import files
 from throughtime.carry import Carried
 from throughtime.errors import DataError, RunError
-from throughtime.report import of_audit
+from throughtime.report import of_audit, of_replay, of_trace
 from throughtime.report.page import Facts, Figure, Page, Section, Table, Text, render
 from throughtime.report.svg import Band, Series, bars, lines, strip
 from throughtime.run.assess import recordings_for
@@ -235,7 +235,12 @@ def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
         Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."),
         *of_audit.pictures(found, found.own(config), _window(config)),
     ]
-    return [Section("Where the gradient goes", [*parts, of_audit.table(found.audit)])]
+    sections = [Section("Where the gradient goes", [*parts, of_audit.table(found.audit)])]
+    if found.traced is not None:
+        sections.append(Section("The gradient, step by step", of_trace.parts(found.traced, config)))
+    if found.replayed is not None:
+        sections.append(Section("Is the loop sound?", of_replay.parts(found.replayed)))
+    return sections
 
 
 def _window(config: Config) -> int | None:

@@ -21,7 +21,7 @@ from throughtime.errors import ConfigError, DataError
 Cell: TypeAlias = str | float
 Range: TypeAlias = tuple[float, float]
 
-_MINUS, _NONE = "\u2212", "\u2013"
+_MINUS, _NONE, _ARROW = "\u2212", "\u2013", "\u2192"
 
 PALETTE = ("#2350c4", "#cf3a0a", "#0c694c", "#620b82", "#776e21", "#177b9e", "#850125", "#444956")
 _DARK = ("#4a9dff", "#e8762a", "#60c761", "#b98ac6", "#f0d02c", "#1dccfc", "#fa96be", "#dedede")
@@ -71,7 +71,36 @@ class Figure:
     caption: str
 
 
-Part: TypeAlias = Text | Facts | Table | Figure
+@dataclass(frozen=True)
+class Code:
+    """Lines of a file, one of them pointed at.
+
+    Args:
+        lines: as they stand there.
+        first: the number of the first.
+        marked: the number of the one to look at.
+        caption: where they are from.
+    """
+
+    lines: Sequence[str]
+    first: int
+    marked: int
+    caption: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A line that leads elsewhere when it is followed; nothing is asked for before."""
+
+    text: str
+    address: str
+
+    def __post_init__(self) -> None:
+        if not self.address.startswith("https://"):
+            raise ConfigError(f"address={self.address!r}: expected one that begins with https://")
+
+
+Part: TypeAlias = Text | Facts | Table | Figure | Code | Link
 
 
 @dataclass(frozen=True)
@@ -255,6 +284,10 @@ def _part(part: Part, number: int) -> str:
             return f'<dl class="facts">{cards}</dl>' if cards else ""
         case Table():
             return _table(part, number)
+        case Code():
+            return _code(part, number)
+        case Link():
+            return f'<p><a href="{clean(part.address)}">{clean(part.text)}</a></p>'
         case Figure():
             frame = f'<div class="frame" tabindex="0" role="group" aria-label="Figure {number}">{_numbered(part.svg, number)}</div>'
             return f"<figure>{frame}<figcaption><b>Figure {number}</b> {clean(part.caption)}</figcaption></figure>"
@@ -264,6 +297,21 @@ def _numbered(svg: str, number: int) -> str:
     """The chart with ids of its own: one page may show it twice."""
     found = re.search(r'aria-labelledby="(chart-[0-9a-f]{10})-title', svg)
     return svg.replace(found[1], f"{found[1]}-{number}") if found else svg
+
+
+def _code(code: Code, number: int) -> str:
+    """The lines with their numbers; an arrow points at the one to look at, which is not told by colour alone."""
+    wide = len(str(code.first + len(code.lines)))
+    rows: list[str] = []
+    for at, line in enumerate(code.lines, code.first):
+        pointer = _ARROW if at == code.marked else " "
+        row = f"{pointer} {at:>{wide}}  {clean(line.expandtabs(4).rstrip())}"
+        rows.append(f"<mark>{row}</mark>" if at == code.marked else row)
+    told = "\n".join(rows)
+    return (
+        f'<div class="code"><p class="caption" id="c{number}">{clean(code.caption)}</p>'
+        f'<div class="frame" tabindex="0" role="region" aria-labelledby="c{number}"><pre><code>{told}</code></pre></div></div>'
+    )
 
 
 def _table(table: Table, number: int) -> str:
@@ -327,6 +375,11 @@ section>:last-child{margin-bottom:0}
 .facts dd{margin:2px 0 0;font-size:23px;line-height:1.25;font-weight:600;letter-spacing:-.015em;
  font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 figure,.table{margin:28px 0 36px}
+.code{margin:24px 0}
+pre{margin:0;padding:14px 18px;width:max-content;min-width:100%;background:var(--wash);border:1px solid var(--line);border-radius:6px;
+ font:14px/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+pre code{font:inherit}
+mark{display:inline-block;min-width:100%;background:none;color:var(--alarm);font-weight:600}
 figcaption,.caption{margin:14px 0 0;font-size:15px;line-height:1.5;color:var(--soft);max-width:76ch}
 .caption{margin:0 0 10px}
 figcaption b,.caption b{margin-right:.5em;color:var(--ink);font-weight:600}

@@ -7,7 +7,7 @@ relies on colour alone: lines have dashes, bars their names, and a run of one cl
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Literal
 
 from throughtime.errors import ConfigError, DataError
@@ -35,6 +35,7 @@ from throughtime.report.ink import (
 )
 from throughtime.report.page import Range, axis_range, clean, drawn, extent, numbers, shorten, width
 
+_THROUGH = 16  # cuts beyond which they are marked above the cells, which they would hide
 _MANY = 1500  # points beyond which a line is drawn as its envelope
 
 
@@ -233,6 +234,8 @@ def heat(
     decades: int = 6,
     log_x: bool = False,
     marks: Sequence[Mark] = (),
+    cuts: tuple[str, Sequence[float]] = ("", ()),
+    above: Series | None = None,
 ) -> str:
     """Rows of cells, the fuller the larger, on a logarithmic scale; the largest value of each row stands at its end.
 
@@ -245,6 +248,8 @@ def heat(
         decades: values so many powers of ten below the largest are as good as nothing.
         log_x: a logarithmic x axis; the edges are above zero.
         marks: upright lines of reference.
+        cuts: many of them at once: what all of them are, said in the legend, and where; beyond 16 marked above the cells only.
+        above: a curve over the same x, between its own extremes, such as the signal that is looked at.
 
     Raises:
         DataError: a row that has not a value for every cell.
@@ -254,21 +259,49 @@ def heat(
             raise DataError(f"row {name!r} has {len(values)} values for {len(edges) - 1} cells, expected one for each")
     top_value = max((v for _, values in rows for v in values if drawn(v, log=True)), default=1.0)
     shades = [(fill / 4, numbers([top_value / 10 ** (decades * (1 - fill / 4))], 1)[0]) for fill in range(1, 5)]
-    head, top = heading(title, [(_cell(0, -6, 22, 12, fill), label) for fill, label in shades])
+    keys = [(_cell(0, -6, 22, 12, fill), label) for fill, label in shades]
+    head, top = heading(title, [*keys, (_cut(11, -9, 9), cuts[0])] if cuts[1] else keys)
     ends = numbers([max((v for v in values if drawn(v, log=True)), default=math.nan) for _, values in rows], 2)
-    x = Scale(*extent(edges, log=log_x), width(*(shorten(name, 26) for name, _ in rows)) + 12, WIDTH - width(*ends) - 14, log_x)
+    names = [*(name for name, _ in rows), *([above.name] if above else [])]
+    x = Scale(*extent(edges, log=log_x), width(*(shorten(name, 26) for name in names)) + 12, WIDTH - width(*ends) - 14, log_x)
     upright = [m for m in marks if m.axis == "x" and drawn(m.value, log=log_x) and x.low <= m.value <= x.high]
     reference, plot = _upright(upright, x, top + 18, 32 * len(rows))
-    body = [head, x_axis(x, plot, plot + 32 * len(rows), x_label)]
+    lifted, plot = _lifted(above, x, plot)
+    body = [head, x_axis(x, plot, plot + 32 * len(rows), x_label), lifted]
     for i, ((name, values), end) in enumerate(zip(rows, ends, strict=True)):
-        y = plot + 32 * i
-        cells = [
-            _cell(x(a), y + 2, x(b) - x(a), 28, _share(v, top_value, decades)) for (a, b), v in zip(pairwise(edges), values, strict=True)
-        ]
-        texts = written(x.start - 8, y + 20, shorten(name, 26), END) + written(x.stop + 8, y + 20, end)
-        body.append(f"<g><title>{clean(name)}: at most {end}</title>{''.join(cells)}{texts}</g>")
+        cells = _cells(edges, [_share(v, top_value, decades) for v in values], x, plot + 32 * i + 2)
+        texts = written(x.start - 8, plot + 32 * i + 20, shorten(name, 26), END) + written(x.stop + 8, plot + 32 * i + 20, end)
+        body.append(f'<g shape-rendering="crispEdges"><title>{clean(name)}: at most {end}</title>{cells}{texts}</g>')
     floor = plot + 32 * max(1, len(rows))
+    foot = floor + 2 if len(cuts[1]) <= _THROUGH else plot
+    body += [_cut(x(at), plot - 6, foot) for at in cuts[1] if x.low <= at <= x.high]
     return chart(floor + 46, title, description, [*body, reference] if rows else [*body, written(x.start, plot + 20, "no data", HALO)])
+
+
+def _cells(edges: Sequence[float], fills: Sequence[float], x: Scale, top: float) -> str:
+    """A row of cells; neighbours alike are one."""
+    parts, start = list[str](), 0
+    for fill, run in groupby(round(fill, 2) for fill in fills):
+        stop = start + sum(1 for _ in run)
+        left, right = (round(x(edge), 1) for edge in (edges[start], edges[stop]))  # as written: neighbours meet
+        parts.append(_cell(left, top, right - left, 28, fill))
+        start = stop
+    return "".join(parts)
+
+
+def _lifted(above: Series | None, x: Scale, top: float) -> tuple[str, float]:
+    """A curve and its name above the cells, and where these begin."""
+    if above is None:
+        return "", top
+    y = Scale(*extent([v for v in above.y if drawn(v)]), top + 58, top + 4)
+    name = written(x.start - 8, top + 36, shorten(above.name, 26), END)
+    return stroke(-1, _path(above.x, above.y, x, y)) + name, top + 72
+
+
+def _cut(x: float, top: float, floor: float) -> str:
+    """An upright line that is seen on cells of any colour."""
+    path = f"M{short(x)} {short(top)}V{short(floor)}"
+    return f'<path d="{path}" style="stroke:var(--paper,#fff);stroke-width:4"/><path d="{path}" stroke="currentColor" stroke-width="1.4"/>'
 
 
 def _share(value: float, top: float, decades: int) -> float:

@@ -19,9 +19,11 @@ from throughtime.run.data import Labelled
 from throughtime.run.folder import Folder
 from throughtime.run.model import Spec, load_model, loss_of
 from throughtime.run.prepared import check_device
+from throughtime.run.replayed import replayed
 from throughtime.run.survey import survey
 from throughtime.run.threads import one_thread, small
-from throughtime.stream import Stream
+from throughtime.run.traced import traced
+from throughtime.stream import Recording, Stream
 
 HORIZONS = (50, 200, 800)
 LENGTHS = 8  # so many times the longest horizon are looked at
@@ -73,8 +75,10 @@ class Look:
         horizons: steps, the shortest first.
         steps: how many steps of every lane.
         split: which recordings these are.
+        first: the first of them, whose gradient is shown step by step.
         data: where they are.
         update: updates that made the model, if known.
+        config: of the run.
     """
 
     net: Carried
@@ -85,8 +89,10 @@ class Look:
     horizons: tuple[int, ...]
     steps: int
     split: str
+    first: Recording
     data: Path
     update: int | None
+    config: Config
 
     def describe(self) -> str:
         """What will be looked at."""
@@ -99,11 +105,13 @@ class Look:
 
     def go(self) -> Audited:
         """Computes it: seconds to minutes."""
-        traced = min(ANCHORS, SETS * self.stream.lanes)
+        anchors = min(ANCHORS, SETS * self.stream.lanes)
         with one_thread(when=small(self.spec, self.stream.lanes)):
             costs = audit(self.net, self.stream, self.loss_fn, self.horizons, stride=self.question.stride, steps=self.steps)
-            goes = reach(self.net, self.stream, self.loss_fn, max_lag=self.question.max_lag, anchors=traced, steps=self.steps)
-        return Audited(self.split, str(self.data), self.update, self.stream.steps, self.question.tolerance, costs, goes)
+            goes = reach(self.net, self.stream, self.loss_fn, max_lag=self.question.max_lag, anchors=anchors, steps=self.steps)
+            steps = traced(self.net, self.spec, self.first, self.loss_fn, self.config)
+            again = replayed(self.net, self.stream, self.loss_fn, self.config)
+        return Audited(self.split, str(self.data), self.update, self.stream.steps, self.question.tolerance, costs, goes, steps, again)
 
 
 def look_at(folder: Folder, question: Question, data: Path | None, split: str | None, device: str | None, missing: str | None) -> Look:
@@ -138,7 +146,7 @@ def look_at(folder: Folder, question: Question, data: Path | None, split: str | 
     steps = min(question.steps or LENGTHS * horizons[-1], stream.steps)
     _refuse_uncut(horizons[-1], steps, stream)
     loss_fn = loss_of(config, spec, net, _class_counts(config, spec))
-    return Look(net, spec, stream, loss_fn, question, horizons, steps, split, where, _updates_of(folder))
+    return Look(net, spec, stream, loss_fn, question, horizons, steps, split, recordings[0], where, _updates_of(folder), config)
 
 
 def _horizons(question: Question, config: Config, stream: Stream) -> tuple[int, ...]:

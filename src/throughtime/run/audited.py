@@ -13,6 +13,8 @@ from throughtime.probe.audit import Truncation
 from throughtime.probe.place import plain
 from throughtime.probe.reach import Decay
 from throughtime.run.config import Config
+from throughtime.run.replayed import Replayed
+from throughtime.run.traced import Traced
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Audited:
         tolerance: the largest bias to put up with.
         audit: what the truncations cost.
         reach: how far the gradient goes.
+        traced: the gradient at every step of a stretch; `None` if nobody has looked, as in files of before it was measured.
+        replayed: whether the loop does what it says; `None` as there, and for windows.
     """
 
     split: str
@@ -36,6 +40,8 @@ class Audited:
     tolerance: float
     audit: Audit
     reach: Reach
+    traced: Traced | None = None
+    replayed: Replayed | None = None
 
     @property
     def enough(self) -> Truncation | None:
@@ -107,7 +113,14 @@ class Audited:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             where = {name: content[name] for name in ("split", "data", "update", "epoch", "tolerance")}
-            return cls(**where, audit=_audit(content["audit"]), reach=_reach(content["reach"]))
+            steps, again = content.get("traced"), content.get("replayed")
+            return cls(
+                **where,
+                audit=_audit(content["audit"]),
+                reach=_reach(content["reach"]),
+                traced=None if steps is None else Traced.read(steps),
+                replayed=None if again is None else Replayed.read(again),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit again") from error
 

@@ -116,7 +116,7 @@ def build(spec: Spec) -> Carried:
     ]
     if spec.task == "regress":
         parts.append(("units", Affine(spec.outputs, back=True)))
-    return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
+    return carry(nn.Sequential(OrderedDict(parts)), fused=True).to(spec.torch_dtype)
 
 
 def fit_statistics(net: Carried, found: Survey) -> None:

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 HERE = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent.parent)
+LAYERS = tuple(f"{Path(PACKAGE, part)}{os.sep}" for part in ("nn", "kernels", "probe/trace"))  # stand in for torch's
 _LIBRARIES = tuple(
     {str(Path(p).resolve()) for p in (*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))}
     | {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -41,7 +42,7 @@ def kind_of(file: str) -> int:
 
 
 def _classified(file: str) -> int:
-    if file.startswith((HERE, "<frozen")):
+    if file.startswith((HERE, "<frozen", *LAYERS)):
         return LIBRARY
     if file.startswith(PACKAGE):
         return OURS

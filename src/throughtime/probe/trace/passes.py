@@ -8,9 +8,9 @@ Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +21,43 @@ from throughtime.gradient.sweep import PULLING
 PLACE = re.compile(r"(?P<name>.+)\.(?P<leaf>[^.\[\]]+)(\[(?P<step>-?\d+)\])?")
 
 
-@dataclass(eq=False)
-class Block:
+class Block(Protocol):
     """Consecutive steps of one track, seen in one run."""
 
-    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # by leaf, (T, B)
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # by leaf, (T, B, H)
-    entering: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # by leaf, (B,)
-    kept: tuple[Tensor, int] | None = None  # sum over steps and lanes of the gate that keeps the past, (H,), and their number
+    @property
+    def steps(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def norms(self) -> Mapping[str, Tensor]:
+        """By leaf, `(T, B)`."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By leaf, `(T, B, H)`; none where norms are all that is kept."""
+        ...
+
+    @property
+    def entering(self) -> Mapping[str, Tensor]:
+        """Norms of what flows on into the state entering the first step, by leaf, `(B,)`."""
+        ...
+
+    @property
+    def kept(self) -> tuple[Tensor, int] | None:
+        """The sum over steps and lanes of the gate that keeps the past, `(H,)`, and their number."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """A block of which all is known."""
+
+    norms: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    entering: dict[str, Tensor]
+    kept: tuple[Tensor, int] | None
 
     @property
     def steps(self) -> int:
@@ -47,9 +76,15 @@ class Run:
     came: dict[str, tuple[int, list[Tensor]]] = field(default_factory=dict[str, tuple[int, list[Tensor]]])
     went: dict[str, tuple[int, list[Tensor]]] = field(default_factory=dict[str, tuple[int, list[Tensor]]])
 
-    def note(self, track: str, start: int, block: Block, came: list[Tensor], went: list[Tensor]) -> None:
-        """Takes in what consecutive steps of a track were seen to do."""
-        self.blocks.setdefault(track, {})[start] = block
+    def note(self, track: str, start: int, block: Block, ends: tuple[list[Tensor], list[Tensor]] | None) -> None:
+        """Takes in what consecutive steps of a track were seen to do, with the states at their ends."""
+        blocks = self.blocks.get(track)
+        if blocks is None:
+            blocks = self.blocks[track] = {}
+        blocks[start] = block
+        if ends is None:
+            return
+        came, went = ends
         if track not in self.came or start < self.came[track][0]:
             self.came[track] = (start, came)
         if track not in self.went or start > self.went[track][0]:

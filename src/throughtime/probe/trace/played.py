@@ -18,7 +18,7 @@ from throughtime.errors import ModelError
 from throughtime.probe.trace import gru, lstm, rnn
 from throughtime.probe.trace.order import Order
 from throughtime.probe.trace.span import Cotangents, Pulled, Steps, Weights, rows_of
-from throughtime.probe.trace.track import Track
+from throughtime.probe.trace.track import Noting
 
 PULLS = {"lstm": lstm.pull, "gru": gru.pull, "rnn_tanh": rnn.pull, "rnn_relu": rnn.pull}
 
@@ -30,7 +30,7 @@ class Call:
     Attributes:
         kind: a key of `PULLS`.
         kernel: torch's, of inputs, the states and the weights.
-        tracks: one for each direction.
+        tracks: one for each direction, told what was seen.
         starts: the step of each track at which the call begins.
         biases: whether there are any.
         sizes: of packed data, the lanes of each step; they come in order of length, and `lanes` puts them back.
@@ -38,7 +38,7 @@ class Call:
 
     kind: str
     kernel: Callable[[Tensor, tuple[Tensor, ...], list[Tensor]], tuple[Tensor, ...]]
-    tracks: Sequence[Track]
+    tracks: Sequence[Noting]
     starts: Sequence[int]
     biases: bool
     sizes: Tensor | None = None

@@ -47,7 +47,7 @@ def trace(
     `keep` are kept.
 
     Args:
-        net: any module with layers or cells of torch.nn inside, carried by `tt.carry` or not; weights and modes are not touched.
+        net: any module with layers or cells of torch.nn or `tt.nn` inside, carried by `tt.carry` or not; weights and modes are not touched.
         names: cells of your own, called once per step, by their path in the net (`""` is the net): a name for each tensor that they
             return, in order, `"_"` for one that is not wanted: `names={"cell": ("h", "c")}`. Lanes come first.
         tensors: keep the gradients themselves, not their norms alone; of each pass about as much memory as its graph.
@@ -62,9 +62,10 @@ def trace(
         ModelError: nothing in the net can be traced, or a module in `names` is not there.
         ConfigError: a number out of range, or the net is traced already.
 
-    Cost: cells 1.4 to 1.8 of the time of an untraced step, nn.GRU and nn.RNN on a CPU no more than untraced, nn.LSTM in float32 3 to 4
-        (docs/trace.md): a layer's kernel plays the forward pass, a recurrence in plain PyTorch the backward one. Second derivatives through
-        a traced layer are refused.
+    Cost: layers of tt.nn 1.02 to 1.14 of the time of an untraced step, cells 1.4 to 1.8, nn.GRU and nn.RNN on a CPU no more than
+        untraced, nn.LSTM in float32 3 to 4 (docs/trace.md): the kernels of tt.nn tell the norms; of torch.nn, a layer's kernel plays
+        the forward pass, a recurrence in plain PyTorch the backward one. Second derivatives through a traced layer of torch.nn are
+        refused.
 
     Example:
         >>> import torch, throughtime as tt

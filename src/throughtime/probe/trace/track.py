@@ -5,11 +5,28 @@ Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from throughtime.probe.trace.passes import Block, History
+from throughtime.probe.trace.passes import History, Noted
+
+
+class Noting(Protocol):
+    """What takes in what was seen."""
+
+    def note(
+        self,
+        start: int,
+        seen: Mapping[str, Tensor],
+        entering: Mapping[str, Tensor],
+        kept: tuple[Tensor, int] | None,
+        came: list[Tensor],
+        went: list[Tensor],
+    ) -> None:
+        """As `Track.note`."""
+        ...
 
 
 @dataclass(eq=False)
@@ -46,13 +63,13 @@ class Track:
         """Takes in gradients `(T, B, ...)` by leaf, and those of the state entering, `(B, ...)`."""
         if any(batched(gradient) for gradient in seen.values()):
             return
-        block = Block(
+        block = Noted(
             {leaf: _norms(gradient, 2) for leaf, gradient in seen.items()},
             {leaf: gradient.detach() for leaf, gradient in seen.items()} if self.tensors else {},
             {leaf: _norms(gradient, 1) for leaf, gradient in entering.items()},
             kept,
         )
-        self.history.run().note(self.name, start, block, came, went)
+        self.history.run().note(self.name, start, block, (came, went))
 
 
 def batched(gradient: Tensor) -> bool:

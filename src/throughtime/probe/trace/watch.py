@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from throughtime.errors import ConfigError, ModelError
+from throughtime.kernels import recurrent
+from throughtime.nn.layers import WATCHES, Recurrent, Run
+from throughtime.probe.trace.fused import captured, stretched
 from throughtime.probe.trace.passes import History
 from throughtime.probe.trace.played import Call
 from throughtime.probe.trace.stepped import Copied, Inside, Step
@@ -73,7 +77,8 @@ def watch(name: str, module: nn.Module, leaves: Sequence[str] | None, history: H
     if isinstance(module, nn.RNNBase):
         path = f"{name}." if name else ""
         ends = ("", "_reverse") if module.bidirectional else ("",)
-        return Watched(module, Layer([[Track(f"{path}layer{k}{end}", history, tensors) for end in ends] for k in range(module.num_layers)]))
+        layer = Layer([[Track(f"{path}layer{k}{end}", history, tensors) for end in ends] for k in range(module.num_layers)])
+        return WatchedFused(module, Fused(layer, tensors)) if isinstance(module, Recurrent) else Watched(module, layer)
     raise ModelError(
         f"module '{name}' is a {type(module).__name__}, which torch.nn does not know as a recurrent layer or cell; name what it returns, "
         "tt.trace(net, names={...})"
@@ -90,7 +95,22 @@ class Taking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         del types
         kind = None if kwargs else self._kernels.get(func)
-        return func(*args, **(kwargs or {})) if kind is None else self._play(func, kind, *args)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        if not _len_torch_function_stack():
+            return self._play(func, kind, *args)
+        return handle_torch_function(_Once(func, partial(self._play, func, kind)), (), *args)  # a tt.doctor looks on as well
+
+
+class _Once:
+    """A kernel that is taken over once, as whoever looks on knows it; who calls it again gets the kernel itself."""
+
+    def __init__(self, kernel: Callable[..., Any], play: Callable[..., Any]) -> None:
+        self._kernel, self._next, self.__name__ = kernel, play, kernel.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        play, self._next = self._next, self._kernel
+        return play(*args)
 
 
 class Cell:
@@ -119,7 +139,7 @@ class Layer:
     """nn.LSTM, nn.GRU, nn.RNN: each layer a call of its own, as torch's kernels play them on a CPU, dropout between them."""
 
     def __init__(self, tracks: Sequence[Sequence[Track]]) -> None:
-        self._tracks = tracks
+        self.tracks = tracks
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("input")
@@ -136,7 +156,7 @@ class Layer:
         drop = dropout if train and layers > 1 else 0.0
         if drop and x.is_cuda:
             raise ModelError(
-                f"dropout={drop:g} between the layers of '{self._tracks[0][0].name}' and those after it: cuDNN draws it inside its kernel, "
+                f"dropout={drop:g} between the layers of '{self.tracks[0][0].name}' and those after it: cuDNN draws it inside its kernel, "
                 "where nothing can see it. Trace in eval() mode or with dropout=0, or put nn.Dropout between layers of one each"
             )
         turned = bool(first and first[0])
@@ -144,7 +164,7 @@ class Layer:
         kernel = partial(_one_layer, func, sizes, biases, train, both)
         per, ways = len(weights) // layers, 2 if both else 1
         y, ends = x.transpose(0, 1) if turned else x, list[tuple[Tensor, ...]]()
-        for k, tracks in enumerate(self._tracks):
+        for k, tracks in enumerate(self.tracks):
             y = torch.dropout(y, drop, True) if k and drop else y
             starts = [track.begin(len(y) if sizes is None else len(sizes)) for track in tracks]
             call = Call(kind, kernel, tracks, starts, biases, sizes, lanes)
@@ -152,6 +172,43 @@ class Layer:
             ends.append(tuple(after))
         after = ends[0] if layers == 1 else [torch.cat(leaf) for leaf in zip(*ends, strict=True)]
         return (y.transpose(0, 1) if turned else y, *after)
+
+
+class Fused:
+    """tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN: the kernel tells the norms; what torch.nn plays is seen as there.
+
+    They are asked by the layer itself, wherever in a forward of the user's it is that it plays.
+    """
+
+    def __init__(self, layer: Layer, tensors: bool) -> None:
+        self._layer, self._tensors = layer, tensors
+        self._turns = [(track, bool(back)) for tracks in layer.tracks for back, track in enumerate(tracks)]
+
+    def over(self, run: Run) -> Run:
+        """The kernel, or what computes the same, with a look at every layer and direction."""
+        turns = iter(self._turns)
+        return partial(stretched, turns, run) if self._tensors or run is not recurrent.run else partial(captured, turns)
+
+    def by_torch(self, play: Callable[..., Any], *given: Any) -> Any:
+        """As a layer of torch.nn."""
+        return self._layer(play, *given) if torch.is_grad_enabled() else play(*given)
+
+
+class WatchedFused(Watched):
+    """A layer of tt.nn under watch; that its forward is stood in for shows that it is, to whoever would go past it."""
+
+    def __init__(self, module: Recurrent, watch: Fused) -> None:
+        super().__init__(module, _as_it_is)
+        WATCHES[module] = watch
+
+    def close(self) -> None:
+        """Also takes the watch away."""
+        super().close()
+        WATCHES.pop(self._module, None)
+
+
+def _as_it_is(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _one_layer(

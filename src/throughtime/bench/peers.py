@@ -1,0 +1,116 @@
+"""The same training by the libraries of others, each as its documentation says.
+
+Ignite and tsfast drop the state between batches, so the recordings are one batch. Ignite's trainer cannot clip; here its optimizer does.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from throughtime.bench.side import Side, Trainer
+from throughtime.bench.work import NORM, RATE, Net, Work, detached
+
+
+def _recorded(losses: list[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cross-entropy of outputs and targets whose lanes and steps are apart."""
+    loss_fn = nn.CrossEntropyLoss()
+
+    def record(y: Tensor, target: Tensor) -> Tensor:
+        loss = loss_fn(y.flatten(0, 1), target.flatten())
+        losses.append(loss.detach())
+        return loss
+
+    return record
+
+
+def ignite(work: Work) -> Side:
+    """`create_supervised_tbptt_trainer`."""
+    from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer
+
+    net, losses = Net(work.modules()), list[Tensor]()
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(net.parameters(), NORM)
+
+    optimizer.register_step_pre_hook(clip)
+    trainer = create_supervised_tbptt_trainer(net, optimizer, _recorded(losses), work.case.steps)  # pyright: ignore[reportArgumentType]  # any callable does
+    trainer.logger.setLevel(logging.CRITICAL)  # it would tell of the end that `Trainer.close` makes; errors are raised all the same
+    return Trainer(net, optimizer, lambda: trainer.run([(work.inputs, work.targets)], max_epochs=1), losses)
+
+
+class _Endless:
+    """The one batch, again and again."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.batch
+
+
+def lightning(work: Work) -> Side:
+    """Manual optimisation, the loop over chunks inside `training_step`: what Lightning's documentation tells to do since 2.0."""
+    import lightning.pytorch as pl
+
+    net, losses = Net(work.modules()), list[Tensor]()
+    optimizer, loss_fn, steps = torch.optim.Adam(net.parameters(), lr=RATE), _recorded(losses), work.case.steps
+
+    class Manual(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = net, False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            del batch_idx
+            own, state = self.optimizers(), None
+            for x, target in zip(batch[0].split(steps), batch[1].split(steps), strict=True):
+                y, state = self.net(x, state)
+                self.manual_backward(loss_fn(y, target))
+                self.clip_gradients(own, gradient_clip_val=NORM, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]  # one optimizer, no list
+                own.step()  # pyright: ignore[reportAttributeAccessIssue]  # the same
+                own.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]  # the same
+                state = detached(state)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+    return Trainer(net, optimizer, lambda: _fitted(pl, Manual(), _Endless((work.inputs, work.targets))), losses)
+
+
+def _fitted(pl: Any, module: Any, batches: _Endless) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")  # it advises a bare Trainer to load with more workers
+        pl.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(module, batches)
+
+
+def tsfast(work: Work) -> Side:
+    """`TbpttLearner`; lanes come first, as it wants them."""
+    from tsfast.training import TbpttLearner  # pyright: ignore[reportMissingImports]  # optional, and no extra of ours
+
+    net, losses = Net(work.modules(batch_first=True)), list[Tensor]()
+    batch = work.inputs.transpose(0, 1).contiguous(), work.targets.transpose(0, 1).contiguous()
+    learner = TbpttLearner(
+        net,
+        SimpleNamespace(train=[batch]),
+        _recorded(losses),
+        lr=RATE,
+        opt_func=torch.optim.Adam,
+        grad_clip=NORM,
+        device=torch.device("cpu"),
+        show_bar=False,
+        sub_seq_len=work.case.steps,
+    )
+    learner.setup()
+    return Trainer(net, learner.opt, learner.train_one_epoch, losses)
+
+
+PEERS: dict[str, Callable[[Work], Side]] = {"ignite": ignite, "lightning": lightning, "tsfast": tsfast}

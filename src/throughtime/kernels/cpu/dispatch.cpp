@@ -1,0 +1,98 @@
+// The C interface: calls go to the widest instruction set that the processor has, or to the one asked for.
+#include "table.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#include "pool.h"
+
+#if defined(__x86_64__)
+extern const tt_table tt_table_v2, tt_table_v3, tt_table_v4;
+#else
+extern const tt_table tt_table_base;
+#endif
+
+tt_parallel tt_torch_pool = nullptr;
+tt_gemm tt_torch_gemm[2] = {nullptr, nullptr};
+int (*tt_torch_gemm_threads)(int) = nullptr;
+
+namespace {
+
+struct Level {
+  const char *name;
+  const tt_table *table;
+  bool there;
+};
+
+#if defined(__x86_64__)
+Level levels[] = {{"v4", &tt_table_v4, false}, {"v3", &tt_table_v3, false}, {"v2", &tt_table_v2, false}};
+#else
+Level levels[] = {{"base", &tt_table_base, true}};
+#endif
+
+const Level *chosen = nullptr;
+
+// What the compiler may use at each level: all of it must be there, and the system must save the registers, which
+// __builtin_cpu_supports asks as well. lzcnt, movbe and f16c came with the processors that have avx2 and bmi2.
+void look() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("popcnt");
+  const bool v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  levels[0].there = v4;
+  levels[1].there = v3;
+  levels[2].there = v2;
+#endif
+}
+
+// OpenMP's threads do not survive a fork, and its runtime would wait for them for ever: a child runs on the thread it has.
+void forked() {
+  tt_pool(nullptr);
+  tt_blas(nullptr, nullptr, nullptr); // it has threads of its own
+}
+
+__attribute__((constructor)) void load() {
+  look();
+  for (const Level &level : levels)
+    if (level.there && !chosen) chosen = &level;
+  pthread_atfork(nullptr, nullptr, forked);
+}
+
+const tt_table *table() { return __atomic_load_n(&chosen, __ATOMIC_RELAXED)->table; }
+
+} // namespace
+
+extern "C" {
+
+int tt_version(void) { return TT_VERSION; }
+
+const char *tt_level(void) {
+  const Level *level = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+  return level ? level->name : "";
+}
+
+int tt_use(const char *name) {
+  for (const Level &level : levels)
+    if (level.there && !strcmp(level.name, name)) {
+      __atomic_store_n(&chosen, &level, __ATOMIC_RELAXED);
+      return 1;
+    }
+  return 0;
+}
+
+void tt_pool(tt_parallel parallel) { __atomic_store_n(&tt_torch_pool, parallel, __ATOMIC_RELAXED); }
+void tt_blas(tt_gemm single_precision, tt_gemm double_precision, int (*threads)(int)) {
+  tt_torch_gemm_threads = threads;
+  __atomic_store_n(tt_torch_gemm, single_precision, __ATOMIC_RELAXED);
+  __atomic_store_n(tt_torch_gemm + 1, double_precision, __ATOMIC_RELAXED);
+}
+
+int64_t tt_saved(const tt_call *call) { return table()->saved(call); }
+int tt_forward(const tt_call *call) { return table()->forward(call); }
+int tt_backward(const tt_call *call) { return table()->backward(call); }
+int tt_whole_step(const tt_whole *whole) { return table()->whole(whole); }
+double tt_optimize(const tt_optim *optim) { return table()->optimize(optim); }
+}

@@ -1,0 +1,243 @@
+// Matrix products: a register tile of rows times vectors of columns, and what is made of it.
+//
+//     C (M x N)  =  start + A (M x K) B (K x N)
+//
+// B is packed by panels of up to 4 vectors of columns, which stay in a cache while the rows of A pass by; A too where its rows lie
+// apart. Sums run over K in order, whatever the tile, so that a result does not depend on the number of threads.
+//
+// Reference: K. Goto and R. van de Geijn, Anatomy of high-performance matrix multiplication, ACM TOMS 34 (2008).
+#pragma once
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "vec.h"
+
+namespace tt {
+namespace {
+
+constexpr int NV = 4;    // vectors of columns in a panel
+constexpr int NEAR = 128; // rows of a panel of a few rows of A: 32 KiB, within the first cache
+constexpr int FAR = 256;  // of a panel that many rows pass by: the second cache does, and C is read and written half as often
+
+// Rows of a tile: as many as leave accumulators, one row of B and a number of A in registers.
+constexpr int tile_rows(int vectors) {
+#if TT_REGISTERS == 32
+  return vectors == 4 ? 6 : vectors == 3 ? 8 : 8;
+#else
+  return vectors == 4 ? 3 : vectors == 3 ? 4 : 6;
+#endif
+}
+
+// A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors, rows of `to` and of `from` so far apart;
+// `from` may be null: zeros.
+template <class F> using Multiply = void (*)(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count);
+
+template <class F, int M, int N> void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
+  constexpr int V = Vec<F>::N;
+  vec<F> acc[M][N];
+  const F *a[M];
+  for (int i = 0; i < M; i++) {
+    a[i] = rows[i];
+    for (int n = 0; n < N; n++) acc[i][n] = from ? load(from + i * from_row + n * V) : vec<F>{};
+  }
+  int64_t k = 0;
+  if constexpr (M * N < 8) { // two sums at a time hide the latency of a multiplication
+    vec<F> more[M][N] = {};
+    for (; k + 2 <= count; k += 2, b += 2 * N * V)
+      for (int i = 0; i < M; i++)
+        for (int n = 0; n < N; n++) {
+          acc[i][n] += load(b + n * V) * a[i][k];
+          more[i][n] += load(b + (N + n) * V) * a[i][k + 1];
+        }
+    for (int i = 0; i < M; i++)
+      for (int n = 0; n < N; n++) acc[i][n] += more[i][n];
+  }
+  for (; k < count; k++, b += N * V) {
+    vec<F> w[N];
+    for (int n = 0; n < N; n++) w[n] = load(b + n * V);
+    for (int i = 0; i < M; i++) {
+      const F s = a[i][k];
+      for (int n = 0; n < N; n++) acc[i][n] += w[n] * s;
+    }
+  }
+  for (int i = 0; i < M; i++)
+    for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
+}
+
+// Rows of A that are packed together, [k][GROUP]: a whole number of tiles of any height.
+constexpr int GROUP = 24;
+
+// The same with rows[0][k * GROUP + i], packed.
+template <class F, int M, int N> void multiply_packed(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
+  constexpr int V = Vec<F>::N;
+  vec<F> acc[M][N];
+  const F *a = rows[0];
+  for (int i = 0; i < M; i++)
+    for (int n = 0; n < N; n++) acc[i][n] = from ? load(from + i * from_row + n * V) : vec<F>{};
+  for (int64_t k = 0; k < count; k++, b += N * V, a += GROUP) {
+    vec<F> w[N];
+    for (int n = 0; n < N; n++) w[n] = load(b + n * V);
+    for (int i = 0; i < M; i++)
+      for (int n = 0; n < N; n++) acc[i][n] += w[n] * a[i];
+  }
+  for (int i = 0; i < M; i++)
+    for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
+}
+
+constexpr int HIGHEST = 8;
+
+// The tile of so many rows and vectors.
+template <class F> Multiply<F> tile_of(int rows, int vectors, bool packed) {
+#define TT_ROW(kernel, m) {kernel<F, m, 1>, kernel<F, m, 2>, kernel<F, m, 3>, kernel<F, m, (m <= tile_rows(4) ? 4 : 1)>}
+#define TT_ALL(kernel)                                                                                                                     \
+  {TT_ROW(kernel, 1), TT_ROW(kernel, 2), TT_ROW(kernel, 3), TT_ROW(kernel, 4), TT_ROW(kernel, 5), TT_ROW(kernel, 6), TT_ROW(kernel, 7),    \
+   TT_ROW(kernel, 8)}
+  static const Multiply<F> apart[HIGHEST][NV] = TT_ALL(multiply), together[HIGHEST][NV] = TT_ALL(multiply_packed);
+#undef TT_ALL
+#undef TT_ROW
+  return (packed ? together : apart)[rows - 1][vectors - 1];
+}
+
+struct Cut { // `whole` in `parts` of at most `most`, as even as can be
+  int64_t whole, parts;
+  Cut(int64_t whole_, int64_t most) : whole(whole_), parts(most > 0 ? (whole_ + most - 1) / most : 0) {}
+  int64_t at(int64_t part) const { return whole * part / parts; }
+  int64_t size(int64_t part) const { return at(part + 1) - at(part); }
+};
+
+// Rows of A anywhere, a panel of B: made (rows, vectors * V) = or += the product, in blocks of the panel that stay in the first cache.
+// `rows` and `made` begin with tile i0 of `tiles`, which are cut once for all threads: how a row is summed depends on its tile.
+template <class F>
+void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, bool add) {
+  const int64_t width = vectors * Vec<F>::N, origin = tiles.at(i0);
+  for (int64_t k0 = 0; k0 < k; k0 += NEAR) {
+    const int64_t length = k - k0 < NEAR ? k - k0 : NEAR;
+    for (int64_t i = i0; i < i1; i++) {
+      const int64_t first = tiles.at(i) - origin, there = tiles.size(i);
+      const F *here[HIGHEST];
+      for (int64_t r = 0; r < there; r++) here[r] = rows[first + r] + k0;
+      F *const to = made + first * width;
+      tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), false)(to, width, k0 || add ? to : nullptr, width, here,
+                                                                            panel + k0 * width, length);
+    }
+  }
+}
+
+template <class F> struct Left { // A
+  const F *from;
+  int64_t row, step; // between rows, between columns; one of them is 1
+};
+
+// B: row k is `base + row * k`, or `base + row * index[k]`; the first `firsts` rows lie at `first`. Where `skip[k]`, or the index is
+// negative, it is zeros.
+template <class F> struct Right {
+  const F *base;
+  int64_t row;
+  const int32_t *index = nullptr;
+  const F *first = nullptr;
+  int64_t firsts = 0;
+  const uint8_t *skip = nullptr;
+
+  const F *at(int64_t k) const {
+    if (skip && skip[k]) return nullptr;
+    if (k < firsts) return first + k * row;
+    if (!index) return base + (k - firsts) * row;
+    return index[k] < 0 ? nullptr : base + index[k] * row;
+  }
+};
+
+template <class F> struct Out { // C
+  F *to;
+  int64_t row;         // between rows
+  const F *start;      // what each row begins with, whole vectors; null: zeros
+  bool add;            // to what is there
+  bool whole = false;  // whether there is room for whole vectors behind the last column
+};
+
+// Rows k0 to k1 of B to [k][width], whole vectors, zeros behind the last column.
+template <class F> void pack_right(F *to, const Right<F> &right, int64_t k0, int64_t k1, int64_t column, int64_t columns, int64_t width) {
+  constexpr int V = Vec<F>::N;
+  const int64_t there = columns - column < width ? columns - column : width;
+  for (int64_t k = k0; k < k1; k++, to += width) {
+    const F *from = right.at(k);
+    if (!from || there < width) memset(to, 0, sizeof(F) * width);
+    if (!from) continue;
+    if (there == width)
+      for (int64_t x = 0; x < width; x += V) store<F>(to + x, load(from + column + x));
+    else
+      memcpy(to, from + column, sizeof(F) * there);
+  }
+}
+
+template <class F> void pack_left(F *to, const Left<F> &a, int64_t m0, int64_t m1, int64_t k0, int64_t k1) {
+  for (int64_t first = m0; first < m1; first += GROUP, to += GROUP * (k1 - k0)) {
+    const F *from = a.from + first + k0 * a.step;
+    if (m1 - first >= GROUP)
+      for (int64_t k = 0; k < k1 - k0; k++, from += a.step) memcpy(to + k * GROUP, from, sizeof(F) * GROUP);
+    else
+      for (int64_t k = 0; k < k1 - k0; k++, from += a.step) memcpy(to + k * GROUP, from, sizeof(F) * (m1 - first));
+  }
+}
+
+template <class F> int64_t gemm_scratch(int64_t m, bool packed) {
+  return FAR * NV * Vec<F>::N + (packed ? (m + GROUP - 1) / GROUP * GROUP * FAR : 0);
+}
+
+// Adds a tile to rows of C that end within a vector.
+template <class F> void put(const Out<F> &c, const F *made, int64_t made_row, int64_t first, int64_t rows, int64_t column, int64_t columns, bool add) {
+  for (int64_t i = 0; i < rows; i++) {
+    F *const to = c.to + (first + i) * c.row + column;
+    const F *const from = made + i * made_row;
+    if (add)
+      for (int64_t x = 0; x < columns; x++) to[x] += from[x];
+    else if (c.start)
+      for (int64_t x = 0; x < columns; x++) to[x] = from[x] + c.start[column + x];
+    else
+      memcpy(to, from, sizeof(F) * columns);
+  }
+}
+
+// One share of a product: rows m0 to m1 of C, N columns.
+template <class F>
+void gemm_rows(int64_t m0, int64_t m1, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c, F *scratch) {
+  constexpr int V = Vec<F>::N;
+  const bool packed = a.row == 1 && a.step != 1;
+  F *const panel = scratch, *const left = scratch + FAR * NV * V;
+  F made[HIGHEST * NV * V];
+  const Cut panels((n + V - 1) / V, NV);
+  for (int64_t k0 = 0; k0 == 0 || k0 < k; k0 += FAR) {
+    const int64_t k1 = k0 + FAR < k ? k0 + FAR : k;
+    const bool add = k0 || c.add;
+    if (packed) pack_left(left, a, m0, m1, k0, k1);
+    for (int64_t p = 0; p < panels.parts; p++) {
+      const int64_t column = panels.at(p) * V, vectors = panels.size(p), there = n - column < vectors * V ? n - column : vectors * V;
+      const bool direct = c.whole || there == vectors * V;
+      const int most = tile_rows(static_cast<int>(vectors));
+      pack_right(panel, right, k0, k1, column, n, vectors * V);
+      for (int64_t group = m0; group < m1; group += GROUP) {
+        const Cut tiles(m1 - group < GROUP ? m1 - group : GROUP, most);
+        for (int64_t i = 0; i < tiles.parts; i++) {
+          const int64_t first = group + tiles.at(i), rows_there = tiles.size(i);
+          const F *rows[HIGHEST];
+          if (packed)
+            rows[0] = left + (group - m0) * (k1 - k0) + tiles.at(i);
+          else
+            for (int64_t r = 0; r < rows_there; r++) rows[r] = a.from + (first + r) * a.row + k0;
+          const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(rows_there), static_cast<int>(vectors), packed);
+          if (direct) {
+            F *const to = c.to + first * c.row + column;
+            const F *const from = add ? to : c.start ? c.start + column : nullptr;
+            multiply_tile(to, c.row, from, add ? c.row : 0, rows, panel, k1 - k0);
+          } else {
+            multiply_tile(made, vectors * V, nullptr, 0, rows, panel, k1 - k0);
+            put(c, made, vectors * V, first, rows_there, column, there, add);
+          }
+        }
+      }
+    }
+  }
+}
+
+} // namespace
+} // namespace tt

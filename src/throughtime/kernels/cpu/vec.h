@@ -1,0 +1,180 @@
+// Vectors as wide as the instruction set has them, and the functions of gates on them.
+#pragma once
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define TT_BYTES 64
+#define TT_REGISTERS 32
+#elif defined(__AVX__)
+#define TT_BYTES 32
+#define TT_REGISTERS 16
+#elif defined(__aarch64__)
+#define TT_BYTES 16
+#define TT_REGISTERS 32
+#else
+#define TT_BYTES 16
+#define TT_REGISTERS 16
+#endif
+
+#define TT_INLINE inline __attribute__((always_inline))
+
+namespace tt {
+namespace {
+
+template <class F> struct Vec;
+
+template <> struct Vec<float> {
+  typedef float V __attribute__((vector_size(TT_BYTES)));
+  typedef int32_t I __attribute__((vector_size(TT_BYTES)));
+  static constexpr int N = TT_BYTES / 4;
+  static constexpr int BIAS = 127, MANTISSA = 23;
+  static constexpr float LOG2E = 1.44269504f, LN2 = 0.693359375f, LN2_REST = -2.12194440e-4f;
+  static constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float SIGMOID_END = 40.0f; // 1 + exp(-40) is 1; the product of two 1 + exp(40) is far from overflow
+  static constexpr float TANH_END = 10.0f;    // tanh(10) rounds to 1
+};
+
+template <> struct Vec<double> {
+  typedef double V __attribute__((vector_size(TT_BYTES)));
+  typedef int64_t I __attribute__((vector_size(TT_BYTES)));
+  static constexpr int N = TT_BYTES / 8;
+  static constexpr int BIAS = 1023, MANTISSA = 52;
+  static constexpr double LOG2E = 1.4426950408889634, LN2 = 6.93147180369123816490e-01, LN2_REST = 1.90821492927058770002e-10;
+  static constexpr double ROUND = 6755399441055744.0; // 1.5 * 2^52
+  static constexpr double SIGMOID_END = 300.0;
+  static constexpr double TANH_END = 20.0;
+};
+
+template <class F> using vec = typename Vec<F>::V;
+
+template <class F> TT_INLINE vec<F> all(F value) { return value - vec<F>{}; }
+
+template <class F> TT_INLINE vec<F> load(const F *from) {
+  vec<F> v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class F> TT_INLINE void store(F *to, vec<F> v) { __builtin_memcpy(to, &v, sizeof v); }
+
+// The first `count` numbers, zeros behind them.
+template <class F> TT_INLINE vec<F> load_part(const F *from, int count) {
+  if (count >= Vec<F>::N) return load(from);
+  F part[Vec<F>::N] = {};
+  for (int i = 0; i < count; i++) part[i] = from[i];
+  return load(part);
+}
+
+// The first `count` numbers of v, zeros behind them.
+template <class F> TT_INLINE vec<F> first(vec<F> v, int count) {
+  if (count >= Vec<F>::N) return v;
+  F part[Vec<F>::N];
+  store(part, v);
+  for (int i = count; i < Vec<F>::N; i++) part[i] = 0;
+  return load(part);
+}
+
+template <class F> TT_INLINE void store_part(F *to, vec<F> v, int count) {
+  if (count >= Vec<F>::N) return store(to, v);
+  F part[Vec<F>::N];
+  store(part, v);
+  for (int i = 0; i < count; i++) to[i] = part[i];
+}
+
+// sums += squares, in double: those of small floats would vanish.
+TT_INLINE void add_squares(double *sums, vec<double> v) { store(sums, load(sums) + v * v); }
+
+// A float without its sign, 29 bits further up: a double of another exponent. Every second one at a time, so that none changes its
+// place; GCC 12 makes 14 instructions of a conversion that would, at twice the cost of all this.
+TT_INLINE void add_squares(double *sums, vec<float> v) {
+  typedef uint64_t U __attribute__((vector_size(TT_BYTES)));
+  const U bits = (U)v;
+  const vec<double> even = (vec<double>)(bits << 33 >> 4) * 0x1p896, odd = (vec<double>)(bits >> 32 << 33 >> 4) * 0x1p896;
+  store(sums, load(sums) + even * even + odd * odd);
+}
+
+// An infinity or NaN among floats counts as 2^128 or more; what they add up to is no number of theirs.
+template <class F> TT_INLINE double total(const double *sums) {
+  double part[Vec<double>::N];
+  __builtin_memcpy(part, sums, sizeof part);
+  for (int n = Vec<double>::N / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) part[i] += part[i + n];
+  return sizeof(F) == 8 || part[0] < 0x1p256 ? part[0] : __builtin_inf();
+}
+
+template <class F> TT_INLINE vec<F> at_most(vec<F> v, F end) { // a NaN stays one
+  const vec<F> high = all<F>(end), low = all<F>(-end);
+  v = v > high ? high : v;
+  return v < low ? low : v;
+}
+
+// exp(x) = scale * (1 + rest), rest = exp(r) - 1 with |r| <= log(2) / 2, by its Taylor series: to the last bit of the type.
+template <class F> struct Power {
+  vec<F> scale, rest;
+};
+
+TT_INLINE vec<float> series(vec<float> r) {
+  vec<float> p = all(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  return p * (r * r) + r;
+}
+
+TT_INLINE vec<double> series(vec<double> r) {
+  const vec<double> r2 = r * r; // odd and even powers side by side: half the latency
+  vec<double> odd = all(1.0 / 6227020800), even = all(1.0 / 479001600);
+  odd = odd * r2 + 1.0 / 39916800;
+  even = even * r2 + 1.0 / 3628800;
+  odd = odd * r2 + 1.0 / 362880;
+  even = even * r2 + 1.0 / 40320;
+  odd = odd * r2 + 1.0 / 5040;
+  even = even * r2 + 1.0 / 720;
+  odd = odd * r2 + 1.0 / 120;
+  even = even * r2 + 1.0 / 24;
+  odd = odd * r2 + 1.0 / 6;
+  even = even * r2 + 0.5;
+  return (odd * r + even) * r2 + r;
+}
+
+template <class F> TT_INLINE Power<F> power(vec<F> x) {
+  typedef typename Vec<F>::I I;
+  const vec<F> magic = all(Vec<F>::ROUND);
+  const vec<F> shifted = x * Vec<F>::LOG2E + magic;
+  const vec<F> whole = shifted - magic;
+  const vec<F> r = (x - whole * Vec<F>::LN2) - whole * Vec<F>::LN2_REST;
+  const I exponent = (I)shifted - (I)magic + Vec<F>::BIAS;
+  return {(vec<F>)(exponent << Vec<F>::MANTISSA), series(r)};
+}
+
+template <class F> TT_INLINE vec<F> sigmoid(vec<F> x) {
+  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END));
+  return F(1) / (F(1) + (e.rest * e.scale + e.scale));
+}
+
+// (e - 1) / (e + 1) with e = exp(2x), e - 1 without cancellation.
+template <class F> TT_INLINE vec<F> tanh(vec<F> x) {
+  const Power<F> e = power<F>(F(2) * at_most<F>(x, Vec<F>::TANH_END));
+  const vec<F> less = e.rest * e.scale + (e.scale - F(1));
+  return less / (less + F(2));
+}
+
+// Two gates by one division, which takes as long as the rest of a gate: a / b and c / d from 1 / (b d).
+template <class F> TT_INLINE void two_sigmoids(vec<F> &x, vec<F> &y) {
+  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END)), g = power<F>(-at_most<F>(y, Vec<F>::SIGMOID_END));
+  const vec<F> b = F(1) + (e.rest * e.scale + e.scale), d = F(1) + (g.rest * g.scale + g.scale), both = F(1) / (b * d);
+  x = d * both;
+  y = b * both;
+}
+
+template <class F> TT_INLINE void sigmoid_and_tanh(vec<F> &x, vec<F> &y) {
+  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END)), g = power<F>(F(2) * at_most<F>(y, Vec<F>::TANH_END));
+  const vec<F> b = F(1) + (e.rest * e.scale + e.scale), less = g.rest * g.scale + (g.scale - F(1)), d = less + F(2), both = F(1) / (b * d);
+  x = d * both;
+  y = less * (b * both);
+}
+
+} // namespace
+} // namespace tt

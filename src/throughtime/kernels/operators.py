@@ -1,0 +1,147 @@
+"""The fused recurrent layer as operators of torch, `throughtime::recurrent` and its backward, for `torch.compile` and `torch.export`.
+
+Both pass over an operator as a whole, with the shapes of its results alone. Where nothing is compiled the autograd.Function of
+`recurrent.run` serves, which costs some 40 microseconds less at every call.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from throughtime.kernels import recurrent, reference
+from throughtime.kernels.dispatch import by_table
+from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.library import library
+
+
+def takes(kind: Kind, hidden: int, projected: bool, x: Any, weights: Sequence[Weights]) -> bool:
+    """Whether a layer that is compiled or exported goes through the operator; otherwise torch.nn's own call is recorded."""
+    if not isinstance(x, Tensor) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or torch.onnx.is_in_onnx_export():
+        return False
+    same = all(w is None or (w.dtype == x.dtype and w.device == x.device) for layer in weights for w in layer)
+    return same and _in_table(kind, x.dtype, hidden, projected)
+
+
+def _in_table(kind: Kind, dtype: torch.dtype, hidden: int, projected: bool) -> bool:
+    return by_table(kind, dtype, hidden, 1, projected).runs == "fused"
+
+
+def _saved(kind: Kind, dtype: torch.dtype, hidden: int, outputs: int) -> int:
+    """The numbers that the forward pass keeps for one step of one lane."""
+    return recurrent.saved_numbers(recurrent.KINDS[kind], recurrent.NUMBERS[dtype], 1, 1, 1, int(hidden), int(outputs))
+
+
+# What torch.compiler.assume_constant_result does, without the import of the compiler, which takes longer than that of throughtime.
+_in_table.__dict__["_dynamo_marked_constant"] = True
+
+
+def run(
+    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `reference.run`, one node of the graph."""
+    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, h, c, *weights))
+    keep = graph and not torch.compiler.is_exporting()
+    y, h_end, c_end, _ = torch.ops.throughtime.recurrent(kind, x, h, c, *weights, resets, keep)
+    return y, h_end, None if c is None else c_end
+
+
+@torch.library.custom_op("throughtime::recurrent", mutates_args=())
+def _forward(
+    kind: str,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    ih: Tensor,
+    hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    hr: Tensor | None,
+    resets: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`y`, `h` and `c` after the last step (nothing without a cell), and what a backward pass needs, if `keep`."""
+    weights = Weights(ih, hh, b_ih, b_hh, hr)
+    if library() is None:  # an exported program on another machine
+        y, h_end, c_end = reference.run(cast(Kind, kind), x, h, c, weights, resets)
+        saved = x.new_empty(0)
+    else:
+        y, h_end, c_end, saved = recurrent.forward(cast(Kind, kind), x, h, c, weights, resets, keep=keep)
+    return y, h_end, x.new_empty(0) if c_end is None else c_end, saved
+
+
+@_forward.register_fake
+def _(
+    kind: str,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    ih: Tensor,
+    hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    hr: Tensor | None,
+    resets: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del ih, b_ih, b_hh, resets
+    steps, lanes, _ = x.shape
+    saved = steps * lanes * _saved(cast(Kind, kind), x.dtype, hh.shape[1] if hr is None else hr.shape[1], h.shape[1]) if keep else 0
+    return (
+        x.new_empty(x.shape[0], *h.shape),
+        torch.empty_like(h),
+        x.new_empty(0) if c is None else torch.empty_like(c),
+        x.new_empty(saved),
+    )
+
+
+@torch.library.custom_op("throughtime::recurrent_backward", mutates_args=())
+def _backward(
+    kind: str,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    ih: Tensor,
+    hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    hr: Tensor | None,
+    resets: Tensor | None,
+    y: Tensor,
+    saved: Tensor,
+    dy: Tensor | None,
+    dh: Tensor | None,
+    dc: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of x, h, c, ih, hh, b_ih, b_hh and hr, those that are needed."""
+    weights = Weights(ih, hh, b_ih, b_hh, hr)
+    if not saved.numel():  # of an exported program, which is not made to be trained
+        y, _, _, saved = recurrent.forward(cast(Kind, kind), x, h, c, weights, resets, keep=True)
+    found = recurrent.backward(cast(Kind, kind), x, h, c, weights, resets, y, saved, dy, dh, dc, needs)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@_backward.register_fake
+def _(*args: Any) -> list[Tensor]:
+    given = (*args[1:4], *args[4:9])
+    return [torch.empty_like(t) for t, needed in zip(given, args[-1], strict=True) if needed]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    kind, *tensors, _ = inputs
+    ctx.kind, ctx.cell = kind, tensors[2] is not None
+    ctx.save_for_backward(*tensors, output[0], output[3])
+
+
+def _gradients(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """For each argument of `_forward`."""
+    needs = [bool(needed) for needed in ctx.needs_input_grad[1:9]]
+    found = iter(torch.ops.throughtime.recurrent_backward(ctx.kind, *ctx.saved_tensors, *given[:2], given[2] if ctx.cell else None, needs))
+    return None, *(next(found) if needed else None for needed in needs), None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

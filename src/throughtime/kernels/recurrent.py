@@ -1,0 +1,234 @@
+"""LSTM, GRU and RNN through the compiled core: forward and backward of one layer in one call each.
+
+What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and float64 on the CPU, time first. A
+gradient of the gradient, and the rows of a Jacobian (`is_grads_batched`), are computed by the reference, from what was saved.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from throughtime.errors import ThroughtimeError
+from throughtime.kernels import reference
+from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.library import library
+
+KINDS: dict[Kind, int] = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
+SEEN: dict[Kind, str] = {"lstm": "hcifgo", "gru": "hrzn", "rnn_tanh": "h", "rnn_relu": "h"}  # whose squared norms are captured
+Seen = Callable[[Tensor, Tensor, Tensor], None]  # takes what was captured, h entering the first step and the outputs
+Gradients = tuple[Tensor | None, ...]
+
+NUMBERS = {torch.float32: 0, torch.float64: 1}
+_KEEPS = {"lstm", "gru"}  # have a gate that keeps the past
+_POINTERS = (
+    "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets", "y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end",
+    "dx", "dh0", "dc0", "dw_ih", "dw_hh", "db_ih", "db_hh", "dw_hr", "squares", "entering", "kept",
+)  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    """`tt_call` of throughtime.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "type")),
+        *((name, ctypes.c_int64) for name in ("steps", "lanes", "inputs", "hidden", "outputs")),
+        *((name, ctypes.c_int32) for name in ("threads", "accumulate")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    ]
+
+
+@cache
+def core() -> ctypes.CDLL:
+    """The library, with the types of its recurrent calls set."""
+    found = library()
+    if found is None:
+        raise ThroughtimeError("the compiled kernels are not installed; kernels.reference.run computes the same")
+    for name, result in (("tt_saved", ctypes.c_int64), ("tt_forward", ctypes.c_int), ("tt_backward", ctypes.c_int)):
+        function = getattr(found, name)
+        function.argtypes, function.restype = [ctypes.POINTER(Call)], result
+    return found
+
+
+def run(
+    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None, seen: Seen | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs `(T, B, P)` and the state after the last step, `h` `(B, P)` and, of an LSTM, `c` `(B, H)`.
+
+    Args:
+        kind: which recurrence.
+        x: `(T, B, D)`, T and B at least 1.
+        h: `(B, P)` entering the first step.
+        c: `(B, H)`, of an LSTM.
+        weights: as torch names them; those of `x`'s type and device.
+        resets: `(T, B)` bool, true where zeros enter the step.
+        seen: called in every backward pass, where `Captured.of` says what it is given.
+
+    Raises:
+        MemoryError: there is no room for what the backward pass needs.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, h, c, *weights)):
+        y, h_end, c_end = _Recurrent.apply(kind, seen, x, h, c, *weights, resets)
+        return y, h_end, c_end
+    y, h_end, c_end, _ = forward(kind, x, h, c, weights, resets, keep=False)
+    return y, h_end, c_end
+
+
+def forward(
+    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Outputs, the state after them, and what the backward pass needs if it is to be kept (else an empty tensor)."""
+    steps, lanes, inputs = x.shape
+    hidden, outputs, dtype = weights.hidden, weights.hh.shape[1], x.dtype
+    sizes = (KINDS[kind], NUMBERS[dtype], steps, lanes, inputs, hidden, outputs)
+    y, h_end = x.new_empty((steps, lanes, outputs)), x.new_empty((lanes, outputs))  # on the CPU, whatever the default device
+    c_end = None if c is None else x.new_empty((lanes, hidden))
+    saved = x.new_empty(saved_numbers(*sizes) if keep else 0)
+    given = _contiguous(x, h, c, *weights, resets)
+    made = (y, h_end, c_end, saved if keep else None)
+    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, given), *map(_pointer, made))
+    _check(core().tt_forward(call))
+    return y, h_end, c_end, saved
+
+
+def backward(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None,
+    y: Tensor,
+    saved: Tensor,
+    dy: Tensor | None,
+    dh: Tensor | None,
+    dc: Tensor | None,
+    needs: Sequence[bool],
+    captured: Tensor | None = None,
+) -> Gradients:
+    """The gradients of `x`, `h`, `c` and the weights that `needs` asks for, in this order; None for the others.
+
+    `captured`, made by `room_for`, takes what `Captured.of` finds in it.
+    """
+    steps, lanes, inputs = x.shape
+    sizes = (KINDS[kind], NUMBERS[x.dtype], steps, lanes, inputs, weights.hidden, weights.hh.shape[1])
+    wanted = tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in zip((x, h, c, *weights), needs, strict=True))
+    given = _contiguous(x, h, c, *weights, resets)
+    after = _contiguous(dy, dh, dc)
+    made = (y, None, None, saved)
+    seen = () if captured is None else _places(kind, captured, steps, lanes)
+    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, (*given, *made, *after, *wanted)), *seen)
+    _check(core().tt_backward(call))
+    return wanted
+
+
+class Captured(NamedTuple):
+    """What a backward pass saw, in float64, letters in the order of `SEEN`.
+
+    Attributes:
+        squares: `(T, B, S)`, the squared norm of the gradient of each state and gate; S letters.
+        entering: `(B, E)`, those of the state entering the first step, h and, of an LSTM, c.
+        kept: `(H,)`, the gate that keeps the past (f of an LSTM, z of a GRU), added up over steps and lanes; empty for an RNN.
+    """
+
+    squares: Tensor
+    entering: Tensor
+    kept: Tensor
+
+    @classmethod
+    def of(cls, kind: Kind, captured: Tensor, steps: int, lanes: int) -> "Captured":
+        """Views of it."""
+        squares, entering = _counts(kind, steps, lanes)
+        parts = captured.split([squares, entering, len(captured) - squares - entering])
+        return cls(parts[0].view(steps, lanes, -1), parts[1].view(lanes, -1), parts[2])
+
+
+def room_for(kind: Kind, steps: int, lanes: int, hidden: int) -> Tensor:
+    """One piece of memory for all that is captured: half the cost of three at 5 microseconds in all."""
+    squares, entering = _counts(kind, steps, lanes)
+    return torch.empty(squares + entering + (hidden if kind in _KEEPS else 0), dtype=torch.float64, device="cpu")
+
+
+def _counts(kind: Kind, steps: int, lanes: int) -> tuple[int, int]:
+    return steps * lanes * len(SEEN[kind]), lanes * (2 if kind == "lstm" else 1)
+
+
+def _places(kind: Kind, captured: Tensor, steps: int, lanes: int) -> tuple[int, int, int | None]:
+    """Where squares, entering and kept begin."""
+    squares, entering = _counts(kind, steps, lanes)
+    at = captured.data_ptr()
+    return at, at + 8 * squares, at + 8 * (squares + entering) if kind in _KEEPS else None
+
+
+class _Recurrent(torch.autograd.Function):
+    """The call as one node of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: Kind, seen: Seen | None, x: Tensor, h: Tensor, c: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        *given, resets = rest
+        y, h_end, c_end, saved = forward(kind, x, h, c, Weights(*given), resets, keep=True)
+        ctx.kind, ctx.seen = kind, seen
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, h, c, *given, resets, y, saved)
+        return y, h_end, c_end
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, h, c, *given, resets, y, saved = ctx.saved_tensors
+        kind: Kind = ctx.kind
+        seen: Seen | None = ctx.seen
+        needs, again = ctx.needs_input_grad[2:-1], torch.is_grad_enabled()
+        if (again and seen is None) or any(g is not None and _batched(g) for g in grads):
+            return None, None, *_by_reference(kind, (x, h, c, *given), resets, grads, needs), None
+        weights, (dy, dh, dc) = Weights(*given), grads
+        captured = None if seen is None else room_for(kind, x.shape[0], x.shape[1], weights.hidden)
+        found = backward(kind, x, h, c, weights, resets, y, saved, dy, dh, dc, needs, captured)
+        if seen is not None and captured is not None:
+            seen(captured, h, y)
+        return None, None, *(_by_reference(kind, (x, h, c, *given), resets, grads, needs) if again else found), None
+
+
+def _by_reference(
+    kind: Kind, given: Sequence[Tensor | None], resets: Tensor | None, grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> Gradients:
+    """The same gradients, with a graph if one is being recorded, by the recurrence written out."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        mine = [None if t is None else t if again else t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+        x, h, c, *weights = mine
+        made = reference.run(kind, x, h, c, Weights(*weights), resets)  # pyright: ignore[reportArgumentType]  # x and h are never None
+        pairs = [(m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None]
+        asked = [t for t, need in zip(mine, needs, strict=True) if need and t is not None]
+        found = iter(torch.autograd.grad([m for m, _ in pairs], asked, [g for _, g in pairs], create_graph=again, allow_unused=True))
+    return tuple(next(found) if need else None for need in needs)
+
+
+def _batched(gradient: Tensor) -> bool:
+    """Whether these are rows of a Jacobian, as `torch.autograd.grad(..., is_grads_batched=True)` hands them out."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def saved_numbers(*sizes: int) -> int:
+    """How many numbers a forward pass keeps; sizes as the first fields of `Call`."""
+    return core().tt_saved(Call(*sizes))
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("the kernels of throughtime found no memory for their work; take fewer lanes, or shorter chunks")

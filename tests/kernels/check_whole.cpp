@@ -1,0 +1,525 @@
+// A stack of layers, its readout, loss and all gradients in one call, against the same in its plainest form; products by a BLAS too.
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "check.h"
+#include "recurrent.h"
+#include "throughtime.h"
+
+namespace {
+
+enum Mask { ALL, SOME, ONE };
+
+struct Case {
+  std::vector<Sizes> layers;
+  int64_t steps, C; // steps that may count, the last ones of T
+  int loss, mask;
+  bool bias, read_bias, resets, accumulate, all; // all: gradients of what enters the first layer too
+  double far;                                    // biases of the readout reach so far from zero
+  uint64_t seed;
+  int64_t rows() const { return steps * layers[0].B; }
+  int64_t lead() const { return (layers[0].T - steps) * layers[0].B; }
+  int64_t P() const { return layers.back().P; }
+};
+
+struct Example {
+  std::vector<Given> layers; // x of the first alone
+  Numbers w, b, wanted;      // b is empty where there is none, wanted for the squared error alone
+  std::vector<int64_t> classes;
+  std::vector<uint8_t> mask; // empty: all count
+  bool counts(int64_t row) const { return mask.empty() || mask[row]; }
+};
+
+struct Answer {
+  std::vector<Made> layers;
+  Numbers outputs, dw, db;
+  double mean = 0.0, nearest = 1e300; // to the kink of relu
+};
+
+void say(const Case &c, int type, const char *what, double error) {
+  fprintf(stderr, "whole, %s, seed %" PRIu64 " on %s: %s %g; steps=%" PRId64 " C=%" PRId64 " loss=%d mask=%d bias=%d%d resets=%d accumulate=%d;",
+          type == TT_F32 ? "float" : "double", c.seed, tt_level(), what, error, c.steps, c.C, c.loss, c.mask, c.bias, c.read_bias, c.resets,
+          c.accumulate);
+  for (const Sizes &z : c.layers)
+    fprintf(stderr, " kind %d T=%" PRId64 " B=%" PRId64 " D=%" PRId64 " H=%" PRId64 " P=%" PRId64, z.kind, z.T, z.B, z.D, z.H, z.P);
+  fprintf(stderr, "\n");
+}
+
+// ---- the plainest form
+
+// The loss of one row; z becomes its gradient.
+double slope(const Case &c, const Example &e, int64_t row, Numbers &z) {
+  double loss = 0.0, sum = 0.0;
+  if (c.loss == TT_SQUARED) {
+    for (int64_t k = 0; k < c.C; k++) {
+      const double off = z[k] - e.wanted[row * c.C + k];
+      loss += off * off / static_cast<double>(c.C);
+      z[k] = 2.0 * off / static_cast<double>(c.C);
+    }
+    return loss;
+  }
+  const double most = *std::max_element(z.begin(), z.end()), at_target = z[e.classes[row]];
+  for (double &number : z) sum += number = std::exp(number - most);
+  for (double &number : z) number /= sum;
+  z[e.classes[row]] -= 1.0;
+  return std::log(sum) + most - at_target;
+}
+
+// Fills all but the layers; returns the gradient of y, (T, B, P).
+Numbers read_out(const Case &c, const Example &e, const Numbers &y, Answer &answer) {
+  double valid = 0.0;
+  for (int64_t row = 0; row < c.rows(); row++) valid += e.counts(row);
+  Numbers dy(y.size(), 0.0);
+  answer.dw = Numbers(e.w.size(), 0.0), answer.db = Numbers(static_cast<size_t>(c.C), 0.0), answer.mean = 0.0;
+  for (int64_t row = 0; row < c.rows(); row++) {
+    const Numbers seen = cut(y, c.lead() + row, c.P());
+    Numbers z = times(e.w, seen, c.C);
+    add(z, e.b);
+    answer.outputs.insert(answer.outputs.end(), z.begin(), z.end());
+    if (!e.counts(row)) continue;
+    answer.mean += slope(c, e, row, z) / valid;
+    for (double &number : z) number /= valid;
+    add_outer(answer.dw, z, seen);
+    add(answer.db, z);
+    const Numbers back = transposed_times(e.w, z, c.P());
+    std::copy(back.begin(), back.end(), dy.begin() + (c.lead() + row) * c.P());
+  }
+  return dy;
+}
+
+Answer answer_of(const Case &c, Example e) {
+  Answer answer;
+  for (size_t i = 0; i < c.layers.size(); i++) {
+    if (i) e.layers[i].x = answer.layers[i - 1].y;
+    answer.layers.push_back(reference(c.layers[i], e.layers[i]));
+    answer.nearest = std::fmin(answer.nearest, c.layers[i].kind == TT_RNN_RELU ? answer.layers[i].nearest : 1e300);
+  }
+  Numbers dy = read_out(c, e, answer.layers.back().y, answer);
+  for (size_t i = c.layers.size(); i-- > 0;) {
+    e.layers[i].dy = dy;
+    answer.layers[i] = reference(c.layers[i], e.layers[i]);
+    dy = answer.layers[i].dx;
+  }
+  return answer;
+}
+
+// ---- examples
+
+// Numbers that are the same in both types.
+Numbers draw(Random &random, int64_t count, double most) {
+  Numbers out(static_cast<size_t>(count));
+  for (double &number : out) number = static_cast<float>(most * random.number());
+  return out;
+}
+
+double fair(int64_t inputs) { return std::sqrt(3.0 / static_cast<double>(inputs)); } // sums of so many neither die out nor blow up
+
+Given layer_of(const Case &c, size_t i, Random &random, const std::vector<uint8_t> &resets) {
+  const Sizes &z = c.layers[i];
+  const bool bias = c.bias || z.kind == TT_RNN_RELU; // else sums of nothing but zeros lie on its kink
+  Given g;
+  g.x = draw(random, i ? 0 : z.T * z.B * z.D, 1.0);
+  g.h0 = draw(random, z.B * z.P, 1.0);
+  g.c0 = draw(random, z.kind == TT_LSTM ? z.B * z.H : 0, 1.0);
+  g.w_ih = draw(random, z.rows() * z.D, fair(z.D));
+  g.w_hh = draw(random, z.rows() * z.P, fair(z.P));
+  g.b_ih = draw(random, bias ? z.rows() : 0, 0.5);
+  g.b_hh = draw(random, bias ? z.rows() : 0, 0.5);
+  g.w_hr = draw(random, z.projected ? z.P * z.H : 0, fair(z.H));
+  g.resets = resets;
+  return g;
+}
+
+// What does not count has targets that nobody may read: NaN, and classes that are not there.
+Example drawn(const Case &c, Random random) {
+  Example e;
+  std::vector<uint8_t> resets;
+  for (int64_t i = 0; c.resets && i < c.layers[0].T * c.layers[0].B; i++) resets.push_back(random.bits() >> 62 ? 0 : 1);
+  for (size_t i = 0; i < c.layers.size(); i++) e.layers.push_back(layer_of(c, i, random, resets));
+  e.w = draw(random, c.C * c.P(), fair(c.P()));
+  e.b = draw(random, c.read_bias ? c.C : 0, c.far);
+  const uint64_t rows = static_cast<uint64_t>(c.rows()), C = static_cast<uint64_t>(c.C), one = random.bits() % rows;
+  for (uint64_t row = 0; c.mask != ALL && row < rows; row++) e.mask.push_back(row == one || (c.mask == SOME && random.bits() >> 63));
+  e.wanted = draw(random, c.loss == TT_SQUARED ? c.rows() * c.C : 0, 1.0);
+  for (uint64_t row = 0; row < rows; row++) {
+    const bool counts = e.counts(static_cast<int64_t>(row));
+    if (c.loss == TT_CROSS_ENTROPY) e.classes.push_back(counts ? static_cast<int64_t>(random.bits() % C) : row % 2 ? -1 : c.C);
+    for (uint64_t k = 0; c.loss == TT_SQUARED && !counts && k < C; k++) e.wanted[row * C + k] = NAN;
+  }
+  return e;
+}
+
+// One that comes no nearer to the kink of relu than where float falls on the other side than double.
+Example away_from_kinks(const Case &c, Answer *answer) {
+  for (uint64_t attempt = 0;; attempt++) {
+    const Example e = drawn(c, Random(c.seed + (attempt << 32)));
+    *answer = answer_of(c, e);
+    if (answer->nearest > 1e-5) return e;
+  }
+}
+
+// Every size and choice, drawn by the seed.
+Case case_of(uint64_t seed) {
+  Random random(seed);
+  for (int i = 0; i < 8; i++) random.bits(); // the first ones of near seeds are near each other
+  const auto of = [&](auto... options) {
+    const int64_t all[] = {options...};
+    return all[random.bits() % sizeof...(options)];
+  };
+  const auto flag = [&] { return random.bits() >> 63 != 0; };
+  Case c = {};
+  const int64_t T = 1 + static_cast<int64_t>(random.bits() % 17), B = of(1, 3, 8), count = of(1, 2, 3);
+  for (int64_t i = 0, D = of(1, 5, 16); i < count; i++) {
+    const int kind = static_cast<int>(of(TT_LSTM, TT_GRU, TT_RNN_TANH, TT_RNN_RELU, TT_LSTM));
+    const int64_t H = of(1, 7, 33, 50);
+    const bool projected = !i && kind == TT_LSTM && H > 1 && flag();
+    c.layers.push_back({kind, T, B, D, H, projected ? H / 2 : H, projected});
+    D = c.layers.back().P;
+  }
+  c.steps = flag() ? T : 1 + static_cast<int64_t>(random.bits() % static_cast<uint64_t>(T));
+  c.C = of(1, 5, 17, 64), c.loss = static_cast<int>(of(TT_CROSS_ENTROPY, TT_SQUARED)), c.mask = static_cast<int>(of(ALL, SOME, ONE));
+  c.bias = flag(), c.read_bias = flag(), c.resets = flag(), c.accumulate = flag(), c.all = flag();
+  c.far = c.loss == TT_CROSS_ENTROPY && flag() ? 1000.0 : 1.0; // beyond where exp is cut off, in both types
+  c.seed = seed;
+  return c;
+}
+
+// ---- the library
+
+template <class F> void lend(const Exact<F> &to, const Numbers &from) {
+  for (size_t i = 0; i < from.size(); i++) to[static_cast<int64_t>(i)] = static_cast<F>(from[i]);
+}
+
+template <class F> F *maybe(const Exact<F> &numbers) { return numbers.size() ? numbers.data() : nullptr; } // null where there are none
+
+int64_t length(const Numbers &numbers) { return static_cast<int64_t>(numbers.size()); }
+
+template <class F> struct Layer { // what one layer is given and makes; x and dy lie elsewhere but for the first and the last
+  Layer(const Sizes &z, const Given &g, bool last, bool dx_too, bool all)
+      : x(length(g.x)), h0(length(g.h0)), c0(length(g.c0)), w_ih(length(g.w_ih)), w_hh(length(g.w_hh)), b_ih(length(g.b_ih)), b_hh(length(g.b_hh)),
+        w_hr(length(g.w_hr)), resets(static_cast<int64_t>(g.resets.size())), y(z.T * z.B * z.P), h_end(z.B * z.P), c_end(length(g.c0)),
+        dy(last ? z.T * z.B * z.P : 0), dx(dx_too ? z.T * z.B * z.D : 0), dh0(all ? z.B * z.P : 0), dc0(all ? length(g.c0) : 0),
+        dw_ih(length(g.w_ih)), dw_hh(length(g.w_hh)), db_ih(length(g.b_ih)), db_hh(length(g.b_hh)), dw_hr(length(g.w_hr)) {
+    lend(x, g.x), lend(h0, g.h0), lend(c0, g.c0), lend(w_ih, g.w_ih), lend(w_hh, g.w_hh), lend(b_ih, g.b_ih), lend(b_hh, g.b_hh), lend(w_hr, g.w_hr);
+    std::copy(g.resets.begin(), g.resets.end(), resets.begin());
+    call.kind = z.kind, call.type = sizeof(F) == 4 ? TT_F32 : TT_F64;
+    call.steps = z.T, call.lanes = z.B, call.inputs = z.D, call.hidden = z.H, call.outputs = z.P;
+    call.x = maybe(x), call.h0 = maybe(h0), call.c0 = maybe(c0), call.w_ih = maybe(w_ih), call.w_hh = maybe(w_hh), call.b_ih = maybe(b_ih);
+    call.b_hh = maybe(b_hh), call.w_hr = maybe(w_hr), call.resets = maybe(resets), call.y = maybe(y), call.h_end = maybe(h_end);
+    call.c_end = maybe(c_end), call.dy = maybe(dy), call.dx = maybe(dx), call.dh0 = maybe(dh0), call.dc0 = maybe(dc0), call.dw_ih = maybe(dw_ih);
+    call.dw_hh = maybe(dw_hh), call.db_ih = maybe(db_ih), call.db_hh = maybe(db_hh), call.dw_hr = maybe(dw_hr);
+    saved = std::make_unique<Exact<F>>(tt_saved(&call));
+    call.saved = saved->data();
+  }
+
+  // What the backward pass makes becomes `value`; the rest is left.
+  void gradients(F value) {
+    for (Exact<F> *made : {&dw_ih, &dw_hh, &db_ih, &db_hh, &dw_hr}) made->fill(value);
+    for (Exact<F> *made : {&dx, &dh0, &dc0}) made->poison();
+  }
+
+  Exact<F> x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr;
+  Exact<uint8_t> resets;
+  Exact<F> y, h_end, c_end, dy, dx, dh0, dc0, dw_ih, dw_hh, db_ih, db_hh, dw_hr;
+  std::unique_ptr<Exact<F>> saved;
+  tt_call call = {};
+};
+
+template <class F> struct Output {
+  const char *name;
+  Exact<F> Layer<F>::*made;
+  Numbers Made::*expected;
+  bool weight;
+};
+
+template <class F>
+const Output<F> OUTPUTS[] = {{"y", &Layer<F>::y, &Made::y, false},           {"h_end", &Layer<F>::h_end, &Made::h_end, false},
+                             {"c_end", &Layer<F>::c_end, &Made::c_end, false}, {"dx", &Layer<F>::dx, &Made::dx, false},
+                             {"dh0", &Layer<F>::dh0, &Made::dh0, false},       {"dc0", &Layer<F>::dc0, &Made::dc0, false},
+                             {"dw_ih", &Layer<F>::dw_ih, &Made::dw_ih, true},  {"dw_hh", &Layer<F>::dw_hh, &Made::dw_hh, true},
+                             {"db_ih", &Layer<F>::db_ih, &Made::db_ih, true},  {"db_hh", &Layer<F>::db_hh, &Made::db_hh, true},
+                             {"dw_hr", &Layer<F>::dw_hr, &Made::dw_hr, true}};
+
+// The largest difference relative to the largest number; infinity where something is not finite. What is not there differs by nothing.
+template <class F> double difference(const Exact<F> &made, const Numbers &expected, double before) {
+  double most = 1e-30, worst = 0.0;
+  for (int64_t i = 0; i < made.size(); i++) {
+    const double right = expected[static_cast<size_t>(i)] + before, error = std::fabs(static_cast<double>(made[i]) - right);
+    if (!(error <= 1e300)) return HUGE_VAL;
+    worst = std::fmax(worst, error), most = std::fmax(most, std::fabs(right));
+  }
+  return worst / most;
+}
+
+template <class F> class Run {
+public:
+  Run(const Case &c, const Example &e, int threads)
+      : w(length(e.w)), b(length(e.b)), wanted(length(e.wanted)), classes(static_cast<int64_t>(e.classes.size())),
+        mask(static_cast<int64_t>(e.mask.size())), outputs(c.rows() * c.C), dw(length(e.w)), db(length(e.b)), mean(1), before_(c.accumulate ? 0.5 : 0.0) {
+    lend(w, e.w), lend(b, e.b), lend(wanted, e.wanted);
+    std::copy(e.classes.begin(), e.classes.end(), classes.begin());
+    std::copy(e.mask.begin(), e.mask.end(), mask.begin());
+    const F start = c.accumulate ? F(0.5) : F(NAN);
+    dw.fill(start), db.fill(start);
+    for (size_t i = 0; i < c.layers.size(); i++) {
+      layers.push_back(std::make_unique<Layer<F>>(c.layers[i], e.layers[i], i + 1 == c.layers.size(), i || c.all, c.all));
+      layers[i]->call.threads = threads, layers[i]->call.accumulate = c.accumulate;
+      layers[i]->gradients(start);
+    }
+    whole_.loss = c.loss, whole_.accumulate = c.accumulate, whole_.steps = c.steps, whole_.classes = c.C;
+    for (int64_t row = 0; row < c.rows(); row++) whole_.valid += e.counts(row);
+  }
+
+  int go() {
+    std::vector<tt_call> calls;
+    for (size_t i = 0; i < layers.size(); i++) {
+      tt_call &call = layers[i]->call;
+      if (i) call.x = layers[i - 1]->call.y;
+      if (i + 1 < layers.size()) call.dy = layers[i + 1]->call.dx;
+      calls.push_back(call);
+    }
+    whole_.layers = calls.data(), whole_.count = static_cast<int32_t>(calls.size());
+    whole_.w = maybe(w), whole_.b = maybe(b), whole_.mask = maybe(mask), whole_.outputs = maybe(outputs), whole_.dw = maybe(dw), whole_.db = maybe(db);
+    whole_.targets = whole_.loss == TT_CROSS_ENTROPY ? static_cast<const void *>(maybe(classes)) : maybe(wanted);
+    whole_.mean = maybe(mean);
+    return tt_whole_step(&whole_);
+  }
+
+  double distance(const Answer &answer, const char **of) const {
+    double worst = 0.0;
+    const auto take = [&](const char *name, double error) {
+      if (error > worst) worst = error, *of = name;
+    };
+    for (size_t i = 0; i < layers.size(); i++)
+      for (const Output<F> &out : OUTPUTS<F>)
+        take(out.name, difference((*layers[i]).*out.made, answer.layers[i].*out.expected, out.weight ? before_ : 0.0));
+    take("outputs", difference(outputs, answer.outputs, 0.0)), take("dw", difference(dw, answer.dw, before_));
+    take("db", difference(db, answer.db, before_)), take("mean", difference(mean, {answer.mean}, 0.0));
+    return worst;
+  }
+
+  // Everything that was made, bit by bit.
+  std::vector<uint8_t> bits() const {
+    std::vector<uint8_t> all;
+    const auto take = [&](const auto &made) {
+      const auto *const start = reinterpret_cast<const uint8_t *>(made.data());
+      all.insert(all.end(), start, start + sizeof(*made.data()) * static_cast<size_t>(made.size()));
+    };
+    for (const auto &layer : layers)
+      for (const Output<F> &out : OUTPUTS<F>) take((*layer).*out.made);
+    take(outputs), take(dw), take(db), take(mean);
+    return all;
+  }
+
+  Exact<F> w, b, wanted;
+  Exact<int64_t> classes;
+  Exact<uint8_t> mask;
+  Exact<F> outputs, dw, db;
+  Exact<double> mean;
+  std::vector<std::unique_ptr<Layer<F>>> layers; // the first's x is its own, the last's dy
+
+private:
+  const double before_; // in the gradients of the weights
+  tt_whole whole_ = {};
+};
+
+// ---- what must hold
+
+template <class F> constexpr int TYPE = sizeof(F) == 4 ? TT_F32 : TT_F64;
+
+template <class F> int agrees(const Case &c, const Example &e, const Answer &answer) {
+  Run<F> one(c, e, 1), two(c, e, 2);
+  if (const int fault = one.go() + two.go()) return say(c, TYPE<F>, "a fault:", fault), 1;
+  const char *of = "";
+  const double error = one.distance(answer, &of);
+  if (error > (sizeof(F) == 4 ? 2e-4 : 1e-11)) return say(c, TYPE<F>, of, error), 1;
+  if (one.bits() != two.bits()) return say(c, TYPE<F>, "two threads give other numbers than one", two.distance(answer, &of)), 1;
+  return 0;
+}
+
+int compare(const Case &c) {
+  Answer answer;
+  const Example e = away_from_kinks(c, &answer);
+  return agrees<float>(c, e, answer) + agrees<double>(c, e, answer);
+}
+
+// A small case of its own, for what is no matter of sizes.
+Case plain(int loss, int mask, uint64_t seed) {
+  Case c = {};
+  c.layers = {{TT_LSTM, 6, 3, 5, 9, 4, true}, {TT_GRU, 6, 3, 4, 7, 7, false}, {TT_RNN_TANH, 6, 3, 7, 8, 8, false}};
+  c.steps = 4, c.C = 5, c.loss = loss, c.mask = mask, c.bias = c.read_bias = c.resets = true, c.far = 1.0, c.seed = seed;
+  return c;
+}
+
+// The reference itself, against differences of the loss.
+int trust(int loss, int mask, uint64_t seed) {
+  const Case c = plain(loss, mask, seed);
+  Example e = drawn(c, Random(seed));
+  const Answer answer = answer_of(c, e);
+  std::vector<std::pair<Numbers *, const Numbers *>> each = {{&e.w, &answer.dw}, {&e.b, &answer.db}, {&e.layers[0].x, &answer.layers[0].dx}};
+  for (size_t i = 0; i < c.layers.size(); i++)
+    each.insert(each.end(), {{&e.layers[i].w_hh, &answer.layers[i].dw_hh}, {&e.layers[i].b_ih, &answer.layers[i].db_ih}});
+  int failures = 0;
+  for (const auto &[numbers, gradient] : each)
+    for (size_t i = 0; i < numbers->size(); i += 3) {
+      const double old = (*numbers)[i], by = 1e-6;
+      (*numbers)[i] = old + by;
+      const double above = answer_of(c, e).mean;
+      (*numbers)[i] = old - by;
+      const double error = std::fabs((above - answer_of(c, e).mean) / (2 * by) - (*gradient)[i]);
+      (*numbers)[i] = old;
+      if (error > 1e-7 * (1.0 + std::fabs((*gradient)[i]))) failures++, say(c, TT_F64, "the reference differs from differences", error);
+    }
+  return failures;
+}
+
+// Mutants must fail: another row that counts, another target, another start of the steps that count, one reset fewer.
+int notices(int loss) {
+  const Case c = plain(loss, ONE, 3);
+  const Example e = drawn(c, Random(3));
+  Run<float> run(c, e, 1);
+  const size_t one = static_cast<size_t>(std::find(e.mask.begin(), e.mask.end(), 1) - e.mask.begin()), other = (one + 1) % e.mask.size();
+  const size_t C = static_cast<size_t>(c.C);
+  Example row = e, target = e, reset = e;
+  std::swap(row.mask[one], row.mask[other]);
+  if (loss == TT_CROSS_ENTROPY)
+    target.classes[one] = (e.classes[one] + 1) % c.C, row.classes[other] = e.classes[one];
+  else
+    target.wanted[one * C] += 1.0, std::copy_n(e.wanted.begin() + one * C, C, row.wanted.begin() + other * C);
+  for (Given &layer : reset.layers) layer.resets.assign(layer.resets.size(), 0);
+  Case shifted = c;
+  for (Sizes &z : shifted.layers) z.T--;
+  int failures = run.go() != 0;
+  const char *of = "";
+  for (const Answer &mutant : {answer_of(c, row), answer_of(c, target), answer_of(c, reset)})
+    if (!(run.distance(mutant, &of) > 1e-2)) failures++, say(c, TT_F32, "a mutant goes unnoticed", 0.0);
+  const Answer early = answer_of(shifted, e); // the numbers of its outputs are as many
+  if (!(difference(run.outputs, early.outputs, 0.0) > 1e-2)) failures++, say(c, TT_F32, "other steps go unnoticed", 0.0);
+  return failures;
+}
+
+// A class that is not there: nothing is written, unless its row does not count.
+template <class F> int no_class() {
+  const Case c = plain(TT_CROSS_ENTROPY, SOME, 4);
+  const Example e = drawn(c, Random(4));
+  int failures = 0;
+  for (int64_t wrong : {int64_t(-1), c.C, INT64_MIN, INT64_MAX})
+    for (int64_t row = 0; row < c.rows(); row++) {
+      Run<F> run(c, e, 1);
+      run.classes[row] = wrong;
+      const std::vector<uint8_t> before = run.bits();
+      const int fault = run.go();
+      const bool counts = e.counts(row), left = before == run.bits();
+      if (fault != (counts ? TT_NO_CLASS : 0) || left != counts) failures++, say(c, TYPE<F>, "a class that is not there: fault", fault);
+    }
+  return failures;
+}
+
+// A single NaN among the weights, or in what enters, is reported.
+template <class F> int not_finite(int loss) {
+  const Case c = plain(loss, ALL, 5);
+  const Example e = drawn(c, Random(5));
+  const auto fault = [&](const auto &choose) {
+    Run<F> run(c, e, 1);
+    for (Exact<F> *numbers : choose(run)) (*numbers)[numbers->size() / 2] = F(NAN);
+    return run.go();
+  };
+  typedef std::vector<Exact<F> *> Chosen;
+  int failures = fault([](Run<F> &) { return Chosen(); }) != 0;
+  failures += fault([](Run<F> &run) { return Chosen{&run.w}; }) != TT_NOT_FINITE;
+  failures += fault([](Run<F> &run) { return Chosen{&run.b}; }) != TT_NOT_FINITE;
+  for (size_t i = 0; i < c.layers.size(); i++)
+    for (auto weight : {&Layer<F>::w_ih, &Layer<F>::w_hh, &Layer<F>::b_ih, &Layer<F>::b_hh, &Layer<F>::h0, &Layer<F>::x, &Layer<F>::w_hr, &Layer<F>::c0})
+      if (((*Run<F>(c, e, 1).layers[i]).*weight).size())
+        failures += fault([&](Run<F> &run) { return Chosen{&((*run.layers[i]).*weight)}; }) != TT_NOT_FINITE;
+  if (failures) say(c, TYPE<F>, "NaN goes unnoticed: times", failures);
+  return failures;
+}
+
+// ---- products by a BLAS
+
+int products, refused;
+
+// sgemm and dgemm as their reference has them: C = alpha op(A) op(B) + beta C column by column, C is not read where beta is 0, and
+// nothing is done where a matrix cannot have the distance between columns that is said.
+// Reference: J. Dongarra et al., A set of level 3 basic linear algebra subprograms, ACM TOMS 16 (1990).
+template <class F>
+void blas(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const void *alpha, const void *a, const int *lda,
+          const void *b, const int *ldb, const void *beta, void *c, const int *ldc) {
+  const bool turn_a = *trans_a != 'N', turn_b = *trans_b != 'N';
+  products++;
+  if (*lda < std::max(1, turn_a ? *k : *m) || *ldb < std::max(1, turn_b ? *n : *k) || *ldc < std::max(1, *m)) {
+    refused++;
+    return;
+  }
+  const F *const A = static_cast<const F *>(a), *const B = static_cast<const F *>(b), times = *static_cast<const F *>(alpha);
+  const F keep = *static_cast<const F *>(beta);
+  const int64_t a_row = turn_a ? *lda : 1, a_column = turn_a ? 1 : *lda, b_row = turn_b ? *ldb : 1, b_column = turn_b ? 1 : *ldb;
+  for (int64_t j = 0; j < *n; j++) {
+    F *const to = static_cast<F *>(c) + j * *ldc;
+    for (int64_t i = 0; i < *m; i++) to[i] = keep == 0 ? F(0) : keep * to[i];
+    for (int64_t x = 0; x < *k; x++) {
+      const F by = times * B[x * b_row + j * b_column];
+      for (int64_t i = 0; i < *m; i++) to[i] += A[i * a_row + x * a_column] * by;
+    }
+  }
+}
+
+// tt_backward alone makes of what the forward pass left the bits that it made within the whole.
+template <class F> int alone(const Case &c, const Example &e) {
+  Run<F> run(c, e, 2);
+  if (run.go()) return say(c, TYPE<F>, "a fault", 0.0), 1;
+  const std::vector<uint8_t> before = run.bits();
+  for (const auto &layer : run.layers) layer->gradients(F(0.5));
+  int failures = 0;
+  for (size_t i = run.layers.size(); i-- > 0;) failures += tt_backward(&run.layers[i]->call) != 0;
+  if (failures || before != run.bits()) failures++, say(c, TYPE<F>, "tt_backward alone gives other numbers", 0.0);
+  return failures;
+}
+
+// Products worth a BLAS take one, some with rows of B that lie apart, or are left out by resets, or begin before the first step.
+int by_blas(const Case &c) {
+  Answer answer;
+  const Example e = away_from_kinks(c, &answer);
+  int failures = 0;
+  tt_blas(blas<float>, blas<double>);
+  products = refused = 0;
+  failures += agrees<float>(c, e, answer);
+  if (!products) failures++, say(c, TT_F32, "no product by a BLAS", 0.0);
+  products = 0;
+  failures += agrees<double>(c, e, answer);
+  if (!products) failures++, say(c, TT_F64, "no product by a BLAS", 0.0);
+  if (c.accumulate) failures += alone<float>(c, e) + alone<double>(c, e);
+  if (refused) failures++, say(c, TT_F32, "arguments that a BLAS refuses, calls:", refused);
+  tt_blas(nullptr, nullptr);
+  return failures;
+}
+
+int large() {
+  Case c = {};
+  c.steps = 56, c.C = 80, c.loss = TT_CROSS_ENTROPY, c.mask = SOME, c.bias = c.read_bias = c.resets = c.accumulate = c.all = true, c.far = 1.0;
+  int failures = 0;
+  c.layers = {{TT_LSTM, 64, 8, 90, 128, 128, false}}, c.seed = 1;
+  failures += by_blas(c);
+  c.layers = {{TT_LSTM, 64, 8, 90, 128, 100, true}, {TT_RNN_TANH, 64, 8, 100, 128, 128, false}}, c.seed = 2;
+  failures += by_blas(c);
+  c.layers = {{TT_GRU, 64, 8, 90, 128, 128, false}}, c.seed = 3, c.loss = TT_SQUARED, c.accumulate = c.resets = false;
+  failures += by_blas(c);
+  c.layers = {{TT_LSTM, 1, 2048, 1, 512, 1, true}}, c.steps = 1, c.C = 2048, c.seed = 4; // matrices of one column
+  return failures + by_blas(c);
+}
+
+} // namespace
+
+int check_whole(bool brief) {
+  int failures = 0;
+  for (int loss : {TT_CROSS_ENTROPY, TT_SQUARED}) {
+    for (int mask : {ALL, SOME, ONE}) failures += trust(loss, mask, 11);
+    failures += notices(loss) + not_finite<float>(loss) + not_finite<double>(loss);
+  }
+  for (uint64_t seed = 1; seed <= (brief ? 40 : 520); seed++) failures += compare(case_of(seed));
+  return failures + no_class<float>() + no_class<double>() + large();
+}

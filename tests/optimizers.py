@@ -1,0 +1,83 @@
+"""What the tests of the optimizers share: parameters of odd shapes, gradients by number, and distances."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from throughtime import optim
+from throughtime.kernels.library import library, why_missing
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "adam": (optim.Adam, torch.optim.Adam),
+    "adamw": (optim.AdamW, torch.optim.AdamW),
+    "sgd": (optim.SGD, torch.optim.SGD),
+}
+SHAPES = ((7, 5), (33,), (), (1,), (4, 0), (2, 3, 5), (16, 50))
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+WAYS = ("compiled", "torch")
+needs_core = pytest.mark.skipif(library() is None, reason=str(why_missing()))
+
+
+def made(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
+    """Parameters of odd shapes, one of them transposed in memory."""
+    draw = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in SHAPES]
+    return [*params, nn.Parameter(torch.randn(6, 9, generator=draw, dtype=dtype).t())]
+
+
+def grouped(params: list[nn.Parameter], **other: Any) -> list[dict[str, Any]]:
+    return [{"params": params[:3]}, {"params": params[3:], **other}]
+
+
+def give(params: list[nn.Parameter], step: int) -> None:
+    """Gradients that the step decides, large and small by turns, of the layout of their parameters."""
+    draw = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        drawn = torch.randn(param.shape, generator=draw, dtype=torch.float64) * 10.0 ** (step % 3 - 1)
+        param.grad = torch.empty_like(param).copy_(drawn)
+
+
+def apart(ours: list[Tensor], torchs: list[Tensor]) -> float:
+    """The largest distance between vectors, in units of the largest number of each."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, torchs, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers in one vector: where a tensor of one number cancels to nearly nothing, rounding would seem large."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def kept(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What the optimizer keeps, a vector for each name."""
+    states: list[dict[str, Tensor]] = list(optimizer.state_dict()["state"].values())
+    return [flat([state[name] for state in states]) for name in (states[0] if states else ())]
+
+
+def compiled(optimizer: Any) -> bool:
+    return optimizer.fallback is None
+
+
+def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], start: int, stop: int) -> None:
+    for step in range(start, stop):
+        give(params, step)
+        optimizer.step()
+
+
+def form(state: dict[str, Any]) -> object:
+    """Keys, types and layouts."""
+    tensors = {k: {n: (t.dtype, t.shape, t.stride()) for n, t in entry.items()} for k, entry in state["state"].items()}
+    return tensors, [sorted(group) for group in state["param_groups"]]
+
+
+def route(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Lets steps go the way that is named: "compiled", or "torch" as if there were no core."""
+    if way == "compiled" and library() is None:
+        pytest.skip(str(why_missing()))
+    if way == "torch":
+        monkeypatch.setattr(optim, "need", lambda _: None)
+        monkeypatch.setattr(optim, "why_missing", lambda: "a test took it away")
+    return way

@@ -1,0 +1,140 @@
+"""What the tests of recurrent layers share: one layer's tensors, what a loss on everything it returns blames them for, and distance.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.kernels.layer import GATES, Kind, Weights
+from throughtime.kernels.library import library, why_missing
+
+KINDS: tuple[Kind, ...] = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+needs_kernels = pytest.mark.skipif(library() is None, reason=str(why_missing()))
+Run = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+
+
+def exact(dtype: torch.dtype) -> float:
+    """How close is equal, relative to the largest entry."""
+    return 1e-12 if dtype == torch.float64 else 1e-5
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one layer is given. The recurrent weights turn their state and let it live, so no credit is too small to be seen."""
+
+    kind: Kind
+    tensors: list[Tensor | None]  # x, h, c, and the weights in the order of Weights
+    resets: Tensor | None
+
+    @classmethod
+    def draw(
+        cls, kind: Kind, steps: int, lanes: int, inputs: int, hidden: int, *, bias: bool = True, projection: int = 0, often: float = 0.0
+    ) -> "Given":
+        torch.manual_seed(steps * 1000 + lanes * 100 + hidden)
+        rows, outputs = GATES[kind] * hidden, projection or hidden
+        turn = [nn.init.orthogonal_(torch.empty(hidden, outputs, dtype=torch.float64)) for _ in range(GATES[kind])]
+        b_ih = torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None
+        if b_ih is not None and kind in {"lstm", "gru"}:
+            b_ih[hidden : 2 * hidden] += 2.0  # gates that remember
+        tensors = [
+            torch.randn(steps, lanes, inputs, dtype=torch.float64),
+            torch.randn(lanes, outputs, dtype=torch.float64),
+            torch.randn(lanes, hidden, dtype=torch.float64) if kind == "lstm" else None,
+            torch.randn(rows, inputs, dtype=torch.float64) * 0.4,
+            torch.cat(turn),
+            b_ih,
+            torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None,
+            nn.init.orthogonal_(torch.empty(projection, hidden, dtype=torch.float64)) if projection else None,
+        ]
+        return cls(kind, tensors, torch.rand(steps, lanes) < often if often else None)
+
+    def to(self, dtype: torch.dtype) -> "Given":
+        return Given(self.kind, [None if t is None else t.to(dtype) for t in self.tensors], self.resets)
+
+    def leaves(self) -> list[Tensor | None]:
+        return [None if t is None else t.clone().requires_grad_() for t in self.tensors]
+
+    def run(self, run: Run, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+        x, h, c, *weights = leaves
+        assert x is not None
+        return [made for made in run(self.kind, x, h, c, Weights(*weights), self.resets) if made is not None]  # pyright: ignore[reportArgumentType]
+
+
+def blamed(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of a loss that weighs every output of every step and the state after them, each differently."""
+    losses = [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum() for t in made]
+    return list(torch.autograd.grad(torch.stack(losses).sum(), [t for t in leaves if t is not None], materialize_grads=True))
+
+
+def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference, each tensor's relative to its own largest entry (at least 1); infinite if shapes differ."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return float("inf")
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True) if b.numel()]
+    return max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0)
+
+
+def played(given: Given, run: Run) -> list[Tensor]:
+    """Everything: outputs, state, gradients."""
+    leaves = given.leaves()
+    made = given.run(run, leaves)
+    return [*made, *blamed(made, leaves)]
+
+
+LAYERS: dict[str, tuple[type[Any], type[Any]]] = {  # any RNNBase, which takes other arguments than they do
+    "LSTM": (nn.LSTM, tt.nn.LSTM),
+    "GRU": (nn.GRU, tt.nn.GRU),
+    "RNN": (nn.RNN, tt.nn.RNN),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def twins(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A layer of torch.nn and one of tt.nn with the same weights."""
+    plain, fused = (cls(*args, **kwargs) for cls in LAYERS[name])
+    fused.load_state_dict(plain.state_dict())
+    return plain, fused
+
+
+def leaves_of(state: Any) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else list(state)
+
+
+def called(layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None) -> list[Tensor]:
+    """Outputs, state, and the gradients of inputs, state and parameters."""
+    x, hx = x.clone().requires_grad_(), None if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]
+    entering = None if hx is None else hx[0] if len(hx) == 1 else tuple(hx)
+    y, state = layer(x, entering) if resets is None else layer(x, entering, resets)
+    made = [y, *leaves_of(state)]
+    return [*made, *blamed(made, [x, *(hx or ()), *layer.parameters()])]
+
+
+def a_state(layer: nn.RNNBase, lanes: int | None) -> Any:
+    """A random state that fits."""
+    ways = layer.num_layers * (1 + layer.bidirectional)
+    rows = (ways,) if lanes is None else (ways, lanes)
+    dtype = next(layer.parameters()).dtype
+    h = torch.randn(*rows, layer.proj_size or layer.hidden_size, dtype=dtype)
+    return (h, torch.randn(*rows, layer.hidden_size, dtype=dtype)) if isinstance(layer, nn.LSTM) else h
+
+
+def reset_by_hand(layer: nn.RNNBase, x: Tensor, resets: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+    """The oracle of resets: a layer of torch.nn one step at a time, lanes that start anew given zeros. Time first, batched."""
+    outputs = list[Tensor]()
+    state = hx
+    for step, new in zip(x, resets, strict=True):
+        if state is not None:
+            kept = [torch.where(new.view(1, -1, 1), torch.zeros_like(leaf), leaf) for leaf in leaves_of(state)]
+            state = tuple(kept) if isinstance(layer, nn.LSTM) else kept[0]
+        y, state = layer(step.unsqueeze(0), state)
+        outputs.append(y)
+    return torch.cat(outputs), state

@@ -1,0 +1,163 @@
+"""Which code runs is decided by a table, said in words, and the same every time; `which` and forward cannot disagree."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import throughtime as tt
+from recurrences import needs_kernels
+from throughtime.errors import ModelError
+from throughtime.kernels import dispatch, library, recurrent, reference
+from throughtime.kernels.dispatch import Slower
+
+X = torch.randn(5, 2, 4)
+
+
+class Quiet(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+class Tagged(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test makes of the table is not kept."""
+    dispatch.by_table.cache_clear()
+    yield
+    dispatch.by_table.cache_clear()
+
+
+def which(x: Any = X, hx: Any = None, layer: nn.Module | None = None) -> str:
+    return str(tt.nn.which(layer or tt.nn.LSTM(4, 6), x, hx))
+
+
+@needs_kernels
+def test_the_kernel_says_its_instruction_set_and_type() -> None:
+    assert which() == f"fused ({library.level()}), float32"
+    assert which(X.double(), layer=tt.nn.GRU(4, 6).double()) == f"fused ({library.level()}), float64"
+
+
+@needs_kernels
+def test_what_the_kernel_does_not_take_is_said() -> None:
+    assert which(rnn.pack_sequence([X[:, 0]])).startswith("torch.nn: packed input")
+    assert which(X.to("meta")) == "torch.nn: the kernels are for the CPU, the inputs on meta"
+    assert which(X.half(), layer=tt.nn.LSTM(4, 6).half()) == "torch.nn: the kernels are for float32 and float64, the inputs torch.float16"
+    assert which(X[..., :3]).startswith("torch.nn: inputs, state or weights do not fit")
+    assert which(X.double()).startswith("torch.nn: inputs are torch.float64, a weight or state torch.float32")
+    assert which(X.as_subclass(Tagged)) == "torch.nn: inputs of type Tagged"
+    assert which(X[:0]) == "reference: nothing to compute"
+    assert which([X]) == "torch.nn: inputs are a list"
+    assert "signs turned" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
+    with torch.autocast("cpu"):
+        assert which() == "torch.nn: autocast"
+    with BaseTorchFunctionMode():
+        assert "TorchFunctionMode" in which()
+    with Quiet():
+        assert "TorchDispatchMode" in which()
+    found, layer = list[str](), tt.nn.LSTM(4, 6)
+    torch.func.vmap(lambda x: found.append(which(x, layer=layer)) or x)(X.unsqueeze(0))
+    assert found == ["reference: a transform of torch.func"]
+    torch.jit.trace(lambda x: found.append(which(x, layer=layer)) or x, (X,), check_trace=False)
+    assert found[1] == "torch.nn: torch.jit.trace records the call"
+
+
+def test_layers_of_torch_nn_are_told_how_to_become_fused() -> None:
+    assert which(layer=nn.RNN(4, 6)) == "torch.nn: the layer is a torch.nn.RNN; tt.fuse(module) makes it a tt.nn.RNN"
+    with pytest.raises(ModelError, match=r"Linear is no recurrent layer.*net\.lstm"):
+        which(layer=nn.Linear(4, 6))
+
+
+@needs_kernels
+def test_table_decides_by_level_kind_type_units_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "SLOWER", (Slower((library.level() or "",), "lstm", torch.float32, 6, 2, "it was measured"),))
+    assert which() == "torch.nn: it was measured"
+    others = {
+        "fewer lanes": which(X[:, :1]),
+        "fewer units": which(layer=tt.nn.LSTM(4, 5)),
+        "kind": which(layer=tt.nn.GRU(4, 6)),
+        "type": which(X.double(), layer=tt.nn.LSTM(4, 6).double()),
+        "projected": which(layer=tt.nn.LSTM(4, 6, proj_size=2)),
+    }
+    assert all(words.startswith("fused") for words in others.values()), others
+    dispatch.by_table.cache_clear()
+    monkeypatch.setattr(dispatch, "level", lambda: "another")
+    assert which() == "fused (another), float32"
+
+
+def test_every_row_of_the_table_has_a_reason_and_can_be_reached() -> None:
+    """A row behind one that takes all that it takes would never decide."""
+    for k, row in enumerate(dispatch.SLOWER):
+        assert row.why
+        assert set(row.levels) <= {"v2", "v3", "v4", "base"}
+        for other in dispatch.SLOWER[:k]:
+            same = (row.kind, row.dtype) == (other.kind, other.dtype) and set(row.levels) <= set(other.levels)
+            assert not (same and row.hidden >= other.hidden and row.lanes >= other.lanes)
+
+
+@needs_kernels
+def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noted(name: str, run: Any) -> Any:
+        return lambda *args: (ran.append(name), run(*args))[1]
+
+    for name, module in (("fused", recurrent), ("reference", reference)):
+        monkeypatch.setattr(module, "run", noted(name, module.run))
+    monkeypatch.setattr(nn.LSTM, "forward", noted("torch.nn", nn.LSTM.forward))
+    layer = tt.nn.LSTM(4, 6)
+    for x in (X, X[:0], X[:, :0]):
+        layer(x)
+        assert ran.pop() == tt.nn.which(layer, x).runs
+    with torch.autocast("cpu"):
+        layer(X)
+        assert ran.pop() == tt.nn.which(layer, X).runs == "torch.nn"
+    assert not ran
+
+
+def test_without_kernels_torch_plays_with_the_same_results_and_says_so_once() -> None:
+    """In a process of its own: the library is looked for once."""
+    script = """
+import warnings, torch, throughtime as tt
+torch.manual_seed(0)
+x, resets = torch.randn(9, 3, 4), torch.rand(9, 3) < 0.3
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for layer in (tt.nn.LSTM(4, 6), tt.nn.GRU(4, 6, 2, bidirectional=True), tt.nn.RNN(4, 6)):
+        y, _ = layer(x, resets=resets)
+        y.sum().backward()
+        assert tt.nn.which(layer, x).why.startswith("the compiled kernels are missing")
+        starts = [t for t in resets[:, 0].nonzero().flatten().tolist() if t]
+        lane = [layer(part.unsqueeze(1))[0] for part in torch.tensor_split(x[:, 0], starts)]
+        assert (torch.cat(lane).squeeze(1) - y[:, 0]).abs().max() < 1e-6
+print(len(said))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("THROUGHTIME_")}
+    asked = {**environment, "THROUGHTIME_LEVEL": "none"}  # who says so need not be told
+    nowhere = "from throughtime.kernels import library; library._places = lambda: iter(())"
+    for first, given, times in (("", asked, "0"), (nowhere, environment, "1")):
+        command = [sys.executable, "-c", f"{first}\n{script}"]
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout.strip() == times, done.stderr
+
+
+def test_gain_is_nothing_where_torch_is_fast() -> None:
+    assert dispatch.gain("lstm", torch.float32, 50, 1, projected=False) == 1.0
+    assert dispatch.gain("gru", torch.bfloat16, 50, 1, projected=False) == 1.0
+    if library.level() is not None:
+        assert (
+            dispatch.gain("gru", torch.float32, 50, 1, projected=False) > dispatch.gain("gru", torch.float32, 128, 32, projected=False) > 1
+        )
+        assert dispatch.gain("lstm", torch.float32, 50, 1, projected=True) > 1

@@ -1,0 +1,378 @@
+"""`tt.nn` is `torch.nn`: every argument, layout, state and way of use; and resets are lanes that start anew.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import copy
+import io
+import pickle
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, rnn
+
+import throughtime as tt
+from recurrences import (
+    LAYERS,
+    a_state,
+    apart,
+    both_types,
+    called,
+    every_layer,
+    exact,
+    leaves_of,
+    needs_kernels,
+    reset_by_hand,
+    twins,
+)
+from throughtime.errors import DataError
+from throughtime.kernels import reference
+
+pytestmark = needs_kernels
+
+
+def fused_runs(layer: nn.Module, x: Tensor, hx: Any = None) -> bool:
+    return tt.nn.which(layer, x, hx).runs == "fused"
+
+
+@every_layer
+def test_construction_is_torch_s(name: str) -> None:
+    """The same random numbers, names, words and errors."""
+    made = list[Any]()
+    for cls in LAYERS[name]:
+        torch.manual_seed(3)
+        made.append(cls(4, 6, num_layers=2, bias=True, batch_first=True, dropout=0.2, bidirectional=True, dtype=torch.float64))
+    plain, fused = made
+    assert repr(plain) == repr(fused)
+    assert isinstance(fused, LAYERS[name][0])
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
+    for cls in LAYERS[name]:
+        with pytest.raises(ValueError, match="hidden_size must be greater"):
+            cls(4, 0)
+
+
+@every_layer
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9)),
+    layers=st.integers(1, 3),
+    bias=st.booleans(),
+    batch_first=st.booleans(),
+    both=st.booleans(),
+    projected=st.booleans(),
+    relu=st.booleans(),
+    batched=st.booleans(),
+    with_state=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    often=st.sampled_from([None, 0.0, 0.3]),
+)
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_every_combination_is_torch_s(
+    name: str,
+    sizes: tuple[int, int, int, int],
+    layers: int,
+    bias: bool,
+    batch_first: bool,
+    both: bool,
+    projected: bool,
+    relu: bool,
+    batched: bool,
+    with_state: bool,
+    dtype: torch.dtype,
+    often: float | None,
+) -> None:
+    steps, lanes, features, hidden = sizes
+    kwargs: dict[str, Any] = {"num_layers": layers, "bias": bias, "batch_first": batch_first, "bidirectional": both, "dtype": dtype}
+    kwargs |= {"proj_size": hidden // 2} if name == "LSTM" else {"nonlinearity": "relu" if relu else "tanh"} if name == "RNN" else {}
+    if not projected:
+        kwargs.pop("proj_size", None)
+    plain, fused = twins(name, features, hidden, **kwargs)
+    shape = (steps, features) if not batched else (lanes, steps, features) if batch_first else (steps, lanes, features)
+    x, hx = torch.randn(shape, dtype=dtype), a_state(plain, lanes if batched else None) if with_state else None
+    assert fused_runs(fused, x, hx)
+    if often is None:
+        assert apart(called(fused, x, hx), called(plain.double(), x.double(), _double(hx))) < exact(dtype)
+        return
+    resets = torch.rand(shape[:-1]) < often
+    by_definition = called(Stepwise(plain.double()), x.double(), _double(hx), resets)
+    assert apart(called(fused, x, hx, resets), by_definition) < exact(dtype)
+
+
+def _double(hx: Any) -> Any:
+    return None if hx is None else hx.double() if isinstance(hx, Tensor) else tuple(leaf.double() for leaf in hx)
+
+
+class Stepwise(nn.Module):
+    """The oracle of resets: every recording by itself through torch.nn, all that a lane plays put together again."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, hx: Any, resets: Tensor) -> tuple[Tensor, Any]:
+        batched, turned = x.dim() == 3, x.dim() == 3 and self.layer.batch_first
+        x, resets = (x if batched else x.unsqueeze(1)), (resets if batched else resets.unsqueeze(1))
+        x, resets = (x.transpose(0, 1), resets.transpose(0, 1)) if turned else (x, resets)
+        if hx is not None and not batched:
+            hx = tuple(leaf.unsqueeze(1) for leaf in leaves_of(hx)) if isinstance(hx, tuple) else hx.unsqueeze(1)
+        lanes = [
+            self._lane(x[:, b], None if hx is None else [leaf[:, b] for leaf in leaves_of(hx)], resets[:, b]) for b in range(x.shape[1])
+        ]
+        y, ends = torch.stack([y for y, _ in lanes], 1), [torch.stack(leaf, 1) for leaf in zip(*(end for _, end in lanes), strict=True)]
+        if not batched:
+            y, ends = y.squeeze(1), [end.squeeze(1) for end in ends]
+        return (y.transpose(0, 1) if turned else y), tuple(ends) if len(ends) == 2 else ends[0]
+
+    def _lane(self, x: Tensor, hx: list[Tensor] | None, resets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Layer by layer: the outputs of one are the inputs of the next, and each direction starts at each recording's end."""
+        ways, ends = 1 + self.layer.bidirectional, list[list[Tensor]]()
+        for k in range(self.layer.num_layers):
+            outputs = list[Tensor]()
+            for way in range(ways):
+                index = ways * k + way
+                y, end = self._way(
+                    x, None if hx is None else [leaf[index] for leaf in hx], resets, self.layer._all_weights[index], way == 1
+                )
+                outputs.append(y)
+                ends.append(end)
+            x = torch.cat(outputs, 1)
+        return x, [torch.stack(leaf) for leaf in zip(*ends, strict=True)]
+
+    def _way(self, x: Tensor, hx: list[Tensor] | None, resets: Tensor, names: list[str], back: bool) -> tuple[Tensor, list[Tensor]]:
+        """One direction of one layer: torch.nn on each recording; a state given enters the part that is played first."""
+        cls = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(self.layer.mode, nn.RNN)
+        own: dict[str, Any] = {"proj_size": self.layer.proj_size} if cls is nn.LSTM else {}
+        own |= {"nonlinearity": self.layer.mode[4:].lower()} if cls is nn.RNN else {}
+        layer = cls(x.shape[1], self.layer.hidden_size, bias=self.layer.bias, dtype=x.dtype, **own)
+        mine = {new: getattr(self.layer, old) for (new, _), old in zip(layer.named_parameters(), names, strict=True)}
+        bounds = [0, *(int(t) for t in resets.nonzero() if t > 0), len(x)]
+        parts = [slice(a, b) for a, b in pairwise(bounds)]
+        outputs, final = dict[int, Tensor](), list[Tensor]()
+        state = None if hx is None or (bool(resets[0]) and not back) else [leaf.unsqueeze(0) for leaf in hx]
+        for part in reversed(parts) if back else parts:
+            entering = None if state is None else state[0] if len(state) == 1 else tuple(state)
+            y, end = torch.func.functional_call(layer, mine, (x[part].flip(0) if back else x[part], entering))
+            outputs[part.start], last = (y.flip(0) if back else y), [leaf.squeeze(0) for leaf in leaves_of(end)]
+            state, final = None, last
+        return torch.cat([outputs[part.start] for part in parts]), final
+
+
+@every_layer
+@pytest.mark.parametrize("batch_first", [False, True], ids=["TB", "BT"])
+def test_resets_are_steps_from_zeros(name: str, batch_first: bool) -> None:
+    """Against the plainest oracle: torch.nn step by step. The mutant, without resets, differs."""
+    plain, fused = twins(name, 4, 6, num_layers=2, batch_first=batch_first, dtype=torch.float64)
+    x, resets, hx = torch.randn(23, 3, 4, dtype=torch.float64), torch.rand(23, 3) < 0.2, a_state(plain, 3)
+    step = copy.deepcopy(plain)
+    step.batch_first = False
+    y, state = reset_by_hand(step, x, resets, hx)
+    mine, end = fused(x.transpose(0, 1), hx, resets.T) if batch_first else fused(x, hx, resets)
+    assert apart([mine.transpose(0, 1) if batch_first else mine, *leaves_of(end)], [y, *leaves_of(state)]) < 1e-12
+    assert apart([reset_by_hand(step, x, torch.zeros_like(resets), hx)[0]], [y]) > 1e-3
+
+
+@every_layer
+@pytest.mark.parametrize("way", ["autocast", "mode", "bfloat16"])
+def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
+    """What the kernel does not take: torch's layer between resets, or the definition."""
+    plain, fused = twins(name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32)
+    x, resets = torch.randn(17, 3, 4, dtype=plain.weight_ih_l0.dtype), torch.rand(17, 3) < 0.3
+    expected, _ = reset_by_hand(copy.deepcopy(plain).float(), x.float(), resets)
+    if way == "mode":
+        with torch.overrides.BaseTorchFunctionMode():
+            assert tt.nn.which(fused, x).runs == "torch.nn"
+            y, _ = fused(x, resets=resets)
+    elif way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert tt.nn.which(fused, x).runs == "torch.nn"
+            y, _ = fused(x, resets=resets)
+    else:
+        assert tt.nn.which(fused, x).runs == "torch.nn"
+        y, _ = fused(x, resets=resets)
+    assert apart([y], [expected]) < (1e-5 if way == "mode" else 0.05)
+
+
+@every_layer
+@both_types
+def test_no_steps_and_no_lanes_hand_the_state_on(name: str, dtype: torch.dtype) -> None:
+    fused = LAYERS[name][1](4, 6, num_layers=2, dtype=dtype)
+    for steps, lanes in ((0, 3), (5, 0), (0, 0)):
+        x, hx = torch.randn(steps, lanes, 4, dtype=dtype), a_state(fused, lanes)
+        y, end = fused(x, hx, torch.ones(steps, lanes, dtype=torch.bool))
+        assert y.shape == (steps, lanes, 6)
+        if steps == 0:
+            assert all(torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True))
+
+
+@every_layer
+def test_dropout_between_layers_draws_as_torch_does(name: str) -> None:
+    plain, fused = twins(name, 4, 6, num_layers=3, dropout=0.5, dtype=torch.float64)
+    x, found = torch.randn(7, 3, 4, dtype=torch.float64), list[list[Tensor]]()
+    for layer in (fused, plain):
+        torch.manual_seed(5)
+        found.append(called(layer, x))
+    assert apart(*found) < 1e-12
+    assert apart(called(fused, x), found[0]) > 1e-3  # other draws
+    assert apart(called(fused.eval(), x), called(plain.eval(), x)) < 1e-12
+
+
+@every_layer
+def test_copies_and_pickles_play_the_same(name: str) -> None:
+    fused = LAYERS[name][1](4, 6, num_layers=2)
+    x = torch.randn(7, 3, 4)
+    expected = called(fused, x)
+    file = io.BytesIO()
+    torch.save(fused, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), torch.load(file, weights_only=False)):
+        assert type(twin) is type(fused)
+        assert apart(called(twin, x), expected) == 0
+        with torch.no_grad():
+            twin.weight_ih_l0.zero_()
+        assert apart(called(twin, x), expected) > 1e-3
+    assert apart(called(fused, x), expected) == 0
+
+
+@every_layer
+def test_weights_go_both_ways(name: str) -> None:
+    plain, fused = (cls(4, 6, num_layers=2) for cls in LAYERS[name])
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(7, 3, 4)
+    assert apart(called(plain, x), called(fused, x)) < 1e-5
+    fused.double()
+    assert fused_runs(fused, x.double())
+    assert apart(called(fused, x.double()), called(plain.double(), x.double())) < 1e-12
+
+
+@every_layer
+def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
+    """The same exception, and the kernel never sees it."""
+    plain, fused = twins(name, 4, 6)
+    good, state = torch.randn(5, 2, 4), a_state(plain, 2)
+    cases: list[tuple[Any, Any]] = [
+        (torch.randn(5, 2, 3), None),
+        (torch.randn(5, 2, 4, 1), None),
+        (torch.randn(4), None),
+        (good.double(), None),
+        (good.long(), None),
+        (good, a_state(plain, 3)),
+        (good, a_state(plain, None)),
+        (good, _double(state)),
+        (good, (state, state, state)),
+    ]
+    for x, hx in cases:
+        with pytest.raises((RuntimeError, ValueError, TypeError, IndexError, AttributeError)) as expected:
+            plain(x, hx)
+        with pytest.raises(type(expected.value)) as found:
+            fused(x, hx)
+        assert str(found.value) == str(expected.value)
+    with torch.no_grad():
+        fused.weight_hh_l0.data = torch.zeros(1, 1)
+    assert tt.nn.which(fused, good).runs == "torch.nn"
+
+
+@every_layer
+def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) -> None:
+    fused = LAYERS[name][1](4, 6)
+    x = torch.randn(5, 2, 4)
+    for resets in (torch.zeros(2, 5, dtype=torch.bool), torch.zeros(5, 2), torch.zeros(5, dtype=torch.bool), [[False] * 2] * 5):
+        with pytest.raises(DataError, match=r"resets are .*expected \(5, 2\) torch\.bool on cpu.*resets\.bool\(\)"):
+            fused(x, None, resets)
+    packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    with pytest.raises(DataError, match="packed sequences start anew by themselves"):
+        fused(packed, None, torch.zeros(5, 2, dtype=torch.bool))
+
+
+@every_layer
+def test_packed_sequences_are_torch_s(name: str) -> None:
+    plain, fused = twins(name, 4, 6, num_layers=2)
+    packed = rnn.pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False)
+    (y, end), (expected, last) = fused(packed), plain(packed)
+    assert apart([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
+    assert "packed" in tt.nn.which(fused, packed).why
+
+
+@every_layer
+def test_weights_put_in_from_outside_are_used(name: str) -> None:
+    """`functional_call`, parametrizations, pruning: weights that are no parameters of their usual names."""
+    plain, fused = twins(name, 4, 6, dtype=torch.float64)
+    x = torch.randn(7, 3, 4, dtype=torch.float64)
+    others = {n: torch.randn_like(p) * 0.5 for n, p in fused.named_parameters()}
+    found, expected = (torch.func.functional_call(layer, others, (x,)) for layer in (fused, plain))
+    assert apart([found[0]], [expected[0]]) < 1e-12
+    assert apart([found[0]], [fused(x)[0]]) > 1e-3
+    for layer in (plain, fused):
+        parametrizations.weight_norm(layer, "weight_hh_l0")
+        prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
+    assert fused_runs(fused, x)
+    assert apart(called(fused, x), called(plain, x)) < 1e-12
+
+
+@every_layer
+def test_transforms_of_torch_func_see_through(name: str) -> None:
+    _, fused = twins(name, 4, 6, dtype=torch.float64)
+    x, resets = torch.randn(5, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
+    params = {n: p.detach() for n, p in fused.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(fused, weights, (x, None, resets))[0].square().mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    for k in range(5):
+        live = {n: p.clone().requires_grad_() for n, p in params.items()}
+        alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
+        assert apart([g[k] for g in each.values()], alone) < 1e-12
+    direction = torch.randn_like(x[0])
+    forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
+    given_x = x[0].clone().requires_grad_()
+    assert apart([forward], [(torch.autograd.grad(loss(params, given_x), given_x)[0] * direction).sum()]) < 1e-12
+    with torch.autograd.forward_ad.dual_level():
+        assert tt.nn.which(fused, x[0]).runs == "reference"
+
+
+@every_layer
+def test_frozen_weights_and_no_graph_give_the_same(name: str) -> None:
+    plain, fused = twins(name, 4, 6)
+    x = torch.randn(7, 3, 4)
+    expected = fused(x)[0].detach()
+    with torch.no_grad():
+        assert torch.equal(fused(x)[0], expected)
+    with torch.inference_mode():
+        assert torch.equal(fused(x)[0], expected)
+    for layer in (plain, fused):
+        layer.requires_grad_(False)
+        layer.weight_hh_l0.requires_grad_(True)
+    grads = [torch.autograd.grad(layer(x)[0].square().sum(), layer.weight_hh_l0)[0] for layer in (fused, plain)]
+    assert apart(grads[:1], grads[1:]) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")  # in the checks of torch.nn
+@every_layer
+def test_traced_layer_plays_any_size(name: str) -> None:
+    fused = LAYERS[name][1](4, 6)
+    traced = torch.jit.trace(fused, (torch.randn(5, 2, 4),))
+    x = torch.randn(9, 3, 4)
+    assert apart([cast(Any, traced)(x)[0]], [fused(x)[0]]) < 1e-5
+
+
+def test_a_default_device_hides_nothing() -> None:
+    """`torch.set_default_device` stands on torch's stack of modes for good."""
+    fused, x = tt.nn.GRU(4, 6), torch.randn(5, 2, 4)
+    with torch.device("cpu"):
+        assert fused_runs(fused, x)
+
+
+@every_layer
+def test_definition_takes_over_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is what the kernel is, in the whole layer too."""
+    _, fused = twins(name, 4, 6, num_layers=2, bidirectional=True, dtype=torch.float64)
+    x, resets = torch.randn(7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.3
+    found = called(fused, x, None, resets)
+    monkeypatch.setattr("throughtime.kernels.recurrent.run", reference.run)
+    assert apart(called(fused, x, None, resets), found) < 1e-12

@@ -1,0 +1,144 @@
+"""torch.compile and torch.export pass over a fused layer as one operator, with its values and gradients.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import throughtime as tt
+from recurrences import Given, apart, both_types, every_kind, every_layer, exact, needs_kernels
+from throughtime.kernels import operators, reference
+from throughtime.kernels.layer import Kind, Weights
+
+pytestmark = [
+    needs_kernels,
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch"),  # the compiler's own
+]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.layer = getattr(tt.nn, name)(4, 6, num_layers=2, **kwargs)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, resets: Tensor | None = None) -> Tensor:
+        y, _ = self.layer(x, None, resets)
+        return self.head(y)
+
+
+def value_and_gradients(net: Any, parameters: list[Tensor], *given: Any) -> list[Tensor]:
+    y = net(*given)
+    return [y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), parameters)]
+
+
+@every_layer
+@both_types
+def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) -> None:
+    net = Net(name).to(dtype)
+    counter = CompileCounterWithBackend("aot_eager")
+    with config.patch(allow_rnn=True):
+        compiled = torch.compile(net, fullgraph=True, backend=counter)
+        for steps, lanes in ((11, 2), (13, 3), (7, 5)):
+            x, resets = torch.randn(steps, lanes, 4, dtype=dtype), torch.rand(steps, lanes) < 0.2
+            for given in ((x,), (x, resets)):
+                expected = value_and_gradients(net, list(net.parameters()), *given)
+                assert apart(value_and_gradients(compiled, list(net.parameters()), *given), expected) < exact(dtype)
+    assert 2 <= counter.frame_count <= 4  # with and without resets, and once more for any size
+    assert any("throughtime.recurrent" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+
+
+@every_layer
+def test_where_the_compiler_leaves_the_layer_out_it_runs_as_ever(name: str) -> None:
+    """Without allow_rnn torch compiles what is around the layer; it then tries nothing of what is inside."""
+    net, x, resets = Net(name), torch.randn(9, 2, 4), torch.rand(9, 2) < 0.2
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter)
+    expected = value_and_gradients(net, list(net.parameters()), x, resets)
+    assert apart(value_and_gradients(compiled, list(net.parameters()), x, resets), expected) < 1e-5
+    assert counter.frame_count <= 2
+
+
+@every_layer
+def test_exported_program_is_the_same_for_any_size(name: str) -> None:
+    net, steps, lanes = Net(name).double(), torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
+    shapes = {"x": {0: steps, 1: lanes}, "resets": {0: steps, 1: lanes}}
+    program = torch.export.export(net, (torch.randn(5, 3, 4).double(), torch.zeros(5, 3, dtype=torch.bool)), dynamic_shapes=shapes)
+    assert sum("throughtime.recurrent" in str(node.target) for node in program.graph.nodes) == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for size in ((5, 3), (17, 2), (2, 8)):
+        x, resets = torch.randn(*size, 4, dtype=torch.float64), torch.rand(*size) < 0.3
+        assert apart([loaded(x, resets)], [net(x, resets)]) < 1e-12
+    with pytest.raises(AssertionError):  # the mutant: resets that do not arrive
+        assert apart([loaded(x, torch.zeros_like(resets))], [net(x, resets)]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # of every layer of torch.nn
+def test_other_layers_are_exported_as_torch_nn() -> None:
+    net = Net("GRU").to(torch.bfloat16)
+    program = torch.export.export(net, (torch.randn(5, 3, 4, dtype=torch.bfloat16),))
+    assert not any("throughtime" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
+def test_onnx_is_given_torch_s_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    program = torch.export.export(Net("LSTM"), (torch.randn(5, 3, 4),))
+    assert not any("throughtime" in str(node.target) for node in program.graph.nodes)
+
+
+@every_kind
+def test_operator_obeys_the_laws_of_operators(kind: Kind) -> None:
+    """Schema, aliasing, shapes of fake tensors, registered gradients: torch's own check."""
+    data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
+    for resets in (data.resets, None):
+        torch.library.opcheck(torch.ops.throughtime.recurrent.default, (kind, *data.leaves(), resets, True))
+
+
+@every_kind
+@pytest.mark.parametrize("projection", [0, 2], ids=["", "projected"])
+def test_operator_is_the_definition_and_so_are_its_gradients(kind: Kind, projection: int) -> None:
+    data = Given.draw(kind, 5, 2, 3, 4, often=0.3, projection=projection if kind == "lstm" else 0)
+    found = [everything(data, run) for run in (operators.run, exported, reference.run)]
+    assert apart(found[0], found[2]) < 1e-12
+    assert apart(found[1], found[2]) < 1e-12
+
+
+def exported(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None) -> Any:
+    """As in an exported program, which keeps nothing for a backward pass and so makes it again."""
+    y, h_end, c_end, saved = torch.ops.throughtime.recurrent(kind, x, h, c, *weights, resets, False)
+    assert saved.numel() == 0
+    return y, h_end, None if c is None else c_end
+
+
+def everything(data: Given, run: Any) -> list[Tensor]:
+    leaves = data.leaves()
+    made = data.run(run, leaves)
+    loss = torch.stack([(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in made]).sum()
+    return [*made, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
+
+
+def test_operator_without_kernels_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported program may be loaded where no kernels are."""
+    monkeypatch.setattr(operators, "library", lambda: None)
+    data = Given.draw("gru", 5, 2, 3, 4, often=0.3)
+    with torch.no_grad():
+        assert apart(data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves())) < 1e-12

@@ -1,0 +1,162 @@
+"""One step of the optimizers is torch's: weights, state and norm, on every instruction set, on any number of threads."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from optimizers import BOUNDS, PAIRS, WAYS, apart, compiled, flat, give, grouped, kept, made, needs_core, route
+from throughtime.kernels.library import library
+
+
+@pytest.fixture(params=WAYS)
+def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return route(request.param, monkeypatch)
+
+
+def race(
+    rule: str, *, dtype: torch.dtype, steps: int, max_norm: float | None, wrong: float = 1.0, other: Any = None, **options: Any
+) -> float:
+    """How far our weights and state are from torch's after some steps."""
+    mine, theirs = made(dtype), made(dtype)
+    ours = PAIRS[rule][0](grouped(mine, **(other or {})), max_norm=max_norm and max_norm * wrong, **options)
+    torchs = PAIRS[rule][1](grouped(theirs, **(other or {})), **options)
+    for step in range(steps):
+        give(mine, step)
+        give(theirs, step)
+        norm = None if max_norm is None else clip_grad_norm_(theirs, max_norm)
+        ours.step()
+        torchs.step()
+        assert compiled(ours), ours.fallback
+        if norm is not None:
+            assert ours.norm == pytest.approx(float(norm), rel=BOUNDS[dtype])
+    return apart([flat(mine), *kept(ours)], [flat(theirs), *kept(torchs)])
+
+
+OF_ADAM = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from((1e-3, 0.1, 0)),
+        "betas": st.sampled_from(((0.9, 0.999), (0.0, 0.5), (0.3, 0.99))),
+        "eps": st.sampled_from((1e-8, 1e-3)),
+        "weight_decay": st.sampled_from((0, 0.1)),
+        "amsgrad": st.booleans(),
+        "maximize": st.booleans(),
+    }
+)
+OF_SGD = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from((1e-3, 0.1)),
+        "momentum": st.sampled_from((0, 0.9)),
+        "dampening": st.sampled_from((0, 0.3)),
+        "weight_decay": st.sampled_from((0, 0.1)),
+        "nesterov": st.booleans(),
+        "maximize": st.booleans(),
+    }
+).filter(lambda options: not options["nesterov"] or (options["momentum"] and not options["dampening"]))
+RULED = st.one_of(st.tuples(st.sampled_from(("adam", "adamw")), OF_ADAM), st.tuples(st.just("sgd"), OF_SGD))
+
+
+@needs_core
+@given(RULED, st.sampled_from((torch.float32, torch.float64)), st.sampled_from((None, 0.5, 3.0, float("inf"))))
+def test_fifty_steps_are_torchs(ruled: tuple[str, dict[str, Any]], dtype: torch.dtype, max_norm: float | None) -> None:
+    rule, options = ruled
+    assert race(rule, dtype=dtype, steps=50, max_norm=max_norm, other={"lr": 0.02, "weight_decay": 0.03}, **options) < BOUNDS[dtype]
+
+
+@needs_core
+@pytest.mark.parametrize("rule", ["adam", "adamw"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_steps_without_memory_of_squares_are_torchs(rule: str, amsgrad: bool) -> None:
+    """A step then divides by the gradient alone, which makes much of rounding where decay nearly cancels it: none of that here."""
+    assert race(rule, dtype=torch.float64, steps=50, max_norm=3.0, betas=(0.6, 0.0), weight_decay=0, amsgrad=amsgrad) < 1e-12
+
+
+@needs_core
+@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_norm_that_is_wrong_by_a_hundredth_would_be_seen(rule: str, dtype: torch.dtype) -> None:
+    """The mutant of the test above. Adam divides a scale of all steps away, so only some steps are clipped."""
+    assert race(rule, dtype=dtype, steps=50, max_norm=3.0, lr=0.1) < BOUNDS[dtype]
+    assert race(rule, dtype=dtype, steps=50, max_norm=3.0, wrong=1.01, lr=0.1) > 10 * BOUNDS[dtype]
+
+
+@needs_core
+@pytest.mark.parametrize("rule", PAIRS)
+def test_every_instruction_set_takes_torchs_step(rule: str) -> None:
+    core = library()
+    assert core is not None
+    widest = core.tt_level()
+    there = [level for level in (b"v2", b"v3", b"v4", b"base") if core.tt_use(level)]
+    try:
+        for level in there:
+            assert core.tt_use(level)
+            for dtype, bound in BOUNDS.items():
+                assert race(rule, dtype=dtype, steps=10, max_norm=1.0, lr=0.1, weight_decay=0.1) < bound
+    finally:
+        core.tt_use(widest)
+    assert there
+
+
+@needs_core
+@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_any_number_of_threads_gives_the_same_bits(rule: str, dtype: torch.dtype) -> None:
+    """Of 400,003 numbers in four tensors, which lie across the blocks."""
+
+    def run(threads: int) -> tuple[list[Tensor], list[float | None]]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in (100_001, 3, 0, 299_999)]
+        optimizer = PAIRS[rule][0](params, lr=0.1, max_norm=1.0)
+        norms: list[float | None] = []
+        torch.set_num_threads(threads)
+        try:
+            for step in range(3):
+                give(params, step)
+                optimizer.step()
+                norms.append(optimizer.norm)
+        finally:
+            torch.set_num_threads(1)
+        assert compiled(optimizer)
+        return [flat(params), *kept(optimizer)], norms
+
+    (one, norms), (two, others) = run(1), run(2)
+    assert norms == others
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, runs: str) -> None:
+    params = made()
+    optimizer = PAIRS[rule][0](grouped(params, lr=0.2), max_norm=0.5)
+    assert optimizer.norm is None
+    give(params, 2)
+    before = [(param.grad, param.grad.clone()) for param in params if param.grad is not None]
+    optimizer.step()
+    assert compiled(optimizer) == (runs == "compiled")
+    assert all(param.grad is grad and torch.equal(grad, copied) for param, (grad, copied) in zip(params, before, strict=True))
+    assert optimizer.norm == pytest.approx(float(torch.cat([copied.flatten() for _, copied in before]).norm()), rel=1e-12)
+    optimizer.max_norm = None
+    optimizer.step()
+    assert optimizer.norm is None
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_norm_that_is_no_number_does_what_torchs_does(rule: str, number: float, runs: str) -> None:
+    mine, theirs = made(), made()
+    ours, torchs = PAIRS[rule][0](mine, lr=0.1, max_norm=1.0), PAIRS[rule][1](theirs, lr=0.1)
+    for params in (mine, theirs):
+        give(params, 0)
+        params[0].grad[2, 3] = number  # pyright: ignore[reportOptionalSubscript]
+    clip_grad_norm_(theirs, 1.0)
+    ours.step()
+    torchs.step()
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(mine, theirs, strict=True))
+    assert any(param.isnan().any() for param in mine)
+    assert ours.norm is not None
+    assert not ours.norm < float("inf")
+    assert compiled(ours) == (runs == "compiled")

@@ -1,0 +1,398 @@
+"""Around the optimizers' step all is as torch has it: state, groups, schedules, hooks, scalers, copies, and what torch steps itself."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from optimizers import PAIRS, WAYS, apart, compiled, flat, form, give, grouped, kept, made, needs_core, route, steps
+from throughtime import optim
+from throughtime.errors import ConfigError
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+@pytest.fixture(params=WAYS)
+def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return route(request.param, monkeypatch)
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize("first", ["ours", "torchs"])
+def test_state_goes_over_between_torch_and_ours(rule: str, first: str, runs: str) -> None:
+    """Five steps with one, saved, and five with the other are ten with torch's."""
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if rule == "sgd" else {"amsgrad": True})
+    params, whole = made(), made()
+    start, goal = PAIRS[rule] if first == "ours" else reversed(PAIRS[rule])
+    before, reference = start(grouped(params, lr=0.3), **options), PAIRS[rule][1](grouped(whole, lr=0.3), **options)
+    steps(before, params, 0, 5)
+    steps(reference, whole, 0, 5)
+    assert form(before.state_dict()) == form(reference.state_dict())
+    saved = io.BytesIO()
+    torch.save(before.state_dict(), saved)
+    saved.seek(0)
+    after = goal(grouped(params), lr=7.0)
+    after.load_state_dict(torch.load(saved, weights_only=True))
+    steps(after, params, 5, 10)
+    steps(reference, whole, 5, 10)
+    assert apart([flat(params), *kept(after)], [flat(whole), *kept(reference)]) < 1e-12
+    assert form(after.state_dict()) == form(reference.state_dict())
+    mine: Any = before if first == "ours" else after
+    assert compiled(mine) == (runs == "compiled")
+
+
+@needs_core
+def test_loading_another_state_is_seen_at_the_next_step() -> None:
+    mine, theirs = made(), made()
+    ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1e9), torch.optim.Adam(theirs, lr=0.1)
+    steps(ours, mine, 0, 3)
+    steps(torchs, theirs, 0, 3)
+    ours.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    ours.state[mine[0]]["exp_avg"] = torchs.state[theirs[0]]["exp_avg"] = torch.ones(7, 5, dtype=torch.float64)
+    del ours.state[mine[1]], torchs.state[theirs[1]]
+    ours.state[mine[5]] = dict(ours.state[mine[5]])
+    ours.state[mine[6]]["exp_avg_sq"].data = torch.ones(16, 50, dtype=torch.float64)
+    torchs.state[theirs[6]]["exp_avg_sq"].data = torch.ones(16, 50, dtype=torch.float64)
+    torchs.state[theirs[0]]["exp_avg"] = torch.ones(7, 5, dtype=torch.float64)
+    steps(ours, mine, 3, 6)
+    steps(torchs, theirs, 3, 6)
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+    assert compiled(ours)
+
+
+@needs_core
+def test_parameters_that_move_or_change_type_are_followed() -> None:
+    mine, theirs = nn.LSTM(3, 4), nn.LSTM(3, 4)
+    theirs.load_state_dict(mine.state_dict())
+    ours, torchs = optim.SGD(mine.parameters(), lr=0.1, max_norm=1e9), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for net, optimizer in ((mine, ours), (theirs, torchs)):
+        steps(optimizer, list(net.parameters()), 0, 2)
+        optimizer.zero_grad()
+        net.double()
+        steps(optimizer, list(net.parameters()), 2, 4)
+        for param in net.parameters():
+            param.data = param.data.clone()
+        steps(optimizer, list(net.parameters()), 4, 6)
+    assert compiled(ours)
+    assert all(param.dtype == torch.float64 for param in mine.parameters())
+    assert apart([flat(list(mine.parameters()))], [flat(list(theirs.parameters()))]) < 1e-6
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, runs: str) -> None:
+    mine, theirs = made(), made()
+    options = {"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}
+    ours, torchs = PAIRS[rule][0](mine, lr=0.1, **options), PAIRS[rule][1](theirs, lr=0.1, **options)
+    for step in range(6):
+        for params, optimizer in ((mine, ours), (theirs, torchs)):
+            give(params, step)
+            for number, param in enumerate(params):
+                if (number + step) % 3 == 0 or number == 4:
+                    param.grad = None
+            optimizer.step()
+    assert apart([flat(mine), *kept(ours)], [flat(theirs), *kept(torchs)]) < 1e-12
+    assert form(ours.state_dict()) == form(torchs.state_dict())
+    assert compiled(ours) == (runs == "compiled")
+    ours.zero_grad()
+    ours.max_norm = 1.0
+    ours.step()
+    assert ours.norm == 0.0
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_groups_that_join_later_and_schedules_are_followed(rule: str, runs: str) -> None:
+    """A cycle also moves the momentum of SGD and the first beta of Adam."""
+    mine, theirs = made(), made()
+    for params, make in ((mine, PAIRS[rule][0]), (theirs, PAIRS[rule][1])):
+        optimizer = make(params[:4], **({"lr": 0.1, "momentum": 0.9} if rule == "sgd" else {"lr": 0.1}))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
+        for step in range(5):
+            give(params, step)
+            optimizer.step()
+            schedule.step()
+        optimizer.add_param_group({"params": params[4:], "lr": 0.05})
+        steps(optimizer, params, 5, 10)
+        if make is PAIRS[rule][0]:
+            assert compiled(optimizer) == (runs == "compiled")
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+
+
+@needs_core
+@pytest.mark.parametrize("rule", PAIRS)
+def test_a_learning_rate_in_a_tensor_may_change_where_it_is(rule: str) -> None:
+    mine, theirs = made(), made()
+    rates = [torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)]
+    ours, torchs = PAIRS[rule][0](mine, lr=rates[0]), PAIRS[rule][1](theirs, lr=rates[1])
+    for step in range(6):
+        for params, optimizer, rate in ((mine, ours, rates[0]), (theirs, torchs, rates[1])):
+            give(params, step)
+            rate.mul_(0.7)
+            optimizer.step()
+    assert compiled(ours)
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+
+
+def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
+    def trace(make: Make) -> list[str]:
+        said: list[str] = []
+        params = made()
+        optimizer = make(params)
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: said.append("before")),
+            optimizer.register_step_post_hook(lambda *_: said.append("after")),
+            register_optimizer_step_pre_hook(lambda *_: said.append("before all")),
+            register_optimizer_step_post_hook(lambda *_: said.append("after all")),
+        ]
+        give(params, 0)
+
+        def closure() -> float:
+            said.append(f"closure with gradients {torch.is_grad_enabled()}")
+            return 0.5
+
+        with torch.no_grad():
+            said.append(str(optimizer.step(closure)))
+        for hook in hooks:
+            hook.remove()
+        optimizer.step()
+        said.append(str(getattr(optimizer, "fallback", None) is None))
+        return said
+
+    mine, theirs = trace(optim.Adam), trace(torch.optim.Adam)
+    assert mine[:-1] == theirs[:-1] == ["before all", "before", "closure with gradients True", "after", "after all", "0.5"]
+    assert mine[-1] == str(runs == "compiled")
+
+
+def test_a_profiler_sees_the_step() -> None:
+    params = made()
+    optimizer = optim.Adam(params)
+    give(params, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {event.name for event in profile.events() or ()}
+    assert {"Optimizer.step#Adam.step", "Optimizer.zero_grad#Adam.zero_grad"} <= names
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(fused: bool | None, runs: str) -> None:
+    mine, theirs = made(torch.float32), made(torch.float32)
+    ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1.0, fused=fused), torch.optim.Adam(theirs, lr=0.1)
+    for params, optimizer in ((mine, ours), (theirs, torchs)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(6):
+            give(params, step)
+            for param in params:
+                assert param.grad is not None
+                param.grad *= scaler.get_scale() if step != 3 or not param.numel() else float("inf")
+            scaler.scale(torch.zeros(()))
+            if optimizer is torchs:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(params, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-5
+    assert ours.state[mine[0]]["step"] == 5
+    assert compiled(ours) == (runs == "compiled")
+
+
+class Own(Tensor):
+    """A subclass."""
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "with gaps": lambda: torch.randn(4, 4, 2, dtype=torch.float64)[..., 0],
+    "transposed": lambda: torch.randn(4, 4, dtype=torch.float64).t(),
+    "negated": lambda: torch.ops.aten._neg_view(torch.randn(4, 4, dtype=torch.float64)),
+    "expanded": lambda: torch.randn((), dtype=torch.float64).expand(4, 4),
+}
+NOT_OURS: dict[str, Callable[[], list[nn.Parameter]]] = {
+    "half": lambda: [nn.Parameter(torch.randn(5, dtype=torch.bfloat16))],
+    "complex": lambda: [nn.Parameter(torch.randn(5, dtype=torch.complex128))],
+    "with gaps": lambda: [nn.Parameter(torch.randn(5, 2, dtype=torch.float64)[:, 0])],
+    "a subclass": lambda: [nn.Parameter(torch.randn(5, dtype=torch.float64).as_subclass(Own))],
+    "one memory": lambda: [nn.Parameter(part) for part in torch.randn(8, dtype=torch.float64).as_strided((2, 5), (3, 1))],
+}
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize("kind", NOT_OURS)
+def test_what_the_core_cannot_take_steps_in_torch_with_the_same_clipping(rule: str, kind: str) -> None:
+    torch.manual_seed(3)
+    mine = NOT_OURS[kind]()
+    torch.manual_seed(3)
+    theirs = NOT_OURS[kind]()
+    ours, torchs = PAIRS[rule][0](mine, lr=0.1, max_norm=0.5), PAIRS[rule][1](theirs, lr=0.1)
+    for step in range(3):
+        for params in (mine, theirs):
+            torch.manual_seed(step)
+            for param in params:
+                param.grad = torch.randn_like(param) * (step + 0.1)
+        held = [param.grad for param in mine]
+        norm = clip_grad_norm_(theirs, 0.5)
+        ours.step()
+        torchs.step()
+        assert ours.fallback
+        assert ours.norm == float(norm)
+        assert all(param.grad is grad for param, grad in zip(mine, held, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@needs_core
+@pytest.mark.parametrize("odd", ODD)
+def test_a_gradient_of_another_layout_steps_in_torch_until_the_next(odd: str) -> None:
+    mine, theirs = [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))], [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))]
+    ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1.0), torch.optim.Adam(theirs, lr=0.1)
+    went: list[bool] = []
+    for step in range(4):
+        give(mine, step)
+        if step == 2:
+            mine[0].grad = ODD[odd]()
+        theirs[0].grad = mine[0].grad.clone()  # pyright: ignore[reportOptionalMemberAccess]
+        clip_grad_norm_(theirs, 1.0)
+        ours.step()
+        torchs.step()
+        went.append(compiled(ours))
+    assert went == [True, True, False, True]
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+
+
+def test_sparse_gradients_are_refused_in_words_or_go_to_torchs_sgd() -> None:
+    def looked_up() -> Tensor:
+        table = nn.Embedding(6, 3, sparse=True)
+        nn.init.ones_(table.weight)
+        table(torch.tensor([1, 4, 1])).square().sum().backward()
+        return table.weight
+
+    refused: list[tuple[Any, float | None]] = [(optim.Adam, None), (optim.AdamW, 1.0), (optim.SGD, 1.0)]
+    for make, max_norm in refused:
+        with pytest.raises(ConfigError, match=r"sparse.*\(6, 3\).*sparse=False"):
+            make([looked_up()], max_norm=max_norm).step()
+    mine, theirs = looked_up(), looked_up()
+    ours = optim.SGD([mine], lr=0.1)
+    ours.step()
+    torch.optim.SGD([theirs], lr=0.1).step()
+    assert torch.equal(mine, theirs)
+    assert ours.fallback
+    assert not torch.equal(mine, torch.ones(6, 3))
+
+
+@needs_core
+def test_a_graph_that_saved_the_weights_notices_the_step() -> None:
+    weight, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([weight, frozen], lr=0.1)
+    weight.grad = torch.ones(3)
+    kept, other = weight.square().sum(), frozen.square().sum()
+    optimizer.step()
+    assert compiled(optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    other.backward()  # it had no gradient then, so it did not change
+
+
+def test_copies_and_pickles_keep_the_norm_and_go_on_alike(runs: str) -> None:
+    params = made()
+    optimizer = optim.AdamW(params, lr=0.1, max_norm=0.7)
+    steps(optimizer, params, 0, 2)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.max_norm == 0.7
+        theirs: list[Any] = other.param_groups[0]["params"]
+        steps(other, theirs, 2, 4)
+        twins = made()
+        reference = optim.AdamW(twins, lr=0.1, max_norm=0.7)
+        steps(reference, twins, 0, 4)
+        assert apart([flat(theirs)], [flat(twins)]) < 1e-12
+        assert compiled(other) == (runs == "compiled")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_norm_that_cannot_be_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="expected a number above 0, or None"):
+        optim.SGD(made(), max_norm=value)
+    optimizer = optim.SGD(made(), max_norm=2.0)
+    with pytest.raises(ConfigError, match="max_norm"):
+        optimizer.max_norm = value
+    assert optimizer.max_norm == 2.0
+
+
+def test_differentiable_steps_are_torchs_and_are_not_clipped() -> None:
+    with pytest.raises(ConfigError, match="no gradient"):
+        optim.Adam(made(), differentiable=True, max_norm=1.0)
+    rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    start = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = optim.SGD([start], lr=rate, differentiable=True)
+    weight: Any = start.clone()
+    optimizer.param_groups[0]["params"] = [weight]
+    weight.grad = torch.full((3,), 2.0, dtype=torch.float64)
+    optimizer.step()
+    weight.sum().backward()
+    assert rate.grad == -6.0
+    assert optimizer.fallback
+
+
+def test_zero_grad_leaves_none_or_zeros() -> None:
+    params = made()
+    optimizer = optim.Adam(params)
+    give(params, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not param.grad.any() for param in params)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler imports it
+@pytest.mark.parametrize("what", ["the step", "the loop"])
+def test_torch_compile_passes_around_the_step(what: str, runs: str) -> None:
+    mine, theirs = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    theirs.load_state_dict(mine.state_dict())
+    ours, torchs = optim.Adam(mine.parameters(), lr=0.1, max_norm=1.0), torch.optim.Adam(theirs.parameters(), lr=0.1)
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+    stepped: Any = torch.compile(ours.step, backend="eager") if what == "the step" else ours.step
+
+    def loop() -> None:
+        ours.zero_grad()
+        mine(inputs).square().sum().backward()
+        stepped()
+
+    run: Any = torch.compile(loop, backend="eager") if what == "the loop" else loop
+    for _ in range(3):
+        run()
+        torchs.zero_grad()
+        theirs(inputs).square().sum().backward()
+        clip_grad_norm_(theirs.parameters(), 1.0)
+        torchs.step()
+    assert apart([flat(list(mine.parameters()))], [flat(list(theirs.parameters()))]) < 1e-12
+    assert compiled(ours) == (runs == "compiled")
+    torch.compiler.reset()
+
+
+def test_under_a_default_of_float64_steps_are_counted_in_it(runs: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        mine, theirs = made(), made()
+        ours, torchs = optim.Adam(mine), torch.optim.Adam(theirs)
+        steps(ours, mine, 0, 2)
+        steps(torchs, theirs, 0, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert form(ours.state_dict()) == form(torchs.state_dict())
+    assert ours.state[mine[0]]["step"].dtype == torch.float64
+    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+    assert compiled(ours) == (runs == "compiled")
+
+
+@pytest.mark.parametrize("runs", ["torch"], indirect=True)
+def test_without_the_core_a_step_says_why(runs: str) -> None:
+    params = made()
+    optimizer = optim.SGD(params)
+    give(params, 0)
+    optimizer.step()
+    assert optimizer.fallback == "a test took it away"
+    assert runs == "torch"

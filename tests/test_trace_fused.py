@@ -1,0 +1,395 @@
+"""The trace of fused layers: what the compiled kernel tells, against plain autograd over an unrolled loop, and against torch.nn traced.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
+"""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+import throughtime as tt
+from givens import Given
+from recurrences import needs_kernels
+from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
+from test_trace import EXACT, KINDS, LANES, OPTIONS, STEPS, called, check_layer, every_kind, layer, mixed, states_for, unrolled
+from throughtime.errors import ConfigError
+from throughtime.gradient import Policy
+from throughtime.kernels import recurrent, reference
+from throughtime.kernels.dispatch import Choice
+from throughtime.nn import layers
+from throughtime.probe.trace import Trace, trace
+from throughtime.probe.trace import watch as watching
+from throughtime.probe.trace.fused import captured
+
+pytestmark = needs_kernels
+PROJECTED = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # said by torch
+MANY: dict[str, dict[str, Any]] = {**OPTIONS, "no-bias-both-ways": {"bias": False, "bidirectional": True}}
+every_option = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
+
+
+def fused(net: nn.RNNBase) -> nn.RNNBase:
+    return tt.fuse(copy.deepcopy(net))
+
+
+def differs(found: Trace, expected: Trace) -> float:
+    """How far two traces are apart, in every figure that they have; names must be the same."""
+    assert set(found.names) == set(expected.names)
+    worst = max((found[name] - expected[name]).abs().max().item() for name in expected.names)
+    for name in expected.names:
+        edges = expected.last.edges(name)
+        assert found.last.edges(name).keys() >= edges.keys()
+        worst = max(worst, *(abs(found.last.edges(name)[at] - norm) for at, norm in edges.items()), 0.0)
+    kept = expected.last.kept()
+    assert found.last.kept().keys() == kept.keys()
+    return max(worst, *((found.last.kept()[name] - mean).abs().max().item() for name, mean in kept.items()), 0.0)
+
+
+def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
+    """What is seen of one backward pass."""
+    torch.manual_seed(5)
+    with trace(net, **options) as found:
+        play().backward()
+    net.zero_grad()
+    return found
+
+
+def loss_of(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], *given: Any) -> Tensor:
+    hx = states if isinstance(net, nn.LSTM) else states[0]
+    y, after = net(x.transpose(0, 1) if net.batch_first else x, hx, *given)
+    return mixed(y.transpose(0, 1) if net.batch_first else y, after if isinstance(after, tuple) else (after,))
+
+
+def check_norms(kind: str, net: nn.RNNBase, x: Tensor) -> None:
+    """The norms are those of plain autograd, and all else as torch.nn traced has it; training goes on as untraced."""
+    net = fused(net)
+    states = states_for(net, x.shape[1])
+    leaves = [x.requires_grad_(), *states, *net.parameters()]
+    torch.manual_seed(5)
+    untraced = torch.autograd.grad(loss_of(net, x, states), leaves)
+    torch.manual_seed(5)
+    with trace(net) as found:
+        loss = loss_of(net, x, states)
+        during = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(untraced, during, strict=True))
+    torch.manual_seed(5)
+    whole = unrolled(kind, net, x, states)
+    flat = [(name, t, value) for name, values in whole.seen.items() for t, value in enumerate(values)]
+    gradients = torch.autograd.grad(mixed(whole.y, whole.after), [value for *_, value in flat], materialize_grads=True)
+    assert set(found.names) == set(whole.seen)
+    for (name, t, _), gradient in zip(flat, gradients, strict=True):
+        assert (found[f"{name}[{t}]"] - gradient.norm(dim=1)).abs().max() < EXACT
+    assert torch.stack([found[name].amin() for name in found.names if name[-1] == "h"]).amin() > 1e-6  # there was something to see
+
+
+@every_kind
+@every_option
+def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+    check_norms(kind, layer(kind, **options), inputs(STEPS, LANES))
+
+
+@PROJECTED
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"])
+def test_every_norm_of_a_projected_lstm_is_that_of_the_unrolled_loop(options: dict[str, Any]) -> None:
+    check_norms("lstm", layer("lstm", proj_size=2, **options), inputs(STEPS, LANES))
+
+
+@every_kind
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 9, 33), (67, 2, 50), (13, 33, 17)], ids=lambda s: "T{}-B{}-H{}".format(*s))
+def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
+    steps, lanes, hidden = sizes
+    net = KINDS[kind](FEATURES, hidden).double()
+    x = inputs(steps, lanes)
+    plain = traced(net, lambda: net(x)[0].square().sum())
+    net = fused(net)
+    assert differs(traced(net, lambda: net(x)[0].square().sum()), plain) < EXACT
+
+
+@every_kind
+@every_option
+@pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
+def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(kind: str, options: dict[str, Any], tensors: bool) -> None:
+    net = layer(kind, **options)
+    x, states = inputs(STEPS, LANES), states_for(net)
+    plain = traced(net, lambda: loss_of(net, x, states))
+    other = fused(net)
+    assert differs(traced(other, lambda: loss_of(other, x, states), tensors=tensors), plain) < EXACT
+
+
+@every_kind
+@every_option
+def test_every_gradient_of_a_fused_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+    check_layer(kind, fused(layer(kind, **options)))
+
+
+def test_single_precision_is_double_precision_to_rounding() -> None:
+    """Also far below and above where squares of single precision end."""
+    for kind, size in ((kind, size) for kind in KINDS for size in (1.0, 1e-25, 1e25)):
+        net, x = fused(layer(kind)), inputs(STEPS, LANES)
+        whole = traced(net, lambda net=net, x=x: net(x)[0].sum())
+        net.float()
+        single = traced(net, lambda net=net, x=x, size=size: net(x.float())[0].sum() * size)
+        for name in whole.names:
+            torch.testing.assert_close(single[name] / size, whole[name], rtol=1e-3, atol=1e-5)
+            assert single[name].dtype == torch.float64
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_no_number_blows_up(kind: str, dtype: torch.dtype, value: float) -> None:
+    net, x = fused(layer(kind)).to(dtype), inputs(STEPS, LANES).to(dtype)
+    dy = torch.ones(STEPS, LANES, HIDDEN, dtype=dtype)
+    dy[6, 1, 2] = value
+    with trace(net) as found:
+        net(x)[0].backward(dy)
+    norms = found["layer0.h"]
+    assert not norms[6, 1].isfinite()
+    assert norms[7:].isfinite().all()
+    assert norms[:, 0].isfinite().all()
+    assert next(row for row in found.found().rows if row.name == "layer0.h").exploded == 6
+
+
+def reset_at(often: float = 0.25) -> Tensor:
+    """Some lanes begin anew in the midst, one with the first step."""
+    resets = torch.rand(STEPS, LANES, generator=torch.Generator().manual_seed(1)) < often
+    resets[0] = torch.tensor([True, False, False])
+    resets[1:, 2] = False
+    return resets
+
+
+def with_resets(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor) -> dict[str, Tensor]:
+    """Each lane by itself, a sequence for each recording: norms `(T, B)`, by plain autograd."""
+    found: dict[str, Tensor] = {}
+    for lane in range(x.shape[1]):
+        starts = [0, *[t for t in range(1, STEPS) if resets[t, lane]], STEPS]
+        for start, stop in pairwise(starts):
+            fresh = start > 0 or bool(resets[0, lane])
+            own = tuple(s[:, lane : lane + 1].detach() * (not fresh) for s in states)
+            whole = unrolled(kind, net, x[start:stop, lane : lane + 1], own)
+            last = whole.after if stop == STEPS else ()
+            loss = (whole.y**3).sum() + sum((leaf * leaf).sum() for leaf in last)
+            for name, values in whole.seen.items():
+                gradients = torch.autograd.grad(loss, values, retain_graph=True, materialize_grads=True)
+                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[start:stop, lane] = torch.cat(gradients).norm(dim=1)
+    return found
+
+
+@every_kind
+@pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
+@pytest.mark.parametrize("runs", ["fused", "torch.nn"])
+@pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
+def test_no_gradient_crosses_a_reset(kind: str, tensors: bool, runs: Any, ways: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runs == "torch.nn":  # as in half precision, or where the kernels are missing
+        monkeypatch.setattr(layers, "choose", lambda *_: Choice("torch.nn", "for this test"))
+    net = fused(layer(kind, bidirectional=ways))
+    x, states, resets = inputs(STEPS, LANES), states_for(net), reset_at()
+    if ways:  # the state of the direction from the end enters behind the last step
+        states = tuple(torch.zeros_like(leaf) for leaf in states)
+
+    def loss() -> Tensor:
+        y, after = net(x, states if kind == "lstm" else states[0], resets)
+        ends = after if isinstance(after, tuple) else (after,)
+        return (y**3).sum() + (0 if ways else sum((leaf * leaf).sum() for leaf in ends))
+
+    found = traced(net, loss, tensors=tensors)
+    wanted = with_resets(kind, net, x, states, resets) if not ways else both_ways(kind, net, x, resets)
+    assert set(found.names) == set(wanted)
+    assert max((found[name] - norms).abs().max().item() for name, norms in wanted.items()) < EXACT
+    if not ways and runs == "fused":
+        edge = found.last.edges("layer0.h")[0]
+        states = tuple(leaf.detach().requires_grad_() for leaf in states)
+        loss().backward()
+        assert edge == pytest.approx(torch.as_tensor(states[0].grad).norm().item(), rel=1e-12)
+        assert not torch.as_tensor(states[0].grad)[:, 0].any()
+
+
+def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str, Tensor]:
+    """The same of a layer that also plays from the end, without a loss on the states."""
+    found: dict[str, Tensor] = {}
+    for lane in range(x.shape[1]):
+        starts = [0, *[t for t in range(1, STEPS) if resets[t, lane]], STEPS]
+        for start, stop in pairwise(starts):
+            zeros = tuple(leaf.detach() * 0 for leaf in states_for(net, 1))
+            whole = unrolled(kind, net, x[start:stop, lane : lane + 1], zeros)
+            for name, values in whole.seen.items():
+                gradients = torch.autograd.grad((whole.y**3).sum(), values, retain_graph=True, materialize_grads=True)
+                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[start:stop, lane] = torch.cat(gradients).norm(dim=1)
+    return found
+
+
+def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: resets that the layer does not apply."""
+    monkeypatch.setattr(watching, "captured", lambda turns, kind, x, h, c, w, _: captured(turns, kind, x, h, c, w))
+    with pytest.raises(AssertionError):
+        test_no_gradient_crosses_a_reset("lstm", False, "fused", False, monkeypatch)
+
+
+def test_packed_lanes_are_traced_as_by_torch_nn() -> None:
+    net, x = layer("gru", num_layers=2), inputs(STEPS, 3)
+    packed = pack_padded_sequence(x, torch.tensor([11, 8, 3]))
+    plain = traced(net, lambda: net(packed)[0].data.square().sum())
+    other = fused(net)
+    assert differs(traced(other, lambda: other(packed)[0].data.square().sum()), plain) < EXACT
+
+
+def test_autocast_is_traced_as_by_torch_nn() -> None:
+    net, x = nn.GRU(16, 32), torch.randn(20, 4, 16)
+
+    def loss(net: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net(x)[0].float().square().mean()
+
+    plain = traced(net, lambda: loss(net))
+    other = fused(net)
+    assert differs(traced(other, lambda: loss(other)), plain) < 1e-6
+
+
+class Doubling(tt.nn.LSTM):
+    """A layer of one's own, whose forward is not torch's."""
+
+    def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:  # noqa: A002
+        y, after = super().forward(2 * input, hx, resets)
+        return 3 * y, after
+
+
+def test_a_subclass_keeps_its_own_forward() -> None:
+    net, x = Doubling(FEATURES, HIDDEN, dtype=torch.float64), inputs(STEPS, LANES)
+    plain = nn.LSTM(FEATURES, HIDDEN, dtype=torch.float64)
+    plain.load_state_dict(net.state_dict())
+    wanted = traced(plain, lambda: (3 * plain(2 * x)[0]).square().sum())
+    assert differs(traced(net, lambda: net(x)[0].square().sum()), wanted) < EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_shows_the_same(reentrant: bool) -> None:
+    net, x = fused(layer("lstm", num_layers=2)), inputs(STEPS, LANES).requires_grad_()
+    plain = traced(net, lambda: net(x)[0].square().sum())
+    again = traced(net, lambda: checkpoint(lambda x: net(x)[0], x, use_reentrant=reentrant).square().sum())
+    assert differs(again, plain) < EXACT
+
+
+def test_the_second_derivative_is_that_of_the_untraced_layer() -> None:
+    net, x = fused(layer("gru")), inputs(STEPS, LANES).requires_grad_()
+
+    def second() -> tuple[Tensor, ...]:
+        (by_x,) = torch.autograd.grad((net(x)[0] ** 3).sum(), x, create_graph=True)
+        return torch.autograd.grad(by_x.square().sum(), [x, *net.parameters()])
+
+    plain = second()
+    once = traced(net, lambda: net(x)[0].pow(3).sum())
+    with trace(net, keep=2) as found:
+        during = second()
+    assert all(torch.equal(a, b) for a, b in zip(plain, during, strict=True))
+    first, _ = found.passes  # the second derivative goes through y once more
+    assert max((first[name] - once[name]).abs().max().item() for name in once.names) < EXACT
+
+
+def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
+    net, x = fused(layer("lstm")), inputs(4, 1).requires_grad_()
+    with trace(net) as found:
+        y, _ = net(x)
+        rows = torch.eye(HIDDEN, dtype=torch.float64).view(HIDDEN, 1, HIDDEN)
+        torch.autograd.grad(y[-1], x, rows, is_grads_batched=True)
+    assert found.count == 0
+
+
+def test_a_kernel_that_tells_another_gate_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: f and g of an LSTM in each other's place."""
+    monkeypatch.setitem(recurrent.SEEN, "lstm", "hcigfo")
+    with pytest.raises(AssertionError):
+        check_norms("lstm", layer("lstm"), inputs(STEPS, LANES))
+
+
+POLICIES: dict[str, Policy] = {
+    "truncated": tt.Truncated(10),
+    "horizon": tt.Truncated(10, horizon=25),
+    "retained": tt.Truncated(10, horizon=25, graphs="retain"),
+    "exact": tt.Exact(chunk=7),
+    "online": tt.Online(stride=10),
+}
+
+
+def carried(kind: str, fused: bool) -> tt.Carried:
+    torch.manual_seed(0)
+    return tt.carry(nn.Sequential(remembering(KINDS[kind](FEATURES, HIDDEN)), nn.Linear(HIDDEN, 2)).double(), fused=fused)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> None:
+    seen = list[list[Mapping[str, Tensor]]]()
+    weights = list[dict[str, Tensor]]()
+    for fuse in (False, True):
+        net, passes = carried(kind, fuse), list[Mapping[str, Tensor]]()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        stream = tt.Stream(recordings([63, 41]), lanes=2, chunk=10, dtype=torch.float64)
+        with trace(net) as found:
+            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=POLICIES[policy]):
+                passes.append({name: found[name] for name in found.names})
+                optimizer.step()
+                optimizer.zero_grad()
+        seen.append(passes)
+        weights.append({name: weight.detach() for name, weight in net.named_parameters()})
+    assert apart(weights[0], weights[1]) < 1e-10
+    assert len(seen[0]) == len(seen[1]) > 0
+    for plain, other in zip(*seen, strict=True):
+        assert apart(dict(plain), dict(other)) < 1e-10
+
+
+def test_the_pieces_of_a_sweep_are_one_pass() -> None:
+    net, data = carried("lstm", True), Given.draw(45, 2, 0, resets=0.03)
+    with trace(net, keep=9) as found:
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
+            net.zero_grad()
+    assert len(found.passes) == found.count == 1
+    with trace(net) as whole:
+        y, _ = net(data.x, net.initial_state(lanes=2), data.resets)
+        nn.MSELoss()(y.flatten(0, 1), data.targets.flatten(0, 1)).backward()
+    assert differs(found, whole) < EXACT
+
+
+def test_nothing_of_the_trace_is_left_and_the_graph_is_freed() -> None:
+    net, x = fused(layer("lstm")), inputs(STEPS, LANES)
+    before = set(vars(net))
+    with trace(net) as found:
+        with pytest.raises(ConfigError, match="traced already"):
+            trace(net)
+        copied = copy.deepcopy(net)
+        y = net(x)[0]
+        gone = weakref.ref(torch.as_tensor(y).grad_fn)
+        y.sum().backward()
+    assert not layers.WATCHES
+    assert set(vars(net)) == set(vars(copied)) - {"forward"} == before
+    del y
+    gc.collect()
+    assert gone() is None
+    assert found["layer0.c"].shape == (STEPS, LANES)
+
+
+def test_a_traced_layer_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no test above passes because torch.nn was traced in its place."""
+    calls: list[str] = []
+    real = recurrent.backward
+    monkeypatch.setattr(recurrent, "backward", lambda *a: (calls.append("kernel"), real(*a))[1])
+    monkeypatch.setattr(reference, "run", None)
+    net, x = fused(layer("gru", num_layers=2, bidirectional=True)), inputs(STEPS, LANES)
+    traced(net, lambda: net(x)[0].square().sum())
+    assert calls == ["kernel"] * 4
+
+
+def test_without_a_gradient_no_step_is_counted() -> None:
+    net, x = fused(layer("gru")).requires_grad_(False), inputs(STEPS, LANES)
+    with trace(net) as found:
+        net(x)
+        net.requires_grad_(True)
+        called(net, x, states_for(net))[0].sum().backward()
+    assert len(found["layer0.h"]) == STEPS

@@ -1,0 +1,119 @@
+"""What is handed out: a wheel that needs no compiler, an sdist that builds, and plain Python where nothing compiles."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("c++") is None, reason="wheels are built with a compiler")]
+
+RUN = """
+import sys, warnings
+import torch
+from throughtime.kernels import library
+from throughtime.kernels.layer import Weights
+from throughtime.kernels.recurrent import run
+assert library.need("a wheel's test") is not None, library.why_missing()
+assert "site-packages" in library.library()._name
+torch.manual_seed(0)
+lstm = torch.nn.LSTM(5, 7).double()
+x, zeros = torch.randn(11, 3, 5, dtype=torch.float64), torch.zeros(3, 7, dtype=torch.float64)
+y = run("lstm", x, zeros, zeros, Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None))[0]
+torch.testing.assert_close(y, lstm(x)[0], rtol=1e-12, atol=1e-12)
+print(library.level())
+"""
+
+FALL_BACK = """
+import warnings
+from throughtime.kernels import library
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert library.need("tt.nn.LSTM") is None and library.need("tt.nn.GRU") is None
+assert len(told) == 1 and "pip install" in str(told[0].message), told
+import throughtime as tt, torch
+y, state = tt.carry(torch.nn.LSTM(2, 3))(torch.ones(4, 1, 2), tt.carry(torch.nn.LSTM(2, 3)).initial_state(lanes=1))
+print(tuple(y.shape))
+"""
+
+
+def _do(*command: str | Path, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel."""
+    folder = tmp_path_factory.mktemp("dist")
+    made = {"DIST": folder, "BUILD": folder / "build", "VENV": Path(sys.prefix)}
+    _do("make", "-o", Path(sys.prefix) / ".installed", "wheel", *(f"{name}={value}" for name, value in made.items()))
+    return folder
+
+
+def _installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment that has this wheel, and torch from ours."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    _do(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", wheel)
+    place = _do(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    (Path(place) / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    return python
+
+
+def _plainly(python: Path, code: str) -> str:
+    """What it prints where there is no compiler, nor anything else."""
+    done = subprocess.run(
+        [python, "-W", "error", "-c", code], cwd=python.parent, env={"PATH": str(python.parent)}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_wheel_runs_kernels_where_there_is_no_compiler(handed_out: Path, tmp_path: Path) -> None:
+    (wheel,) = handed_out.glob("*.whl")
+    assert re.fullmatch(r"throughtime-[\d.]+-py3-none-.*", wheel.stem)
+    assert _plainly(_installed(wheel, tmp_path), RUN) in {"v4", "v3", "v2", "base"}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
+def test_the_wheel_runs_on_every_system_that_torch_runs_on(handed_out: Path) -> None:
+    (wheel,) = handed_out.glob("*.whl")
+    major, minor = map(int, re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)[-1])
+    assert (major, minor) <= (2, 28), wheel.name  # torch's own tag since 2.6
+    names = _do(sys.executable, "-m", "zipfile", "-l", wheel)
+    assert "libthroughtime.so" in names
+    assert ".cpp" not in names
+    assert "libgomp" not in names
+
+
+def test_the_sdist_builds_and_without_a_compiler_gives_plain_python(handed_out: Path, tmp_path: Path) -> None:
+    (sdist,) = handed_out.glob("*.tar.gz")
+    for name, environment in (("core", {}), ("plain", {"CXX": "/bin/false"})):
+        _do(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / name, sdist, **environment)
+    (core,), (plain,) = (tmp_path / "core").iterdir(), (tmp_path / "plain").iterdir()
+    assert not core.name.endswith("-any.whl")
+    assert plain.name.endswith("-py3-none-any.whl")
+    assert _plainly(_installed(plain, tmp_path / "environment"), FALL_BACK) == "(4, 1, 3)"
+
+
+@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("cmake")), reason="objects are built by CMake and read with nm")
+def test_no_symbol_of_one_instruction_set_is_taken_for_another(tmp_path: Path) -> None:
+    """A weak symbol of the object for AVX-512 might be kept for all levels: an illegal instruction elsewhere."""
+    _do("cmake", "-S", ROOT, "-B", tmp_path)
+    _do("cmake", "--build", tmp_path)
+    objects = sorted(tmp_path.glob("CMakeFiles/kernels_*.dir/**/*.o"))
+    assert objects
+    for path in objects:
+        weak = [line for line in _do("nm", "--defined-only", path).splitlines() if re.search(r" [WVu] ", line)]
+        assert not weak, (path.parent, weak[:5])

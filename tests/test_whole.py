@@ -1,0 +1,401 @@
+"""An update in one call gives what the graph gives, and is made only where nobody could tell the difference."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.errors import RunError
+from throughtime.gradient import truncated, whole
+from throughtime.kernels import whole as kernel
+from throughtime.kernels.library import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the compiled core is not installed: every update is made with a graph")
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "lstm": tt.nn.LSTM,
+    "gru": tt.nn.GRU,
+    "tanh": tt.nn.RNN,
+    "relu": lambda *sizes, **options: tt.nn.RNN(*sizes, nonlinearity="relu", **options),
+    "two": lambda d, h, **options: tt.nn.LSTM(d, h, num_layers=2, **options),
+    "projected": lambda d, h, **options: tt.nn.LSTM(d, h, proj_size=3, **options),
+    "bare": lambda d, h, **options: tt.nn.GRU(d, h, bias=False, **options),
+}
+
+
+class Seen(NamedTuple):
+    """What an epoch of updates gave."""
+
+    losses: list[Tensor]
+    outputs: list[Tensor]
+    states: list[Tensor]
+    gradients: list[Tensor]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the call was made."""
+    made: list[int] = []
+    true = kernel.step
+
+    def counted(what: kernel.Whole) -> int:
+        made.append(what.steps)
+        return true(what)
+
+    monkeypatch.setattr(kernel, "step", counted)
+    return made
+
+
+def by_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truncated, "whole_update", lambda *_: None)
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, classes: int = 4, width: int = 9) -> tt.Carried:
+    torch.manual_seed(3)
+    layer = LAYERS[kind](5, width, dtype=dtype)
+    out = getattr(layer, "proj_size", 0) or width
+    return tt.carry(nn.Sequential(layer, nn.Linear(out, classes, dtype=dtype)))
+
+
+def recordings(dtype: torch.dtype, classes: int, *, regress: bool) -> list[dict[str, Tensor]]:
+    torch.manual_seed(4)
+    found = []
+    for length in (57, 23, 31, 40):
+        targets = torch.randn(length, classes, dtype=dtype) if regress else torch.randint(classes, (length,))
+        found.append({"inputs": torch.randn(length, 5, dtype=dtype), "targets": targets})
+    return found
+
+
+def epoch(net: tt.Carried, loss_fn: nn.Module, gradient: Any, *, lanes: int = 3, zero: bool = True, **options: Any) -> Seen:
+    """Updates with a step of plain descent after each."""
+    weights = list(net.parameters())
+    data = recordings(weights[0].dtype, net.module[-1].out_features, regress=isinstance(loss_fn, nn.MSELoss))  # pyright: ignore[reportIndexIssue]
+    stream = tt.Stream(data, lanes=lanes, chunk=16, dtype=weights[0].dtype, **options)
+    seen = Seen([], [], [], [])
+    for update in tt.updates(net, stream, loss_fn, gradient=gradient):
+        seen.losses.append(update.loss)
+        seen.outputs.append(update.outputs)
+        seen.states.extend(leaf.clone() for leaf in tt.state.tensors(update.state))
+        seen.gradients.extend(weight.grad.clone() for weight in weights if weight.grad is not None)
+        with torch.no_grad():
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.sub_(0.05 * weight.grad)
+        if zero:
+            net.zero_grad()
+    return seen
+
+
+def assert_same(one: Seen, other: Seen, tolerance: float) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert len(a) == len(b) > 0
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30, warm_up=3)], ids=str)
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["classes", "values"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_one_call_gives_what_the_graph_gives(
+    kind: str, loss_fn: nn.Module, policy: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = epoch(make(kind), loss_fn, policy)
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(found, epoch(make(kind), loss_fn, policy), 1e-12)
+    assert len(calls) == len(found.losses)
+
+
+@pytest.mark.parametrize("classes", [1, 8, 33])
+@pytest.mark.parametrize("width", [1, 33, 64])
+def test_one_call_in_single_precision(width: int, classes: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = [make("lstm", torch.float32, classes, width) for _ in range(2)]
+    found = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(20))
+    assert calls
+    by_graph(monkeypatch)
+    assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(20)), 1e-5)
+
+
+def test_modules_without_weights_may_prepare_the_inputs(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def net() -> tt.Carried:
+        torch.manual_seed(3)
+        return tt.carry(nn.Sequential(nn.Tanh(), nn.Hardtanh(), tt.nn.LSTM(5, 7), tt.nn.GRU(7, 6), nn.Linear(6, 4)).double())
+
+    found = epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20))
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(found, epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20)), 1e-12)
+
+
+def test_gradients_are_added_to_those_that_are_there(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False)
+    assert calls
+    by_graph(monkeypatch)
+    assert_same(found, epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False), 1e-12)
+
+
+def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: a mean over one row more."""
+    true = kernel.step
+
+    def wrong(what: kernel.Whole) -> int:
+        what.valid += 1
+        return true(what)
+
+    monkeypatch.setattr(kernel, "step", wrong)
+    found = epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12))
+    by_graph(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(found, epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-4)
+
+
+def hooked(net: tt.Carried) -> None:
+    net.module.register_forward_hook(lambda *_: None)
+
+
+def hooked_below(net: tt.Carried) -> None:
+    next(net.module.children()).register_forward_pre_hook(lambda *_: None)
+
+
+def hooked_weight(net: tt.Carried) -> None:
+    next(net.parameters()).register_hook(lambda gradient: gradient * 2)
+
+
+def hooked_after(net: tt.Carried) -> None:
+    next(net.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def frozen(net: tt.Carried) -> None:
+    next(net.parameters()).requires_grad_(False)
+
+
+def wrapped(net: tt.Carried) -> None:
+    readout = list(net.module.children())[-1]
+    plain = readout.forward
+    readout.forward = lambda x: plain(x) * 2
+
+
+def weight_normed(net: tt.Carried) -> None:
+    nn.utils.parametrizations.weight_norm(list(net.module.children())[-1])
+
+
+def hooked_outside(net: tt.Carried) -> None:
+    net.register_forward_hook(lambda *given: (given[2][0] * 2, given[2][1]))
+
+
+def replaced_outside(net: tt.Carried) -> None:
+    plain = net.forward
+
+    def doubled(x: Tensor, state: Any, resets: Tensor | None = None) -> tuple[Tensor, Any]:
+        y, after = plain(x, state, resets)
+        return 2 * y, after
+
+    net.forward = doubled
+
+
+def tied(net: tt.Carried) -> None:
+    layer = next(net.module.children())
+    layer.bias_hh_l0 = layer.bias_ih_l0
+
+
+class Doubled(tt.nn.LSTM):
+    def forward(self, *given: Any, **named: Any) -> Any:
+        y, after = super().forward(*given, **named)
+        return 2 * y, after
+
+
+def subclassed(net: tt.Carried) -> None:
+    next(net.module.children()).__class__ = Doubled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked, hooked_below, hooked_weight, hooked_after, frozen, wrapped, weight_normed, hooked_outside, replaced_outside, tied, subclassed],
+)
+def test_a_net_that_is_more_than_it_seems_is_run_with_a_graph(
+    change: Callable[[tt.Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets = make("lstm"), make("lstm")
+    for net in nets:
+        change(net)
+    found = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+    by_graph(monkeypatch)
+    assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
+
+
+OTHERS = [
+    nn.CrossEntropyLoss(weight=torch.ones(4).double()),
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    nn.CrossEntropyLoss(ignore_index=1),
+    nn.NLLLoss(),
+    nn.L1Loss(),
+]
+
+
+@pytest.mark.parametrize("loss_fn", OTHERS, ids=["weighted", "smoothed", "ignoring", "nll", "l1"])
+def test_other_losses_are_run_with_a_graph(loss_fn: nn.Module, calls: list[int]) -> None:
+    net = make("gru")
+    data = recordings(torch.float64, 4, regress=isinstance(loss_fn, nn.L1Loss))
+    stream = tt.Stream(data, lanes=2, chunk=16, dtype=torch.float64)
+    assert all(update.loss.isfinite() for update in tt.updates(net, stream, loss_fn, gradient=tt.Truncated(20)))
+    assert not calls
+
+
+def test_a_trace_sees_every_update(calls: list[int]) -> None:
+    net = make("lstm")
+    with tt.trace(net) as trace:
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+        assert trace.as_dict()
+    assert not calls
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls
+
+
+def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[int]) -> None:
+    net = tt.carry(nn.Sequential(tt.nn.LSTM(5, 6, num_layers=2, dropout=0.5, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)))
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+    net.eval()
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls
+
+
+def test_a_class_that_is_not_there_is_refused_by_torch_and_nothing_is_written(calls: list[int]) -> None:
+    net = make("lstm")
+    before = [weight.detach().clone() for weight in net.parameters()]
+    stream = tt.Stream({"inputs": torch.randn(20, 5).double(), "targets": torch.full((20,), 4)}, lanes=1, chunk=20, dtype=torch.float64)
+    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20)))
+    assert calls
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "tanh"])
+def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
+    net = make(kind)
+    stream = tt.Stream({"inputs": torch.randn(40, 5).double(), "targets": torch.zeros(40).long()}, lanes=1, chunk=20, dtype=torch.float64)
+    updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20))
+    next(updates)
+    with torch.no_grad():
+        next(net.parameters())[1, 2] = torch.nan
+    with pytest.raises(RunError, match="is not finite"):
+        next(updates)
+    assert len(calls) == 2
+
+
+def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another type, other parameters in their places, a copy."""
+
+    def course(net: tt.Carried) -> list[Seen]:
+        first = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+        copy = deepcopy(net)
+        second = epoch(copy, nn.CrossEntropyLoss(), tt.Truncated(12))
+        layer = next(net.module.children())
+        layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach() * 0.5)  # pyright: ignore[reportCallIssue]
+        return [
+            first,
+            second,
+            epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12)),
+            epoch(net.float(), nn.CrossEntropyLoss(), tt.Truncated(12)),
+        ]
+
+    found = course(make("lstm"))
+    assert len(calls) == sum(len(seen.losses) for seen in found)
+    by_graph(monkeypatch)
+    for one, other, tolerance in zip(found, course(make("lstm")), (1e-12, 1e-12, 1e-12, 1e-4), strict=True):
+        assert_same(one, other, tolerance)
+
+
+def other_inputs(net: tt.Carried) -> None:
+    layer = next(net.module.children())
+    layer.weight_ih_l0 = nn.Parameter(torch.randn(36, 7, dtype=torch.float64))
+
+
+def other_classes(net: tt.Carried) -> None:
+    list(net.module.children())[-1].weight = nn.Parameter(torch.randn(3, 9, dtype=torch.float64))
+
+
+def other_units(net: tt.Carried) -> None:
+    next(net.module.children()).weight_hh_l0.data = torch.randn(20, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [other_inputs, other_classes, other_units])
+def test_sizes_that_do_not_fit_never_reach_the_kernel(change: Callable[[tt.Carried], None], calls: list[int]) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    change(net)
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("widths", [(5, 9, 8), (4, 9, 9), (5, 8, 9)])
+def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(widths: tuple[int, int, int], calls: list[int]) -> None:
+    inputs, hidden, read = widths
+    net = tt.carry(nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))).double()
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def states(net: tt.Carried) -> dict[str, Any]:
+    h, c = net.initial_state(lanes=3)["0"]
+    return {"lanes": (h[:2], c[:2]), "units": (h[..., :4], c[..., :4]), "alone": h, "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1))}
+
+
+@pytest.mark.parametrize("which", ["lanes", "units", "alone", "layers"])
+def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: list[int]) -> None:
+    net = make("lstm")
+    stream = tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64)
+    stream.start()
+    updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(12), state={"0": states(net)[which], "1": ()})
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):
+        next(updates)
+    assert not calls
+
+
+def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
+    net = tt.carry(nn.Sequential(tt.nn.GRU(5, 9, dtype=torch.float64), nn.Linear(9, 4, bias=False, dtype=torch.float64)))
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls
+    late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    list(net.module.children())[-1].bias = late
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert late.any()
+
+
+def test_a_default_device_moves_no_buffer() -> None:
+    net = make("lstm")
+    stream = list(tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64))
+    with torch.device("meta"):
+        updates = list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(16), state=None))
+        y, _ = next(net.module.children())(stream[0].inputs)
+    assert all(update.loss.isfinite() and update.outputs.is_cpu for update in updates)
+    assert y.is_cpu
+
+
+def test_threads_change_no_bit() -> None:
+    threads = torch.get_num_threads()
+    try:
+        seen: list[Seen] = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            seen.append(epoch(make("lstm", torch.float32, width=40), nn.CrossEntropyLoss(), tt.Truncated(40), lanes=4))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(seen[0], seen[1], 0.0)
+
+
+def test_buffers_do_not_outlive_the_net() -> None:
+    net = make("gru")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert net in whole._forms
+    before = len(whole._forms)
+    del net
+    assert len(whole._forms) == before - 1
