@@ -101,7 +101,8 @@ template <class F, Cell CELL> struct Sizes {
 // thread each, whatever their number: it would cut, and so round, otherwise for another one.
 template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c) {
   const tt_gemm blas = __atomic_load_n(tt_torch_gemm + (sizeof(F) == 8), __ATOMIC_RELAXED);
-  const int64_t lda = a.row == 1 ? a.step : a.row;
+  const bool turned = a.row == 1 && a.step != 1;
+  const int64_t lda = turned ? a.step : a.row;
   constexpr int64_t most = INT32_MAX;
   if (!blas || m * n * k < WORTH || m > most || n > most || k > most || lda > most || c.row > most || right.row > most) return false;
   Arena arena;
@@ -123,7 +124,7 @@ template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t 
     const int of_b = static_cast<int>(apart ? n : right.row), of_c = static_cast<int>(c.row);
     const F one = 1, keep = c.add || c.start ? F(1) : F(0);
     const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
-    blas("N", a.row == 1 ? "T" : "N", &columns, &rows, &depth, &one, apart ? copied : right.base, &of_b, a.from + m0 * a.row, &of_a, &keep,
+    blas("N", turned ? "T" : "N", &columns, &rows, &depth, &one, apart ? copied : right.base, &of_b, a.from + m0 * a.row, &of_a, &keep,
          c.to + m0 * c.row, &of_c);
     if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
   });
