@@ -288,6 +288,18 @@ def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
     assert len(calls) == 2
 
 
+def test_an_upper_layer_that_overflows_alone_is_named(calls: list[int]) -> None:
+    below, above = tt.nn.RNN(1, 1, nonlinearity="relu", bias=False), tt.nn.RNN(1, 1, bias=False)
+    net = tt.carry(nn.Sequential(below, above, nn.Linear(1, 1, bias=False)))
+    with torch.no_grad():
+        for weight, value in zip(net.parameters(), (1e30, 0.0, 1e-31, 0.0, 1.0), strict=True):
+            weight.fill_(value)
+    stream = tt.Stream({"inputs": torch.ones(4, 1), "targets": torch.full((4, 1), 1e12)}, lanes=1, chunk=4)
+    with pytest.raises(RunError, match=r"gradient of '1\.weight_ih_l0' is not finite"):
+        next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4)))
+    assert calls
+
+
 def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another type, other parameters in their places, a copy."""
 

@@ -11,17 +11,17 @@ from throughtime.errors import RunError
 _ends: "WeakKeyDictionary[nn.Module, list[Tensor]]" = WeakKeyDictionary()
 
 
-def check_finite(net: nn.Module, chunk: Chunk, stop: int, loss: Tensor) -> None:
+def check_finite(net: nn.Module, chunk: Chunk, stop: int, loss: Tensor, *, everywhere: bool = False) -> None:
     """Refuses a `.grad` that is not finite.
 
     Looks at the net's first and last parameter, at 2 to 4 microseconds each: what is not finite goes on to whatever lies before
-    it in the net, and the layers next to the inputs stand at one of the ends. Only then at all of them.
+    it in the net, and the layers next to the inputs stand at one of the ends. Only then, or where asked to, at all of them.
     """
     ends = _ends.get(net)
     if ends is None or any(weight.grad is None for weight in ends):
         having = [weight for weight in net.parameters() if weight.grad is not None]
         ends = _ends[net] = [*having[:1], *having[1:][-1:]]
-    if all(weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in ends):
+    if not everywhere and all(weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in ends):
         return
     for name, other in net.named_parameters():
         if other.grad is not None and not bool(other.grad.to_dense().isfinite().all()):

@@ -155,7 +155,7 @@ class Truncated:
         else:
             loss, run = made.loss, made.run
         if objective.scaler is None and (made is None or not made.finite):
-            check_finite(net, chunk, source.position, loss)
+            check_finite(net, chunk, source.position, loss, everywhere=made is not None)
         progress = _progress(run, whole, plan, progress)
         return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk, weight=objective.weight(chunk)), progress
 

@@ -87,10 +87,20 @@ template <class F> double read_out(const tt_whole &whole, const Reading<F> &r, c
   return loss / static_cast<double>(whole.valid);
 }
 
-template <class F> bool finite_sum(const void *of, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; of && i < count; i++) sum += static_cast<double>(static_cast<const F *>(of)[i]);
-  return sum - sum == 0;
+// Whether none is infinite or NaN: times zero, all others add up to it.
+template <class F> bool all_finite(const void *of, int64_t count) {
+  constexpr int V = Vec<F>::N;
+  const F *const from = static_cast<const F *>(of);
+  vec<F> sums[4] = {};
+  int64_t i = 0;
+  for (; of && i + 4 * V <= count; i += 4 * V)
+    for (int j = 0; j < 4; j++) sums[j] += load(from + i + j * V) * F(0);
+  F rest = 0;
+  for (; of && i < count; i++) rest += from[i] * F(0);
+  F part[V];
+  store<F>(part, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (int j = 0; j < V; j++) rest += part[j];
+  return rest == 0;
 }
 
 template <class F> int whole_of(const tt_whole &whole) {
@@ -129,9 +139,13 @@ template <class F> int whole_of(const tt_whole &whole) {
           r.each);
   for (int32_t i = whole.count - 1; i >= 0; i--)
     if (backward_as<F>(whole.layers[i])) return TT_NO_MEMORY;
-  const tt_call &first = whole.layers[0]; // what is not finite goes on to whatever lies before it
-  const int64_t columns = static_cast<int64_t>(first.kind == TT_LSTM ? 4 : first.kind == TT_GRU ? 3 : 1) * first.hidden * first.inputs;
-  return finite_sum<F>(first.dw_ih, columns) && finite_sum<F>(whole.dw, r.C * r.P) ? 0 : TT_NOT_FINITE;
+  bool finite = all_finite<F>(whole.dw, r.C * r.P);
+  for (int32_t i = 0; i < whole.count; i++) {
+    const tt_call &layer = whole.layers[i];
+    const int64_t rows = (layer.kind == TT_LSTM ? 4 : layer.kind == TT_GRU ? 3 : 1) * layer.hidden;
+    finite = finite && all_finite<F>(layer.dw_ih, rows * layer.inputs) && all_finite<F>(layer.dw_hh, rows * layer.outputs);
+  }
+  return finite ? 0 : TT_NOT_FINITE;
 }
 
 int whole(const tt_whole *call) { return call->layers[0].type == TT_F32 ? whole_of<float>(*call) : whole_of<double>(*call); }
