@@ -182,7 +182,7 @@ def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
             net.zero_grad()
             del y
             alive += [tensors_alive()] if round_ in (5, 29) else []
-    assert alive[0] == alive[1]
+    assert alive[1] <= alive[0]  # what other tests left behind may go meanwhile; a tensor for each round would be 24 more
 
 
 def test_a_checkpointed_net_is_seen_as_it_is() -> None:
