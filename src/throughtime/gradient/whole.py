@@ -67,10 +67,10 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
     if form is None or plan.start or not form.as_it_was(net, objective):
         return None
     weights = form.weights()
-    if weights is None or not _known(objective.loss_fn, chunk, form.readout):
+    if weights is None or not _known(objective.loss_fn, chunk, form.readout) or not form.fits(steps, edge, weights):
         return None
-    x = form.entering(steps.inputs)
-    if not form.fits(x, edge, weights):
+    x = form.entering(steps.inputs)  # last of all: a module may draw random numbers, and must not run again but where torch will refuse
+    if x.dim() != 3 or x.shape[2] != form.width or not _read(x, weights[0].dtype):
         return None
     return form.work(x, weights).update(x, steps, chunk, edge, plan, objective)
 
@@ -125,6 +125,11 @@ class Form:
         self._shapes += [(outputs, inputs), *([(outputs,)] if self.bias else [])]
         self._places += [(own, name) for name in ("weight", *(["bias"] if self.bias else []))]
 
+    @property
+    def width(self) -> int:
+        """D of the first layer."""
+        return next(iter(self.layers.values())).input_size
+
     def weights(self) -> list[Tensor] | None:
         """All parameters, as they are now; None where one is made of others, is tied to another, or has come since."""
         try:
@@ -152,33 +157,33 @@ class Form:
             with torch.no_grad():
                 for module in self.before:
                     inputs = module(inputs)
-        return inputs
+        return inputs.contiguous()
 
-    def fits(self, x: Tensor, edge: State, weights: Sequence[Tensor]) -> bool:
-        """Whether all tensors are what a kernel reads: it looks at no size."""
-        dtype = x.dtype
-        if x.dim() != 3 or dtype not in NUMBERS or not (_read(x, dtype) and x.numel()):
+    def fits(self, steps: Chunk, edge: State, weights: Sequence[Tensor]) -> bool:
+        """Whether states and weights are what a kernel reads, which looks at no size; the inputs have no gradient and are some."""
+        dtype = weights[0].dtype
+        if dtype not in NUMBERS or steps.inputs.requires_grad or not steps.inputs.numel():
             return False
         if not isinstance(edge, dict) or edge.keys() != self.contract.links.keys():
             return False
-        width = x.shape[2]
+        width = self.width
         for name, layer in self.layers.items():
             if layer.input_size != width or (layer.dropout and layer.training and layer.num_layers > 1):
                 return False
             width = layer.proj_size or layer.hidden_size
-            if by_table(MODES[layer.mode], dtype, layer.hidden_size, x.shape[1], layer.proj_size > 0).runs != "fused":
+            if by_table(MODES[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0).runs != "fused":
                 return False
-            if not self._entered(edge[name], layer, x):
+            if not self._entered(edge[name], layer, steps.lanes, dtype):
                 return False
         return all(_plain(weight, dtype, shape) for weight, shape in zip(weights, self._shapes, strict=True))
 
     @staticmethod
-    def _entered(state: State, layer: Recurrent, x: Tensor) -> bool:
+    def _entered(state: State, layer: Recurrent, lanes: int, dtype: torch.dtype) -> bool:
         leaves = (state,) if isinstance(state, Tensor) else state
-        rows = x.shape[1], layer.num_layers
+        rows = lanes, layer.num_layers
         sizes = [(*rows, layer.proj_size or layer.hidden_size), *([(*rows, layer.hidden_size)] if layer.mode == "LSTM" else [])]
         return len(leaves) == len(sizes) and all(
-            leaf.shape == size and _read(leaf, x.dtype, whole=False) for leaf, size in zip(leaves, sizes, strict=True)
+            leaf.shape == size and _read(leaf, dtype, whole=False) for leaf, size in zip(leaves, sizes, strict=True)
         )
 
     def work(self, x: Tensor, weights: Sequence[Tensor]) -> "Work":

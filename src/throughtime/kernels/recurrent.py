@@ -92,7 +92,7 @@ def forward(
     given = _contiguous(x, h, c, *weights, resets)
     made = (y, h_end, c_end, saved if keep else None)
     call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, given), *map(_pointer, made))
-    _check(core().tt_forward(call))
+    check(core().tt_forward(call))
     return y, h_end, c_end, saved
 
 
@@ -123,7 +123,7 @@ def backward(
     made = (y, None, None, saved)
     seen = () if captured is None else _places(kind, captured, steps, lanes)
     call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, (*given, *made, *after, *wanted)), *seen)
-    _check(core().tt_backward(call))
+    check(core().tt_backward(call))
     return wanted
 
 
@@ -229,6 +229,7 @@ def saved_numbers(*sizes: int) -> int:
     return core().tt_saved(Call(*sizes))
 
 
-def _check(code: int) -> None:
-    if code:
+def check(code: int) -> None:
+    """Refuses what a call gave, where it is TT_NO_MEMORY."""
+    if code == 1:
         raise MemoryError("the kernels of throughtime found no memory for their work; take fewer lanes, or shorter chunks")

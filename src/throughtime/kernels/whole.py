@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `P` outputs of the last layer, `C` outputs of the 
 import ctypes
 from functools import cache
 
-from throughtime.kernels.recurrent import Call, core
+from throughtime.kernels.recurrent import Call, check, core
 
 CROSS_ENTROPY, SQUARED = 0, 1
 NO_CLASS, NOT_FINITE = 2, 3  # tt_fault; the first leaves everything as it was
@@ -38,6 +38,5 @@ def step(whole: Whole) -> int:
         MemoryError: there is no room for its work.
     """
     code = _step()(whole)
-    if code == 1:
-        raise MemoryError("the kernels of throughtime found no memory for their work; take fewer lanes, or shorter chunks")
+    check(code)
     return code

@@ -3,7 +3,7 @@
 //     C (M x N)  =  start + A (M x K) B (K x N)
 //
 // B is packed by panels of up to 4 vectors of columns, which stay in a cache while the rows of A pass by; A too where its rows lie
-// apart. Sums run over K in order, whatever the tile, so that a result does not depend on the number of threads.
+// apart. How a sum is taken depends on the height of its tile, and tiles are cut the same for any number of threads: no bit depends on it.
 //
 // Reference: K. Goto and R. van de Geijn, Anatomy of high-performance matrix multiplication, ACM TOMS 34 (2008).
 #pragma once
@@ -23,7 +23,7 @@ constexpr int FAR = 256;  // of a panel that many rows pass by: the second cache
 // Rows of a tile: as many as leave accumulators, one row of B and a number of A in registers.
 constexpr int tile_rows(int vectors) {
 #if TT_REGISTERS == 32
-  return vectors == 4 ? 6 : vectors == 3 ? 8 : 8;
+  return vectors == 4 ? 6 : 8;
 #else
   return vectors == 4 ? 3 : vectors == 3 ? 4 : 6;
 #endif

@@ -1,7 +1,7 @@
 // LSTM, GRU and RNN over all steps of a layer, forward and backward; reference.py defines what they compute.
 //
 // What the gates see of the inputs is one product over many steps; only the product with h runs step by step, and the gates of a
-// tile of lanes and units are made from it while it is still in registers. Backward the same: the product with the gradients of the
+// panel of units are made from it while it is still in the first cache. Backward the same: the product with the gradients of the
 // next step's gates, the gates' slopes on it at once; the weights' gradients are products over many steps. Steps go in blocks that
 // stay in the second cache.
 //
