@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -117,6 +117,44 @@ def policy_gradients(net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], po
         found.append((update.steps, update.loss.item(), gradients(net)))
         net.zero_grad()
     return found
+
+
+def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[float]:
+    """The losses of the updates that are left, or of so many of them, each stepped on."""
+    losses: list[float] = []
+    for update in islice(run, most):
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(update.loss.item())
+    return losses
+
+
+def exact_updates(net: tt.Carried, data: Given, policy: tt.Exact | None = None, loss_fn: Any = None, **options: Any) -> list[tt.Update]:
+    """The updates of `tt.Exact`, one unless it is told otherwise."""
+    return list(tt.updates(net, [data.chunk], loss_fn or nn.MSELoss(), gradient=policy or tt.Exact(chunk=4), **options))
+
+
+POLICIES: dict[str, Policy] = {
+    "exact": tt.Exact(chunk=4),
+    "segments": tt.Exact(chunk=4, segment=10),
+    "truncated": tt.Truncated(10),
+    "overlapping": tt.Truncated(10, 15),
+    "retained": tt.Truncated(10, 15, graphs="retain"),
+    "randomized": tt.Randomized(10, grain=5),
+    "online": tt.Online(10),
+}
+every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
+
+
+class Tempered(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return (y / self.temperature - t).square().mean()
 
 
 def deviation(a: Found, b: Found) -> float:

@@ -128,6 +128,18 @@ class HidesLayer(nn.Module):
         return self.head(self.dropout(hidden))
 
 
+class Noisy(HidesLayer):
+    """Dropout draws random numbers, batch normalisation changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x)
+        return self.head(self.dropout(self.norm(hidden.flatten(0, 1)).view(hidden.shape)))
+
+
 class HidesTwoLayers(nn.Module):
     """Two layers, one of them deeper in the tree, one given zeros explicitly."""
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import throughtime as tt
-from processes import free_port, in_processes
+from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.errors import ConfigError, DataError, MissingExtraError
 from throughtime.integrations.accelerate import prepare, updates
@@ -357,19 +357,8 @@ def test_a_place_that_only_the_first_process_wrote_would_be_refused() -> None:
 @pytest.mark.slow
 def test_the_recipe_stopped_and_resumed_on_two_processes_gives_the_weights_of_one(tmp_path: Path) -> None:
     def launched(updates: int, ranks: int, folder: Path) -> dict[str, Tensor]:
-        agent = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(free_port()),
-        ]
-        given = [str(EXAMPLE), "--cpu", "--updates", str(updates), "--every", "20", "--checkpoints", str(folder)]
-        around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        done = subprocess.run([sys.executable, *agent, *given], env=around, capture_output=True, text=True, timeout=120, check=False)
+        command = [*torchrun(ranks), str(EXAMPLE), "--cpu", "--updates", str(updates), "--every", "20", "--checkpoints", str(folder)]
+        done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return load_file(max(folder.glob("update-*")) / "model.safetensors")
 

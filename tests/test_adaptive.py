@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Found, Given, deviation, plain, policy_gradients
-from strategies import HIDDEN, HidesLayer, Rotation, Row, apart, inputs, named, recordings, some_nets, start, states_apart, weights
+from strategies import HIDDEN, Noisy, Rotation, Row, apart, inputs, named, recordings, some_nets, start, states_apart, weights
 from test_truncated_options import windowed
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient.bias import Comparison, Probe
@@ -250,18 +250,6 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
     assert train(optimizer, run_again, policy) == rest
     assert apart(weights(again), weights(net)) == 0
     assert states_apart(run_again.state, run.state) == 0
-
-
-class Noisy(HidesLayer):
-    """Dropout draws random numbers, batch normalisation changes buffers."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.norm = nn.BatchNorm1d(HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.lstm(x)
-        return self.head(self.dropout(self.norm(hidden.flatten(0, 1)).view(hidden.shape)))
 
 
 @pytest.mark.parametrize("training", [True, False])

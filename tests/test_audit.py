@@ -17,20 +17,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Given, plain, policy_gradients
-from strategies import (
-    HIDDEN,
-    HidesLayer,
-    Row,
-    Weights,
-    gradients,
-    inputs,
-    named,
-    recordings,
-    seeds,
-    some_nets,
-    start,
-    weights,
-)
+from strategies import HIDDEN, HidesLayer, Noisy, Row, Weights, gradients, inputs, named, recordings, seeds, some_nets, start, weights
 from throughtime.chunk import join
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient import schedule
@@ -241,16 +228,6 @@ def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
     assert biases[-1] < 0.05
     assert [row.updates for row in found.rows] == [300, 75, 19, 5]
     assert found.suggest(0.1) in {4, 16, 64}
-
-
-class Noisy(HidesLayer):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.norm = nn.BatchNorm1d(HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.lstm(x)
-        return self.head(self.dropout(self.norm(hidden.flatten(0, 1)).view(hidden.shape)))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -25,15 +25,21 @@ from throughtime.run.model import load_model
 STEPS = 600
 
 
-def run(*arguments: str | Path, ok: bool = True) -> str:
-    """The command line's own entry point, in this process; what it printed."""
+def ended(*arguments: str | Path) -> tuple[int, str, str]:
+    """The command line's own entry point, in this process: its exit code, and what it printed and complained of."""
     printed, complained = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(complained):
         patch.setattr(sys, "argv", ["throughtime", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as told:
             main()
-    assert (ended.value.code in {0, None}) == ok, printed.getvalue() + complained.getvalue()
-    return printed.getvalue() if ok else complained.getvalue()
+    return int(told.value.code or 0), printed.getvalue(), complained.getvalue()
+
+
+def run(*arguments: str | Path, ok: bool = True) -> str:
+    """What a command printed, or complained of."""
+    code, printed, complained = ended(*arguments)
+    assert (code == 0) == ok, printed + complained
+    return printed if ok else complained
 
 
 def signals() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -184,9 +190,9 @@ def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path
 
 
 def test_help_names_the_defaults() -> None:
-    process = subprocess.run([sys.executable, "-m", "throughtime", "train", "--help"], capture_output=True, text=True, check=True)
-    assert "[default: 64]" in process.stdout
-    assert "[default: 16]" in process.stdout
+    told = run("train", "--help")
+    assert "[default: 64]" in told
+    assert "[default: 16]" in told
 
 
 def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> None:
@@ -267,9 +273,10 @@ def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
     assert (tmp_path / "first" / "model.safetensors").read_bytes() == (tmp_path / "second" / "model.safetensors").read_bytes()
 
 
-def test_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [600, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path: Path) -> None:
     """What windows reach is luck, and another processor's rounding is enough to change it; what the stream reaches is not."""
-    said = run("demo", "--short", "--out", tmp_path)
+    said = run("demo", "--short", "--updates", str(updates), "--out", tmp_path)
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     windows, stream = (network["accuracy"] for network in found["networks"])
     assert found["best"] - 0.03 < stream <= found["best"] + 0.01
@@ -324,9 +331,9 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_an_unknown_flag_names_the_nearest_one() -> None:
-    process = subprocess.run([sys.executable, "-m", "throughtime", "train", "--lane", "3"], capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    assert "--lanes" in process.stderr
+    code, _, complained = ended("train", "--lane", "3")
+    assert code == 2
+    assert "--lanes" in complained
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """Which code runs is decided by a table, said in words, and the same every time; `which` and forward cannot disagree."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import throughtime as tt
+from processes import elsewhere
 from recurrences import needs_kernels
 from throughtime.errors import ModelError
 from throughtime.kernels import dispatch, library, recurrent, reference
@@ -60,9 +58,11 @@ def test_what_the_kernel_does_not_take_is_said() -> None:
     assert which(X.as_subclass(Tagged)) == "torch.nn: inputs of type Tagged"
     assert which(X[:0]) == "reference: nothing to compute"
     assert which([X]) == "torch.nn: inputs are a list"
-    assert "signs turned" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
     with torch.autocast("cpu"):
-        assert which() == "torch.nn: autocast"
+        assert which().startswith("fused")
+        half = which(layer=tt.nn.LSTM(4, 6).bfloat16())
+        assert half.startswith("torch.nn: inputs are torch.float32, under autocast, whose weights are float32")
+    assert "signs turned" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
     with BaseTorchFunctionMode():
         assert "TorchFunctionMode" in which()
     with Quiet():
@@ -123,7 +123,7 @@ def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ran.pop() == tt.nn.which(layer, x).runs
     with torch.autocast("cpu"):
         layer(X)
-        assert ran.pop() == tt.nn.which(layer, X).runs == "torch.nn"
+        assert ran.pop() == tt.nn.which(layer, X).runs == "fused"
     assert not ran
 
 
@@ -144,13 +144,12 @@ with warnings.catch_warnings(record=True) as said:
         assert (torch.cat(lane).squeeze(1) - y[:, 0]).abs().max() < 1e-6
 print(len(said))
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("THROUGHTIME_")}
-    asked = {**environment, "THROUGHTIME_LEVEL": "none"}  # who says so need not be told
+    clean = "import os; [os.environ.pop(name) for name in [*os.environ] if name.startswith('THROUGHTIME_')]"
+    asked = "os.environ['THROUGHTIME_LEVEL'] = 'none'"  # who says so need not be told
     nowhere = "from throughtime.kernels import library; library._places = lambda: iter(())"
-    for first, given, times in (("", asked, "0"), (nowhere, environment, "1")):
-        command = [sys.executable, "-c", f"{first}\n{script}"]
-        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
-        assert done.stdout.strip() == times, done.stderr
+    for missing, times in ((asked, "0"), (nowhere, "1")):
+        done = elsewhere(f"{clean}\n{missing}\n{script}")
+        assert done.said.strip() == times, done.complained
 
 
 def test_gain_is_nothing_where_torch_is_fast() -> None:

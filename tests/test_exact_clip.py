@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Given, given_for
+from givens import Given, exact_updates, given_for
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
 from throughtime.gradient.sweep import Adjoint, Piece, Pulled
 
@@ -174,3 +174,13 @@ def test_steps_without_loss_at_the_end_hand_no_credit_back_and_keep_their_rows()
     (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
     assert update.swept is not None
     assert (update.swept.adjoints > 0).tolist() == [[False, False], [False, False], [True, True]]
+
+
+def test_clipping_under_a_scaler_is_that_without_one() -> None:
+    data, policy = Given.draw(23, 2, 0), tt.Exact(chunk=4, clip_adjoint=0.005)
+    usual, scaled = named("hides-layer").net(), named("hides-layer").net()
+    (update,) = exact_updates(usual, data, policy)
+    exact_updates(scaled, data, policy, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**7))
+    assert update.swept is not None
+    assert update.swept.clipped
+    assert apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < 1e-7

@@ -2,8 +2,6 @@
 
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import throughtime as tt
+from processes import elsewhere
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import Recording, text
@@ -86,9 +85,8 @@ def test_text_that_changes_is_refused_and_its_copy_reads_on(unit: str, tmp_path:
     path.write_bytes("für elise ".encode() * 1000)
     recording = text(path, unit=unit)  # pyright: ignore[reportArgumentType]
     (tmp_path / "copy").write_bytes(pickle.dumps(recording))
-    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).read(3, 8).inputs.tolist())"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "copy")], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(recording.read(3, 8).inputs.tolist())
+    done = elsewhere("import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).read(3, 8).inputs.tolist())", tmp_path / "copy")
+    assert done.said.strip() == str(recording.read(3, 8).inputs.tolist())
     path.write_bytes(b"elise")
     with pytest.raises(DataError, match=r"r\.txt: changed since it was opened from 11000 to 5 bytes"):
         recording.read(0, 5)

@@ -3,9 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
-import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import throughtime as tt
-from processes import Work, free_port, in_processes
+from processes import LOOPBACK, Work, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.errors import ModelError
 from throughtime.gradient.policy import Policy
@@ -253,19 +251,8 @@ def test_a_precision_of_its_own_is_refused_with_the_line_to_write() -> None:
 @pytest.mark.slow
 def test_the_example_stopped_and_resumed_on_two_ranks_gives_the_weights_of_one(tmp_path: Path) -> None:
     def launched(updates: int, ranks: int, checkpoint: Path) -> dict[str, Tensor]:
-        agent = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(free_port()),
-        ]
-        around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, *agent, str(EXAMPLE), "--updates", str(updates), "--checkpoint", str(checkpoint)]
-        done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120, check=False)
+        command = [*torchrun(ranks), str(EXAMPLE), "--updates", str(updates), "--checkpoint", str(checkpoint)]
+        done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return torch.load(checkpoint)["net"]
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -35,7 +34,7 @@ def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) ->
 
 def plays_of(tables: Sequence[Timetable], start: int, stop: int) -> list[Play]:
     """Those of all ranks, lanes numbered over all of them."""
-    return [replace(play, lane=play.lane + table.mine.start) for table in tables for play in table.plays(start, stop)]
+    return [play._replace(lane=play.lane + table.mine.start) for table in tables for play in table.plays(start, stop)]
 
 
 def check_ranks(tables: Sequence[Timetable], lengths: Sequence[int], chunk: int, first: Sequence[int] | None = None) -> None:

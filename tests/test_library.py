@@ -73,6 +73,19 @@ def test_the_environment_forces_a_level() -> None:
 
 
 @BUILT
+def test_products_in_bfloat16_are_there_where_level_and_processor_have_them() -> None:
+    core, known = _there(), Path("/proc/cpuinfo")
+    widest = core.tt_level()
+    assert loader.bfloat16() == bool(core.tt_bfloat16())
+    assert not loader.bfloat16() or not known.is_file() or "avx512_bf16" in known.read_text()
+    try:
+        for name in (b"v3", b"v2"):
+            assert not core.tt_use(name) or not loader.bfloat16()
+    finally:
+        core.tt_use(widest)
+
+
+@BUILT
 def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     there = loader._levels(_there())
     loader._loaded.cache_clear()
@@ -85,6 +98,7 @@ def test_none_leaves_the_library_alone_and_nobody_is_warned(monkeypatch: pytest.
     monkeypatch.setenv("THROUGHTIME_LEVEL", "none")
     assert loader.need("a test") is None
     assert loader.level() is None
+    assert not loader.bfloat16()
     assert "THROUGHTIME_LEVEL" in (loader.why_missing() or "")
 
 
@@ -165,7 +179,7 @@ assert os.getpid() in pool and len(pool) >= 2, pool
 parallel = loader._parallel()
 ran = who_runs(parallel)
 assert len(ran) == 2 and ran <= pool, (ran, pool)
-forward("gru", x, h, None, weights, None, keep=True)
+forward("gru", x, h, None, weights, None, x.dtype, keep=True)
 assert tasks() == pool, (tasks(), pool)
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].rsplit("/", 1)[-1]}
 assert len(maps) == 1, maps
@@ -193,14 +207,14 @@ from throughtime.kernels.recurrent import forward
 
 torch.set_num_threads(2)
 x, h, weights = torch.randn(64, 64, 256), torch.zeros(64, 256), Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
-before = forward("gru", x, h, None, weights, None, keep=False)[0]  # the pool is there, with a thread that the child will not have
+before = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0]  # the pool is there, with a thread that the child will not have
 child = os.fork()
 if not child:
     signal.alarm(60)
-    same = forward("gru", x, h, None, weights, None, keep=False)[0].numpy() == before.numpy()  # torch's own comparison would hang
+    same = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0].numpy() == before.numpy()  # torch's own comparison would hang
     os._exit(0 if same.all() and len(os.listdir("/proc/self/task")) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-again = forward("gru", x, h, None, weights, None, keep=False)[0]
+again = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0]
 print(torch.equal(again, before))
 """
 

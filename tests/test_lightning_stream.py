@@ -15,100 +15,24 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 import throughtime as tt
+from lightning_streams import EXPECTED, LENGTHS, LR, Module, fitted, loader_of_validation, net_of, plain, stream_of, trainer_of, weights
 from strategies import recordings
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-from throughtime.integrations.lightning import Loader, StreamModule  # noqa: E402
+from throughtime.integrations.lightning import Loader  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*"),  # few batches an epoch, on purpose
-    pytest.mark.filterwarnings("ignore:.*no .val_dataloader.*"),  # trained without validation, on purpose
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),  # resumed without the callback that saved
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),  # several trainings in one folder
-]
-LENGTHS = (150, 90, 205, 33)
-LR = 1e-2
-
-
-def net_of(dropout: float = 0.0) -> tt.Carried:
-    torch.manual_seed(1)
-    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Dropout(dropout), nn.Linear(4, 1))).double()
-
-
-def stream_of(lanes: int = 2, seed: int = 0, **options: Any) -> tt.Stream:
-    return tt.Stream(recordings(LENGTHS, seed=seed, outputs=1), lanes, 10, **options)
-
-
-class Module(StreamModule):
-    """The net with Adam, and a scheduler if asked for."""
-
-    def __init__(self, net: tt.Carried | None = None, *, scheduler: Callable[[Any], dict[str, Any]] | None = None, **options: Any) -> None:
-        options = {"gradient": tt.Truncated(10, 25)} | options
-        super().__init__(net_of() if net is None else net, nn.MSELoss(), **options)
-        self.scheduler = scheduler
-        self.rates: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), LR)
-        return optimizer if self.scheduler is None else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
-
-    def on_update(self, update: tt.Update) -> None:
-        assert update.steps > 0
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-
-def trainer_of(folder: Path, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    given: dict[str, Any] = {**quiet, "max_epochs": 2, **options}
-    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **given)
-
-
-def weights(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def plain(
-    policy: Policy | None = None,
-    *,
-    epochs: int = 2,
-    clip: float | None = None,
-    accumulate: int = 1,
-    stop: float = math.inf,
-    dropout: float = 0.0,
-) -> Tensor:
-    """The loop by hand."""
-    net, stream, count = net_of(dropout), stream_of(), 0
-    optimizer = torch.optim.Adam(net.parameters(), LR)
-    torch.manual_seed(5)
-    for _ in range(epochs):
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy or tt.Truncated(10, 25), accumulate=accumulate):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(net.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            count += 1
-            if count >= stop:
-                return weights(net)
-    return weights(net)
-
-
-def fitted(folder: Path, module: Module, *, chunks: int = 4, **options: Any) -> Tensor:
-    torch.manual_seed(5)
-    trainer_of(folder, **options).fit(module, Loader(stream_of(), chunks))
-    return weights(module.net)
+pytestmark = EXPECTED
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -132,7 +56,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 )
 def test_weights_are_those_of_the_plain_loop_to_the_bit(policy: Callable[[], Policy], chunks: int, tmp_path: Path) -> None:
     mine = fitted(tmp_path, Module(gradient=policy()), chunks=chunks)
-    assert torch.equal(mine, plain(policy()))
+    assert torch.equal(mine, plain(policy))
     assert not torch.equal(mine, weights(net_of()))
 
 
@@ -155,85 +79,6 @@ def test_global_step_counts_updates_and_a_training_step_spans_many(tmp_path: Pat
 def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> None:
     mine = fitted(tmp_path, Module(), max_steps=stop, max_epochs=-1)
     assert torch.equal(mine, plain(stop=stop))
-
-
-def resumed(
-    folder: Path,
-    at: int,
-    forget: Callable[[dict[str, Any]], None] = lambda _: None,
-    *,
-    kind: type[Module] = Module,
-    max_epochs: int = 2,
-    **settings: Any,
-) -> Tensor:
-    """Trained to update `at`, saved, and gone on with in another module and trainer."""
-    options = {"max_epochs": max_epochs}
-    saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
-    module = kind(net_of(0.3), **settings)
-    torch.manual_seed(5)
-    trainer_of(folder, enable_checkpointing=True, callbacks=[saver], **options).fit(module, Loader(stream_of(), 2), loader_of_validation())
-    path = folder / f"step={at}.ckpt"
-    saved = torch.load(path, weights_only=False)
-    forget(saved)
-    torch.save(saved, path)
-    module = kind(net_of(0.3), **settings)
-    torch.manual_seed(99)
-    trainer_of(folder, **options).fit(module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path)
-    return weights(module.net)
-
-
-def loader_of_validation() -> Loader:
-    return Loader(stream_of(1, seed=3), 6)
-
-
-@pytest.mark.parametrize("at", [3, 8, 24, 27, 48], ids=lambda at: f"update-{at}")
-def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(at: int, tmp_path: Path) -> None:
-    """An epoch has 24 updates, in 12 training steps."""
-    assert torch.equal(resumed(tmp_path, at, max_epochs=3), plain(epochs=3, dropout=0.3))
-
-
-def test_resume_at_the_end_of_an_epoch_gives_the_same_bits(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
-    module = Module(net_of(0.3))
-    torch.manual_seed(5)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(module, Loader(stream_of(), 2))
-    module = Module(net_of(0.3))
-    trainer_of(tmp_path, max_epochs=3).fit(module, Loader(stream_of(), 2), ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert torch.equal(weights(module.net), plain(epochs=3, dropout=0.3))
-
-
-def test_a_stretch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
-    module = Module()
-    torch.manual_seed(5)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(module, Loader(stream_of(), 4))
-    assert torch.equal(weights(module.net), plain())
-    assert {int(path.stem.split("=")[1]) for path in tmp_path.glob("*.ckpt")} == {10, 20, 30, 40}
-
-
-def of(saved: dict[str, Any]) -> dict[str, Any]:
-    return saved["throughtime"][0]
-
-
-@pytest.mark.parametrize(
-    "forget",
-    [
-        lambda saved: of(saved).update(random={"cpu": torch.get_rng_state()}),
-        lambda saved: of(saved)["updates"].update(edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])),
-    ],
-    ids=["random", "state"],
-)
-def test_resume_that_forgets_anything_gives_other_weights(forget: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
-    assert not torch.equal(resumed(tmp_path, 8, forget), plain(dropout=0.3))
-
-
-def test_a_checkpoint_read_for_its_weights_begins_anew(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
-    module = Module.load_from_checkpoint(tmp_path / "step=8.ckpt", net=net_of())
-    trainer = trainer_of(tmp_path, max_epochs=1)
-    trainer.fit(module, Loader(stream_of(), 2))
-    assert trainer.global_step == 24
 
 
 def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) -> None:
@@ -375,77 +220,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             Module(**wrong)
 
 
-class Overriding(Module):
-    """Has hooks of its own, as any module, and calls no super."""
-
-    def on_fit_start(self) -> None: ...
-    def on_train_epoch_end(self) -> None: ...
-    def on_validation_epoch_end(self) -> None: ...
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-
-
-def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
-    def made(optimizer: Any) -> dict[str, Any]:
-        return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
-
-    found = [resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3) for kind in (Module, Overriding)]
-    assert torch.equal(*found)
-    trainer = trainer_of(tmp_path)
-    trainer.fit(Overriding(), Loader(stream_of(), 4), loader_of_validation())
-    assert "val_loss" in trainer.callback_metrics
-
-
-def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    orders: list[tuple[int, ...]] = []
-
-    class Noting(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            orders.append((batch.stream.epoch, batch_idx))
-
-    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
-    module, options = Noting(), {"limit_train_batches": 0.5, "max_epochs": 3}
-    trainer = trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], **options)
-    trainer.fit(module, Loader(stream_of(), 4))
-    assert [epoch for epoch, _ in orders] == [0, 0, 0, 0, 1, 1, 1, 2, 2]  # the first batch of an epoch leaves the old one
-    again = Module()
-    trainer_of(tmp_path, **options).fit(again, Loader(stream_of(), 4), ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert torch.equal(weights(again.net), weights(module.net))
-
-
-@pytest.mark.parametrize(("stop", "chunks"), [(8, 4), (24, 1), (6, 4)])
-def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(stop: int, chunks: int, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, max_steps=stop, max_epochs=-1)
-    module = Module()
-    torch.manual_seed(5)
-    trainer.fit(module, Loader(stream_of(), chunks))
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    again = Module()
-    trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(again, Loader(stream_of(), chunks), ckpt_path=tmp_path / "after.ckpt")
-    assert torch.equal(weights(again.net), plain(stop=40))
-
-
-class Failing(Module):
-    """Fails once, between an update and its step."""
-
-    def on_update(self, update: tt.Update) -> None:
-        super().on_update(update)
-        if len(self.rates) == 11:
-            raise RuntimeError("enough")
-
-
-@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available.*")
-@pytest.mark.filterwarnings("ignore:.*was called without a model.*")  # Lightning, of any fit with OnExceptionCheckpoint
-def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path) -> None:
-    saver = OnExceptionCheckpoint(tmp_path, "failed")
-    with pytest.raises(RuntimeError, match="enough"):
-        trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(Failing(), Loader(stream_of(), 4))
-    module = Module()
-    trainer_of(tmp_path).fit(module, Loader(stream_of(), 4), ckpt_path=tmp_path / "failed.ckpt")
-    assert torch.equal(weights(module.net), plain())
-
-
 def test_a_gradient_scaler_scales_and_the_clip_sees_the_true_gradient(tmp_path: Path) -> None:
     def scaler() -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=3.0e38)  # the first steps overflow, and are left out
@@ -507,26 +281,6 @@ def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> No
         trainer_of(tmp_path, num_sanity_val_steps=0).fit(module, Loader(stream, 4), Loader(stream, 4))
     (told,) = trainer_of(tmp_path).validate(module, Loader(stream, 4), verbose=False)  # after the fit it may be played
     assert told["val_loss"] > 0
-
-
-def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
-    del saved["throughtime"]
-    torch.save(saved, tmp_path / "none.ckpt")
-    with pytest.raises(RunError, match="the checkpoint of step 8 holds no place in a stream"):
-        trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "none.ckpt")
-
-
-def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
-    saved["throughtime"] *= 2
-    torch.save(saved, tmp_path / "two.ckpt")
-    with pytest.raises(RunError, match="written by 2 ranks and 1 go on from it"):
-        trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "two.ckpt")
 
 
 def test_lightnings_own_clipping_is_refused_by_lightning(tmp_path: Path) -> None:

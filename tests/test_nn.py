@@ -188,9 +188,10 @@ def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
             assert tt.nn.which(fused, x).runs == "torch.nn"
             y, _ = fused(x, resets=resets)
     elif way == "autocast":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.overrides.BaseTorchFunctionMode():
             assert tt.nn.which(fused, x).runs == "torch.nn"
-            y, _ = fused(x, resets=resets)
+            y, state = fused(x, resets=resets)
+        assert {t.dtype for t in (y, *leaves_of(state))} == {torch.float32}
     else:
         assert tt.nn.which(fused, x).runs == "torch.nn"
         y, _ = fused(x, resets=resets)

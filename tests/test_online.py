@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Complex, Found, Given, Marked, deviation, given_for, no_resets, plain, policy_gradients
+from givens import Complex, Found, Given, Marked, deviation, given_for, no_resets, plain, policy_gradients, train
 from strategies import (
     FEATURES,
     Rotation,
@@ -231,15 +231,6 @@ def test_chunk_length_of_the_stream_changes_no_gradient(row: Row, lengths: list[
     lanes = min(2, sum(lengths))
     first, second = (policy_gradients(row.net(), tt.Stream(recordings(lengths), lanes, c), tt.Online(stride)) for c in chunks)
     assert deviation(first, second) == 0
-
-
-def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[float]:
-    losses: list[float] = []
-    for update in itertools.islice(run, most):
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(update.loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("done", [1, 4])

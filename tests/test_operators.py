@@ -14,7 +14,8 @@ from torch._dynamo import config
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import throughtime as tt
-from recurrences import Given, apart, both_types, every_kind, every_layer, exact, needs_kernels
+from recurrences import Given, apart, every_kind, every_layer, exact, needs_kernels
+from throughtime.errors import DataError
 from throughtime.kernels import operators, reference
 from throughtime.kernels.layer import Kind, Weights
 
@@ -48,7 +49,7 @@ def value_and_gradients(net: Any, parameters: list[Tensor], *given: Any) -> list
 
 
 @every_layer
-@both_types
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["f64", "f32"])
 def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) -> None:
     net = Net(name).to(dtype)
     counter = CompileCounterWithBackend("aot_eager")
@@ -142,3 +143,29 @@ def test_operator_without_kernels_is_the_definition(monkeypatch: pytest.MonkeyPa
     data = Given.draw("gru", 5, 2, 3, 4, often=0.3)
     with torch.no_grad():
         assert apart(data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves())) < 1e-12
+
+
+@every_layer
+def test_a_compiled_call_that_does_not_fit_is_refused(name: str) -> None:
+    """Where the layer itself does not look, so that the kernel reads nothing that is not there."""
+    layer = getattr(tt.nn, name)(4, 6)
+    with config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for size in ((1, 1, 6), (1, 2, 5)):
+            h = torch.zeros(size)
+            with pytest.raises(DataError, match=r"h of a compiled .* is .*expected \(2, 6\) torch\.float32.*initial_state"):
+                compiled(torch.randn(5, 2, 4), (h, torch.zeros(1, 2, 6)) if name == "LSTM" else h)
+
+
+@every_kind
+def test_operator_refuses_what_it_would_misread(kind: Kind) -> None:
+    data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
+    x, h, c, *weights = data.tensors
+    assert x is not None
+    assert h is not None
+    right = [x, h, c, *weights, data.resets]
+    torch.ops.throughtime.recurrent(kind, *right, False)
+    for k, tensor in enumerate(right):
+        for wrong in () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None]):
+            with pytest.raises(DataError, match="of a compiled"):
+                torch.ops.throughtime.recurrent(kind, *right[:k], wrong, *right[k + 1 :], False)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, given_for, plain, policy_gradients
+from givens import Found, Given, deviation, given_for, plain, policy_gradients, train
 from strategies import Row, Weights, apart, gradients, inputs, named, recordings, some_nets, start, states_apart, weights
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Objective, Policy
@@ -309,15 +309,6 @@ def test_chunk_length_of_the_stream_changes_no_gradient() -> None:
         found.append(policy_gradients(named("hides-layer").net(), source, tt.Randomized(6)))
     assert deviation(found[0], found[1]) == 0
     assert deviation(found[0], found[2]) == 0
-
-
-def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[float]:
-    losses: list[float] = []
-    for update in itertools.islice(run, most):
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(update.loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("done", [1, 3, 6])

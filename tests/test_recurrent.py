@@ -282,3 +282,19 @@ def test_checkpointed_call_has_the_same_gradients(kind: Kind) -> None:
     made = checkpoint(call, *leaves, use_reentrant=False)
     assert isinstance(made, tuple)
     assert apart([*made, *blamed(made, leaves)], played(data, recurrent.run)) == 0.0
+
+
+@every_kind
+@both_types
+def test_every_instruction_set_computes_the_same_in_one_process(kind: Kind, dtype: torch.dtype) -> None:
+    """What is kept for the backward pass is in whole vectors, whose width changes with the level."""
+    core, data = recurrent.core(), Given.draw(kind, 5, 2, 3, 33)
+    widest, expected, ran = core.tt_level(), played(data, reference.run), set[bytes]()
+    try:
+        for level in (b"base", b"v2", b"v3", b"v4", b"v2"):
+            if core.tt_use(level):
+                ran.add(core.tt_level())
+                assert apart(played(data.to(dtype), recurrent.run), expected) < exact(dtype)
+    finally:
+        core.tt_use(widest)
+    assert widest in ran

@@ -1,4 +1,4 @@
-"""tt.rollout against the net itself: whatever the loss, whatever it is part of.
+"""tt.rollout against the net itself, whatever the loss: outputs, state and every gradient.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Complex
+from rollouts import EXACT, LOSSES, Loss, Played, deviation, of_all, of_both, of_last, played, random_resets, random_state, rolled, whole
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -35,80 +36,10 @@ from strategies import (
     some_nets,
     start,
     states_apart,
-    weights,
 )
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient.sweep import Adjoint, Piece, Pulled
 from throughtime.state import State
-
-EXACT = 1e-10
-Play = Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]]
-Loss = Callable[[Tensor, State], Tensor]
-
-
-def of_all(y: Tensor, _: State) -> Tensor:
-    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).square().mean()
-
-
-def of_last(y: Tensor, _: State) -> Tensor:
-    return y[-1].square().sum()
-
-
-def of_spectrum(y: Tensor, _: State) -> Tensor:
-    return torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean() + y.std(0, correction=0).square().sum()
-
-
-def of_end(_: Tensor, state: State) -> Tensor:
-    return torch.stack([leaf.square().sum() for leaf in tt.state.tensors(state)]).sum()
-
-
-def of_both(y: Tensor, state: State) -> Tensor:
-    return of_all(y, state) + of_end(y, state) + y.exp().mean() * y.max()
-
-
-LOSSES: list[Loss] = [of_all, of_last, of_spectrum, of_end, of_both]
-
-
-class Played(NamedTuple):
-    """Outputs, state, and gradients to parameters, inputs, and the state that entered."""
-
-    y: Tensor
-    state: State
-    gradients: Weights
-
-
-def played(net: tt.Carried, play: Play, x: Tensor, state: State, resets: Tensor | None, loss: Loss) -> Played:
-    net.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    entering = None if state is None else tt.state.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(), state)
-    y, after = play(x, entering, resets)
-    loss(y, after).backward()
-    found = gradients(net) | {"x": torch.zeros_like(x) if x.grad is None else x.grad}
-    for name, leaf in () if state is None else tt.state.leaves(entering):
-        found[f"state.{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    net.zero_grad()
-    return Played(y.detach(), tt.state.detach(after), found)
-
-
-def whole(net: tt.Carried) -> Play:
-    return lambda x, state, resets: net(x, start(net, x) if state is None else state, resets)
-
-
-def rolled(net: tt.Carried, **options: Any) -> Play:
-    return lambda x, state, resets: tt.rollout(net, x, state, resets=resets, **options)
-
-
-def deviation(a: Played, b: Played) -> float:
-    return max((a.y - b.y).abs().max().item(), states_apart(a.state, b.state), apart(a.gradients, b.gradients))
-
-
-def random_state(net: tt.Carried, x: Tensor, seed: int = 9) -> State:
-    draw = torch.Generator().manual_seed(seed)
-    return tt.state.map_leaves(lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5, tt.state.detach(start(net, x)))
-
-
-def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:
-    return torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.1
 
 
 @settings(max_examples=12)
@@ -242,90 +173,6 @@ def test_memory_changes_no_gradient() -> None:
         tt.rollout(net, x, memory=100)
 
 
-def test_rollout_is_part_of_a_larger_graph() -> None:
-    """An encoder before it, another net after it, its state made from something else and used by another rollout."""
-    first, second = named("hides-layer").net(), named("tensor-state").net()
-    found = list[Weights]()
-    for play_first, play_second in ((whole(first), whole(second)), (rolled(first, chunk=3), rolled(second, chunk=4))):
-        torch.manual_seed(1)
-        encoder, starter, link = nn.Linear(FEATURES, FEATURES).double(), nn.Linear(2, HIDDEN).double(), nn.Linear(2, FEATURES).double()
-        x, z = encoder(inputs(30, 2)), starter(torch.ones(2, 2, dtype=torch.float64))
-        y, state = play_first(x, None, None)
-        more, end = play_second(link(y).tanh(), z, None)
-        again, _ = play_first(x.flip(0), state, None)  # the same net once more, from where it was
-        (more.square().mean() + again.square().mean() + y[3:5].sum() * end.sum()).backward()
-        parts = {"first": first, "second": second, "encoder": encoder, "starter": starter, "link": link}
-        found.append({f"{name}.{key}": g for name, part in parts.items() for key, g in gradients(part).items()})
-        first.zero_grad()
-        second.zero_grad()
-    assert apart(found[1], found[0]) < EXACT
-    assert all(g.abs().max() > 1e-9 for g in found[0].values())
-
-
-def test_rollouts_one_after_another_are_one() -> None:
-    net, x = named("namedtuple-state").net(), inputs(30, 2)
-
-    def in_two(x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        del resets
-        y, state = tt.rollout(net, x[:13], state, chunk=4)
-        more, state = tt.rollout(net, x[13:], state, chunk=5)
-        return torch.cat([y, more]), state
-
-    state = random_state(net, x)
-    assert deviation(played(net, in_two, x, state, None, of_both), played(net, whole(net), x, state, None, of_both)) < EXACT
-
-
-def test_several_losses_may_go_back_one_after_another() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
-    both = played(net, whole(net), x, None, None, lambda y, s: of_all(y, s) + of_end(y, s))
-    y, state = tt.rollout(net, x, chunk=4)
-    of_all(y, state).backward(retain_graph=True)
-    of_end(y, state).backward()
-    assert x.grad is not None
-    assert apart(gradients(net) | {"x": x.grad}, both.gradients) < EXACT
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        of_all(y, state).backward()
-
-
-def test_gradients_may_be_asked_for_without_touching_any() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
-    expected = played(net, whole(net), x, None, None, of_all)
-    y, state = tt.rollout(net, x, chunk=4)
-    (found,) = torch.autograd.grad(of_all(y, state), [x])
-    assert (found - expected.gradients["x"]).abs().max() < EXACT
-    assert x.grad is None
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_only_what_wants_a_gradient_gets_one() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
-    expected = played(net, whole(net), x, None, None, of_all).gradients
-    y, state = tt.rollout(net, x, chunk=4)
-    of_all(y, state).backward()
-    assert apart(gradients(net), {name: g for name, g in expected.items() if name != "x"}) < EXACT
-    assert x.grad is None
-    net.requires_grad_(requires_grad=False)
-    y, _ = tt.rollout(net, x, chunk=4)
-    assert not y.requires_grad
-    found = played(net, rolled(net, chunk=4), x, random_state(net, x), None, of_both)
-    net.requires_grad_(requires_grad=False)
-    assert deviation(found, played(net, whole(net), x, random_state(net, x), None, of_both)) < EXACT
-    assert found.gradients["x"].abs().max() > 1e-6
-
-
-def test_without_gradients_there_is_no_graph() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    expected, end = net(x, start(net, x))
-    for mode in (torch.no_grad, torch.inference_mode):
-        for chunk in (4, "auto"):
-            with mode():
-                y, state = tt.rollout(net, x, chunk=chunk)
-            assert not y.requires_grad
-            assert (y - expected).abs().max() < EXACT
-            assert states_apart(state, end) < EXACT
-
-
 class Reads(nn.Module):
     """Tokens in, tokens out; the state counts them as well, in whole numbers."""
 
@@ -423,45 +270,6 @@ def test_autocast_is_that_of_the_net_in_chunks() -> None:
     assert found[0]["module.lstm.weight_hh_l0"].abs().max() > 1e-4
 
 
-def test_second_derivatives_are_refused() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
-    y, state = tt.rollout(net, x, chunk=4)
-    with pytest.raises(ModelError, match=r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state, resets\)"):
-        torch.autograd.grad(of_all(y, state), [x], create_graph=True)
-
-
-def test_weights_changed_before_the_backward_pass_are_refused() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    first, second = tt.rollout(net, x, chunk=4), tt.rollout(net, x, chunk=4)
-    of_all(*first).backward()
-    kept = gradients(net)
-    optimizer.step()
-    with pytest.raises(ModelError, match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first"):
-        of_all(*second).backward()
-    assert apart(gradients(net), kept) == 0
-    of_all(*tt.rollout(net, x, chunk=4)).backward()
-
-
-def test_inputs_changed_before_the_backward_pass_are_refused() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    y, state = tt.rollout(net, x, chunk=4)
-    x += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        of_all(y, state).backward()
-
-
-def test_state_changed_before_the_backward_pass_changes_nothing() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    state = random_state(net, x)
-    expected = played(net, whole(net), x, state, None, of_all)
-    y, after = tt.rollout(net, x, state, chunk=4)
-    for leaf in (*tt.state.tensors(state), *tt.state.tensors(tt.state.detach(after))):
-        leaf.zero_()
-    of_all(y, after).backward()
-    assert apart(gradients(net), {name: g for name, g in expected.gradients.items() if name.startswith("module")}) < EXACT
-
-
 class Restless(Rotation):
     def initial_state(self, lanes: int) -> Tensor:
         return torch.zeros(lanes, HIDDEN, dtype=torch.float64)
@@ -483,17 +291,6 @@ def test_net_that_does_not_repeat_is_refused(make: Callable[[], nn.Module]) -> N
             of_all(*tt.rollout(net, x, chunk=4, verify=verify)).backward()
     assert all(p.grad is None for p in net.parameters())
     of_all(*tt.rollout(net, x, chunk=4, verify="off")).backward()
-
-
-def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    expected = played(net, whole(net), x, None, None, of_all).gradients
-    calls = list[tuple[str, Tensor]]()
-    for name, p in net.named_parameters():
-        p.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
-    of_all(*tt.rollout(net, x, chunk=4)).backward()
-    assert len(calls) == len(weights(net))
-    assert apart(dict(calls), {name: g for name, g in expected.items() if name != "x"}) < EXACT
 
 
 def test_complex_states_hand_back_their_credit() -> None:

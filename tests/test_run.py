@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from processes import elsewhere
 from throughtime import state as trees
 from throughtime.errors import DataError, RunError
 from throughtime.run import data as datasets
@@ -48,6 +48,9 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
 def flags(values: dict[str, Any]) -> list[str]:
     named = [part for key, value in values.items() if key != "data" for part in (f"--{key.replace('_', '-')}", str(value))]
     return ["train", values["data"], *named]
+
+
+COMMAND = "from throughtime.cli import main; main()"  # for a process that is there already
 
 
 def command(*arguments: str) -> list[str]:
@@ -232,8 +235,9 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     assert process.wait() == -signal.SIGKILL
     assert seen
     assert not load_checkpoint(folder.checkpoint)["finished"]
-    resumed = subprocess.run(command("train", "--resume", str(folder.path)), capture_output=True, text=True, check=True)
-    assert "resumed at update" in resumed.stdout
+    resumed = elsewhere(COMMAND, "train", "--resume", folder.path)
+    assert resumed.code == 0, resumed.complained
+    assert "resumed at update" in resumed.said
     assert whole.model.read_bytes() == folder.model.read_bytes()
     assert _lines(whole) == _lines(folder)
 
@@ -268,17 +272,14 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     before = training.folder.checkpoint.read_bytes()
     limit = len(before) // 2
 
-    def smaller() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    run = subprocess.run(
-        command("train", "--resume", values["out"]), preexec_fn=smaller, capture_output=True, text=True, check=False
-    )  # no threads here
-    assert run.returncode == 2
-    assert "could not be written" in run.stderr
-    assert "the previous checkpoint" in run.stderr
-    assert "Traceback" not in run.stderr
+    smaller = (
+        f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"
+    )
+    run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
+    assert run.code == 2
+    assert "could not be written" in run.complained
+    assert "the previous checkpoint" in run.complained
+    assert "Traceback" not in run.complained
     assert training.folder.checkpoint.read_bytes() == before
     assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from processes import free_port, in_processes
+from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, write_recordings
 from throughtime import state as trees
 from throughtime.errors import ConfigError, DataError, RunError
@@ -332,9 +332,8 @@ def throughtime(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "throughtime", *map(str, arguments)]
 
 
-def torchrun(*arguments: str | Path) -> list[str]:
-    agent = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [sys.executable, *agent, "-m", "throughtime", *map(str, arguments)]
+def throughtime_on_two(*arguments: str | Path) -> list[str]:
+    return [*torchrun(2), "-m", "throughtime", *map(str, arguments)]
 
 
 def flags(settings_: dict[str, Any]) -> list[str]:
@@ -414,13 +413,13 @@ def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_
 @pytest.mark.slow
 def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(data: Path) -> None:
     folder = Folder(data / "run")
-    with started(torchrun(*endless(data, "run")), data / "stopped.log") as stopped:
+    with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
         stopped.wait_for(lambda: "update " in stopped.said and folder.checkpoint.is_file())
         stopped.process.send_signal(signal.SIGTERM)
         stopped.ended()
     assert stopped.said.count("go on with: throughtime train --resume") == 1
     last = updates_in(folder) + 17
-    with started(torchrun("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
+    with started(throughtime_on_two("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
         assert resumed.ended() == 0, resumed.said
     assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
 
@@ -457,7 +456,7 @@ def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_of_torchrun_that_do_not_know_of_each_other_are_refused_once(data: Path) -> None:
-    with started(torchrun(*flags(values(data, "run", "horizon"))), data / "copies.log") as copies:
+    with started(throughtime_on_two(*flags(values(data, "run", "horizon"))), data / "copies.log") as copies:
         assert copies.ended() == 1
     assert copies.said.count("error: torchrun has started 2 processes, and strategy='single' is one") == 1
     assert not (data / "run").exists()

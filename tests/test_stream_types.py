@@ -24,6 +24,18 @@ def test_floating_types_are_not_mixed_unless_a_type_is_asked_for() -> None:
     assert next(iter(tt.Stream(pair, lanes=2, chunk=4, dtype=torch.float64))).inputs.dtype == torch.float64
 
 
+def test_layouts_are_looked_at_for_every_recording_however_many_have_fitted() -> None:
+    fitting = [{"inputs": np.zeros((4, 2), np.float32), "static": np.zeros(3)} for _ in range(20)]
+    for wrong in ({"static": np.zeros(2)}, {}, {"static": np.zeros(3), "inputs": np.zeros((4, 3), np.float32)}):
+        stream = tt.Stream([*fitting, {"inputs": np.zeros((4, 2), np.float32)} | wrong], lanes=1, chunk=4, seed=None)
+        for _ in range(2):  # what was refused once is refused again
+            with pytest.raises(DataError, match="recording '20' has"):
+                list(stream)
+    mixed = [{"inputs": np.full((4, 1), i, dtype)} for i, dtype in enumerate((np.float32, np.float64, np.float32, np.float64))]
+    chunk = next(iter(tt.Stream(mixed, lanes=1, chunk=16, dtype=torch.float32, seed=None)))
+    assert chunk.inputs.flatten().tolist() == [i for i in range(4) for _ in range(4)]
+
+
 def test_types_that_cannot_be_played_are_refused() -> None:
     with pytest.raises(DataError, match=r"torch\.bfloat16: expected one of"):
         tt.Stream({"inputs": np.zeros(4)}, lanes=1, chunk=4, dtype=torch.bfloat16)

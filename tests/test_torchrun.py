@@ -4,7 +4,6 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
 import importlib.util
-import os
 import re
 import signal
 import subprocess
@@ -27,14 +26,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import throughtime as tt
-from processes import free_port, in_processes
+from processes import LOOPBACK, free_port, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.policy import Policy
 from throughtime.ranks import answered
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun.py"
-SURROUNDINGS = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 PATIENCE = 120.0  # seconds; nothing waits for them but a test that fails
 UPDATES = 50
 
@@ -59,15 +57,14 @@ def group_of_one() -> Generator[None]:
 
 def launched(checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: str = "truncated") -> list[str]:
     """The command: torchrun, two ranks, on loopback."""
-    agent = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     given = ["--checkpoint", str(checkpoint), "--updates", str(updates), "--gradient", gradient]
-    return [sys.executable, *agent, *flags, str(EXAMPLE), *given]
+    return [*torchrun(2, *flags), str(EXAMPLE), *given]
 
 
 def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated") -> dict[str, Any]:
     """What the checkpoint holds after training on two ranks."""
     command = launched(checkpoint, updates=updates, gradient=gradient)
-    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return torch.load(checkpoint)
 
@@ -80,7 +77,8 @@ def alone(checkpoint: Path, gradient: str, lanes: int = 4) -> dict[str, Any]:
     return torch.load(checkpoint)
 
 
-@pytest.mark.parametrize("gradient", ["truncated", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", ["truncated", "exact"])
 def test_two_ranks_of_torchrun_give_the_weights_of_one_process(gradient: str, tmp_path: Path) -> None:
     found, expected = on_two(tmp_path / "two.pt", gradient=gradient), alone(tmp_path / "one.pt", gradient)
     assert found["done"] == expected["done"] == UPDATES
@@ -94,7 +92,7 @@ def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "7", "--local-addr", "127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(EXAMPLE)]
     command += ["--checkpoint", str(tmp_path / "two.pt"), "--updates", str(UPDATES)]
-    agents = [Started(subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True)) for _ in range(2)]
+    agents = [Started(subprocess.Popen(command, env=LOOPBACK, stderr=subprocess.PIPE, text=True)) for _ in range(2)]
     ends = [agent.ended() for agent in agents]
     assert [code for code, _ in ends] == [0, 0], ends
     assert apart(torch.load(tmp_path / "two.pt")["net"], alone(tmp_path / "one.pt", "truncated")["net"]) < 1e-6
@@ -119,7 +117,7 @@ class Started:
     def of(cls, rank: int, port: int, checkpoint: Path) -> "Started":
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, str(EXAMPLE), "--checkpoint", str(checkpoint), "--updates", "1000000"]
-        return cls(subprocess.Popen(command, env=SURROUNDINGS | place, stderr=subprocess.PIPE, text=True))
+        return cls(subprocess.Popen(command, env=LOOPBACK | place, stderr=subprocess.PIPE, text=True))
 
     def ended(self) -> tuple[int, str]:
         """Its exit and what it said; killed, by its own id, where it does not end."""
@@ -186,7 +184,7 @@ def test_resuming_after_the_kill_gives_the_weights_of_an_uninterrupted_run_to_th
 def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint, last = tmp_path / "restarted.pt", 400
     command = launched(checkpoint, "--max-restarts", "3", updates=last)
-    agent = subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True)
+    agent = subprocess.Popen(command, env=LOOPBACK, stderr=subprocess.PIPE, text=True)
     wait_for(checkpoint.exists, agent)
     (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
     second.kill()
@@ -298,6 +296,6 @@ def test_wrappers_for_several_devices_are_refused_with_the_line_to_write(kind: s
 def test_the_first_kind_of_fsdp_is_refused_too() -> None:
     """In a process of its own: torch keeps such nets, and nodes of their graphs, for ever."""
     code = "import test_torchrun; test_torchrun.check_refused('FullyShardedDataParallel')"
-    around = SURROUNDINGS | {"PYTHONPATH": str(Path(__file__).parent)}
+    around = LOOPBACK | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr

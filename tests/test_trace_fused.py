@@ -242,15 +242,21 @@ def test_packed_lanes_are_traced_as_by_torch_nn() -> None:
 
 
 def test_autocast_is_traced_as_by_torch_nn() -> None:
-    net, x = nn.GRU(16, 32), torch.randn(20, 4, 16)
+    """To the rounding of bfloat16, which the two apply in other places; in itself the layer is told of exactly."""
+    torch.manual_seed(0)
+    net, x, h = nn.GRU(16, 32), torch.randn(20, 4, 16), torch.randn(1, 4, 32, requires_grad=True)
 
     def loss(net: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net(x)[0].float().square().mean()
+            return net(x, h)[0].float().square().sum()
 
     plain = traced(net, lambda: loss(net))
     other = fused(net)
-    assert differs(traced(other, lambda: loss(other)), plain) < 1e-6
+    h.grad = None
+    found = traced(other, lambda: loss(other))
+    for name in plain.names:
+        assert (found[name] - plain[name]).abs().max() < 2**-6 * plain[name].max()
+    assert found.last.edges("layer0.h")[0] == pytest.approx(torch.as_tensor(h.grad).norm().item(), rel=1e-5)
 
 
 class Doubling(tt.nn.LSTM):

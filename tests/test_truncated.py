@@ -152,7 +152,7 @@ def test_gradient_is_zero_across_a_reset(row: Row) -> None:
     assert norms[:20, 0].min() > 1e-9
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(stride=st.sampled_from([1, 3, 7, 23, 40]), masked=st.sampled_from([0.0, 0.4]), seed=seeds)
 @every_net
 def test_horizon_as_long_as_the_recording_gives_full_bptt(row: Row, stride: int, masked: float, seed: int) -> None:
@@ -188,7 +188,7 @@ def test_loss_is_the_mean_over_the_valid_steps() -> None:
     assert len(losses) == 4
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     chunks=st.lists(st.sampled_from([1, 2, 3, 7, 31, 500]), min_size=2, max_size=2, unique=True),

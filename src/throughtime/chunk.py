@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,13 +27,15 @@ class Marks:
     recording: Tensor
     position: Tensor
     reset_steps: tuple[int, ...]
-    counted: tuple[int, ...]  # valid steps before each step, over all lanes; one entry more than steps
+    counted: Sequence[int]  # valid steps before each step, over all lanes; one entry more than steps
 
     @classmethod
     def of(cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor) -> "Marks":
         """The marks with their counts."""
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
-        return cls(resets, mask, recording, position, reset_steps, (0, *accumulate(mask.sum(dim=1).tolist())))
+        full = mask.numel() > 0 and bool(mask.all())  # the usual case, without a number for every step
+        counted = range(0, mask.numel() + 1, mask.shape[1]) if full else (0, *accumulate(mask.sum(dim=1).tolist()))
+        return cls(resets, mask, recording, position, reset_steps, counted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,18 +229,12 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     targets = [c.targets for c in chunks if c.targets is not None]
-    return Chunk(
-        torch.cat([c.inputs for c in chunks]),
-        torch.cat(targets) if len(targets) == len(chunks) else None,
-        Marks.of(
-            torch.cat([c.resets for c in chunks]),
-            torch.cat([c.mask for c in chunks]),
-            torch.cat([c.recording for c in chunks]),
-            torch.cat([c.position for c in chunks]),
-        ),
-        0,
-        sum(c.steps for c in chunks),
-    )
+    inputs, together = torch.cat([c.inputs for c in chunks]), torch.cat(targets) if len(targets) == len(chunks) else None
+    if all(a.marks is b.marks and a.stop == b.start for a, b in pairwise(chunks)):  # cut from one stretch
+        return Chunk(inputs, together, chunks[0].marks, chunks[0].start, chunks[-1].stop)
+    names = ("resets", "mask", "recording", "position")
+    marks = Marks.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
+    return Chunk(inputs, together, marks, 0, sum(c.steps for c in chunks))
 
 
 @runtime_checkable

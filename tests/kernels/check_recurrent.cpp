@@ -21,7 +21,7 @@ struct Case {
 
 void say(const Case &c, int type, const char *what, double error) {
   fprintf(stderr, "%s %s T=%" PRId64 " B=%" PRId64 " D=%" PRId64 " H=%" PRId64 " P=%" PRId64 "%s%s seed %" PRIu64 " on %s: %s %g\n",
-          KINDS[c.z.kind], type == TT_F32 ? "float" : "double", c.z.T, c.z.B, c.z.D, c.z.H, c.z.projected ? c.z.P : 0,
+          KINDS[c.z.kind], type == TT_F64 ? "double" : type == TT_F32 ? "float" : "bfloat16", c.z.T, c.z.B, c.z.D, c.z.H, c.z.projected ? c.z.P : 0,
           c.bias ? ", biases" : "", c.resets ? ", resets" : "", c.seed, tt_level(), what, error);
 }
 
@@ -176,6 +176,8 @@ private:
   const F before_; // in the gradients of the weights: 0.5 where they are added to
   Asked<F> y, h_end, c_end, dx, dh0, dc0, dw_ih, dw_hh, db_ih, db_hh, dw_hr;
   Asked<double> squares;
+
+public:
   tt_call call;
 };
 
@@ -306,8 +308,46 @@ int notices() {
   return failures;
 }
 
+// Products of bfloat16: near what they round, not the numbers of float, and the same on two threads. tests/test_bfloat16.py says what they are.
+int in_half(const Case &c) {
+  Made made;
+  const Given given = away_from_kinks(c, &made);
+  Run<float> one(c, given, 1, true), two(c, given, 2, true), plain(c, given, 1, true);
+  one.call.type = two.call.type = TT_BF16;
+  for (Run<float> *run : {&one, &two, &plain})
+    if (const char *what = run->go()) return say(c, TT_BF16, what, 0.0), 1;
+  const char *of = "";
+  const double error = one.distance(made, &of);
+  int failures = 0;
+  if (c.z.kind != TT_RNN_RELU && error > 0.1) failures++, say(c, TT_BF16, of, error); // a relu that falls on the other side is far
+  if (one.same(plain)) failures++, say(c, TT_BF16, "nothing was rounded", 0.0);
+  if (!one.same(two)) failures++, say(c, TT_BF16, "two threads give other numbers than one", two.distance(made, &of));
+  return failures;
+}
+
+// By every way that the processor has.
+int halves() {
+  const int before = tt_bfloat16();
+  int failures = 0;
+  for (int pairs : {TT_PAIRS_AVX512, TT_PAIRS_AMX}) {
+    if (!tt_use_bfloat16(pairs) || tt_bfloat16() != pairs) continue; // the processor has none, or the instruction set that runs
+    uint64_t seed = 2000;
+    for (int kind : {TT_LSTM, TT_GRU, TT_RNN_TANH, TT_RNN_RELU})
+      for (int64_t H : {3, 7, 33, 50}) // of one unit a gradient is one sum, which may come near zero
+        for (int64_t B : {1, 3, 17, 33})
+          for (int64_t D : {1, 16, 35}) {
+            const bool projected = kind == TT_LSTM && D == 16;
+            failures += in_half({{kind, 1 + static_cast<int64_t>(seed % 5), B, D, H, projected ? H / 2 : H, projected}, seed % 3 != 0, seed % 2 == 0, seed});
+            seed++;
+          }
+    for (int kind : {TT_LSTM, TT_GRU}) failures += in_half({{kind, 5, 27, 650, 200, 200, false}, true, true, ++seed});
+  }
+  tt_use_bfloat16(before);
+  return failures;
+}
+
 } // namespace
 
 int check_recurrent(bool brief) {
-  return trust() + notices() + compare_all(brief ? 13 : 1) + compare_large() + saturated();
+  return trust() + notices() + compare_all(brief ? 13 : 1) + compare_large() + saturated() + halves();
 }

@@ -344,7 +344,7 @@ int by_blas(const Case &c) {
   Answer answer;
   const Example e = away_from_kinks(c, &answer);
   int failures = 0;
-  tt_blas(blas<float>, blas<double>, allow);
+  tt_blas(blas<float>, blas<double>, nullptr, allow);
   products = refused = spread = 0;
   failures += agrees<float>(c, e, answer);
   if (!products) failures++, say(c, TT_F32, "no product by a BLAS", 0.0);
@@ -354,7 +354,7 @@ int by_blas(const Case &c) {
   if (c.accumulate) failures += alone<float>(c, e) + alone<double>(c, e);
   if (refused) failures++, say(c, TT_F32, "arguments that a BLAS refuses, calls:", refused);
   if (spread || allowed != 7) failures++, say(c, TT_F32, "threads of the BLAS not as they were, calls:", spread);
-  tt_blas(nullptr, nullptr, nullptr);
+  tt_blas(nullptr, nullptr, nullptr, nullptr);
   return failures;
 }
 

@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError
@@ -145,24 +144,22 @@ class Truncated:
         edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
         if not objective.counts(chunk):
             with torch.no_grad():
-                run = run_window(net, whole, edge, plan)
-            progress = _progress(run, whole, plan, progress)
-            return nothing(objective, chunk, progress.state, run.outputs), progress
+                run = run_window(net, whole, edge, plan).detached()
+            return nothing(objective, chunk, run.state, run.outputs), _progress(run, whole, plan, progress)
         made = whole_update(net, whole, chunk, edge, plan, objective)
         if made is None:
             run = run_window(net, whole, edge, plan)
-            loss = run.backward(objective, chunk)
+            loss, run = run.backward(objective, chunk), run.detached()
         else:
             loss, run = made.loss, made.run
         if objective.scaler is None and (made is None or not made.finite):
             check_finite(net, chunk, source.position, loss, everywhere=made is not None)
-        progress = _progress(run, whole, plan, progress)
-        return Update(loss, chunk.valid, progress.state, run.outputs.detach(), chunk, weight=objective.weight(chunk)), progress
+        update = Update(loss, chunk.valid, run.state, run.outputs, chunk, weight=objective.weight(chunk))
+        return update, _progress(run, whole, plan, progress)
 
 
 def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -> Progress:
-    state = trees.detach(run.state)
     if plan.keep == plan.stop:
-        return Progress(state, state)
-    edge = before.edge if plan.keep == 0 else trees.detach(run.kept)
-    return Progress(state, edge, (steps.between(plan.keep, plan.stop),))
+        return Progress(run.state, run.state)
+    edge = before.edge if plan.keep == 0 else run.kept
+    return Progress(run.state, edge, (steps.between(plan.keep, plan.stop),))

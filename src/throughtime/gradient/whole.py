@@ -3,19 +3,21 @@
 What such an update spends outside arithmetic, a graph and some fifteen operators, is more than the arithmetic of a small net: LSTM of 50
 units, one lane, 100 steps. So `tt.updates` takes this way by itself where a user could tell no difference: an `nn.Sequential` of
 `tt.nn` layers and an `nn.Linear`, behind modules without weights; `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults; no hooks
-on modules or parameters, no ties, no autocast, no trace, doctor or profiler that looks on. The gradients are those of the graph to
-rounding. What only the graph itself knows of is not seen: hooks on its nodes, or on tensors that it saves. Buffers are kept from one
-update to the next, for as long as the net lives.
+on modules or parameters, no ties, no autocast, no doctor or profiler that looks on. A trace is told what the kernels capture. The
+gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its nodes, or on tensors that
+it saves. Buffers are kept from one update to the next, for as long as the net lives.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `C` outputs.
+What a user can change between two updates is looked at in every one; what follows from it is laid out once.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `C` outputs, `L` layers.
 """
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from itertools import takewhile
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from threading import get_ident
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,33 +25,22 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled as profiled  # as torch's own optimizers ask
 from torch.nn.modules import module as torch_modules
 
-from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.contracts.chain import Chain, Stateless
 from throughtime.contracts.layers import Layer
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
-from throughtime.gradient.window import Run
-from throughtime.kernels import whole as kernel
+from throughtime.gradient.work import LISTENERS, Asked, Result, Work
 from throughtime.kernels.dispatch import around, by_table
-from throughtime.kernels.recurrent import KINDS, NUMBERS, Call, saved_numbers
-from throughtime.nn.layers import GRU, LSTM, RNN, Recurrent, weight_sizes
+from throughtime.kernels.recurrent import NUMBERS
+from throughtime.kernels.whole import CROSS_ENTROPY, SQUARED
+from throughtime.nn.layers import GRU, LSTM, RNN, WATCHES, Recurrent, weight_sizes
 from throughtime.nn.layers import KINDS as MODES
 from throughtime.state import State
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OURS = {LSTM, GRU, RNN}  # a subclass may do anything
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
-
-
-class Result(NamedTuple):
-    """What an update gave: its loss, a scalar, and the window as if it had been run; whether all gradients are finite."""
-
-    loss: Tensor
-    run: Run
-    finite: bool
 
 
 def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Window, objective: Objective) -> Result | None:
@@ -64,15 +55,19 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
         objective: the loss.
     """
     form = _form(net)
-    if form is None or plan.start or not form.as_it_was(net, objective):
+    if form is None or plan.start or not form.as_it_was(net, objective, plan):
         return None
     weights = form.weights()
-    if weights is None or not _known(objective.loss_fn, chunk, form.readout) or not form.fits(steps, edge, weights):
+    loss = _loss(objective.loss_fn, chunk, form.readout)
+    if weights is None or loss is None or not form.fits(steps, weights[0].dtype):
+        return None
+    work, grads = form.work(steps, weights[0].dtype), form.gradients(weights)
+    if grads is None or not work.reads(edge):
         return None
     x = form.entering(steps.inputs)  # last of all: a module may draw random numbers, and must not run again but where torch will refuse
-    if x.dim() != 3 or x.shape[2] != form.width or not _read(x, weights[0].dtype):
+    if x.shape != work.inputs or not _read(x, weights[0].dtype):
         return None
-    return form.work(x, weights).update(x, steps, chunk, edge, plan, objective)
+    return work.update(x, weights, grads, Asked(steps, chunk, edge, plan, loss))
 
 
 _forms: "WeakKeyDictionary[Carried, Form | None]" = WeakKeyDictionary()
@@ -80,9 +75,11 @@ _forms: "WeakKeyDictionary[Carried, Form | None]" = WeakKeyDictionary()
 
 def _form(net: Carried) -> "Form | None":
     """The net's, if it has one; worked out once."""
-    if net not in _forms:
-        _forms[net] = _found(net)
-    return _forms[net]
+    try:
+        return _forms[net]
+    except KeyError:
+        form = _forms[net] = _found(net)
+        return form
 
 
 def _found(net: Carried) -> "Form | None":
@@ -95,6 +92,8 @@ def _found(net: Carried) -> "Form | None":
     if any(next(module.parameters(), None) is not None for module in before) or not layers or len(before) + len(layers) < len(below):
         return None
     if not isinstance(top, Stateless) or not isinstance(top.module, nn.Linear):
+        return None
+    if any(upper.input_size != (lower.proj_size or lower.hidden_size) for lower, upper in pairwise(layers.values())):
         return None
     return Form(contract, tuple(before), layers, top.module)
 
@@ -111,6 +110,8 @@ class Form:
 
     def __post_init__(self) -> None:
         self.bias = self.readout._parameters["bias"] is not None  # noqa: SLF001
+        self._layers = [(layer, _drawn(layer)) for layer in self.layers.values()]
+        self._others = (self.contract.module, *self.before, self.readout)
         self._places: list[tuple[dict[str, Any], str]] = []
         self._shapes: list[tuple[int, ...]] = []
         inputs = 0
@@ -125,11 +126,6 @@ class Form:
         self._shapes += [(outputs, inputs), *([(outputs,)] if self.bias else [])]
         self._places += [(own, name) for name in ("weight", *(["bias"] if self.bias else []))]
 
-    @property
-    def width(self) -> int:
-        """D of the first layer."""
-        return next(iter(self.layers.values())).input_size
-
     def weights(self) -> list[Tensor] | None:
         """All parameters, as they are now; None where one is made of others, is tied to another, or has come since."""
         try:
@@ -139,17 +135,21 @@ class Form:
         same = len(set(map(id, found))) == len(found) and (self.readout._parameters["bias"] is not None) == self.bias  # noqa: SLF001
         return found if same else None
 
-    def as_it_was(self, net: Carried, objective: Objective) -> bool:
+    def as_it_was(self, net: Carried, objective: Objective, plan: Window) -> bool:
         """Whether nothing has been put in the way since: hooks, other modules, autocast, somebody looking on."""
-        module = self.contract.module
-        if tuple(module) != self.contract.children or not torch.is_grad_enabled() or around() is not None:
+        if tuple(self.contract.module) != self.contract.children or type(net) is not Carried or type(self.readout) is not nn.Linear:
             return False
-        if any(getattr(torch_modules, name) for name in GLOBAL_HOOKS) or torch.is_anomaly_enabled() or profiled():
+        if _looked_at() or objective.scaler is not None or not _bare(net):
             return False
-        if type(net) is not Carried or any(type(layer) not in OURS or layer.batch_first for layer in self.layers.values()):
-            return False
-        quiet = objective.scaler is None and not torch.is_autocast_enabled("cpu") and type(self.readout) is nn.Linear
-        return quiet and all(map(_bare, (net, module, *self.before, *self.layers.values(), self.readout, objective.loss_fn)))
+        for layer, drawn in self._layers:
+            if type(layer) not in OURS or _drawn(layer) != drawn or (layer.dropout and layer.training and layer.num_layers > 1):
+                return False
+            if not _bare(layer) or (WATCHES and not _told_enough(layer, plan)):
+                return False
+        for module in self._others:  # noqa: SIM110  # three times as fast as all() of a generator
+            if not _bare(module):
+                return False
+        return True
 
     def entering(self, inputs: Tensor) -> Tensor:
         """What the first layer sees."""
@@ -159,212 +159,91 @@ class Form:
                     inputs = module(inputs)
         return inputs.contiguous()
 
-    def fits(self, steps: Chunk, edge: State, weights: Sequence[Tensor]) -> bool:
-        """Whether states and weights are what a kernel reads, which looks at no size; the inputs have no gradient and are some."""
-        dtype = weights[0].dtype
+    def fits(self, steps: Chunk, dtype: torch.dtype) -> bool:
+        """Whether the kernels are the fastest for so many lanes of this type; the inputs have no gradient and are some."""
         if dtype not in NUMBERS or steps.inputs.requires_grad or not steps.inputs.numel():
             return False
-        if not isinstance(edge, dict) or edge.keys() != self.contract.links.keys():
-            return False
-        width = self.width
-        for name, layer in self.layers.items():
-            if layer.input_size != width or (layer.dropout and layer.training and layer.num_layers > 1):
-                return False
-            width = layer.proj_size or layer.hidden_size
+        for layer, _ in self._layers:
             if by_table(MODES[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0).runs != "fused":
                 return False
-            if not self._entered(edge[name], layer, steps.lanes, dtype):
-                return False
-        return all(_plain(weight, dtype, shape) for weight, shape in zip(weights, self._shapes, strict=True))
+        return True
 
-    @staticmethod
-    def _entered(state: State, layer: Recurrent, lanes: int, dtype: torch.dtype) -> bool:
-        leaves = (state,) if isinstance(state, Tensor) else state
-        rows = lanes, layer.num_layers
-        sizes = [(*rows, layer.proj_size or layer.hidden_size), *([(*rows, layer.hidden_size)] if layer.mode == "LSTM" else [])]
-        return len(leaves) == len(sizes) and all(
-            leaf.shape == size and _read(leaf, dtype, whole=False) for leaf, size in zip(leaves, sizes, strict=True)
-        )
+    def gradients(self, weights: Sequence[Tensor]) -> list[Tensor | None] | None:
+        """Those that are there; None, of all, where a kernel may not read a weight, or write its gradient as autograd would."""
+        found: list[Tensor | None] = []
+        dtype = weights[0].dtype
+        for weight, shape in zip(weights, self._shapes, strict=True):
+            if type(weight) is not nn.Parameter or weight.dtype is not dtype or weight.shape != shape:
+                return None
+            if not (weight.requires_grad and weight.is_cpu and weight.is_contiguous()) or weight.is_neg():
+                return None
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # noqa: SLF001  # there is no public way to ask
+                return None
+            grad = weight.grad
+            if grad is not None and not (grad.shape == shape and _read(grad, dtype)):
+                return None
+            found.append(grad)
+        return found
 
-    def work(self, x: Tensor, weights: Sequence[Tensor]) -> "Work":
-        """The buffers for inputs of this size, one for each thread."""
-        steps, lanes, _ = x.shape
-        key = steps, lanes, get_ident(), x.dtype  # net.double() changes the type of the same parameters
+    def work(self, steps: Chunk, dtype: torch.dtype) -> "Work":
+        """The buffers for so many steps and lanes, one for each thread."""
+        key = steps.steps, steps.lanes, get_ident(), dtype
         work = self._works.get(key)
-        if work is None or any(p is not q for p, q in zip(work.weights, weights, strict=True)):
+        if work is None:
             if len(self._works) > 3:  # a window, a ragged end, and what somebody tries in between
                 self._works.clear()
-            work = self._works[key] = Work(self, x, list(weights))
+            work = self._works[key] = Work(self.layers, tuple(self.contract.links), self.readout, (steps.steps, steps.lanes, dtype))
         return work
 
 
-def _read(tensor: Tensor, dtype: torch.dtype, *, whole: bool = True) -> bool:
-    """Whether a kernel reads from a tensor what torch does."""
-    if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.requires_grad or not tensor.is_cpu or tensor.is_neg():
+def _looked_at() -> bool:
+    """Whether there is somebody to whom a graph would show what one call does not, or no graph would be made."""
+    if not torch.is_grad_enabled() or around() is not None or torch.is_anomaly_enabled() or torch.is_autocast_enabled("cpu") or profiled():
+        return True
+    of = torch_modules
+    hooks = of._global_forward_hooks, of._global_forward_pre_hooks, of._global_backward_hooks, of._global_backward_pre_hooks  # noqa: SLF001
+    return any(hooks)
+
+
+def _drawn(layer: Recurrent) -> tuple[Any, ...]:
+    """What a layer's calls are laid out by; plain attributes, which a user may write to."""
+    return layer.mode, layer.input_size, layer.hidden_size, layer.proj_size, layer.num_layers, layer.bias, layer.batch_first
+
+
+def _read(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel reads from a tensor, row by row, what torch does."""
+    if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.requires_grad:
         return False
-    return not whole or tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
-def _bare(module: object) -> bool:
-    """Whether a module's forward is its class's and nobody waits for it."""
-    own = vars(module)
-    return "forward" not in own and not any(own.get(name) for name in HOOKS)
-
-
-def _plain(weight: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a kernel may read the weight, and write its gradient as autograd would."""
-    if type(weight) is not nn.Parameter or weight.dtype is not dtype or weight.shape != shape:
+def _bare(module: nn.Module) -> bool:
+    """Whether a module's forward is its class's, or need not be called, and nobody waits for it."""
+    own = module.__dict__.get
+    if own("_forward_hooks") or own("_forward_pre_hooks") or own("_backward_hooks") or own("_backward_pre_hooks"):
         return False
-    if not (weight.requires_grad and weight.is_cpu and weight.is_contiguous()) or weight.is_neg():
-        return False
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # noqa: SLF001  # there is no public way to ask
-        return False
-    return weight.grad is None or _read(weight.grad, dtype)
+    forward = own("forward")
+    if forward is None or forward is LISTENERS.get(module):
+        return True
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward  # in a copy
 
 
-def _known(fn: object, chunk: Chunk, readout: nn.Linear) -> bool:
-    """Whether the kernels have this loss, on targets as they want them."""
+def _told_enough(layer: Recurrent, plan: Window) -> bool:
+    """Whether nobody watches the layer, or what a kernel captures of the whole window is enough.
+
+    Where the next window begins within this one a graph is made in two parts, and what enters each is seen.
+    """
+    return layer not in WATCHES or (layer in LISTENERS and plan.keep in {0, plan.stop})
+
+
+def _loss(fn: object, chunk: Chunk, readout: nn.Linear) -> int | None:
+    """Which loss of the kernels it is; None where they do not have it, or not on such targets."""
     targets = chunk.targets
-    if targets is None or not _read(targets, targets.dtype) or not chunk.mask.is_contiguous():
-        return False
-    if type(fn) is nn.CrossEntropyLoss:
+    if targets is None or not _read(targets, targets.dtype):
+        return None
+    if type(fn) is nn.CrossEntropyLoss and _bare(fn):
         usual = fn.reduction == "mean" and fn.weight is None and fn.label_smoothing == 0 and fn.ignore_index == IGNORED
-        return usual and targets.dtype is torch.int64 and targets.dim() == 2
-    if type(fn) is nn.MSELoss and fn.reduction == "mean" and targets.dtype is readout.weight.dtype:
-        return targets.shape[2:] == (readout.out_features,) or (readout.out_features == 1 and targets.dim() == 2)
-    return False
-
-
-@dataclass(eq=False)
-class Work:
-    """The buffers of a number of steps and lanes, and the calls that are made on them; `weights` in the order of the calls."""
-
-    form: Form
-    like: InitVar[Tensor]
-    weights: list[Tensor]
-
-    def __post_init__(self, like: Tensor) -> None:
-        self.steps, self.lanes, _ = like.shape
-        self._calls = (Call * sum(layer.num_layers for layer in self.form.layers.values()))()
-        self._held: list[Tensor] = []  # what the calls point to
-        self._names: list[tuple[int, str]] = []  # of the weights of layers: which call, and as what
-        self._outputs: list[Tensor] = []
-        self._saved: list[Tensor] = []
-        for layer in self.form.layers.values():
-            for _ in range(layer.num_layers):
-                self._lay(len(self._outputs), layer, like)
-        self._calls[len(self._calls) - 1].dy = self._hold(torch.empty_like(self._outputs[-1]))
-        self._mean = ctypes.c_double()
-        self._whole = kernel.Whole(self._calls, len(self._calls), mean=ctypes.pointer(self._mean))
-
-    def _hold(self, tensor: Tensor) -> int:
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
-    def _lay(self, i: int, layer: Recurrent, like: Tensor) -> None:
-        """Fills in what a layer's call is always given."""
-        call, kind, dtype = self._calls[i], MODES[layer.mode], self.weights[0].dtype
-        outputs = layer.proj_size or layer.hidden_size
-        inputs = self._outputs[-1].shape[2] if i else layer.input_size
-        sizes = KINDS[kind], NUMBERS[dtype], self.steps, self.lanes, inputs, layer.hidden_size, outputs
-        for name, size in zip(("kind", "type", "steps", "lanes", "inputs", "hidden", "outputs"), sizes, strict=True):
-            setattr(call, name, size)
-        if i:
-            call.x = self._outputs[-1].data_ptr()
-            call.dx = self._calls[i - 1].dy = self._hold(torch.empty_like(self._outputs[-1]))
-        self._outputs.append(like.new_empty(self.steps, self.lanes, outputs))
-        self._saved.append(like.new_empty(saved_numbers(*sizes)))
-        call.y, call.saved = self._outputs[-1].data_ptr(), self._saved[-1].data_ptr()
-        names = ("w_ih", "w_hh", "b_ih", "b_hh") if layer.bias else ("w_ih", "w_hh")
-        self._names += [(i, name) for name in (*names, *(("w_hr",) if layer.proj_size else ()))]
-
-    def update(self, x: Tensor, steps: Chunk, chunk: Chunk, edge: State, plan: Window, objective: Objective) -> Result | None:
-        """As `whole_update`, once it is known that it can be."""
-        outputs = x.new_empty((chunk.steps, self.lanes, self.form.readout.out_features))
-        fresh, made = self._gradients()
-        ends, kept = self._point(x, steps, edge, made, accumulate=not fresh)
-        self._read_out(chunk, outputs, objective, made, accumulate=not fresh)
-        code = kernel.step(self._whole)
-        del kept
-        if code == kernel.NO_CLASS:
-            return None  # torch says which target, and of how many classes
-        for weight, grad in zip(self.weights, made, strict=True):
-            if weight.grad is None:
-                weight.grad = grad
-        if not fresh:
-            torch.autograd.graph.increment_version(made)
-        after = self._state(ends)
-        between = after if plan.keep == plan.stop else self._within(plan.keep) if plan.keep else edge
-        return Result(outputs.new_tensor(self._mean.value), Run(outputs, after, between), code != kernel.NOT_FINITE)
-
-    def _gradients(self) -> tuple[bool, list[Tensor]]:
-        """Whether they are written anew, and where; one that is missing beside others begins with zeros."""
-        there = [weight.grad for weight in self.weights]
-        if not any(grad is not None for grad in there):
-            return True, [torch.empty_like(weight, requires_grad=False) for weight in self.weights]
-        zeros = torch.zeros_like
-        return False, [zeros(w, requires_grad=False) if g is None else g for w, g in zip(self.weights, there, strict=True)]
-
-    def _point(
-        self, x: Tensor, steps: Chunk, edge: State, made: Sequence[Tensor], *, accumulate: bool
-    ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Points the calls to this update's tensors; where the states after it go, and what must live until the calls are made."""
-        threads = torch.get_num_threads()
-        resets = steps.resets.contiguous() if steps.any_reset else None
-        kept, ends, at = [] if resets is None else [resets], list[list[Tensor]](), 0
-        for name, layer in self.form.layers.items():
-            leaves = (edge[name],) if isinstance(edge[name], Tensor) else edge[name]
-            entering = [leaf.transpose(0, 1).contiguous() for leaf in leaves]  # (L, B, H)
-            after = [x.new_empty(leaf.shape) for leaf in entering]
-            kept += entering
-            ends.append(after)
-            for k in range(layer.num_layers):
-                call = self._calls[at]
-                call.threads, call.accumulate = threads, accumulate
-                call.resets = None if resets is None else resets.data_ptr()
-                call.h0, call.h_end = entering[0][k].data_ptr(), after[0][k].data_ptr()
-                if len(entering) == 2:
-                    call.c0, call.c_end = entering[1][k].data_ptr(), after[1][k].data_ptr()
-                at += 1
-        self._calls[0].x = x.data_ptr()
-        for (i, name), weight, grad in zip(self._names, self.weights, made, strict=False):  # those of the readout are behind them
-            setattr(self._calls[i], name, weight.data_ptr())
-            setattr(self._calls[i], "d" + name, grad.data_ptr())
-        return ends, kept
-
-    def _read_out(self, chunk: Chunk, outputs: Tensor, objective: Objective, made: Sequence[Tensor], *, accumulate: bool) -> None:
-        """Points the readout to them."""
-        whole, targets, (weight, *bias) = self._whole, chunk.targets, self.weights[len(self._names) :]
-        whole.loss = kernel.CROSS_ENTROPY if isinstance(objective.loss_fn, nn.CrossEntropyLoss) else kernel.SQUARED
-        whole.accumulate, whole.steps, whole.classes, whole.valid = accumulate, chunk.steps, outputs.shape[2], chunk.valid
-        whole.targets = None if targets is None else targets.data_ptr()
-        whole.mask = None if chunk.valid == chunk.steps * chunk.lanes else chunk.mask.data_ptr()
-        whole.outputs, whole.w, whole.dw = outputs.data_ptr(), weight.data_ptr(), made[len(self._names)].data_ptr()
-        if bias:
-            whole.b, whole.db = bias[0].data_ptr(), made[-1].data_ptr()
-
-    def _state(self, ends: Sequence[Sequence[Tensor]]) -> State:
-        """The tree of the net's states, `(B, L, H)` each."""
-        found: dict[str, State] = dict.fromkeys(self.form.contract.links, ())
-        for name, leaves in zip(self.form.layers, ends, strict=True):
-            turned = tuple(leaf.transpose(0, 1) for leaf in leaves)
-            found[name] = turned if len(turned) == 2 else turned[0]
-        return found
-
-    def _within(self, step: int) -> State:
-        """The state entering a step within the window."""
-        ends: list[list[Tensor]] = []
-        at = 0
-        for layer in self.form.layers.values():
-            rows = range(at, at + layer.num_layers)
-            leaves = [torch.stack([self._outputs[i][step - 1] for i in rows])]
-            if layer.mode == "LSTM":
-                leaves.append(torch.stack([self._cells(i, layer)[step - 1] for i in rows]))
-            ends.append(leaves)
-            at += layer.num_layers
-        return trees.detach(self._state(ends))
-
-    def _cells(self, i: int, layer: Recurrent) -> Tensor:
-        """The c of every step, `(T, B, H)`: behind the gates in what was saved, in whole vectors."""
-        wide = self._saved[i].numel() // (5 * self.steps * self.lanes)
-        return self._saved[i][4 * self.steps * self.lanes * wide :].view(self.steps, self.lanes, wide)[..., : layer.hidden_size]
+        return CROSS_ENTROPY if usual and targets.dtype is torch.int64 and targets.dim() == 2 else None
+    if type(fn) is nn.MSELoss and _bare(fn) and fn.reduction == "mean" and targets.dtype is readout.weight.dtype:
+        return SQUARED if targets.shape[2:] == (readout.out_features,) or (readout.out_features == 1 and targets.dim() == 2) else None
+    return None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.gradient.objective import Objective
@@ -40,6 +41,11 @@ class Run(NamedTuple):
         else:  # the usual case, without the price of a context
             scaled.backward()
         return loss.detach()
+
+    def detached(self) -> "Run":
+        """The same without its graph."""
+        state = trees.detach(self.state)
+        return Run(self.outputs.detach(), state, state if self.kept is self.state else trees.detach(self.kept))
 
 
 def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:

@@ -21,9 +21,10 @@ from torch.overrides import _get_current_function_mode_stack as function_mode_st
 from torch.utils._device import DeviceContext
 
 from throughtime.kernels.layer import Kind
-from throughtime.kernels.library import level, need, why_missing
+from throughtime.kernels.library import bfloat16, level, need, why_missing
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # a subclass has its own ways: DTensor, fake tensors, masked ones
+LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # what modules under autocast give; a layer takes it as float32
 
 
 class Choice(NamedTuple):
@@ -42,7 +43,7 @@ class Slower(NamedTuple):
 
     levels: tuple[str, ...]
     kind: Kind
-    dtype: torch.dtype
+    dtype: torch.dtype  # of products: bfloat16 is float32 under autocast, beside torch.nn under autocast
     hidden: int
     lanes: int
     why: str
@@ -54,6 +55,7 @@ SLOWER = (
     Slower(NARROW, "lstm", torch.float32, 256, 1, "without AVX-512 oneDNN's layer is faster from 256 hidden units on"),
     Slower(NARROW, "lstm", torch.float32, 64, 8, "without AVX-512 oneDNN's layer is faster from 64 hidden units and 8 lanes on"),
 )
+LANES = 8  # from which on products in bfloat16 pay: of 4, float32 took .52 to .82 of their time, of 16 1.1 to 2 times (by AMX)
 SMALL = 1024  # B * H up to which what torch.nn takes is the calls, not the arithmetic
 
 
@@ -76,7 +78,9 @@ GAINS: dict[tuple[Kind, torch.dtype], Gain] = {  # where torch.nn goes step by s
 }
 
 
-def choose(kind: Kind, hidden: int, projected: bool, x: Tensor, lanes: int, others: Iterable[Tensor | None]) -> Choice:
+def choose(
+    kind: Kind, hidden: int, projected: bool, x: Tensor, lanes: int, weights: Iterable[Tensor | None], states: Iterable[Tensor]
+) -> Choice:
     """What runs a layer on these tensors, if nothing is `around`.
 
     Args:
@@ -85,7 +89,8 @@ def choose(kind: Kind, hidden: int, projected: bool, x: Tensor, lanes: int, othe
         projected: whether it is an LSTM with a projection.
         x: the inputs.
         lanes: B.
-        others: weights and states, None where there is none.
+        weights: None where there is none.
+        states: entering the first step, if they are given.
 
     Cost: two microseconds.
     """
@@ -96,16 +101,33 @@ def choose(kind: Kind, hidden: int, projected: bool, x: Tensor, lanes: int, othe
         return _torch("inputs that are to be read with their signs turned, as the imaginary part of a conjugate")
     if not x.is_cpu:
         return _torch(f"the kernels are for the CPU, the inputs on {x.device.type}")
-    if torch.is_autocast_enabled("cpu"):
-        return _torch("autocast")
-    for other in others:
-        if other is None:
-            continue
-        if other.dtype is not dtype or not other.is_cpu or type(other) not in PLAIN:
-            return _torch(f"inputs are {dtype}, a weight or state {other.dtype} on {other.device.type}, {type(other).__name__}")
+    lowered = dtype in LOWERED and torch.is_autocast_enabled("cpu")
+    own, taken = (torch.float32, LOWERED) if lowered else (dtype, (dtype,))
+    for others, types in ((weights, (own,)), (states, taken)):
+        for other in others:
+            if other is not None and (other.dtype not in types or not other.is_cpu or type(other) not in PLAIN):
+                found = f"a weight or state {other.dtype} on {other.device.type}, {type(other).__name__}"
+                return _torch(f"inputs are {dtype}{', under autocast, whose weights are float32' if lowered else ''}, {found}")
     if not x.numel():
         return Choice("reference", "nothing to compute")
-    return by_table(kind, dtype, hidden, lanes, projected)
+    return by_table(kind, own, hidden, lanes, projected, torch.get_autocast_dtype("cpu") if lowered else None)
+
+
+def lowers(weight: Tensor) -> bool:
+    """Whether autocast asks for fewer bits of a layer with such weights; it leaves float64 alone."""
+    return weight.dtype is torch.float32 and torch.is_autocast_enabled("cpu") and weight.is_cpu
+
+
+def products_in(dtype: torch.dtype, lanes: int) -> torch.dtype:
+    """What both sides of a layer's products are rounded to, here and now; `dtype` itself but under autocast, with lanes enough.
+
+    Args:
+        dtype: of its weights and states.
+        lanes: B.
+    """
+    if dtype is not torch.float32 or lanes < LANES or not torch.is_autocast_enabled("cpu"):
+        return dtype
+    return torch.bfloat16 if torch.get_autocast_dtype("cpu") is torch.bfloat16 and bfloat16() else dtype
 
 
 @cache
@@ -130,17 +152,30 @@ def around() -> Choice | None:
 
 
 @cache
-def by_table(kind: Kind, dtype: torch.dtype, hidden: int, lanes: int, projected: bool) -> Choice:
-    """What the library, the types and the table of sizes say; the same for the rest of the process."""
+def by_table(kind: Kind, dtype: torch.dtype, hidden: int, lanes: int, projected: bool, autocast: torch.dtype | None = None) -> Choice:
+    """What the library, the types and the table of sizes say; the same for the rest of the process.
+
+    Where autocast asks for products that the kernels do not have, they are made in float32, which is nearer to the truth. torch.nn would
+    emulate bfloat16, in 4 to 6 times our time (AVX-512 without its products, updates of an LSTM and a GRU of 128 and 256 units), and
+    its LSTM raises an error where oneDNN has none in that type (bfloat16 with AVX2; float16 also on a Sapphire Rapids).
+    """
     if dtype not in {torch.float32, torch.float64}:
         return _torch(f"the kernels are for float32 and float64, the inputs {dtype}")
     if need("tt.nn") is None:
         return _torch(f"the compiled kernels are missing: {why_missing()}")
-    now = level() or ""
+    now, products = level() or "", dtype if autocast is None else autocast
+    if autocast is not None and not (autocast is torch.bfloat16 and bfloat16()):
+        return Choice("fused", f"({now}), float32: no products in {_name(autocast)} with this instruction set")
+    if autocast is not None and lanes < LANES:
+        return Choice("fused", f"({now}), float32: products in {_name(autocast)} are faster from {LANES} lanes on")
     for row in () if projected else SLOWER:
-        if now in row.levels and (kind, dtype) == (row.kind, row.dtype) and hidden >= row.hidden and lanes >= row.lanes:
+        if now in row.levels and (kind, products) == (row.kind, row.dtype) and hidden >= row.hidden and lanes >= row.lanes:
             return _torch(row.why)
-    return Choice("fused", f"({now}), {str(dtype).removeprefix('torch.')}")
+    return Choice("fused", f"({now}), {_name(dtype)}" if autocast is None else f"({now}), {_name(products)} products, float32 states")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def gain(kind: Kind, dtype: torch.dtype, hidden: int, lanes: int, projected: bool) -> float:

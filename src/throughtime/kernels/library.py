@@ -26,7 +26,7 @@ import torch
 from throughtime import kernels
 from throughtime.errors import ConfigError
 
-VERSION = 2  # of the C interface: TT_VERSION in cpu/throughtime.h
+VERSION = 4  # of the C interface: TT_VERSION in cpu/throughtime.h
 NAME = "libthroughtime.dylib" if sys.platform == "darwin" else "libthroughtime.so"
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"
 _said: list[str] = []  # who was first to be told
@@ -37,8 +37,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled core, or None where plain PyTorch has to do; `why_missing` then says why.
 
     Returns:
-        The same library at every call of a process, with the types of `tt_version`, `tt_level`, `tt_use` and `tt_pool` set and
-        torch's threads handed over.
+        The same library at every call of a process, with the types of `tt_version`, `tt_level`, `tt_use`, `tt_bfloat16` and `tt_pool`
+        set and torch's threads handed over.
 
     Raises:
         ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL names what is not there. A library that was only installed raises nothing.
@@ -62,6 +62,12 @@ def level() -> str | None:
     """The instruction set that runs: "v4", "v3", "v2" or "base"; None without the library."""
     core = library()
     return None if core is None else core.tt_level().decode()
+
+
+def bfloat16() -> bool:
+    """Whether the instruction set that runs has products in bfloat16; without the library nothing has."""
+    core = library()
+    return core is not None and bool(core.tt_bfloat16())
 
 
 def need(by: str) -> ctypes.CDLL | None:
@@ -134,27 +140,28 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         )
     core.tt_level.argtypes, core.tt_level.restype = [], ctypes.c_char_p
     core.tt_use.argtypes, core.tt_use.restype = [ctypes.c_char_p], ctypes.c_int
+    core.tt_bfloat16.argtypes, core.tt_bfloat16.restype = [], ctypes.c_int
     core.tt_pool.argtypes, core.tt_pool.restype = [ctypes.c_void_p], None
-    core.tt_blas.argtypes, core.tt_blas.restype = [ctypes.c_void_p] * 3, None
+    core.tt_blas.argtypes, core.tt_blas.restype = [ctypes.c_void_p] * 4, None
     if not core.tt_level():
         return None, f"the processor is older than {path} was built for: x86-64-v2, with SSE4.2, of 2009."
     return core, None
 
 
 def _products() -> tuple[int | None, ...]:
-    """The addresses of sgemm, dgemm and what sets their threads in torch's BLAS, where it beats our own: MKL on Intel's processors.
+    """The addresses of sgemm, dgemm, that of bfloat16 and what sets their threads in torch's BLAS, where it beats our own: Intel's MKL.
 
-    Products of 384 rows took 0.66 to 0.94 of the time in it there (AVX-512, one thread); on AMD's MKL reaches half of what the
-    processor can do, our own all of it, and elsewhere nothing was measured.
+    Products of 384 rows took 0.66 to 0.94 of the time in it there (AVX-512, one thread), and of bfloat16, by AMX, an eighth; on AMD's
+    MKL reaches half of what the processor can do, our own all of it, and elsewhere nothing was measured.
     """
     if not torch.backends.mkl.is_available() or not _is_intel():
-        return None, None, None
+        return None, None, None, None
     try:
         torch_cpu = ctypes.CDLL(sys.modules["torch._C"].__file__, getattr(os, "RTLD_NOLOAD", 0))
-        names = "sgemm_", "dgemm_", "MKL_Set_Num_Threads_Local"
+        names = "sgemm_", "dgemm_", "gemm_bf16bf16f32_", "MKL_Set_Num_Threads_Local"
         return tuple(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in names)
     except (OSError, AttributeError):
-        return None, None, None
+        return None, None, None, None
 
 
 def _is_intel() -> bool:

@@ -1,7 +1,8 @@
 """LSTM, GRU and RNN through the compiled core: forward and backward of one layer in one call each.
 
-What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and float64 on the CPU, time first. A
-gradient of the gradient, and the rows of a Jacobian (`is_grads_batched`), are computed by the reference, from what was saved.
+What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and float64 on the CPU, time first;
+under autocast products of float32 in bfloat16, forward and, wherever that runs, backward. A gradient of the gradient, and the rows of a
+Jacobian (`is_grads_batched`), are computed by the reference, from what was saved.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from throughtime.errors import ThroughtimeError
 from throughtime.kernels import reference
+from throughtime.kernels.dispatch import products_in
 from throughtime.kernels.layer import Kind, Weights
-from throughtime.kernels.library import library
+from throughtime.kernels.library import level, library
 
 KINDS: dict[Kind, int] = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
 SEEN: dict[Kind, str] = {"lstm": "hcifgo", "gru": "hrzn", "rnn_tanh": "h", "rnn_relu": "h"}  # whose squared norms are captured
 Seen = Callable[[Tensor, Tensor, Tensor], None]  # takes what was captured, h entering the first step and the outputs
 Gradients = tuple[Tensor | None, ...]
 
-NUMBERS = {torch.float32: 0, torch.float64: 1}
+NUMBERS = {torch.float32: 0, torch.float64: 1}  # tt_type
+PRODUCTS = {**NUMBERS, torch.bfloat16: 2}  # tt_type by what both sides of a product are rounded to; all numbers are float32 at 2
 _KEEPS = {"lstm", "gru"}  # have a gate that keeps the past
 _POINTERS = (
     "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets", "y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end",
@@ -72,20 +75,29 @@ def run(
     Raises:
         MemoryError: there is no room for what the backward pass needs.
     """
+    products = products_in(x.dtype, x.shape[1])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, h, c, *weights)):
-        y, h_end, c_end = _Recurrent.apply(kind, seen, x, h, c, *weights, resets)
+        y, h_end, c_end = _Recurrent.apply(kind, seen, products, x, h, c, *weights, resets)
         return y, h_end, c_end
-    y, h_end, c_end, _ = forward(kind, x, h, c, weights, resets, keep=False)
+    y, h_end, c_end, _ = forward(kind, x, h, c, weights, resets, products, keep=False)
     return y, h_end, c_end
 
 
 def forward(
-    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None, *, keep: bool
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None,
+    products: torch.dtype,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Outputs, the state after them, and what the backward pass needs if it is to be kept (else an empty tensor)."""
     steps, lanes, inputs = x.shape
-    hidden, outputs, dtype = weights.hidden, weights.hh.shape[1], x.dtype
-    sizes = (KINDS[kind], NUMBERS[dtype], steps, lanes, inputs, hidden, outputs)
+    hidden, outputs = weights.hidden, weights.hh.shape[1]
+    sizes = (KINDS[kind], PRODUCTS[products], steps, lanes, inputs, hidden, outputs)
     y, h_end = x.new_empty((steps, lanes, outputs)), x.new_empty((lanes, outputs))  # on the CPU, whatever the default device
     c_end = None if c is None else x.new_empty((lanes, hidden))
     saved = x.new_empty(saved_numbers(*sizes) if keep else 0)
@@ -109,14 +121,15 @@ def backward(
     dh: Tensor | None,
     dc: Tensor | None,
     needs: Sequence[bool],
+    products: torch.dtype,
     captured: Tensor | None = None,
 ) -> Gradients:
     """The gradients of `x`, `h`, `c` and the weights that `needs` asks for, in this order; None for the others.
 
-    `captured`, made by `room_for`, takes what `Captured.of` finds in it.
+    `products` are those of the forward pass. `captured`, made by `room_for`, takes what `Captured.of` finds in it.
     """
     steps, lanes, inputs = x.shape
-    sizes = (KINDS[kind], NUMBERS[x.dtype], steps, lanes, inputs, weights.hidden, weights.hh.shape[1])
+    sizes = (KINDS[kind], PRODUCTS[products], steps, lanes, inputs, weights.hidden, weights.hh.shape[1])
     wanted = tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in zip((x, h, c, *weights), needs, strict=True))
     given = _contiguous(x, h, c, *weights, resets)
     after = _contiguous(dy, dh, dc)
@@ -170,11 +183,11 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: Kind, seen: Seen | None, x: Tensor, h: Tensor, c: Tensor | None, *rest: Any
+        ctx: Any, kind: Kind, seen: Seen | None, products: torch.dtype, x: Tensor, h: Tensor, c: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *given, resets = rest
-        y, h_end, c_end, saved = forward(kind, x, h, c, Weights(*given), resets, keep=True)
-        ctx.kind, ctx.seen = kind, seen
+        y, h_end, c_end, saved = forward(kind, x, h, c, Weights(*given), resets, products, keep=True)
+        ctx.kind, ctx.seen, ctx.products = kind, seen, products  # autocast is left before the backward pass as a rule
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, c, *given, resets, y, saved)
         return y, h_end, c_end
@@ -184,26 +197,33 @@ class _Recurrent(torch.autograd.Function):
         x, h, c, *given, resets, y, saved = ctx.saved_tensors
         kind: Kind = ctx.kind
         seen: Seen | None = ctx.seen
-        needs, again = ctx.needs_input_grad[2:-1], torch.is_grad_enabled()
+        products: torch.dtype = ctx.products
+        needs, again = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
+        definition = kind, (x, h, c, *given), resets, grads, needs, products
         if (again and seen is None) or any(g is not None and _batched(g) for g in grads):
-            return None, None, *_by_reference(kind, (x, h, c, *given), resets, grads, needs), None
+            return None, None, None, *_by_reference(*definition), None
         weights, (dy, dh, dc) = Weights(*given), grads
         captured = None if seen is None else room_for(kind, x.shape[0], x.shape[1], weights.hidden)
-        found = backward(kind, x, h, c, weights, resets, y, saved, dy, dh, dc, needs, captured)
+        found = backward(kind, x, h, c, weights, resets, y, saved, dy, dh, dc, needs, products, captured)
         if seen is not None and captured is not None:
             seen(captured, h, y)
-        return None, None, *(_by_reference(kind, (x, h, c, *given), resets, grads, needs) if again else found), None
+        return None, None, None, *(_by_reference(*definition) if again else found), None
 
 
 def _by_reference(
-    kind: Kind, given: Sequence[Tensor | None], resets: Tensor | None, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    kind: Kind,
+    given: Sequence[Tensor | None],
+    resets: Tensor | None,
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    products: torch.dtype,
 ) -> Gradients:
     """The same gradients, with a graph if one is being recorded, by the recurrence written out."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         mine = [None if t is None else t if again else t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
         x, h, c, *weights = mine
-        made = reference.run(kind, x, h, c, Weights(*weights), resets)  # pyright: ignore[reportArgumentType]  # x and h are never None
+        made = reference.run(kind, x, h, c, Weights(*weights), resets, products)  # pyright: ignore[reportArgumentType]  # x and h are never None
         pairs = [(m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None]
         asked = [t for t, need in zip(mine, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad([m for m, _ in pairs], asked, [g for _, g in pairs], create_graph=again, allow_unused=True))
@@ -223,9 +243,15 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@cache
 def saved_numbers(*sizes: int) -> int:
     """How many numbers a forward pass keeps; sizes as the first fields of `Call`."""
+    return _saved_numbers(level(), sizes)
+
+
+@cache
+def _saved_numbers(level: str | None, sizes: tuple[int, ...]) -> int:
+    """Of an instruction set, whose vectors they fill."""
+    del level
     return core().tt_saved(Call(*sizes))
 
 

@@ -6,7 +6,10 @@ Shapes: `T` steps, `B` lanes, `P` outputs of the last layer, `C` outputs of the 
 import ctypes
 from functools import cache
 
-from throughtime.kernels.recurrent import Call, check, core
+from torch import Tensor
+
+from throughtime.kernels.layer import Kind
+from throughtime.kernels.recurrent import KINDS, Call, Captured, check, core, room_for
 
 CROSS_ENTROPY, SQUARED = 0, 1
 NO_CLASS, NOT_FINITE = 2, 3  # tt_fault; the first leaves everything as it was
@@ -22,6 +25,31 @@ class Whole(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs", "dw", "db")),
         ("mean", ctypes.POINTER(ctypes.c_double)),
     ]
+
+
+_KINDS: dict[int, Kind] = {number: kind for kind, number in KINDS.items()}
+
+
+class Room:
+    """Memory for what the call of a layer captures in its backward pass.
+
+    Attributes:
+        kind: of the layer.
+        shape: steps and lanes.
+        captured: all of it; `Captured.of` finds in it what is what.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.kind: Kind = _KINDS[call.kind]
+        self._call, self.shape = call, (call.steps, call.lanes)
+        self.captured: Tensor = room_for(self.kind, *self.shape, call.hidden)
+        parts = Captured.of(self.kind, self.captured, *self.shape)
+        self._squares, self._entering, self._kept = (part.data_ptr() if part.numel() else None for part in parts)
+
+    def point(self) -> None:
+        """The call captures it here from now on."""
+        call = self._call
+        call.squares, call.entering, call.kept = self._squares, self._entering, self._kept
 
 
 @cache

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from throughtime.errors import DataError, ModelError
 from throughtime.kernels import operators, recurrent, reference
-from throughtime.kernels.dispatch import PLAIN, Choice, around, choose, tracing
+from throughtime.kernels.dispatch import LOWERED, PLAIN, Choice, around, choose, lowers, products_in, tracing
 from throughtime.kernels.layer import GATES, Kind, Weights
 
 KINDS: dict[str, Kind] = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
@@ -52,7 +52,7 @@ class Recurrent(nn.RNNBase):
                 entering the step before that is zeros: no direction sees beyond the recording.
 
         Returns:
-            As `torch.nn`: the outputs of all steps, and the state after the last.
+            As `torch.nn`: the outputs of all steps, and the state after the last. Under autocast both are float32, whatever comes in.
 
         Raises:
             DataError: resets that are no bools of the inputs' steps and lanes.
@@ -66,18 +66,26 @@ class Recurrent(nn.RNNBase):
         if resets is not None:
             _check_resets(given, resets)
         weights, watch = self._weights(), WATCHES.get(self) if WATCHES else None
-        runs = self._choice(given, hx, weights).runs
+        runs, lowered = self._choice(given, hx, weights).runs, lowers(weights[0].ih)
         if runs == "torch.nn" and not self._whole(given, resets):
-            return self._by_torch(given, hx, resets) if watch is None else watch.by_torch(self._by_torch, given, hx, resets)
-        run = recurrent.run if runs == "fused" else reference.run
+            found = self._by_torch(given, hx, resets) if watch is None else watch.by_torch(self._by_torch, given, hx, resets)
+            return _widened(found) if lowered else found
+        if lowered:
+            given, hx = _widened(given), _widened(hx)
+        run = recurrent.run if runs == "fused" else _defined
         return self._play(run if watch is None or runs == "reference" else watch.over(run), given, hx, resets, weights)
 
     def _compiled(self, given: Any, hx: Any, resets: Tensor | None) -> Any:
         """The same as one operator of a graph, or as torch.nn's own."""
         weights = self._weights()
-        if operators.takes(KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, weights):
-            return self._play(operators.run, given, hx, resets, weights)
-        return super().forward(given, hx) if resets is None else self._play(reference.run, given, hx, resets, weights)
+        lowered = lowers(weights[0].ih)
+        takes = operators.takes(KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, _leaves(hx), weights)
+        if not takes and resets is None:
+            found = super().forward(given, hx)
+            return _widened(found) if lowered else found
+        if lowered:
+            given, hx = _widened(given), _widened(hx)
+        return self._play(operators.run if takes else _defined, given, hx, resets, weights)
 
     def _weights(self) -> list[Weights]:
         """By layer and direction, as they are now: `torch.func.functional_call` and wrappers put others in their place."""
@@ -106,10 +114,9 @@ class Recurrent(nn.RNNBase):
             return watched
         if not self._fits(given, hx, weights):
             return Choice("torch.nn", "inputs, state or weights do not fit the layer; torch says which")
-        states = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
         lanes = 1 if given.dim() == 2 else given.shape[0 if self.batch_first else 1]
-        others = (*weights[0], *states) if len(weights) == 1 else chain(*weights, states)
-        return choose(KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, lanes, others)
+        own = weights[0] if len(weights) == 1 else chain(*weights)
+        return choose(KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, lanes, own, _leaves(hx))
 
     def _fits(self, given: Tensor, hx: Any, weights: Sequence[Weights]) -> bool:
         """Whether all sizes are what the layer says, so that a kernel reads what is there and nothing else."""
@@ -159,8 +166,7 @@ class Recurrent(nn.RNNBase):
             h = x.new_zeros(x.shape[1], self.proj_size or self.hidden_size)
             c = None if self.mode != "LSTM" else x.new_zeros(x.shape[1], self.hidden_size) if self.proj_size else h
             return [(h, c)] * count
-        leaves = (hx,) if isinstance(hx, Tensor) else hx
-        rows = [(leaf if batched else leaf.unsqueeze(1)).unbind(0) for leaf in leaves]
+        rows = [(leaf if batched else leaf.unsqueeze(1)).unbind(0) for leaf in _leaves(hx)]
         return list(zip(*rows, strict=True)) if len(rows) == 2 else [(h, None) for h in rows[0]]
 
     def _whole(self, given: Any, resets: Tensor | None) -> bool:
@@ -174,11 +180,11 @@ class Recurrent(nn.RNNBase):
         time = 1 if self.batch_first and given.dim() == 3 else 0
         fresh = resets.movedim(time, 0)
         starts = sorted({0, *(fresh.any(1) if fresh.dim() == 2 else fresh).nonzero().flatten().tolist()})
-        state = self._zeros(given) if hx is None else hx
+        state, own = self._zeros(given) if hx is None else hx, self._weights()[0].ih.dtype
         outputs: list[Tensor] = []
         for start, stop in pairwise([*starts, len(fresh)]):
             y, after = super().forward(given.narrow(time, start, stop - start), _each(_fresh_where(fresh[start]), state))
-            state = _each(lambda leaf: leaf.to(given.dtype), after)  # autocast's are not
+            state = _each(lambda leaf: leaf.to(own), after)  # autocast's are not
             outputs.append(y)
         return torch.cat(outputs, time), state
 
@@ -314,6 +320,24 @@ def _ended(ends: Sequence[State], batched: bool) -> Any:
 
 def _first(leaf: Tensor, batched: bool) -> Tensor:
     return leaf.unsqueeze(0) if batched else leaf
+
+
+def _leaves(state: Any) -> Any:
+    return () if state is None else (state,) if isinstance(state, Tensor) else state
+
+
+def _defined(
+    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition, with the products that a kernel would make."""
+    return reference.run(kind, x, h, c, weights, resets, products_in(weights.ih.dtype, x.shape[1]) if lowers(weights.ih) else None)
+
+
+def _widened(given: Any) -> Any:
+    """What autocast has made of float32, inputs, outputs or states, as float32; all else as it is."""
+    if isinstance(given, Tensor):
+        return given.float() if given.dtype in LOWERED else given
+    return tuple(map(_widened, given)) if type(given) is tuple else given
 
 
 def _each(change: Callable[[Tensor], Tensor], state: Any) -> Any:

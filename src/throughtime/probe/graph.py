@@ -15,27 +15,22 @@ one before, is the clock: its uses are the steps. A chunk ends where
 A crossing at 1 to 4 should have been cut, and so should one at 5 and 6 where nodes that are not looked at lie between.
 """
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from throughtime import state as trees
 from throughtime.errors import DataError
+from throughtime.probe.nodes import Nodes
 from throughtime.state import State
 
 Entry: TypeAlias = Literal["graph", "none", "leaf", "computed", ""]
-_LEVEL = 500
-_FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
-_OURS = ("_RecurrentBackward", "PlayedBackward")  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
-_STALE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL)
 WHY = {
     "cut": "another part of the state was cut here, this part was not",
     "freed": "the graph before was freed by an earlier backward, so this loss cannot go back through it",
@@ -163,135 +158,21 @@ def walk(losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, 
             )
     if not roots:
         raise DataError("got no loss, expected one tensor at least: a graph is looked at from its loss")
-    nodes = _Nodes([loss.grad_fn for loss in roots if loss.grad_fn is not None], module)
+    nodes = Nodes([loss.grad_fn for loss in roots if loss.grad_fn is not None], module)
     return _Folded(nodes, {t.grad_fn for t in trees.tensors(() if state is None else state) if t.grad_fn is not None}).graph()
-
-
-class _Nodes:
-    """All nodes by number, consumers before what they are made of, and which of them use which leaf."""
-
-    def __init__(self, roots: Sequence[Node], module: nn.Module | None) -> None:
-        self.nodes = _ordered(roots)
-        self.number = {node: i for i, node in enumerate(self.nodes)}
-        self.roots = [self.number[node] for node in roots]
-        self.nexts = [[-1 if node is None else self.number[node] for node, _ in other.next_functions] for other in self.nodes]
-        self.seq = [node._sequence_nr() for node in self.nodes]  # noqa: SLF001  # no other number says when a node was made
-        self.variables = {i: node.variable for i, node in enumerate(self.nodes) if node.name().endswith("AccumulateGrad")}  # pyright: ignore[reportAttributeAccessIssue]
-        self.leaf = self._leaves()
-        self.inner = [i for i, leaf in enumerate(self.leaf) if leaf < 0]
-        self.uses = self._uses()
-        self._hold()
-        self.names = _names(self.variables, module)
-
-    def _leaves(self) -> list[int]:
-        """The leaf that a node is, or shows another way (a transpose of a weight, say); -1 for all others."""
-        leaf = [-1] * len(self.nodes)
-        roots = set(self.roots)
-        for i in reversed(range(len(self.nodes))):
-            if i in self.variables:
-                leaf[i] = i
-            elif len(self.nexts[i]) == 1 and self.nexts[i][0] >= 0 and i not in roots:
-                leaf[i] = leaf[self.nexts[i][0]]
-        return leaf
-
-    def _uses(self) -> dict[int, list[int]]:
-        uses: dict[int, list[int]] = {i: [] for i in self.variables}
-        for i in self.inner:
-            for leaf in {self.leaf[j] for j in self.nexts[i] if j >= 0 and self.leaf[j] >= 0}:
-                uses[leaf].append(i)
-        return uses
-
-    def _hold(self) -> None:
-        """Lets every node of one level hold those of the level `_LEVEL` nodes further down.
-
-        Torch frees a node that Python has looked at by recursion, which overflows the stack some 60,000 nodes deep (2.13). A held
-        node ends the recursion, and goes when those that hold it are gone, so nothing outlives the graph.
-        """
-        depth, levels = [0] * len(self.nodes), dict[int, list[Node]]()
-        for i in self.inner:
-            for j in self.nexts[i]:
-                if j >= 0:
-                    depth[j] = max(depth[j], depth[i] + 1)
-            if depth[i] % _LEVEL == 0:
-                levels.setdefault(depth[i], []).append(self.nodes[i])
-        for level, nodes in levels.items():
-            for node in nodes if level + _LEVEL in levels else ():
-                cast("Any", node).metadata["throughtime.held"] = levels[level + _LEVEL]
-
-    def fused(self, i: int) -> int:
-        """The steps of a fused layer's call; 0 for any other node."""
-        node: Any = self.nodes[i]
-        shape = self._made(i)[0].shape if self._made(i) else ()
-        if self.ours(i):
-            return shape[0] if len(shape) > 2 else 1
-        if not node.name().startswith(_FUSED):
-            return 0
-        # oneDNN makes time first whatever it was asked for, cuDNN what it was asked for.
-        turned = not node.name().startswith("Mkldnn") and node._saved_batch_first  # noqa: SLF001  # said nowhere else
-        return shape[1 if turned else 0] if len(shape) > 2 else 1
-
-    def ours(self, i: int) -> bool:
-        """Whether it is a call of a layer that is an autograd.Function of ours."""
-        return self.nodes[i].name() in _OURS
-
-    def scalar(self, i: int) -> bool:
-        """Whether it makes a single number."""
-        made = self._made(i)
-        return len(made) == 1 and tuple(made[0].shape) in {(), (1,)}
-
-    def _made(self, i: int) -> Sequence[Any]:
-        return cast("Any", self.nodes[i])._input_metadata  # noqa: SLF001  # shapes without unpacking what was saved
-
-    def weights(self) -> list[int]:
-        """The leaves that are weights; all of them where none is."""
-        named = [i for i in self.variables if self.names[i][1]]
-        return named or list(self.variables)
-
-
-def _ordered(roots: Sequence[Node]) -> list[Node]:
-    """Every node once, after all that are made of it."""
-    waits: Counter[Node] = Counter()
-    seen, todo = set(roots), list(roots)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None:
-                waits[node] += 1
-                if node not in seen:
-                    seen.add(node)
-                    todo.append(node)
-    ready, found = [node for node in dict.fromkeys(roots) if not waits[node]], list[Node]()
-    while ready:
-        found.append(ready.pop())
-        for node, _ in found[-1].next_functions:
-            if node is not None:
-                waits[node] -= 1
-                if not waits[node]:
-                    ready.append(node)
-    return found
-
-
-def _names(variables: dict[int, Tensor], module: nn.Module | None) -> dict[int, tuple[str, bool]]:
-    """What each leaf is called, and whether it is a weight, in the module's order."""
-    known = {} if module is None else {id(weight): name for name, weight in module.named_parameters()}
-    found: dict[int, tuple[str, bool]] = {}
-    order = {key: k for k, key in enumerate(known)}
-    for i, leaf in sorted(variables.items(), key=lambda pair: order.get(id(pair[1]), len(order))):
-        weight = id(leaf) in known or isinstance(leaf, nn.Parameter)
-        found[i] = known.get(id(leaf), f"{'weight' if weight else 'leaf'} {tuple(leaf.shape)}"), weight
-    return found
 
 
 class _Folded:
     """The nodes sorted into chunks."""
 
-    def __init__(self, nodes: _Nodes, entering: set[Node]) -> None:
+    def __init__(self, nodes: Nodes, entering: set[Node]) -> None:
         self.nodes = nodes
         self.recurrent, clock = _clock(nodes)
         self.uses = sorted(nodes.uses[clock], key=nodes.seq.__getitem__) if clock >= 0 else []
         self.best, self.before = self._depends()
         linked = [k for k, before in enumerate(self.before) if before >= 0]
         self.slots = {s for k in linked for s, j in enumerate(nodes.nexts[self.uses[k]]) if j >= 0 and self.best[j] >= 0}
-        self.age = _filled([_age(nodes, i) for i in self.uses])
+        self.age = _filled([nodes.age(i) for i in self.uses])
         self.recorded = sorted(nodes.seq[i] for i in nodes.inner)
         self.starts = {0: "cut"} | self._boundaries(entering)
         self.tail = self._tail()
@@ -444,7 +325,7 @@ def _beside(values: Sequence[int], i: int) -> list[int]:
     return [*values[max(0, i - 1) : i], *values[i + 1 : i + 2]]
 
 
-def _clock(nodes: _Nodes) -> tuple[set[int], int]:
+def _clock(nodes: Nodes) -> tuple[set[int], int]:
     """The uses of all weights that recur, and the weight that recurs most often, among equals the one cut most often."""
     weights = {leaf: 1 << k for k, leaf in enumerate(nodes.weights())}
     own: Counter[int] = Counter()  # bits of the weights that a node uses, summed
@@ -470,26 +351,6 @@ def _clock(nodes: _Nodes) -> tuple[set[int], int]:
     return {i for leaf in found for i in nodes.uses[leaf]}, max(found, key=rank)
 
 
-def _age(nodes: _Nodes, i: int) -> str:
-    """`freed`, or the version of the weights that a node was made with, `now` for the present one; empty if it keeps none."""
-    node, age = nodes.nodes[i], ""
-    sizes = [sorted(nodes.variables[leaf].shape) for j in nodes.nexts[i] if j >= 0 and (leaf := nodes.leaf[j]) >= 0]
-    for name in _saved(type(node)):
-        try:
-            kept = getattr(node, name)
-        except RuntimeError as error:
-            if "already been freed" in str(error):
-                return "freed"
-            changed = _STALE.search(str(error))
-            if changed and sorted(int(n) for n in changed[1].split(",") if n.strip()) in sizes:
-                return changed[2]
-        else:
-            kept = [kept] if isinstance(kept, Tensor) else kept
-            if isinstance(kept, (list, tuple)) and any(isinstance(t, Tensor) and sorted(t.shape) in sizes for t in kept):
-                age = "now"
-    return age
-
-
 def _filled(ages: Sequence[str]) -> list[str]:
     """A step that keeps no weights, since nothing before it asks for a gradient, is as old as the one after it, or before it."""
     found = list(ages)
@@ -498,9 +359,3 @@ def _filled(ages: Sequence[str]) -> list[str]:
     for i in range(1, len(found)):
         found[i] = found[i] or found[i - 1]
     return found
-
-
-@cache
-def _saved(kind: type[Node]) -> list[str]:
-    """The attributes of a kind of node that hold saved tensors."""
-    return [n for n in dir(kind) if (n.startswith("_saved_") and "_sym_" not in n) or n == "saved_tensors"]

@@ -20,6 +20,7 @@ from throughtime.stream.targets import IGNORED
 
 Read: TypeAlias = tuple[Play, Steps]
 Counts: TypeAlias = tuple[int, ...] | None
+Form: TypeAlias = tuple[Any, ...]
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 
@@ -47,25 +48,32 @@ class Collator:
 
     def __post_init__(self) -> None:
         self._first: tuple[str, Steps] | None = None
+        self._fitting = set[Form]()
 
     def chunk(self, plays: Sequence[Play], steps: int) -> tuple[Chunk, "Gaps"]:
         """The chunk in which `plays` happen, and what is missing in it."""
         reads = [(play, self._read(play)) for play in plays]
-        resets = np.zeros((steps, self.lanes), dtype=np.bool_)
-        mask = np.zeros((steps, self.lanes), dtype=np.bool_)
-        recording = np.full((steps, self.lanes), -1)
-        position = np.full((steps, self.lanes), -1)
-        for play in plays:
-            rows = slice(play.at, play.at + play.steps)
-            resets[play.at, play.lane] = play.since == 0
-            mask[play.at + max(0, self.warm_up - play.since) : rows.stop, play.lane] = True
-            recording[rows, play.lane] = play.recording
-            position[rows, play.lane] = np.arange(play.position, play.position + play.steps)
+        resets, mask, recording, position = self._marks(plays, steps)
         inputs, masked = self._inputs(reads, steps, mask)
         targets, without = self._targets(reads, steps, mask)
         marks = Marks.of(torch.from_numpy(resets), torch.from_numpy(mask), torch.from_numpy(recording), torch.from_numpy(position))
         chunk = Chunk(torch.from_numpy(inputs), None if targets is None else torch.from_numpy(targets), marks, 0, steps)
         return chunk, Gaps(masked, without)
+
+    def _marks(self, plays: Sequence[Play], steps: int) -> tuple[Array, Array, Array, Array]:
+        """Resets, mask, recording and position of every step: a single look for each play, since there may be one for every few steps."""
+        owner = np.full((self.lanes, steps), len(plays))  # the last row of what is looked up: nobody plays
+        resets = np.zeros((steps, self.lanes), dtype=np.bool_)
+        for i, play in enumerate(plays):
+            owner[play.lane, play.at : play.at + play.steps] = i
+            resets[play.at, play.lane] = play.since == 0
+        owner = np.ascontiguousarray(owner.T)
+        at = np.arange(steps)[:, None]
+        known = np.array([(p.recording, p.position - p.at, p.since - p.at) for p in plays] + [(-1, 0, 0)])
+        played = owner < len(plays)
+        position = np.where(played, known[:, 1][owner] + at, -1)
+        mask = played & (known[:, 2][owner] + at >= self.warm_up) if self.warm_up else played
+        return resets, mask, known[:, 0][owner], position
 
     def prime(self) -> Steps:
         """The layout that all recordings must have; read from the first of them if nothing was read yet."""
@@ -83,17 +91,25 @@ class Collator:
                 f"recording '{recording.name}' gave {len(steps.inputs)} of the {play.steps} steps asked for at step "
                 f"{play.position}; it said that it has {len(recording)}. Did the file change?"
             )
+        form = _form(steps)
+        if form not in self._fitting:
+            self._check(recording.name, steps)
+            self._fitting.add(form)
+        return steps
+
+    def _check(self, name: str, steps: Steps) -> None:
+        """Refuses what is no numbers, or other columns than those of the first recording."""
         for role, array in (("inputs", steps.inputs), ("targets", steps.targets), ("static features", steps.static)):
             if array is not None and array.dtype.kind not in "biuf":
-                raise DataError(f"recording '{recording.name}': the {role} are {array.dtype}, expected numbers; map text to integers first")
+                raise DataError(f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text to integers first")
         if self._first is None:
-            self._first = (recording.name, steps)
+            self._first = (name, steps)
         first_name, first = self._first
         pairs = (("inputs", steps.inputs, first.inputs), ("targets", steps.targets, first.targets))
         layouts = [(role, *(_layout(array, exact=self.dtype is None) for array in arrays)) for role, *arrays in pairs]
         layouts.append(("static features", _width(steps.static), _width(first.static)))
         faults = [
-            f"recording '{recording.name}' has {role} of {got}, recording '{first_name}' of {expected}"
+            f"recording '{name}' has {role} of {got}, recording '{first_name}' of {expected}"
             for role, got, expected in layouts
             if got != expected
         ]
@@ -101,7 +117,6 @@ class Collator:
             hint = ", or give the stream a dtype." if self.dtype is None and not any("integer" in fault for fault in faults) else "."
             more = "All recordings of a stream need the same columns, and the same kind of numbers" + hint
             raise DataError("; ".join(faults) + ". " + more)
-        return steps
 
     def _inputs(self, reads: Sequence[Read], steps: int, mask: Array) -> tuple[Array, Counts]:
         sample = (reads[0][1] if reads else self.prime()).inputs
@@ -160,6 +175,13 @@ class Collator:
         if self.dtype is not None:
             return np.dtype(str(self.dtype).removeprefix("torch."))
         return found if found.kind == "f" else np.dtype(np.int64)
+
+
+def _form(steps: Steps) -> Form:
+    """Types and columns: where these are known to fit, nothing has to be put in words."""
+    inputs, targets, static = steps
+    of_targets = None if targets is None else (targets.dtype, targets.shape[1:])
+    return inputs.dtype, inputs.shape[1:], of_targets, None if static is None else (static.dtype, static.shape)
 
 
 def _layout(array: Array | None, *, exact: bool) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from throughtime.errors import DataError
 
@@ -32,8 +33,7 @@ class Span:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
+class Play(NamedTuple):
     """What a lane plays within a chunk: steps `at` to before `at + steps` of the chunk.
 
     `since` counts steps from where the state was the initial one: 0 means that the first of them is a reset.
@@ -159,15 +159,15 @@ class Timetable:
 
     def plays(self, start: int, stop: int) -> Iterator[Play]:
         """What every lane of this rank plays in lane time `start` to before `stop`, lane by lane, in order."""
-        for lane in self.mine:
-            row, begins = self.spans[lane], self.starts[lane]
+        for lane, at in enumerate(self.mine):
+            row, begins = self.spans[at], self.starts[at]
             now = start
             index = bisect_right(begins, now) - 1
             while now < stop and index < len(row):
                 span, begin = row[index], begins[index]
                 steps = min(stop, begins[index + 1]) - now
                 position = span.start + now - begin
-                yield Play(lane - self.mine.start, now - start, steps, span.recording, position, position if self.handed else now - begin)
+                yield Play(lane, now - start, steps, span.recording, position, position if self.handed else now - begin)
                 now += steps
                 index += 1
 

@@ -3,6 +3,13 @@
 
 #include <pthread.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
 
 #include "pool.h"
 
@@ -13,7 +20,8 @@ extern const tt_table tt_table_base;
 #endif
 
 tt_parallel tt_torch_pool = nullptr;
-tt_gemm tt_torch_gemm[2] = {nullptr, nullptr};
+tt_gemm tt_torch_gemm[3] = {nullptr, nullptr, nullptr};
+int tt_torch_pairs = TT_PAIRS_NONE;
 int (*tt_torch_gemm_threads)(int) = nullptr;
 
 namespace {
@@ -48,16 +56,41 @@ void look() {
 #endif
 }
 
+// Whether the processor has these products, and the system lets a process use them: AMX has to be asked for.
+bool there_are(int pairs) {
+#if defined(__x86_64__)
+  if (!levels[0].there) return false;
+  unsigned a, b, c, d;
+  if (pairs == TT_PAIRS_AVX512) return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+#if defined(__linux__)
+  constexpr int BF16 = 1 << 22, TILE = 1 << 24, ASK = 0x1023, DATA = 18;
+  if (pairs == TT_PAIRS_AMX && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE)) return !syscall(SYS_arch_prctl, ASK, DATA);
+#endif
+#endif
+  return pairs == TT_PAIRS_NONE;
+}
+
+// Intel's AVX512-BF16 does half of what it does in float.
+int fastest_pairs() {
+#if defined(__x86_64__)
+  if (there_are(TT_PAIRS_AMX)) return TT_PAIRS_AMX;
+  return there_are(TT_PAIRS_AVX512) && !__builtin_cpu_is("intel") ? TT_PAIRS_AVX512 : TT_PAIRS_NONE;
+#else
+  return TT_PAIRS_NONE;
+#endif
+}
+
 // OpenMP's threads do not survive a fork, and its runtime would wait for them for ever: a child runs on the thread it has.
 void forked() {
   tt_pool(nullptr);
-  tt_blas(nullptr, nullptr, nullptr); // it has threads of its own
+  tt_blas(nullptr, nullptr, nullptr, nullptr); // it has threads of its own
 }
 
 __attribute__((constructor)) void load() {
   look();
   for (const Level &level : levels)
     if (level.there && !chosen) chosen = &level;
+  tt_torch_pairs = fastest_pairs();
   pthread_atfork(nullptr, nullptr, forked);
 }
 
@@ -83,11 +116,25 @@ int tt_use(const char *name) {
   return 0;
 }
 
+int tt_bfloat16(void) {
+  const tt_table *const now = table();
+#if defined(__x86_64__)
+  if (now != &tt_table_v4) return TT_PAIRS_NONE;
+#endif
+  return now ? tt_torch_pairs : TT_PAIRS_NONE;
+}
+int tt_use_bfloat16(int pairs) {
+  if (pairs != TT_PAIRS_NONE && !(there_are(pairs))) return 0;
+  tt_torch_pairs = pairs;
+  return 1;
+}
+
 void tt_pool(tt_parallel parallel) { __atomic_store_n(&tt_torch_pool, parallel, __ATOMIC_RELAXED); }
-void tt_blas(tt_gemm single_precision, tt_gemm double_precision, int (*threads)(int)) {
+void tt_blas(tt_gemm single_precision, tt_gemm double_precision, tt_gemm half, int (*threads)(int)) {
   tt_torch_gemm_threads = threads;
   __atomic_store_n(tt_torch_gemm, single_precision, __ATOMIC_RELAXED);
   __atomic_store_n(tt_torch_gemm + 1, double_precision, __ATOMIC_RELAXED);
+  __atomic_store_n(tt_torch_gemm + 2, half, __ATOMIC_RELAXED);
 }
 
 int64_t tt_saved(const tt_call *call) { return table()->saved(call); }

@@ -29,75 +29,61 @@ constexpr int tile_rows(int vectors) {
 #endif
 }
 
-// A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors, rows of `to` and of `from` so far apart;
-// `from` may be null: zeros.
+// A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors, rows of `to` and of `from` so far apart.
 template <class F> using Multiply = void (*)(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count);
 
-template <class F, int M, int N> void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
+// Rows of A that are packed together, [k][GROUP]: a whole number of tiles of any height.
+constexpr int GROUP = 24;
+
+// PACKED: of rows[0][k * GROUP + i]. Unrolled by order, so that sums stay in registers at any level of optimization.
+template <class F, int M, int N, bool PACKED>
+void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
   constexpr int V = Vec<F>::N;
+  constexpr int64_t STEP = PACKED ? GROUP : 1;
   vec<F> acc[M][N];
   const F *a[M];
-  for (int i = 0; i < M; i++) {
-    a[i] = rows[i];
-    for (int n = 0; n < N; n++) acc[i][n] = from ? load(from + i * from_row + n * V) : vec<F>{};
+  TT_UNROLL for (int i = 0; i < M; i++) {
+    a[i] = PACKED ? rows[0] + i : rows[i];
+    TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] = load(from + i * from_row + n * V);
   }
   int64_t k = 0;
   if constexpr (M * N < 8) { // two sums at a time hide the latency of a multiplication
     vec<F> more[M][N] = {};
     for (; k + 2 <= count; k += 2, b += 2 * N * V)
-      for (int i = 0; i < M; i++)
-        for (int n = 0; n < N; n++) {
-          acc[i][n] += load(b + n * V) * a[i][k];
-          more[i][n] += load(b + (N + n) * V) * a[i][k + 1];
-        }
-    for (int i = 0; i < M; i++)
-      for (int n = 0; n < N; n++) acc[i][n] += more[i][n];
+      TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) {
+        acc[i][n] += load(b + n * V) * a[i][k * STEP];
+        more[i][n] += load(b + (N + n) * V) * a[i][(k + 1) * STEP];
+      }
+    TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += more[i][n];
   }
   for (; k < count; k++, b += N * V) {
     vec<F> w[N];
-    for (int n = 0; n < N; n++) w[n] = load(b + n * V);
-    for (int i = 0; i < M; i++) {
-      const F s = a[i][k];
-      for (int n = 0; n < N; n++) acc[i][n] += w[n] * s;
+    TT_UNROLL for (int n = 0; n < N; n++) w[n] = load(b + n * V);
+    TT_UNROLL for (int i = 0; i < M; i++) {
+      const F s = a[i][k * STEP];
+      TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += w[n] * s;
     }
   }
-  for (int i = 0; i < M; i++)
-    for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
-}
-
-// Rows of A that are packed together, [k][GROUP]: a whole number of tiles of any height.
-constexpr int GROUP = 24;
-
-// The same with rows[0][k * GROUP + i], packed.
-template <class F, int M, int N> void multiply_packed(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
-  constexpr int V = Vec<F>::N;
-  vec<F> acc[M][N];
-  const F *a = rows[0];
-  for (int i = 0; i < M; i++)
-    for (int n = 0; n < N; n++) acc[i][n] = from ? load(from + i * from_row + n * V) : vec<F>{};
-  for (int64_t k = 0; k < count; k++, b += N * V, a += GROUP) {
-    vec<F> w[N];
-    for (int n = 0; n < N; n++) w[n] = load(b + n * V);
-    for (int i = 0; i < M; i++)
-      for (int n = 0; n < N; n++) acc[i][n] += w[n] * a[i];
-  }
-  for (int i = 0; i < M; i++)
-    for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
+  TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
 }
 
 constexpr int HIGHEST = 8;
 
 // The tile of so many rows and vectors.
 template <class F> Multiply<F> tile_of(int rows, int vectors, bool packed) {
-#define TT_ROW(kernel, m) {kernel<F, m, 1>, kernel<F, m, 2>, kernel<F, m, 3>, kernel<F, m, (m <= tile_rows(4) ? 4 : 1)>}
-#define TT_ALL(kernel)                                                                                                                     \
-  {TT_ROW(kernel, 1), TT_ROW(kernel, 2), TT_ROW(kernel, 3), TT_ROW(kernel, 4), TT_ROW(kernel, 5), TT_ROW(kernel, 6), TT_ROW(kernel, 7),    \
-   TT_ROW(kernel, 8)}
-  static const Multiply<F> apart[HIGHEST][NV] = TT_ALL(multiply), together[HIGHEST][NV] = TT_ALL(multiply_packed);
+#define TT_ROW(m, p) {multiply<F, m, 1, p>, multiply<F, m, 2, p>, multiply<F, m, 3, p>, multiply<F, m, (m <= tile_rows(4) ? 4 : 1), p>}
+#define TT_ALL(p) {TT_ROW(1, p), TT_ROW(2, p), TT_ROW(3, p), TT_ROW(4, p), TT_ROW(5, p), TT_ROW(6, p), TT_ROW(7, p), TT_ROW(8, p)}
+  static const Multiply<F> tiles[2][HIGHEST][NV] = {TT_ALL(false), TT_ALL(true)};
 #undef TT_ALL
 #undef TT_ROW
-  return (packed ? together : apart)[rows - 1][vectors - 1];
+  return tiles[packed][rows - 1][vectors - 1];
 }
+
+// What a tile begins with that begins with nothing: as many vectors as a panel has.
+template <class F> struct Nothing {
+  alignas(TT_BYTES) static const F zeros[NV * Vec<F>::N];
+};
+template <class F> alignas(TT_BYTES) const F Nothing<F>::zeros[NV * Vec<F>::N] = {};
 
 struct Cut { // `whole` in `parts` of at most `most`, as even as can be
   int64_t whole, parts;
@@ -106,11 +92,14 @@ struct Cut { // `whole` in `parts` of at most `most`, as even as can be
   int64_t size(int64_t part) const { return at(part + 1) - at(part); }
 };
 
-// Rows of A anywhere, a panel of B: made (rows, vectors * V) = or += the product, in blocks of the panel that stay in the first cache.
-// `rows` and `made` begin with tile i0 of `tiles`, which are cut once for all threads: how a row is summed depends on its tile.
+// Rows of A anywhere, a panel of B: made (rows, vectors * V) = start + the product, in blocks of the panel that stay in the first cache.
+// `rows`, `made` and `start` begin with tile i0 of `tiles`, which are cut once for all threads: how a row is summed depends on its tile.
+// Rows of `start` are `apart`; it may be `made`, or null: zeros.
 template <class F>
-void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, bool add) {
+void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, const F *start,
+                    int64_t apart) {
   const int64_t width = vectors * Vec<F>::N, origin = tiles.at(i0);
+  if (!start) start = Nothing<F>::zeros, apart = 0;
   for (int64_t k0 = 0; k0 < k; k0 += NEAR) {
     const int64_t length = k - k0 < NEAR ? k - k0 : NEAR;
     for (int64_t i = i0; i < i1; i++) {
@@ -118,8 +107,11 @@ void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0,
       const F *here[HIGHEST];
       for (int64_t r = 0; r < there; r++) here[r] = rows[first + r] + k0;
       F *const to = made + first * width;
-      tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), false)(to, width, k0 || add ? to : nullptr, width, here,
-                                                                            panel + k0 * width, length);
+      const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), false);
+      if (k0)
+        multiply_tile(to, width, to, width, here, panel + k0 * width, length);
+      else
+        multiply_tile(to, width, start + first * apart, apart, here, panel, length);
     }
   }
 }
@@ -227,10 +219,10 @@ void gemm_rows(int64_t m0, int64_t m1, int64_t n, int64_t k, const Left<F> &a, c
           const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(rows_there), static_cast<int>(vectors), packed);
           if (direct) {
             F *const to = c.to + first * c.row + column;
-            const F *const from = add ? to : c.start ? c.start + column : nullptr;
+            const F *const from = add ? to : c.start ? c.start + column : Nothing<F>::zeros;
             multiply_tile(to, c.row, from, add ? c.row : 0, rows, panel, k1 - k0);
           } else {
-            multiply_tile(made, vectors * V, nullptr, 0, rows, panel, k1 - k0);
+            multiply_tile(made, vectors * V, Nothing<F>::zeros, 0, rows, panel, k1 - k0);
             put(c, made, vectors * V, first, rows_there, column, there, add);
           }
         }

@@ -4,7 +4,7 @@
 
 // Plain C symbols and the compiler's atomics: a weak symbol of std:: would be taken from one instruction set's object for all.
 extern "C" tt_parallel tt_torch_pool;
-extern "C" tt_gemm tt_torch_gemm[2];
+extern "C" tt_gemm tt_torch_gemm[3]; // by tt_type
 extern "C" int (*tt_torch_gemm_threads)(int);
 
 namespace {

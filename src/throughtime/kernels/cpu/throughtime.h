@@ -12,7 +12,8 @@ extern "C" {
 #define TT_EXPORT __attribute__((visibility("default")))
 
 enum tt_kind { TT_LSTM = 0, TT_GRU = 1, TT_RNN_TANH = 2, TT_RNN_RELU = 3 };
-enum tt_type { TT_F32 = 0, TT_F64 = 1 };
+// TT_BF16: numbers are float; both sides of every product are rounded to bfloat16 first, sums stay float. Where `tt_bfloat16` says so.
+enum tt_type { TT_F32 = 0, TT_F64 = 1, TT_BF16 = 2 };
 
 // One layer, one direction, over T steps. `tt_forward` reads what is given and writes what is made; `tt_backward` reads both,
 // and writes gradients (adds to those of the weights where `accumulate`).
@@ -92,11 +93,15 @@ typedef struct {
 TT_EXPORT double tt_optimize(const tt_optim *optim);
 
 // Of this interface: one more whenever a structure or a call changes; VERSION in library.py is to be the same.
-#define TT_VERSION 2
+#define TT_VERSION 4
 TT_EXPORT int tt_version(void);
 // The instruction set that runs: "v4", "v3", "v2" or "base". `tt_use` takes another one that the processor has; 0 if it has not.
 TT_EXPORT const char *tt_level(void);
 TT_EXPORT int tt_use(const char *level);
+// How products of TT_BF16 are made; where the instruction set that runs has none, or none that are faster, they are those of TT_F32.
+enum tt_pairs { TT_PAIRS_NONE = 0, TT_PAIRS_AVX512 = 1, TT_PAIRS_AMX = 2 };
+TT_EXPORT int tt_bfloat16(void);
+TT_EXPORT int tt_use_bfloat16(int pairs); // another way that the processor has; 0 if it has not
 // The thread pool of torch: GOMP_parallel of the OpenMP runtime that it has loaded; null: one thread.
 typedef void (*tt_parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 TT_EXPORT void tt_pool(tt_parallel parallel);
@@ -104,7 +109,8 @@ TT_EXPORT void tt_pool(tt_parallel parallel);
 // calling one may take for them and returns what it was; null: by our own.
 typedef void (*tt_gemm)(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const void *alpha, const void *a,
                         const int *lda, const void *b, const int *ldb, const void *beta, void *c, const int *ldc);
-TT_EXPORT void tt_blas(tt_gemm single_precision, tt_gemm double_precision, int (*threads)(int));
+// `half` takes numbers of bfloat16 and gives float.
+TT_EXPORT void tt_blas(tt_gemm single_precision, tt_gemm double_precision, tt_gemm half, int (*threads)(int));
 
 #ifdef __cplusplus
 }

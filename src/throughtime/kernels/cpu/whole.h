@@ -128,7 +128,7 @@ template <class F> int whole_of(const tt_whole &whole) {
   *whole.mean = read_out<F>(whole, r, y);
   gemm<F>(r.threads, r.C, r.P, r.rows, {r.z, 1, r.Cp}, {y, r.P}, {static_cast<F *>(whole.dw), r.P, nullptr, whole.accumulate != 0}, r.scratch,
           r.each);
-  add_columns(sums, r.z, r.rows, r.Cp);
+  add_columns(sums, r.z, r.rows, r.Cp, r.Cp);
   for (int64_t c = 0; whole.db && c < r.C; c++) {
     F *const db = static_cast<F *>(whole.db) + c;
     *db = (whole.accumulate ? *db : F(0)) + sums[c];
@@ -148,7 +148,7 @@ template <class F> int whole_of(const tt_whole &whole) {
   return finite ? 0 : TT_NOT_FINITE;
 }
 
-int whole(const tt_whole *call) { return call->layers[0].type == TT_F32 ? whole_of<float>(*call) : whole_of<double>(*call); }
+int whole(const tt_whole *call) { return call->layers[0].type == TT_F64 ? whole_of<double>(*call) : whole_of<float>(*call); }
 
 } // namespace
 } // namespace tt

@@ -6,7 +6,7 @@ does not give: then it plays the forward pass alone, and the recurrence of `play
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection, `S` letters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from throughtime.kernels.layer import Kind
 from throughtime.nn.layers import Run
 from throughtime.probe.trace.played import Call
 from throughtime.probe.trace.span import Weights
-from throughtime.probe.trace.track import Track
+from throughtime.probe.trace.track import Shown, Track
 
 Turns = Iterator[tuple[Track, bool]]  # the tracks in the order of play, and whether they begin at the end
 Played = tuple[Tensor, Tensor, Tensor | None]
@@ -48,13 +48,13 @@ class _Seen:
         track = self.track
         run = track.history.run()
         ends = ([h.detach()], [y.detach()[-1].clone()]) if run.piece else None  # only pieces of a sweep are joined by them
-        run.note(track.name, self.start, _Block(self.kind, captured, y.shape, self.back), ends)
+        run.note(track.name, self.start, Told(self.kind, captured, y.shape, self.back), ends)
 
 
-class _Block:
-    """What the kernel said of consecutive steps, taken apart when it is asked for."""
+class Told:
+    """What the kernel said of consecutive steps, `(T, B, ...)`, taken apart when it is asked for."""
 
-    def __init__(self, kind: Kind, captured: Tensor, shape: torch.Size, back: bool) -> None:
+    def __init__(self, kind: Kind, captured: Tensor, shape: Sequence[int], back: bool) -> None:
         self._kind: Kind = kind
         self._captured, self._shape, self._back = captured, shape, back
 
@@ -143,18 +143,11 @@ class _Stretch:
     back: bool
     fresh: Tensor | None
 
-    def note(
-        self,
-        start: int,
-        seen: Mapping[str, Tensor],
-        entering: Mapping[str, Tensor],
-        kept: tuple[Tensor, int] | None,
-        came: list[Tensor],
-        went: list[Tensor],
-    ) -> None:
+    def note(self, start: int, shown: Shown) -> None:
         """In the order of time."""
+        gradients, entering = shown.gradients, shown.entering
         if self.back:
-            seen, entering = {leaf: gradient.flip(0) for leaf, gradient in seen.items()}, {}
+            gradients, entering = {leaf: gradient.flip(0) for leaf, gradient in gradients.items()}, {}
         if self.fresh is not None:
             entering = {leaf: gradient.masked_fill(self.fresh.unsqueeze(1), 0) for leaf, gradient in entering.items()}
-        self.track.note(start, seen, entering, kept, came, went)
+        self.track.note(start, shown._replace(gradients=gradients, entering=entering))

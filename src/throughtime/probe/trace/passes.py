@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, Literal, Protocol
 
 import torch
@@ -220,13 +221,27 @@ def _example(names: Sequence[str]) -> str:
     return f"{names[0]}[0]" if names else "layer0.h[0]"
 
 
+class Unread(Protocol):
+    """A pass that nobody has asked for yet, in memory that is used again."""
+
+    def read(self) -> Pass:
+        """A copy of it."""
+        ...
+
+    def forget(self) -> None:
+        """Its memory is free."""
+        ...
+
+
 class History:
     """The last `keep` passes, and the one that runs."""
 
     def __init__(self, keep: int) -> None:
-        self._kept = deque[Pass](maxlen=keep)
+        self._keep = keep
+        self._kept = deque[Pass | Unread]()
         self._open: Run | None = None
-        self.count = 0
+        self._count = 0
+        self._turn = RLock()  # who reads in another thread sees whole passes, before they are forgotten
 
     def run(self) -> Run:
         """What the engine's present run is noted in."""
@@ -236,21 +251,43 @@ class History:
             self._open = Run(task, PULLING.get())
         return self._open
 
+    def add(self, seen: Pass | Unread) -> None:
+        """Takes in a pass of which all is known."""
+        with self._turn:
+            if self._open is not None:
+                self._settle()
+            self._count += 1
+            self._kept.append(seen)
+            if len(self._kept) > self._keep:
+                oldest = self._kept.popleft()
+                if not isinstance(oldest, Pass):
+                    oldest.forget()
+
+    @property
+    def count(self) -> int:
+        """Passes so far."""
+        self._settle()
+        return self._count
+
     def passes(self) -> tuple[Pass, ...]:
         """The last ones, the oldest first."""
         self._settle()
-        return tuple(self._kept)
+        with self._turn:
+            for at, seen in enumerate(self._kept):
+                if not isinstance(seen, Pass):
+                    self._kept[at] = seen.read()
+                    seen.forget()
+            return tuple(seen for seen in self._kept if isinstance(seen, Pass))
 
     def _settle(self) -> None:
         """Puts the run that has ended in front of the pass that it leads to, or begins a pass with it."""
         run, self._open = self._open, None
         if run is None:
             return
-        if run.piece and self._kept and self._kept[-1].runs[0].piece and run.leads_to(self._kept[-1].runs[0]):
-            later = self._kept.pop()
-            later.runs[0].came.clear()
+        last = self._kept[-1] if run.piece and self._kept else None
+        if isinstance(last, Pass) and last.runs[0].piece and run.leads_to(last.runs[0]):
+            last.runs[0].came.clear()
             run.went.clear()
-            self._kept.append(Pass((run, *later.runs)))
+            self._kept[-1] = Pass((run, *last.runs))
         else:
-            self.count += 1
-            self._kept.append(Pass((run,)))
+            self.add(Pass((run,)))

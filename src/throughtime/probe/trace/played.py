@@ -18,7 +18,7 @@ from throughtime.errors import ModelError
 from throughtime.probe.trace import gru, lstm, rnn
 from throughtime.probe.trace.order import Order
 from throughtime.probe.trace.span import Cotangents, Pulled, Steps, Weights, rows_of
-from throughtime.probe.trace.track import Noting
+from throughtime.probe.trace.track import Noting, Shown
 
 PULLS = {"lstm": lstm.pull, "gru": gru.pull, "rnn_tanh": rnn.pull, "rnn_relu": rnn.pull}
 
@@ -152,7 +152,7 @@ def _note(call: Call, index: int, order: Order, pulled: Pulled, ends: tuple[Tens
     if told.kept is not None:
         count = told.kept.shape[0] * told.kept.shape[1] if order.there is None else int(order.there.sum())
         kept = order.timed(told.kept).sum((0, 1)), count
-    call.tracks[index].note(call.starts[index], seen, entering, kept, [ends[0]], [ends[1]])
+    call.tracks[index].note(call.starts[index], Shown(seen, entering, kept, [ends[0]], [ends[1]]))
 
 
 def _gradients(sides: Sequence[_Side], pulled: Sequence[Pulled], given: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from throughtime.probe.trace import gru, lstm, rnn
 from throughtime.probe.trace.passes import Run
 from throughtime.probe.trace.span import Steps, Weights
-from throughtime.probe.trace.track import Track, batched
+from throughtime.probe.trace.track import Shown, Track, batched
 
 LOOKS = {"lstm": lstm.look, "gru": gru.look, "rnn_tanh": rnn.look, "rnn_relu": rnn.look}
 
@@ -119,7 +119,7 @@ def _look(group: list[_Waiting]) -> None:
             told = LOOKS[first.inside.kind](steps, dh, dc)
         seen, entering = told.seen, dict(zip("hc", told.entering, strict=False))
         kept = None if told.kept is None else (told.kept.sum((0, 1)), told.kept.shape[0] * told.kept.shape[1])
-    first.track.note(first.start, seen, entering, kept, first.came, list(last.values.values()))
+    first.track.note(first.start, Shown(seen, entering, kept, first.came, list(last.values.values())))
 
 
 def _filled(waiting: _Waiting, leaf: str) -> Tensor:

@@ -137,7 +137,6 @@ class Trace:
     @property
     def count(self) -> int:
         """Backward passes seen so far."""
-        self._history.passes()
         return self._history.count
 
     @property

@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,18 +13,28 @@ from torch import Tensor
 from throughtime.probe.trace.passes import History, Noted
 
 
+class Shown(NamedTuple):
+    """What consecutive steps of a track were seen to do, in the order of time.
+
+    Attributes:
+        gradients: by leaf, `(T, B, ...)`.
+        entering: those of the state entering the first step, by leaf, `(B, ...)`.
+        kept: the sum over steps and lanes of the gate that keeps the past, `(H,)`, and their number.
+        came: the state entering the first step.
+        went: the state after the last.
+    """
+
+    gradients: Mapping[str, Tensor]
+    entering: Mapping[str, Tensor]
+    kept: tuple[Tensor, int] | None
+    came: list[Tensor]
+    went: list[Tensor]
+
+
 class Noting(Protocol):
     """What takes in what was seen."""
 
-    def note(
-        self,
-        start: int,
-        seen: Mapping[str, Tensor],
-        entering: Mapping[str, Tensor],
-        kept: tuple[Tensor, int] | None,
-        came: list[Tensor],
-        went: list[Tensor],
-    ) -> None:
+    def note(self, start: int, shown: Shown) -> None:
         """As `Track.note`."""
         ...
 
@@ -51,25 +61,17 @@ class Track:
         self.steps += steps
         return start
 
-    def note(
-        self,
-        start: int,
-        seen: Mapping[str, Tensor],
-        entering: Mapping[str, Tensor],
-        kept: tuple[Tensor, int] | None,
-        came: list[Tensor],
-        went: list[Tensor],
-    ) -> None:
-        """Takes in gradients `(T, B, ...)` by leaf, and those of the state entering, `(B, ...)`."""
-        if any(batched(gradient) for gradient in seen.values()):
+    def note(self, start: int, shown: Shown) -> None:
+        """Takes in what steps from `start` on were seen to do in the engine's present run."""
+        if any(batched(gradient) for gradient in shown.gradients.values()):
             return
         block = Noted(
-            {leaf: _norms(gradient, 2) for leaf, gradient in seen.items()},
-            {leaf: gradient.detach() for leaf, gradient in seen.items()} if self.tensors else {},
-            {leaf: _norms(gradient, 1) for leaf, gradient in entering.items()},
-            kept,
+            {leaf: _norms(gradient, 2) for leaf, gradient in shown.gradients.items()},
+            {leaf: gradient.detach() for leaf, gradient in shown.gradients.items()} if self.tensors else {},
+            {leaf: _norms(gradient, 1) for leaf, gradient in shown.entering.items()},
+            shown.kept,
         )
-        self.history.run().note(self.name, start, block, (came, went))
+        self.history.run().note(self.name, start, block, (shown.came, shown.went))
 
 
 def batched(gradient: Tensor) -> bool:

@@ -19,11 +19,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from throughtime.errors import ConfigError, ModelError
+from throughtime.gradient.work import LISTENERS
 from throughtime.kernels import recurrent
 from throughtime.nn.layers import WATCHES, Recurrent, Run
 from throughtime.probe.trace.fused import captured, stretched
 from throughtime.probe.trace.passes import History
 from throughtime.probe.trace.played import Call
+from throughtime.probe.trace.reel import Reel
 from throughtime.probe.trace.stepped import Copied, Inside, Step
 from throughtime.probe.trace.track import Track
 
@@ -181,30 +183,56 @@ class Fused:
     """
 
     def __init__(self, layer: Layer, tensors: bool) -> None:
-        self._layer, self._tensors = layer, tensors
+        self.layer, self.tensors = layer, tensors
         self._turns = [(track, bool(back)) for tracks in layer.tracks for back, track in enumerate(tracks)]
+
+    @property
+    def history(self) -> History:
+        """Of the trace."""
+        return self._turns[0][0].history
 
     def over(self, run: Run) -> Run:
         """The kernel, or what computes the same, with a look at every layer and direction."""
         turns = iter(self._turns)
-        return partial(stretched, turns, run) if self._tensors or run is not recurrent.run else partial(captured, turns)
+        return partial(stretched, turns, run) if self.tensors or run is not recurrent.run else partial(captured, turns)
 
     def by_torch(self, play: Callable[..., Any], *given: Any) -> Any:
         """As a layer of torch.nn."""
-        return self._layer(play, *given) if torch.is_grad_enabled() else play(*given)
+        return self.layer(play, *given) if torch.is_grad_enabled() else play(*given)
 
 
 class WatchedFused(Watched):
-    """A layer of tt.nn under watch; that its forward is stood in for shows that it is, to whoever would go past it."""
+    """A layer of tt.nn under watch; that its forward is stood in for shows that it is, to whoever would go past it.
+
+    An update in one call may: what its kernel captures is all that norms are made of.
+    """
 
     def __init__(self, module: Recurrent, watch: Fused) -> None:
         super().__init__(module, _as_it_is)
+        self._watch = watch
         WATCHES[module] = watch
+        if self._before is None and not watch.tensors:  # nobody else has to be called, and norms are all that is wanted
+            LISTENERS[module] = self
+
+    @property
+    def together(self) -> History:
+        """What passes are kept in."""
+        return self._watch.history
+
+    @property
+    def tracks(self) -> Sequence[str]:
+        """By layer, in one direction."""
+        return [track.name for track, *_ in self._watch.layer.tracks]
+
+    def captures(self, calls: Sequence[tuple[str, recurrent.Call]]) -> Reel:
+        """Memory that is used again and again."""
+        return Reel(self.together, calls)
 
     def close(self) -> None:
         """Also takes the watch away."""
         super().close()
         WATCHES.pop(self._module, None)
+        LISTENERS.pop(self._module, None)
 
 
 def _as_it_is(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

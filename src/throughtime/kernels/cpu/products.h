@@ -1,0 +1,183 @@
+// Products of whole matrices, shared out over threads, and of rows of lanes with weights, step by step; the memory that they need.
+#pragma once
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bfloat16.h"
+#include "gemm.h"
+#include "pool.h"
+#include "throughtime.h"
+#include "vec.h"
+
+namespace tt {
+namespace {
+
+constexpr int64_t TALL = 384;              // rows that a BLAS is given at once
+constexpr int64_t WORTH = 4 * 1000 * 1000; // multiplications from which a product is worth a second thread
+constexpr int64_t ROOM = 15;               // rows that a product of bfloat16 may write behind the last one
+
+// Memory of one call, given back at its end.
+class Arena {
+public:
+  ~Arena() {
+    for (int i = 0; i < count_; i++) free(taken_[i]);
+  }
+  template <class F> F *take(int64_t numbers) {
+    void *p = nullptr;
+    if (count_ == MOST || posix_memalign(&p, 64, sizeof(F) * (numbers > 0 ? numbers : 1))) {
+      failed = true;
+      return nullptr;
+    }
+    taken_[count_++] = p;
+    return static_cast<F *>(p);
+  }
+  template <class F> F *zeros(int64_t numbers) {
+    F *p = take<F>(numbers);
+    if (p) memset(p, 0, sizeof(F) * numbers);
+    return p;
+  }
+  bool failed = false;
+
+private:
+  static constexpr int MOST = 40;
+  void *taken_[MOST];
+  int count_ = 0;
+};
+
+// By the BLAS that torch has brought, column by column: C' = B' A'. Rows of B that lie apart are copied first. In blocks of rows on one
+// thread each, whatever their number: it would cut, and so round, otherwise for another one.
+template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c) {
+  const tt_gemm blas = __atomic_load_n(tt_torch_gemm + (sizeof(F) == 8), __ATOMIC_RELAXED);
+  const bool turned = a.row == 1 && a.step != 1;
+  const int64_t lda = turned ? a.step : a.row;
+  constexpr int64_t most = INT32_MAX;
+  if (!blas || m * n * k < WORTH || m > most || n > most || k > most || lda > most || c.row > most || right.row > most) return false;
+  Arena arena;
+  const bool apart = right.index || right.first || right.skip;
+  F *const copied = apart ? arena.take<F>(k * n) : nullptr;
+  if (arena.failed) return false;
+  for (int64_t i = 0; apart && i < k; i++) {
+    const F *const from = right.at(i);
+    if (from)
+      memcpy(copied + i * n, from, sizeof(F) * n);
+    else
+      memset(copied + i * n, 0, sizeof(F) * n);
+  }
+  const Cut parts(m, TALL);
+  share(threads, parts.parts, [&](int64_t part) {
+    const int64_t m0 = parts.at(part), m1 = parts.at(part + 1);
+    for (int64_t i = m0; c.start && !c.add && i < m1; i++) memcpy(c.to + i * c.row, c.start, sizeof(F) * n);
+    const int rows = static_cast<int>(m1 - m0), columns = static_cast<int>(n), depth = static_cast<int>(k), of_a = static_cast<int>(lda);
+    const int of_b = static_cast<int>(apart ? n : right.row), of_c = static_cast<int>(c.row);
+    const F one = 1, keep = c.add || c.start ? F(1) : F(0);
+    const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
+    blas("N", turned ? "T" : "N", &columns, &rows, &depth, &one, apart ? copied : right.base, &of_b, a.from + m0 * a.row, &of_a, &keep,
+         c.to + m0 * c.row, &of_c);
+    if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
+  });
+  return true;
+}
+
+#if defined(__AVX512F__)
+// The same of numbers rounded to bfloat16, both sides copied.
+bool gemm_of_pairs_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<float> &a, const Right<float> &right, const Out<float> &c) {
+  const tt_gemm blas = __atomic_load_n(&tt_torch_gemm[TT_BF16], __ATOMIC_RELAXED);
+  constexpr int64_t most = INT32_MAX;
+  if (!blas || m * n * k < WORTH || m > most || n > most || k > most || c.row > most) return false;
+  const bool turned = a.row == 1 && a.step != 1;
+  const int64_t of_a = ((turned ? m : k) + 1) / 2 * 2, of_b = (n + 1) / 2 * 2, rows_of_a = turned ? k : m;
+  Arena arena;
+  uint32_t *const left = arena.take<uint32_t>(rows_of_a * of_a / 2), *const b = arena.take<uint32_t>(k * of_b / 2);
+  if (arena.failed) return false;
+  for (int64_t i = 0; i < rows_of_a; i++) round_row(left + i * of_a / 2, a.from + i * (turned ? a.step : a.row), turned ? m : k, of_a / 2);
+  for (int64_t i = 0; i < k; i++) round_row(b + i * of_b / 2, right.at(i), n, of_b / 2);
+  const Cut parts(m, TALL);
+  share(threads, parts.parts, [&](int64_t part) {
+    const int64_t m0 = parts.at(part);
+    const int rows = static_cast<int>(parts.size(part)), columns = static_cast<int>(n), depth = static_cast<int>(k), lda = static_cast<int>(of_a);
+    const int ldb = static_cast<int>(of_b), ldc = static_cast<int>(c.row);
+    const float one = 1, keep = c.add ? 1.0f : 0.0f;
+    const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
+    const uint16_t *const from = reinterpret_cast<const uint16_t *>(left) + m0 * (turned ? 1 : of_a);
+    blas("N", turned ? "T" : "N", &columns, &rows, &depth, &one, b, &ldb, from, &lda, &keep, c.to + m0 * c.row, &ldc);
+    if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
+  });
+  return true;
+}
+#endif
+
+// C as `c` says; HALF: both sides rounded to bfloat16, and no `start`.
+template <class F, bool HALF = false>
+void gemm(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c, F *scratch, int64_t each) {
+#if defined(__AVX512F__)
+  if constexpr (HALF) {
+    if (gemm_of_pairs_by_blas(threads, m, n, k, a, right, c)) return;
+    const int64_t high = (m + GROUP - 1) / GROUP;
+    const Cut pieces(high, (high + threads - 1) / threads);
+    return share(threads, pieces.parts, [&](int64_t i) {
+      const int64_t m1 = pieces.at(i + 1) * GROUP;
+      gemm_rows_of_pairs(pieces.at(i) * GROUP, m1 < m ? m1 : m, n, k, a, right, c, reinterpret_cast<uint32_t *>(scratch + i * each));
+    });
+  }
+#endif
+  if (gemm_by_blas(threads, m, n, k, a, right, c)) return;
+  const int64_t groups = (m + GROUP - 1) / GROUP;
+  const Cut parts(groups, (groups + threads - 1) / threads);
+  share(threads, parts.parts, [&](int64_t i) {
+    const int64_t m1 = parts.at(i + 1) * GROUP;
+    gemm_rows<F>(parts.at(i) * GROUP, m1 < m ? m1 : m, n, k, a, right, c, scratch + i * each);
+  });
+}
+
+// (rows x columns) to (columns x rows), rows apart by `apart`.
+template <class F> void turn(F *to, int64_t apart, const F *from, int64_t rows, int64_t columns) {
+  for (int64_t c = 0; c < columns; c++)
+    for (int64_t r = 0; r < rows; r++) to[c * apart + r] = from[r * columns + c];
+}
+
+// Consecutive tiles of lanes.
+struct Span {
+  const Cut &tiles;
+  int64_t i0, i1;
+  int64_t b0() const { return tiles.at(i0); }
+  int64_t b1() const { return tiles.at(i1); }
+};
+
+// What weights are multiplied by step by step, a row of k numbers for each lane: as it lies there, or rounded to bfloat16.
+template <class F, bool HALF> struct Lanes {
+  typedef F Number;
+  const F **rows;
+  const F *zeros;
+  int64_t k;
+
+  static int64_t depth(int64_t k) { return k; } // rows of a panel of weights
+  void take(Arena &arena, int64_t lanes, int64_t numbers) { rows = arena.take<const F *>(lanes), zeros = arena.zeros<F>(numbers), k = numbers; }
+  void set(int64_t lane, const F *row) const { rows[lane] = row ? row : zeros; } // null: zeros
+  // made = start + the product with a panel.
+  void times(F *made, const Span &span, int64_t vectors, const F *panel, const F *start, int64_t apart) const {
+    multiply_panel(made, rows + span.b0(), span.tiles, span.i0, span.i1, vectors, panel, k, start, apart);
+  }
+  static void pack(F *to, const F *panel, int64_t k, int64_t width) { memcpy(to, panel, sizeof(F) * k * width); }
+};
+
+#if defined(__AVX512F__)
+template <> struct Lanes<float, true> {
+  typedef uint32_t Number;
+  uint32_t *rows;
+  int64_t k, pairs;
+
+  static int64_t depth(int64_t k) { return pairs_of(k); }
+  void take(Arena &arena, int64_t lanes, int64_t numbers) {
+    k = numbers, pairs = pairs_of(numbers), rows = arena.zeros<uint32_t>((lanes + ROOM) * pairs);
+  }
+  void set(int64_t lane, const float *row) const { round_row(rows + lane * pairs, row, k, pairs); }
+  void times(float *made, const Span &span, int64_t vectors, const uint32_t *panel, const float *start, int64_t apart) const {
+    multiply_panel_of_pairs(made, rows + span.b0() * pairs, pairs, span.tiles, span.i0, span.i1, vectors, panel, pairs, start, apart);
+  }
+  static void pack(uint32_t *to, const float *panel, int64_t k, int64_t width) { pair_panel(to, panel, k, width); }
+};
+#endif
+
+} // namespace
+} // namespace tt

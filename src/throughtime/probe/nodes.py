@@ -1,0 +1,154 @@
+"""The nodes of a graph behind a loss, by number: what each is made of, which leaf it uses, when it was made and with which weights."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+_LEVEL = 500
+_FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
+_OURS = ("_RecurrentBackward", "PlayedBackward")  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
+_STALE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL)
+
+
+class Nodes:
+    """All nodes by number, consumers before what they are made of, and which of them use which leaf."""
+
+    def __init__(self, roots: Sequence[Node], module: nn.Module | None) -> None:
+        self.nodes = _ordered(roots)
+        self.number = {node: i for i, node in enumerate(self.nodes)}
+        self.roots = [self.number[node] for node in roots]
+        self.nexts = [[-1 if node is None else self.number[node] for node, _ in other.next_functions] for other in self.nodes]
+        self.seq = [node._sequence_nr() for node in self.nodes]  # noqa: SLF001  # no other number says when a node was made
+        self.variables = {i: node.variable for i, node in enumerate(self.nodes) if node.name().endswith("AccumulateGrad")}  # pyright: ignore[reportAttributeAccessIssue]
+        self.leaf = self._leaves()
+        self.inner = [i for i, leaf in enumerate(self.leaf) if leaf < 0]
+        self.uses = self._uses()
+        self._hold()
+        self.names = _names(self.variables, module)
+
+    def _leaves(self) -> list[int]:
+        """The leaf that a node is, or shows another way (a transpose of a weight, say); -1 for all others."""
+        leaf = [-1] * len(self.nodes)
+        roots = set(self.roots)
+        for i in reversed(range(len(self.nodes))):
+            if i in self.variables:
+                leaf[i] = i
+            elif len(self.nexts[i]) == 1 and self.nexts[i][0] >= 0 and i not in roots:
+                leaf[i] = leaf[self.nexts[i][0]]
+        return leaf
+
+    def _uses(self) -> dict[int, list[int]]:
+        uses: dict[int, list[int]] = {i: [] for i in self.variables}
+        for i in self.inner:
+            for leaf in {self.leaf[j] for j in self.nexts[i] if j >= 0 and self.leaf[j] >= 0}:
+                uses[leaf].append(i)
+        return uses
+
+    def _hold(self) -> None:
+        """Lets every node of one level hold those of the level `_LEVEL` nodes further down.
+
+        Torch frees a node that Python has looked at by recursion, which overflows the stack some 60,000 nodes deep (2.13). A held
+        node ends the recursion, and goes when those that hold it are gone, so nothing outlives the graph.
+        """
+        depth, levels = [0] * len(self.nodes), dict[int, list[Node]]()
+        for i in self.inner:
+            for j in self.nexts[i]:
+                if j >= 0:
+                    depth[j] = max(depth[j], depth[i] + 1)
+            if depth[i] % _LEVEL == 0:
+                levels.setdefault(depth[i], []).append(self.nodes[i])
+        for level, nodes in levels.items():
+            for node in nodes if level + _LEVEL in levels else ():
+                cast("Any", node).metadata["throughtime.held"] = levels[level + _LEVEL]
+
+    def fused(self, i: int) -> int:
+        """The steps of a fused layer's call; 0 for any other node."""
+        node: Any = self.nodes[i]
+        shape = self._made(i)[0].shape if self._made(i) else ()
+        if self.ours(i):
+            return shape[0] if len(shape) > 2 else 1
+        if not node.name().startswith(_FUSED):
+            return 0
+        # oneDNN makes time first whatever it was asked for, cuDNN what it was asked for.
+        turned = not node.name().startswith("Mkldnn") and node._saved_batch_first  # noqa: SLF001  # said nowhere else
+        return shape[1 if turned else 0] if len(shape) > 2 else 1
+
+    def ours(self, i: int) -> bool:
+        """Whether it is a call of a layer that is an autograd.Function of ours."""
+        return self.nodes[i].name() in _OURS
+
+    def scalar(self, i: int) -> bool:
+        """Whether it makes a single number."""
+        made = self._made(i)
+        return len(made) == 1 and tuple(made[0].shape) in {(), (1,)}
+
+    def _made(self, i: int) -> Sequence[Any]:
+        return cast("Any", self.nodes[i])._input_metadata  # noqa: SLF001  # shapes without unpacking what was saved
+
+    def weights(self) -> list[int]:
+        """The leaves that are weights; all of them where none is."""
+        named = [i for i in self.variables if self.names[i][1]]
+        return named or list(self.variables)
+
+    def age(self, i: int) -> str:
+        """`freed`, or the version of the weights that a node was made with, `now` for the present one; empty if it keeps none."""
+        node, age = self.nodes[i], ""
+        sizes = [sorted(self.variables[leaf].shape) for j in self.nexts[i] if j >= 0 and (leaf := self.leaf[j]) >= 0]
+        for name in _saved(type(node)):
+            try:
+                kept = getattr(node, name)
+            except RuntimeError as error:
+                if "already been freed" in str(error):
+                    return "freed"
+                changed = _STALE.search(str(error))
+                if changed and sorted(int(n) for n in changed[1].split(",") if n.strip()) in sizes:
+                    return changed[2]
+            else:
+                kept = [kept] if isinstance(kept, Tensor) else kept
+                if isinstance(kept, (list, tuple)) and any(isinstance(t, Tensor) and sorted(t.shape) in sizes for t in kept):
+                    age = "now"
+        return age
+
+
+def _ordered(roots: Sequence[Node]) -> list[Node]:
+    """Every node once, after all that are made of it."""
+    waits: Counter[Node] = Counter()
+    seen, todo = set(roots), list(roots)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None:
+                waits[node] += 1
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+    ready, found = [node for node in dict.fromkeys(roots) if not waits[node]], list[Node]()
+    while ready:
+        found.append(ready.pop())
+        for node, _ in found[-1].next_functions:
+            if node is not None:
+                waits[node] -= 1
+                if not waits[node]:
+                    ready.append(node)
+    return found
+
+
+def _names(variables: dict[int, Tensor], module: nn.Module | None) -> dict[int, tuple[str, bool]]:
+    """What each leaf is called, and whether it is a weight, in the module's order."""
+    known = {} if module is None else {id(weight): name for name, weight in module.named_parameters()}
+    found: dict[int, tuple[str, bool]] = {}
+    order = {key: k for k, key in enumerate(known)}
+    for i, leaf in sorted(variables.items(), key=lambda pair: order.get(id(pair[1]), len(order))):
+        weight = id(leaf) in known or isinstance(leaf, nn.Parameter)
+        found[i] = known.get(id(leaf), f"{'weight' if weight else 'leaf'} {tuple(leaf.shape)}"), weight
+    return found
+
+
+@cache
+def _saved(kind: type[Node]) -> list[str]:
+    """The attributes of a kind of node that hold saved tensors."""
+    return [n for n in dir(kind) if (n.startswith("_saved_") and "_sym_" not in n) or n == "saved_tensors"]

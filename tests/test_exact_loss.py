@@ -1,0 +1,164 @@
+"""What the loss of an exact gradient may be, and where it may come from: weighted as the whole mean is, or refused.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+import throughtime as tt
+from givens import Given, deviation, exact_updates, plain, policy_gradients
+from strategies import apart, named, recordings, seeds
+from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.gradient import Objective
+
+EXACT = 1e-10
+
+
+def labelled(steps: int, lanes: int, seed: int, masked: float) -> Given:
+    data = Given.draw(steps, lanes, seed, masked=masked)
+    return Given(data.x, (data.targets[:, :, 0] > 0.6).long(), data.resets, data.mask)
+
+
+WEIGHT = torch.tensor([0.3, 5.0], dtype=torch.float64)
+WEIGHTED: dict[str, Any] = {
+    "cross entropy": nn.CrossEntropyLoss(weight=WEIGHT),
+    "smoothed": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
+    "nll": nn.NLLLoss(weight=WEIGHT),
+}
+
+
+@settings(max_examples=15)
+@given(
+    steps=st.sampled_from([1, 7, 29]),
+    chunk=st.sampled_from([1, 2, 3, 7, 50, "auto"]),
+    lanes=st.sampled_from([1, 2]),
+    masked=st.sampled_from([0.0, 0.6]),
+    seed=seeds,
+)
+@pytest.mark.parametrize("loss_fn", list(WEIGHTED.values()), ids=list(WEIGHTED))
+def test_class_weights_give_the_gradient_of_the_whole_mean(
+    loss_fn: Any, steps: int, chunk: Any, lanes: int, masked: float, seed: int
+) -> None:
+    net, data = named("hides-layer").net(), labelled(steps, lanes, seed, masked)
+    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk), loss_fn)
+    assert deviation(found, plain(net, data, loss_fn=loss_fn)) < EXACT
+
+
+def test_class_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: chunks weighted by their valid steps."""
+    net, data, loss_fn = named("hides-layer").net(), labelled(29, 2, 0, 0.3), nn.CrossEntropyLoss(weight=WEIGHT)
+    expected = plain(net, data, loss_fn=loss_fn)
+    monkeypatch.setattr(Objective, "mass", lambda _, chunk: chunk.valid)
+    assert deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn), expected) > 1e-4
+
+
+def test_class_of_no_weight_does_not_count() -> None:
+    """Some chunks have no other class, so no mean of their own."""
+    net, data = named("hides-layer").net(), labelled(29, 1, 0, 0.0)
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert any(not part.any() for part in data.targets.split(3))
+    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
+    assert deviation(found, plain(net, data, loss_fn=loss_fn)) < EXACT
+
+
+def test_class_that_the_loss_ignores_does_not_count() -> None:
+    net, data = named("hides-layer").net(), labelled(29, 1, 0, 0.0)
+    loss_fn = nn.CrossEntropyLoss(ignore_index=1)
+    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
+    ((_, _, expected),) = plain(net, data, loss_fn=loss_fn)
+    assert apart(found[0][2], expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (nn.MSELoss(reduction="sum"), "loss_fn has reduction='sum', expected 'mean'"),
+        (nn.CrossEntropyLoss(reduction="sum"), "loss_fn has reduction='sum', expected 'mean'"),
+        (nn.MSELoss(reduction="none"), r"loss_fn returned a tensor of shape \(6, 2\), expected one number.*reduction='none'"),
+        (
+            lambda y, t: (y - t).square().mean().item(),
+            r"loss_fn returned a float, expected a tensor with one number: the mean over its 6 rows",
+        ),
+        (lambda y, t: (y.detach() - t).square().mean(), "the loss depends on no parameter that requires a gradient"),
+    ],
+    ids=["sum", "classes' sum", "none", "float", "detached"],
+)
+def test_loss_that_is_no_mean_is_refused(loss_fn: Any, reason: str) -> None:
+    net, data = named("hides-layer").net(), Given.draw(23, 2, 0)
+    with pytest.raises(ModelError, match=reason):
+        exact_updates(net, data, loss_fn=loss_fn)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_frozen_net_is_refused() -> None:
+    net = named("hides-layer").net().requires_grad_(requires_grad=False)
+    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+        exact_updates(net, Given.draw(23, 2, 0))
+
+
+def some_chunks() -> list[tt.Chunk]:
+    return list(tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None))
+
+
+@pytest.mark.parametrize("policy", [tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)], ids=repr)
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (lambda: (chunk for chunk in some_chunks()), "generator"),
+        (lambda: iter(some_chunks()), "list_iterator"),
+        (lambda: DataLoader(some_chunks(), batch_size=None), "DataLoader"),  # pyright: ignore[reportArgumentType]  # it takes any sequence
+    ],
+    ids=["generator", "iterator", "loader"],
+)
+def test_chunks_that_come_only_once_are_refused(policy: tt.Exact, source: Callable[[], Any], kind: str) -> None:
+    net = named("hides-layer").net()
+    with pytest.raises(
+        DataError, match=rf"come from a {kind}, which gives each of them once: give tt\.updates a tt\.Stream, or a list of chunks"
+    ):
+        list(tt.updates(net, source(), nn.MSELoss(), gradient=policy))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_list_of_chunks_is_as_good_as_the_stream() -> None:
+    net = named("hides-layer").net()
+    for policy in (tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)):
+        stream = tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None)
+        for chunks in (some_chunks(), tuple(some_chunks())):
+            assert deviation(policy_gradients(net, chunks, policy), policy_gradients(net, stream, policy)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"chunk": 0}, "chunk=0: expected a whole number of at least 1"),
+        ({"chunk": 10.0}, r"chunk=10\.0: expected a whole number"),
+        ({"chunk": "all"}, "chunk='all': expected a whole number"),
+        ({"segment": 0}, "segment=0: expected a whole number of at least 1"),
+        ({"segment": True}, "segment=True: expected a whole number"),
+        ({"memory": "much"}, "memory='much': expected an amount like '512MB'"),
+        ({"memory": -1}, "memory=-1: expected an amount"),
+        ({"verify": "some"}, "verify='some': expected 'first', 'all' or 'off'"),
+        ({"offload": "/no/such/folder"}, "offload='/no/such/folder': expected None, 'cpu', or a folder that exists"),
+        ({"clip_adjoint": 0.0, "chunk": 5}, r"clip_adjoint=0\.0: expected a norm above 0"),
+        ({"clip_adjoint": float("nan"), "chunk": 5}, "clip_adjoint=nan: expected a norm above 0"),
+        ({"clip_adjoint": 1.0}, r"the chunk becomes part of the gradient: give chunk=\.\.\. too"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        tt.Exact(**setting)
+
+
+def test_recordings_without_targets_make_no_update() -> None:
+    net = named("hides-layer").net()
+    assert list(tt.updates(net, tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5), nn.MSELoss(), gradient=tt.Exact())) == []

@@ -1,0 +1,372 @@
+"""Layers of tt.nn under autocast: fused, products in bfloat16 where the processor has them, states in float32 for as long as they live.
+
+Where products are bfloat16, a number that lies between two of them may be rounded to the other one (tests/test_bfloat16.py), so whole
+layers are compared to 2 %: what a layer does with products is held to float32 there, and here to the 1e-5 of float32 where there are none.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config
+
+import throughtime as tt
+from recurrences import LAYERS, a_state, apart, blamed, called, every_layer, leaves_of, needs_kernels, twins
+from throughtime.kernels import dispatch, library, recurrent, reference
+from throughtime.kernels.dispatch import Slower
+from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.library import bfloat16
+
+pytestmark = needs_kernels
+ROUNDS = bfloat16()
+CLOSE = 0.02 if ROUNDS else 1e-5
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "layers": {"num_layers": 3},
+    "batch-first": {"batch_first": True, "num_layers": 2},
+    "both-ways": {"bidirectional": True, "num_layers": 2},
+    "no-bias": {"bias": False},
+    "dropout": {"dropout": 0.4, "num_layers": 2},
+}
+LANES = dispatch.LANES
+
+
+@pytest.fixture(autouse=True)
+def at_any_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with many, but that nets are small."""
+    monkeypatch.setattr(dispatch, "LANES", 1)
+    dispatch.by_table.cache_clear()
+    yield
+    dispatch.by_table.cache_clear()
+
+
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def lower(*, dtype: torch.dtype = torch.bfloat16, on: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype, enabled=on)
+
+
+def under(layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None) -> list[Tensor]:
+    """Outputs, state and gradients: the forward pass under autocast, the backward pass outside, dropout as ever drawn."""
+    x, states = x.clone().requires_grad_(), [] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]
+    entering = None if hx is None else states[0] if len(states) == 1 else tuple(states)
+    torch.manual_seed(11)
+    with lower():
+        y, end = layer(x, entering) if resets is None else layer(x, entering, resets)
+    made = [y, *leaves_of(end)]
+    return [*made, *blamed(made, [x, *states, *layer.parameters()])]
+
+
+def defined(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+    """The definition of what runs under autocast on this processor."""
+    return reference.run(kind, x, h, c, weights, resets, torch.bfloat16 if ROUNDS else torch.float32)
+
+
+@every_layer
+def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
+    """An autocast layer before it gives bfloat16; gradients have the type of what they are of."""
+    layer = LAYERS[name][1](4, 6, num_layers=2)
+    x, hx, kinds = torch.randn(5, 3, 4), a_state(layer, 3), (torch.float32, torch.bfloat16, torch.float16)
+    for kind in kinds:
+        for entering in (None, *kinds):
+            state = None if entering is None else tuple(leaf.to(entering) for leaf in leaves_of(hx))
+            state = state if state is None or len(state) == 2 else state[0]
+            with lower():
+                assert tt.nn.which(layer, x.to(kind), state).runs == "fused"
+            given = [x.to(kind), *(() if state is None else leaves_of(state))]
+            made = under(layer, given[0], state)
+            ends = 1 + len(leaves_of(hx))
+            assert {t.dtype for t in made[:ends]} == {torch.float32}
+            assert [t.dtype for t in made[ends : ends + len(given)]] == [t.dtype for t in given]
+            assert {t.dtype for t in made[ends + len(given) :]} == {torch.float32}
+            wide = under(layer, given[0].float(), None if state is None else _wide(state))
+            assert all(torch.equal(a, b) for a, b in zip(made[:ends], wide[:ends], strict=True))
+
+
+def _wide(state: Any) -> Any:
+    return state.float() if isinstance(state, Tensor) else tuple(leaf.float() for leaf in state)
+
+
+@every_layer
+def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
+    """Also switched off inside; float64 is left alone, as torch leaves it."""
+    layer, x = LAYERS[name][1](4, 33), torch.randn(9, 3, 4)
+    before = called(layer, x)
+    inside = under(layer, x)
+    with lower():
+        with lower(on=False):
+            off = called(layer, x)
+        again = called(layer, x)
+    after = called(layer, x)
+    assert all(torch.equal(a, b) for found in (off, after) for a, b in zip(found, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, inside, strict=True))
+    assert (apart(inside, before) > 1e-4) == ROUNDS
+    assert apart(inside, before) < 0.05
+    layer.double()
+    exact = called(layer, x.double())
+    with lower():
+        assert str(tt.nn.which(layer, x.double())) == f"fused ({library.level()}), float64"
+        assert all(torch.equal(a, b) for a, b in zip(called(layer, x.double()), exact, strict=True))
+
+
+@every_layer
+@every_option
+@pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
+def test_every_option_is_as_the_definition_plays_it(
+    name: str, options: dict[str, Any], often: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS[name][1](4, 6, **options)
+    for size, lanes in (((13, 3), 3), ((13,), None)):
+        turned = layer.batch_first and lanes is not None
+        x, hx = torch.randn(*(reversed(size) if turned else size), 4), a_state(layer, lanes)
+        resets = torch.rand(x.shape[:-1]) < often if often else None
+        found = under(layer, x, hx, resets)
+        with monkeypatch.context() as patch:
+            patch.setattr(recurrent, "run", defined)
+            expected = under(layer, x, hx, resets)
+        assert apart(found, expected) < CLOSE
+        if often:
+            assert apart(found, under(layer, x, hx)) > 0.05  # the mutant: no resets
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_a_projected_lstm_is_as_the_definition_plays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tt.nn.LSTM(4, 33, num_layers=2, proj_size=5)
+    x, hx, resets = torch.randn(7, 3, 4), a_state(layer, 3), torch.rand(7, 3) < 0.2
+    found = under(layer, x, hx, resets)
+    monkeypatch.setattr(recurrent, "run", defined)
+    assert apart(found, under(layer, x, hx, resets)) < CLOSE
+
+
+def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, level = tt.nn.GRU(4, 6), torch.randn(5, 2, 4), library.level()
+    rounds, rest = f"fused ({level}), bfloat16 products, float32 states", "with this instruction set"
+    for there, words in ((True, rounds), (False, f"fused ({level}), float32: no products in bfloat16 {rest}")):
+        dispatch.by_table.cache_clear()
+        monkeypatch.setattr(dispatch, "bfloat16", lambda there=there: there)
+        with lower():
+            assert str(tt.nn.which(layer, x)) == str(tt.nn.which(layer, x.bfloat16())) == words
+    dispatch.by_table.cache_clear()
+    with lower(dtype=torch.float16):
+        assert str(tt.nn.which(layer, x)) == f"fused ({level}), float32: no products in float16 {rest}"
+    with lower():
+        assert "whose weights are float32" in tt.nn.which(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
+        assert tt.nn.which(layer, x.double()).runs == "torch.nn"
+        assert tt.nn.which(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).runs == "torch.nn"
+
+
+@pytest.mark.skipif(not ROUNDS, reason="the instruction set that runs has no products in bfloat16")
+@every_layer
+def test_few_lanes_take_the_products_of_float32_which_are_faster_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LANES", LANES)
+    layer, x = LAYERS[name][1](4, 6), torch.randn(5, LANES, 4)
+    few, plain = x[:, : LANES - 1], [t[..., : LANES - 1, :] for t in called(layer, x)[:1]]
+    with lower():
+        assert "float32: products in bfloat16 are faster from 8 lanes on" in str(tt.nn.which(layer, few))
+        assert "bfloat16 products" in str(tt.nn.which(layer, x))
+        assert apart(called(layer, few)[:1], plain) < 1e-6
+        assert not apart(called(layer, x)[:1], called(layer, x.clone())[:1])
+    y = called(layer, x)[:1]
+    with lower():
+        assert apart(called(layer, x)[:1], y) > 1e-4
+
+
+@every_layer
+def test_under_float16_products_are_float32(name: str) -> None:
+    """As wide as float32 and as near; torch.nn's LSTM refuses float16 where oneDNN has none."""
+    layer, x = LAYERS[name][1](4, 6), torch.randn(5, 3, 4)
+    plain = called(layer, x)
+    with lower(dtype=torch.float16):
+        found = called(layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@every_layer
+def test_where_the_table_says_torch_types_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for bfloat16 decides under autocast and nowhere else."""
+    layer, kind = LAYERS[name][1](4, 6), {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}[name]
+    row = Slower((library.level() or "",), kind, torch.bfloat16, 6, 2, "it was measured")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(dispatch, "SLOWER", (row,))
+    monkeypatch.setattr(dispatch, "bfloat16", lambda: True)
+    dispatch.by_table.cache_clear()
+    try:
+        x, hx, resets = torch.randn(5, 3, 4), a_state(layer, 3), torch.rand(5, 3) < 0.3
+        assert tt.nn.which(layer, x).runs == "fused"
+        with lower():
+            assert str(tt.nn.which(layer, x)) == "torch.nn: it was measured"
+            assert tt.nn.which(layer, x[:, :1]).runs == "fused"
+        plain = called(layer, x, hx, resets)
+        for given in (x, x.bfloat16()):
+            found = under(layer, given, hx, resets)
+            assert {t.dtype for t in found[: 1 + len(leaves_of(hx))]} == {torch.float32}
+            assert apart(found, plain) < 0.05
+    finally:
+        dispatch.by_table.cache_clear()
+
+
+@every_layer
+def test_carried_state_stays_float32_from_chunk_to_chunk(name: str) -> None:
+    """And chunks give what the whole gives."""
+    net = tt.carry(nn.Sequential(nn.Linear(4, 5), LAYERS[name][1](5, 33), nn.Linear(33, 2)))
+    x, resets = torch.randn(23, 3, 4), torch.rand(23, 3) < 0.1
+    state, outputs = net.initial_state(3, like=x), list[Tensor]()
+    with lower():
+        whole, end = net(x, state, resets)
+        for start in range(0, 23, 7):
+            y, state = net(x[start : start + 7], state, resets[start : start + 7])
+            outputs.append(y)
+            assert {leaf.dtype for _, leaf in tt.state.leaves(state)} == {torch.float32}
+    assert apart([torch.cat(outputs)], [whole]) < 0.02  # of bfloat16, which the head gives
+    ends = [[leaf for _, leaf in tt.state.leaves(tree)] for tree in (state, end)]
+    assert apart(*ends) < max(CLOSE, 1e-2)
+    if ROUNDS:
+        assert not all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in ends[0])
+
+
+def trained(net: Any, updates: Callable[[Any], Any]) -> list[Tensor]:
+    """The gradients of every update, side by side."""
+    found = list[Tensor]()
+    for _ in updates(net):
+        found += [torch.as_tensor(p.grad).clone() for p in net.parameters()]
+        net.zero_grad()
+    return found
+
+
+@every_layer
+@pytest.mark.parametrize(
+    "policy", [tt.Truncated(stride=7), tt.Truncated(stride=7, horizon=14), tt.Exact()], ids=["cut", "overlap", "exact"]
+)
+def test_updates_are_those_of_the_definition_under_the_same_autocast(name: str, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(LAYERS[name][1](4, 9), nn.Linear(9, 2))
+    data = {"inputs": torch.randn(70, 4), "targets": torch.randint(2, (70,))}
+
+    def updates(net: Any) -> Any:
+        with lower():
+            yield from tt.updates(net, tt.Stream([data, data], lanes=2, chunk=7), nn.CrossEntropyLoss(), gradient=policy)
+
+    found = trained(tt.carry(module), updates)
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "run", defined)
+        expected = trained(tt.carry(module), updates)
+    assert len(found) >= len(list(module.parameters()))
+    assert (
+        max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)) < 0.02
+    )  # the head is bfloat16's on both sides
+
+
+@every_layer
+def test_trace_shows_the_gradients_of_the_fused_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training is the untraced one to the bit, and the norms those of the definition's backward pass."""
+    layer, x = LAYERS[name][1](4, 9), torch.randn(11, 3, 4)
+    untraced = under(layer, x)
+    with tt.trace(layer) as seen:
+        during = under(layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(during, untraced, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "run", defined)
+        with tt.trace(layer, tensors=True) as expected:
+            under(layer, x)
+    assert set(seen.names) == set(expected.names)
+    for leaf in seen.names:
+        assert (seen[leaf] - expected[leaf]).norm() < 0.02 * expected[leaf].norm()
+
+
+@every_layer
+def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
+    layer = LAYERS[name][1](4, 6)
+    x, resets = torch.randn(3, 7, 2, 4), torch.rand(7, 2) < 0.2
+    params = {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        with lower():
+            y, _ = torch.func.functional_call(layer, weights, (x, None, resets))
+        assert y.dtype is torch.float32
+        return y.square().mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    for k in range(3):
+        live = {n: p.clone().requires_grad_() for n, p in params.items()}
+        alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
+        assert apart([g[k] for g in each.values()], alone) < CLOSE
+    direction = torch.randn_like(x[0])
+    forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
+    given = x[0].clone().requires_grad_()
+    assert apart([forward], [(torch.autograd.grad(loss(params, given), given)[0] * direction).sum()]) < 0.02
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch")
+@every_layer
+def test_compiled_and_exported_it_takes_the_same_products(name: str) -> None:
+    """The operator is told, since what autocast was is over when it runs; also its backward pass."""
+    plain, x, resets = LAYERS[name][1](4, 33), torch.randn(9, 3, 4), torch.rand(9, 3) < 0.2
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = plain
+
+        def forward(self, x: Tensor, resets: Tensor) -> tuple[Tensor, Any]:
+            with lower():
+                return self.layer(x, None, resets)
+
+    def everything(net: Any) -> list[Tensor]:
+        y, end = net(x, resets)
+        made = [y, *leaves_of(end)]
+        return [*made, *blamed(made, list(plain.parameters()))]
+
+    expected = everything(Net())
+    torch.compiler.reset()
+    with config.patch(allow_rnn=True):
+        found = everything(torch.compile(Net(), fullgraph=True, backend="aot_eager"))
+    torch.compiler.reset()
+    assert apart(found, expected) < 1e-6
+    program = torch.export.export(Net(), (x, resets))
+    y, _ = program.module()(x, resets)
+    assert apart([y], expected[:1]) < 1e-6
+
+
+def test_a_small_task_is_learned_as_in_float32() -> None:
+    """To say at each step what came three steps before: nothing is known at first, and nearly all in the end."""
+    ends = list[float]()
+    for on in (False, True):
+        torch.manual_seed(0)
+        net = tt.carry(nn.Sequential(tt.nn.LSTM(2, 24), nn.Linear(24, 2)))
+        optimizer, losses = torch.optim.Adam(net.parameters(), lr=0.02), list[float]()
+        bits = [torch.randint(2, (2_000,)) for _ in range(8)]
+        data = [{"inputs": nn.functional.one_hot(lane, 2).float(), "targets": lane.roll(3)} for lane in bits]
+        with lower(on=on):
+            for update in tt.updates(net, tt.Stream(data, lanes=8, chunk=25), nn.CrossEntropyLoss(), gradient=tt.Truncated(stride=25)):
+                losses.append(float(update.loss))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert losses[0] > 0.6
+        ends.append(losses[-1])
+    assert max(ends) < 0.05
+
+
+@every_layer
+def test_packed_and_watched_calls_go_to_torch_as_ever(name: str) -> None:
+    plain, fused = twins(name, 4, 6)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([5, 3, 1]))
+    with lower():
+        (y, _), (expected, _) = fused(packed), plain(packed)
+        assert torch.equal(y.data, expected.data)
+        with torch.overrides.BaseTorchFunctionMode():
+            y, end = fused(torch.randn(5, 3, 4))
+    assert {t.dtype for t in (y, *leaves_of(end))} == {torch.float32}
+
+
+@every_layer
+def test_no_steps_hand_the_state_on_as_float32(name: str) -> None:
+    layer = LAYERS[name][1](4, 6)
+    hx = a_state(layer, 3)
+    with lower():
+        y, end = layer(torch.randn(0, 3, 4).bfloat16(), hx)
+    assert y.dtype is torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True))

@@ -1,0 +1,106 @@
+"""What does not fit never reaches the kernel of an update in one call, which looks at no size: torch refuses it, in its words."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from recurrences import needs_kernels
+from test_whole import calls, epoch, make, recordings
+from throughtime.errors import ModelError, StateError
+
+pytestmark = needs_kernels
+__all__ = ["calls"]  # a fixture
+
+
+def other_inputs(net: tt.Carried) -> None:
+    layer = next(net.module.children())
+    layer.weight_ih_l0 = nn.Parameter(torch.randn(36, 7, dtype=torch.float64))
+
+
+def other_classes(net: tt.Carried) -> None:
+    list(net.module.children())[-1].weight = nn.Parameter(torch.randn(3, 9, dtype=torch.float64))
+
+
+def other_units(net: tt.Carried) -> None:
+    next(net.module.children()).weight_hh_l0.data = torch.randn(20, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [other_inputs, other_classes, other_units])
+def test_sizes_that_do_not_fit_never_reach_the_kernel(change: Callable[[tt.Carried], None], calls: list[int]) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    change(net)
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", 10), ("num_layers", 2), ("batch_first", True), ("mode", "GRU")])
+def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(name: str, value: Any, calls: list[int]) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    setattr(next(net.module.children()), name, value)
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+class EverySecond(nn.Module):
+    """Prepares the inputs, and drops half of them."""
+
+    def __init__(self, of: int) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[::2] if self.of == 0 else x[:, ::2]
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_inputs_that_lose_steps_or_lanes_never_reach_the_kernel(of: int, calls: list[int]) -> None:
+    net = tt.carry(nn.Sequential(EverySecond(of), tt.nn.GRU(5, 9), nn.Linear(9, 4)).double())
+    with pytest.raises((ModelError, StateError, RuntimeError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12), zero=False)
+    before = len(calls)
+    torch.as_tensor(next(net.parameters()).grad).resize_(3)
+    with pytest.raises(RuntimeError):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("widths", [(5, 9, 8), (4, 9, 9), (5, 8, 9)])
+def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(widths: tuple[int, int, int], calls: list[int]) -> None:
+    inputs, hidden, read = widths
+    net = tt.carry(nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))).double()
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def states(net: tt.Carried) -> dict[str, Any]:
+    h, c = net.initial_state(lanes=3)["0"]
+    return {"lanes": (h[:2], c[:2]), "units": (h[..., :4], c[..., :4]), "alone": h, "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1))}
+
+
+@pytest.mark.parametrize("which", ["lanes", "units", "alone", "layers"])
+def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: list[int]) -> None:
+    net = make("lstm")
+    stream = tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64)
+    stream.start()
+    updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(12), state={"0": states(net)[which], "1": ()})
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):
+        next(updates)
+    assert not calls
