@@ -204,7 +204,10 @@ def _splice(
 
     Kernels round differently for differently aligned memory; torch aligns to 64 bytes, NumPy and a user's array need not.
     """
-    spliced: Array = torch.zeros(shape, dtype=getattr(torch, dtype.name)).numpy()
+    covered = all(  # plays of a lane follow each other
+        sum(play.steps for play, _ in given) == shape[0] * shape[1] for given in ((parts, statics) if statics else (parts,))
+    )
+    spliced: Array = (torch.empty if covered else torch.zeros)(shape, dtype=getattr(torch, dtype.name)).numpy()
     own = spliced[..., : -len(statics[0][1])] if statics else spliced
     for play, values in parts:
         own[play.at : play.at + play.steps, play.lane] = values
