@@ -28,6 +28,17 @@ def save(content: object, path: Path) -> None:
     temporary.replace(path)
 
 
+def meet(limit: timedelta) -> None:
+    """Joins the ranks, where none that has ended left its address: torchrun's store outlives a restart, and gloo would wait for them.
+
+    Every machine counts restarts for itself; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun open a store for each start.
+    """
+    store, rank, ranks = next(distributed.rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)  # "nccl" where every rank has a GPU
+
+
 def train(path: Path, last: int, gradient: Any, every: int) -> None:
     """Makes updates up to number `last`, with a checkpoint every so many."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -66,7 +77,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=10, help="updates between two checkpoints")
     parser.add_argument("--gradient", choices=POLICIES, default="truncated")
     given = parser.parse_args()
-    distributed.init_process_group("gloo", timeout=timedelta(minutes=5))  # "nccl" where every rank has a GPU
+    meet(timedelta(minutes=5))
     train(given.checkpoint, given.updates, POLICIES[given.gradient], given.every)
     distributed.barrier()  # nobody leaves while another one still writes
     distributed.destroy_process_group()

@@ -6,16 +6,19 @@ They are forked off a server that has imported torch and done nothing else: two 
 import faulthandler
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import distributed, multiprocessing
 
@@ -50,6 +53,28 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *place, *flags]
 
 
+@contextmanager
+def started(command: Sequence[str], **more: str) -> Generator[subprocess.Popen[str]]:
+    """A command on loopback whose complaints can be read; nothing that it has started outlives the block."""
+    process = subprocess.Popen(command, env=LOOPBACK | more, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            end(process.pid)
+        process.communicate()
+
+
+def end(pid: int) -> None:
+    """Kills a process and all that it has started, each by its own id: torchrun's ranks lead process groups of their own."""
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        first.suspend()  # or torchrun would start killed ranks again
+        for process in (*first.children(recursive=True), first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 class Ended(NamedTuple):
     """How a script ended, and what it wrote to its two outputs."""
 
@@ -58,11 +83,14 @@ class Ended(NamedTuple):
     complained: str
 
 
-def elsewhere(script: str, *arguments: str | Path, patience: float = PATIENCE) -> Ended:
-    """Runs a script, given as text, in a process of its own; killed where it does not end."""
+def elsewhere(script: str, *arguments: str | Path, patience: float = PATIENCE, **more: str) -> Ended:
+    """Runs a script, given as text, in a process of its own with more in its environment; killed where it does not end.
+
+    torch is imported before those variables are set; they count for whatever is loaded, read or started afterwards.
+    """
     with tempfile.TemporaryDirectory() as name:
         said, complained = Path(name) / "said", Path(name) / "complained"
-        child = _server().Process(target=_script, args=(script, list(map(str, arguments)), said, complained))
+        child = _server().Process(target=_script, args=(script, list(map(str, arguments)), said, complained, more))
         child.start()
         _joined([child], patience)
         return Ended(child.exitcode, said.read_text(encoding="utf-8"), complained.read_text(encoding="utf-8"))
@@ -74,7 +102,8 @@ def _server() -> Any:
     return context
 
 
-def _script(script: str, arguments: Sequence[str], said: Path, complained: Path) -> None:
+def _script(script: str, arguments: Sequence[str], said: Path, complained: Path, more: dict[str, str]) -> None:
+    os.environ.update(more)
     sys.argv[:] = ["script", *arguments]
     for stream, path in ((sys.stdout, said), (sys.stderr, complained)):
         with path.open("wb") as file:
@@ -97,8 +126,8 @@ def _joined(children: Sequence[BaseProcess], patience: float) -> bool:
         for child in children:
             child.join(0.05)
     for child in children:
-        if child.is_alive():
-            child.kill()
+        if child.is_alive() and child.pid is not None:
+            end(child.pid)
         child.join()
     return all(child.exitcode == 0 for child in children)
 

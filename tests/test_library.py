@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import elsewhere
 from throughtime import kernels
 from throughtime.errors import ConfigError
 from throughtime.kernels import library as loader
@@ -54,6 +55,15 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout
 
 
+def _level_elsewhere(asked: str) -> str:
+    """The level of a process that has not looked for the library before the variable is set."""
+    code = "import warnings; warnings.simplefilter('error')\nfrom throughtime.kernels import library as l\n"
+    code += "assert not l._loaded.cache_info().currsize; print(l.level())"
+    done = elsewhere(code, THROUGHTIME_LEVEL=asked)
+    assert done.code == 0, done.complained
+    return done.said.strip()
+
+
 @BUILT
 def test_an_install_has_a_library_that_speaks_this_version() -> None:
     core = _there()
@@ -66,10 +76,9 @@ def test_an_install_has_a_library_that_speaks_this_version() -> None:
 
 @BUILT
 def test_the_environment_forces_a_level() -> None:
-    code = "from throughtime.kernels import library as l; print(l.level())"
     narrowest = loader._levels(_there()).split(", ")[-1]
-    assert _python(code, THROUGHTIME_LEVEL=narrowest).strip() == narrowest
-    assert _python(code, THROUGHTIME_LEVEL="").strip() == loader.level()
+    assert _level_elsewhere(narrowest) == narrowest
+    assert _level_elsewhere("") == loader.level()
 
 
 @BUILT

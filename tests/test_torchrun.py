@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import throughtime as tt
-from processes import LOOPBACK, free_port, in_processes, torchrun
+from processes import LOOPBACK, elsewhere, end, free_port, in_processes, started, torchrun
 from strategies import apart, recordings
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.policy import Policy
@@ -63,18 +64,36 @@ def launched(checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: st
 
 def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated") -> dict[str, Any]:
     """What the checkpoint holds after training on two ranks."""
-    command = launched(checkpoint, updates=updates, gradient=gradient)
-    done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
+    with started(launched(checkpoint, updates=updates, gradient=gradient)) as agent:
+        code, said = ended(agent)
+    assert code == 0, said
     return torch.load(checkpoint)
 
 
-def alone(checkpoint: Path, gradient: str, lanes: int = 4) -> dict[str, Any]:
+def on_two_at_once(checkpoint: Path, updates: int) -> dict[str, Any]:
+    """The same, two seconds sooner: the agent, of the same arguments, is forked where torch is there."""
+    python, _, module, *arguments = launched(checkpoint, updates=updates)
+    assert python == sys.executable
+    agent = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    done = elsewhere(agent, *arguments, patience=PATIENCE, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    assert done.code == 0, done.complained
+    return torch.load(checkpoint)
+
+
+def alone(checkpoint: Path, gradient: str, lanes: int = 4, updates: int = UPDATES) -> dict[str, Any]:
     """What it holds after training in this process, on as many lanes."""
     example = loaded(EXAMPLE)
     with group_of_one(), mock.patch.object(example, "LANES", lanes):
-        example.train(checkpoint, UPDATES, example.POLICIES[gradient], UPDATES)
+        example.train(checkpoint, updates, example.POLICIES[gradient], updates)
     return torch.load(checkpoint)
+
+
+def test_the_two_ranks_that_an_agent_of_torchrun_starts_give_the_weights_of_one_process(tmp_path: Path) -> None:
+    found, expected = on_two_at_once(tmp_path / "two.pt", 10), alone(tmp_path / "one.pt", "truncated", updates=10)
+    assert found["done"] == expected["done"] == 10
+    assert apart(found["net"], expected["net"]) < 1e-6
+    assert len(found["places"]) == 2
+    assert apart(found["net"], alone(tmp_path / "half.pt", "truncated", 2, 10)["net"]) > 1e-3  # a mutant: half of the lanes
 
 
 @pytest.mark.slow
@@ -92,8 +111,8 @@ def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "7", "--local-addr", "127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(EXAMPLE)]
     command += ["--checkpoint", str(tmp_path / "two.pt"), "--updates", str(UPDATES)]
-    agents = [Started(subprocess.Popen(command, env=LOOPBACK, stderr=subprocess.PIPE, text=True)) for _ in range(2)]
-    ends = [agent.ended() for agent in agents]
+    with started(command) as one, started(command) as other:
+        ends = [ended(one), ended(other)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert apart(torch.load(tmp_path / "two.pt")["net"], alone(tmp_path / "one.pt", "truncated")["net"]) < 1e-6
 
@@ -107,27 +126,15 @@ def test_the_scripts_that_the_page_starts_exist_and_know_its_flags() -> None:
         assert all(f'"{flag}"' in known for flag in re.findall(r"--\w+", flags)), flags
 
 
-@dataclass
-class Started:
-    """One process, started by hand, so that its exit and what it says can be told from those of the others."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    def of(cls, rank: int, port: int, checkpoint: Path) -> "Started":
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(EXAMPLE), "--checkpoint", str(checkpoint), "--updates", "1000000"]
-        return cls(subprocess.Popen(command, env=LOOPBACK | place, stderr=subprocess.PIPE, text=True))
-
-    def ended(self) -> tuple[int, str]:
-        """Its exit and what it said; killed, by its own id, where it does not end."""
-        try:
-            _, said = self.process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            _, said = self.process.communicate()
-            raise AssertionError(f"the process did not end: {said}") from None
-        return self.process.returncode, said
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit and what it said; killed, with all that it has started, where it does not end."""
+    try:
+        _, said = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        end(process.pid)
+        _, said = process.communicate()
+        raise AssertionError(f"the process did not end: {said}") from None
+    return process.returncode, said
 
 
 def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> None:
@@ -141,13 +148,13 @@ def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> Non
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
     """The checkpoint of two ranks of which the second was killed in the middle, and how each ended."""
-    checkpoint, port = tmp_path_factory.mktemp("killed") / "checkpoint.pt", free_port()
-    ranks = [Started.of(rank, port, checkpoint) for rank in range(2)]
-    try:
-        wait_for(checkpoint.exists, ranks[0].process)
-    finally:
-        ranks[1].process.send_signal(signal.SIGKILL)
-    return checkpoint, [rank.ended() for rank in ranks]
+    checkpoint = tmp_path_factory.mktemp("killed") / "checkpoint.pt"
+    command = [sys.executable, str(EXAMPLE), "--checkpoint", str(checkpoint), "--updates", "1000000"]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(command, RANK="0", **place) as first, started(command, RANK="1", **place) as second:
+        wait_for(checkpoint.exists, first)
+        second.send_signal(signal.SIGKILL)
+        return checkpoint, [ended(first), ended(second)]
 
 
 def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(killed: tuple[Path, list[tuple[int, str]]]) -> None:
@@ -184,14 +191,49 @@ def test_resuming_after_the_kill_gives_the_weights_of_an_uninterrupted_run_to_th
 def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint, last = tmp_path / "restarted.pt", 400
     command = launched(checkpoint, "--max-restarts", "3", updates=last)
-    agent = subprocess.Popen(command, env=LOOPBACK, stderr=subprocess.PIPE, text=True)
-    wait_for(checkpoint.exists, agent)
-    (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
-    second.kill()
-    _, said = agent.communicate(timeout=PATIENCE)
-    assert agent.returncode == 0, said
+    with started(command) as agent:
+        wait_for(checkpoint.exists, agent)
+        (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
+        second.kill()
+        code, said = ended(agent)
+    assert code == 0, said
     assert "Signal 9 (SIGKILL)" in said or "exitcode: -9" in said
     assert apart(torch.load(checkpoint)["net"], on_two(tmp_path / "whole.pt", updates=last)["net"]) == 0
+
+
+def addresses_after(store: HashStore, restarts: int, machines: int) -> int:
+    """How many there are in a store once a rank has met itself in it."""
+    counted = {"GROUP_WORLD_SIZE": str(machines), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    there = iter([(store, 0, 1)])
+    with mock.patch.dict(os.environ, counted), mock.patch.object(distributed, "rendezvous", return_value=there):
+        loaded(EXAMPLE).meet(timedelta(seconds=60))
+    distributed.destroy_process_group()
+    return store.num_keys()
+
+
+def test_ranks_that_are_started_again_find_no_address_of_those_that_ended() -> None:
+    store = HashStore()
+    first = addresses_after(store, 0, machines=1)
+    assert first > 0
+    assert addresses_after(store, 1, machines=1) == 2 * first
+    assert addresses_after(store, 1, machines=1) == 2 * first  # a mutant: the count stands still, and so does the store
+
+
+def test_ranks_on_several_machines_which_count_restarts_apart_meet_all_the_same() -> None:
+    store = HashStore()
+    assert addresses_after(store, 0, machines=2) == addresses_after(store, 1, machines=2)
+
+
+def test_what_a_command_has_started_ends_with_it() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); print(file=sys.stderr, flush=True); input()"
+    with started([sys.executable, "-c", code]) as command:
+        assert command.stderr is not None
+        command.stderr.readline()
+        (child,) = psutil.Process(command.pid).children()
+        assert os.getpgid(child.pid) == child.pid  # as torchrun's ranks are: what is sent to the command's group does not reach it
+    deadline = time.monotonic() + PATIENCE
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
 
 
 class Breaks:
