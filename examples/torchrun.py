@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import throughtime as tt
 
@@ -33,9 +35,9 @@ def meet(limit: timedelta) -> None:
 
     Every machine counts restarts for itself; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun open a store for each start.
     """
-    store, rank, ranks = next(distributed.rendezvous("env://", timeout=limit))
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)  # "nccl" where every rank has a GPU
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import distributed, multiprocessing
 
 Work = Callable[[int, Any], Iterator[tuple[str, Any]]]
-PRELOAD = ["throughtime", "hypothesis.strategies", "torch.distributed.fsdp"]
+PRELOAD = ["throughtime", "hypothesis.strategies", "torch.distributed.fsdp", "torch._dynamo"]  # the last for a first optimizer: 1.5 s
 PATIENCE = 240.0  # seconds for all of a rank's work, before its stack is shown
 
 
