@@ -8,12 +8,13 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import throughtime as tt
 from recurrences import LAYERS, a_state, apart, blamed, called, every_layer, leaves_of, needs_kernels, twins
@@ -370,3 +371,23 @@ def test_no_steps_hand_the_state_on_as_float32(name: str) -> None:
         y, end = layer(torch.randn(0, 3, 4).bfloat16(), hx)
     assert y.dtype is torch.float32
     assert all(torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True))
+
+
+def test_a_state_in_any_sequence_is_taken_as_float32() -> None:
+    layer, x = tt.nn.LSTM(4, 6), torch.randn(5, 3, 4)
+    h, c = torch.randn(1, 3, 6).bfloat16(), torch.randn(1, 3, 6).bfloat16()
+    pair = NamedTuple("pair", [("h", Tensor), ("c", Tensor)])(h, c)
+    with lower():
+        expected = layer(x, (h, c))[1]
+        for state in ([h, c], pair):
+            assert all(torch.equal(a, b) for a, b in zip(layer(x, state)[1], expected, strict=True))
+
+
+def test_packed_input_comes_back_float32() -> None:
+    layer, x = tt.nn.GRU(4, 6), pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([5, 3, 2]))
+    plain, _ = layer(x)
+    with lower():
+        y, h = layer(x)
+    assert y.data.dtype is h.dtype is torch.float32
+    assert torch.equal(y.batch_sizes, plain.batch_sizes)
+    assert apart([y.data], [plain.data]) < 0.02

@@ -18,6 +18,7 @@ import throughtime as tt
 from recurrences import needs_kernels
 from test_whole import LAYERS, by_graph, calls, make, recordings
 from throughtime.errors import RunError
+from throughtime.gradient.whole import _forms
 from throughtime.gradient.work import LISTENERS
 from throughtime.kernels import recurrent
 from throughtime.kernels import whole as kernel
@@ -346,3 +347,36 @@ def test_another_thread_reads_whole_passes() -> None:
             reader.join()
     assert len(read) > 1
     assert all(any(all(torch.equal(seen[name], norms) for name, norms in one.items()) for one in true) for seen in set(read))
+
+
+def test_an_error_while_memory_is_laid_out_costs_that_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = stacked()
+    seen, real = trace(net, keep=50), kernel.room_for
+
+    def none(*sizes: Any) -> Any:
+        monkeypatch.setattr(kernel, "room_for", real)
+        raise MemoryError("once")
+
+    monkeypatch.setattr(kernel, "room_for", none)
+    with pytest.raises(MemoryError, match="once"):
+        train(net)
+    before, count = seen.count, sum(1 for _ in updates(net))
+    assert seen.count - before == count > 2
+
+
+def test_what_a_trace_has_captured_ends_with_it_although_nobody_holds_it() -> None:
+    net = stacked()
+    seen = trace(net)
+    train(net)
+    assert any(work._captures for work in works(net))
+    seen.close()
+    del seen
+    gc.collect()
+    train(net)
+    assert not any(work._captures or any(call.squares for call in work._each) for work in works(net))
+
+
+def works(net: tt.Carried) -> list[Any]:
+    form = _forms[net]
+    assert form is not None
+    return list(form._works.values())

@@ -196,7 +196,8 @@ class Work:
         if not LISTENERS and not self._captures:  # the usual case
             return ()
         for layer, heard in zip(self._layers.values(), self._heard, strict=True):
-            if LISTENERS.get(layer) is not heard():
+            listener = heard()
+            if LISTENERS.get(layer) is not listener or (listener is None and heard is not _nobody):
                 self._lay_out()
                 break
         for told in self._captures:
@@ -206,14 +207,15 @@ class Work:
     def _lay_out(self) -> None:
         """Memory for what is captured, together for all layers of a trace."""
         listeners = [LISTENERS.get(layer) for layer in self._layers.values()]
-        self._heard = [_nobody if one is None else ref(one) for one in listeners]
+        heard = [_nobody if one is None else ref(one) for one in listeners]
+        self._captures, self._heard = [], [_unknown] * len(listeners)  # until all is laid out
         groups: dict[object, tuple[Listener, list[tuple[str, Call]]]] = {}
         for listener, own in zip(listeners, self._stacks.values(), strict=True):
             for call in own:
                 call.squares = call.entering = call.kept = None
             if listener is not None:
                 groups.setdefault(listener.together, (listener, []))[1].extend(zip(listener.tracks, own, strict=True))
-        self._captures = [listener.captures(group) for listener, group in groups.values()]
+        self._captures, self._heard = [listener.captures(group) for listener, group in groups.values()], heard
 
     def _enter(self, x: Tensor, asked: Asked, *, accumulate: bool) -> tuple[State, list[Tensor]]:
         """Points the calls to inputs and states; the state after them, and what must live until they are made."""
@@ -271,3 +273,7 @@ class Work:
 
 def _nobody() -> None:
     """Listens to a layer that nobody listens to."""
+
+
+def _unknown() -> None:
+    """Stands for who listens while that is laid out, and after an error in it: nobody is this."""

@@ -337,7 +337,9 @@ def _widened(given: Any) -> Any:
     """What autocast has made of float32, inputs, outputs or states, as float32; all else as it is."""
     if isinstance(given, Tensor):
         return given.float() if given.dtype in LOWERED else given
-    return tuple(map(_widened, given)) if type(given) is tuple else given
+    if isinstance(given, PackedSequence):
+        return given._replace(data=_widened(given.data))
+    return tuple(map(_widened, given)) if isinstance(given, tuple | list) else given
 
 
 def _each(change: Callable[[Tensor], Tensor], state: Any) -> Any:

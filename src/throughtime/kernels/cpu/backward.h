@@ -296,7 +296,8 @@ template <class F, Cell CELL, bool HALF> int backward_of(const tt_call &call) {
   if (projected) p.dh = arena.take<F>(s.block * s.B * s.Pp), p.m = arena.take<F>(s.block * s.B * s.Hp), w.of_dh.take(arena, s.B, s.P);
   p.made = arena.take<F>((s.B + (HALF ? tiles.parts * ROOM : 0)) * NV * V);
   p.rows = arena.take<int32_t>(s.K);
-  p.each = gemm_scratch<F>(s.Np > s.Pp ? s.Np : s.Pp, true);
+  const int64_t tall = s.Np > s.Pp ? s.Np : s.Pp, long_ = HALF ? s.block * s.B : 0; // products of bfloat16 pack every left side, that of dx too
+  p.each = gemm_scratch<F>(tall > long_ ? tall : long_, true);
   p.scratch = arena.take<F>(p.each * (s.threads > 1 ? s.threads : 1));
   typedef Lanes<F, HALF> L;
   F *const panel = arena.take<F>((s.K > s.P ? s.K : s.P) * NV * V);

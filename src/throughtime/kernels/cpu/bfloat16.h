@@ -139,7 +139,7 @@ inline void multiply_panel_of_pairs(float *made, const uint32_t *a, int64_t row,
   const int64_t width = vectors * V, origin = tiles.at(i0);
   if (!start) start = Nothing<float>::zeros, apart = 0;
 #if defined(TT_AMX)
-  if (tt_torch_pairs == TT_PAIRS_AMX) return multiply_by_tiles(made, width, start, apart, a, row, panel, width, tiles.at(i1) - origin, pairs);
+  if (__atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED) == TT_PAIRS_AMX) return multiply_by_tiles(made, width, start, apart, a, row, panel, width, tiles.at(i1) - origin, pairs);
 #endif
   for (int64_t i = i0; i < i1; i++) {
     const int64_t first = tiles.at(i) - origin;

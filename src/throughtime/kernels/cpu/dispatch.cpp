@@ -39,6 +39,7 @@ Level levels[] = {{"base", &tt_table_base, true}};
 #endif
 
 const Level *chosen = nullptr;
+bool asked = false; // whether tt_torch_pairs says what the processor has
 
 // What the compiler may use at each level: all of it must be there, and the system must save the registers, which
 // __builtin_cpu_supports asks as well. lzcnt, movbe and f16c came with the processors that have avx2 and bmi2.
@@ -64,7 +65,8 @@ bool there_are(int pairs) {
   if (pairs == TT_PAIRS_AVX512) return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
 #if defined(__linux__)
   constexpr int BF16 = 1 << 22, TILE = 1 << 24, ASK = 0x1023, DATA = 18;
-  if (pairs == TT_PAIRS_AMX && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE)) return !syscall(SYS_arch_prctl, ASK, DATA);
+  if (pairs == TT_PAIRS_AMX && there_are(TT_PAIRS_AVX512) && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE))
+    return !syscall(SYS_arch_prctl, ASK, DATA);
 #endif
 #endif
   return pairs == TT_PAIRS_NONE;
@@ -90,7 +92,6 @@ __attribute__((constructor)) void load() {
   look();
   for (const Level &level : levels)
     if (level.there && !chosen) chosen = &level;
-  tt_torch_pairs = fastest_pairs();
   pthread_atfork(nullptr, nullptr, forked);
 }
 
@@ -121,11 +122,17 @@ int tt_bfloat16(void) {
 #if defined(__x86_64__)
   if (now != &tt_table_v4) return TT_PAIRS_NONE;
 #endif
-  return now ? tt_torch_pairs : TT_PAIRS_NONE;
+  if (!now) return TT_PAIRS_NONE;
+  if (!__atomic_load_n(&asked, __ATOMIC_ACQUIRE)) {
+    __atomic_store_n(&tt_torch_pairs, fastest_pairs(), __ATOMIC_RELAXED); // the same whoever comes first
+    __atomic_store_n(&asked, true, __ATOMIC_RELEASE);
+  }
+  return __atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED);
 }
 int tt_use_bfloat16(int pairs) {
-  if (pairs != TT_PAIRS_NONE && !(there_are(pairs))) return 0;
-  tt_torch_pairs = pairs;
+  if (pairs != TT_PAIRS_NONE && !there_are(pairs)) return 0;
+  __atomic_store_n(&tt_torch_pairs, pairs, __ATOMIC_RELAXED);
+  __atomic_store_n(&asked, true, __ATOMIC_RELEASE);
   return 1;
 }
 

@@ -34,7 +34,7 @@ template <class F, bool HALF> int backward_as(const tt_call &call) {
 }
 
 #if defined(__AVX512F__)
-bool half(const tt_call &call) { return call.type == TT_BF16 && tt_torch_pairs; }
+bool half(const tt_call &call) { return call.type == TT_BF16 && __atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED); }
 int forward_in_half(const tt_call &call) { return forward_as<float, true>(call); }
 int backward_in_half(const tt_call &call) { return backward_as<float, true>(call); }
 #else

@@ -98,7 +98,8 @@ TT_EXPORT int tt_version(void);
 // The instruction set that runs: "v4", "v3", "v2" or "base". `tt_use` takes another one that the processor has; 0 if it has not.
 TT_EXPORT const char *tt_level(void);
 TT_EXPORT int tt_use(const char *level);
-// How products of TT_BF16 are made; where the instruction set that runs has none, or none that are faster, they are those of TT_F32.
+// How products of TT_BF16 are made; where the instruction set that runs has none, or none that are faster, they are those of TT_F32. So
+// they are until `tt_bfloat16` is asked: AMX has to be asked for, and from then on the process needs alternate signal stacks of 11 KiB.
 enum tt_pairs { TT_PAIRS_NONE = 0, TT_PAIRS_AVX512 = 1, TT_PAIRS_AMX = 2 };
 TT_EXPORT int tt_bfloat16(void);
 TT_EXPORT int tt_use_bfloat16(int pairs); // another way that the processor has; 0 if it has not
