@@ -353,7 +353,7 @@ def test_an_error_while_memory_is_laid_out_costs_that_update_alone(monkeypatch: 
     net = stacked()
     seen, real = trace(net, keep=50), kernel.room_for
 
-    def none(*sizes: Any) -> Any:
+    def none(*_: Any) -> Any:
         monkeypatch.setattr(kernel, "room_for", real)
         raise MemoryError("once")
 
