@@ -207,7 +207,7 @@ class Work:
     def _lay_out(self) -> None:
         """Memory for what is captured, together for all layers of a trace."""
         listeners = [LISTENERS.get(layer) for layer in self._layers.values()]
-        heard = [_nobody if one is None else ref(one) for one in listeners]
+        heard: list[Callable[[], object]] = [_nobody if one is None else ref(one) for one in listeners]
         self._captures, self._heard = [], [_unknown] * len(listeners)  # until all is laid out
         groups: dict[object, tuple[Listener, list[tuple[str, Call]]]] = {}
         for listener, own in zip(listeners, self._stacks.values(), strict=True):
