@@ -225,7 +225,8 @@ def test_ranks_on_several_machines_which_count_restarts_apart_meet_all_the_same(
 
 
 def test_what_a_command_has_started_ends_with_it() -> None:
-    code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); print(file=sys.stderr, flush=True); input()"
+    begins = "subprocess.Popen(['sleep', '600'], start_new_session=True); print(file=sys.stderr, flush=True)"
+    code = f"import signal, subprocess, sys; {begins}; signal.pause()"  # until it is killed: its standard input may be at its end already
     with started([sys.executable, "-c", code]) as command:
         assert command.stderr is not None
         command.stderr.readline()
