@@ -3,6 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,14 +71,23 @@ class Chain:
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         if tuple(self.module) != self.children:
             raise ModelError("a module of this nn.Sequential was replaced after tt.carry; carry it again: net = tt.carry(module)")
-        after: dict[str, State] = {}
-        for name, link in self.links.items():
-            y, after[name] = link.run(x, state[name], resets)
-            if y.shape[:2] != x.shape[:2]:
-                raise ModelError(
-                    f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)}, expected one output per "
-                    "step and lane. A carried recurrent layer hands on its outputs only: drop a module that picks them out of a "
-                    "tuple, or the last step."
-                )
-            x = y
-        return x, after
+        return through(self.links, x, state, resets)
+
+
+def through(links: Mapping[str, Contract], x: Tensor, state: Mapping[str, State], resets: Tensor | None = None) -> tuple[Tensor, State]:
+    """Each link's outputs are the next one's inputs.
+
+    Raises:
+        ModelError: one gives other steps or lanes than it is given.
+    """
+    after: dict[str, State] = {}
+    for name, link in links.items():
+        y, after[name] = link.run(x, state[name], resets)
+        if y.shape[:2] != x.shape[:2]:
+            raise ModelError(
+                f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)}, expected one output per "
+                "step and lane. A carried recurrent layer hands on its outputs only: drop a module that picks them out of a "
+                "tuple, or the last step."
+            )
+        x = y
+    return x, after

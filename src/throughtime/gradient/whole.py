@@ -2,9 +2,10 @@
 
 What such an update spends outside arithmetic, a graph and some fifteen operators, is more than the arithmetic of a small net: LSTM of 50
 units, one lane, 100 steps. So `tt.updates` takes this way by itself where a user could tell no difference: an `nn.Sequential` of
-`tt.nn` layers and an `nn.Linear`, behind modules without weights; `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults; no hooks
-on modules or parameters, no ties, no autocast, no doctor or profiler that looks on. A trace is told what the kernels capture. The
-gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its nodes, or on tensors that
+`tt.nn` layers and an `nn.Linear`, behind a front that carries nothing; `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults; no
+hooks on modules or parameters of layers and readout, no ties among them, no autocast, no doctor or profiler that looks on. The front,
+an `nn.Embedding` perhaps, runs as ever: where it has weights, autograd takes them the gradient of what the first layer saw. A trace is
+told what the kernels capture. The gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its nodes, or on tensors that
 it saves. Buffers are kept from one update to the next, for as long as the net lives.
 
 What a user can change between two updates is looked at in every one; what follows from it is laid out once.
@@ -12,6 +13,7 @@ What a user can change between two updates is looked at in every one; what follo
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `C` outputs, `L` layers.
 """
 
+import cmath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -27,7 +29,7 @@ from torch.nn.modules import module as torch_modules
 
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
-from throughtime.contracts.chain import Chain, Stateless
+from throughtime.contracts.chain import Chain, Stateless, through
 from throughtime.contracts.layers import Layer
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
@@ -64,10 +66,16 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
     work, grads = form.work(steps, weights[0].dtype), form.gradients(weights)
     if grads is None or not work.reads(edge):
         return None
-    x = form.entering(steps.inputs)  # last of all: a module may draw random numbers, and must not run again but where torch will refuse
+    front = form.entering(steps, plan)  # last of all: it may draw random numbers, and must not run again but where torch will refuse
+    x = front.detach()
     if x.shape != work.inputs or not _read(x, weights[0].dtype):
         return None
-    return work.update(x, weights, grads, Asked(steps, chunk, edge, plan, loss))
+    dx = torch.empty_like(x) if front.requires_grad else None
+    result = work.update(x, dx, weights, grads, Asked(steps, chunk, edge, plan, loss))
+    if result is None or dx is None:
+        return result
+    front.backward(dx)
+    return result._replace(finite=result.finite and form.front_is_finite())
 
 
 _forms: "WeakKeyDictionary[Carried, Form | None]" = WeakKeyDictionary()
@@ -87,23 +95,23 @@ def _found(net: Carried) -> "Form | None":
     if not isinstance(contract, Chain):
         return None
     *below, (_, top) = contract.links.items()
-    before = [link.module for _, link in takewhile(lambda pair: isinstance(pair[1], Stateless), below) if isinstance(link, Stateless)]
+    before = {name: link for name, link in takewhile(lambda pair: isinstance(pair[1], Stateless), below) if isinstance(link, Stateless)}
     layers = {name: link.module for name, link in below if isinstance(link, Layer) and isinstance(link.module, Recurrent)}
-    if any(next(module.parameters(), None) is not None for module in before) or not layers or len(before) + len(layers) < len(below):
+    if not layers or len(before) + len(layers) < len(below):
         return None
     if not isinstance(top, Stateless) or not isinstance(top.module, nn.Linear):
         return None
     if any(upper.input_size != (lower.proj_size or lower.hidden_size) for lower, upper in pairwise(layers.values())):
         return None
-    return Form(contract, tuple(before), layers, top.module)
+    return Form(contract, before, layers, top.module)
 
 
 @dataclass(eq=False)
 class Form:
-    """A net of fused layers and a linear readout; `before` prepares the inputs, without weights."""
+    """A net of fused layers and a linear readout; `front` prepares the inputs."""
 
     contract: Chain
-    before: tuple[nn.Module, ...]
+    front: dict[str, Stateless]
     layers: dict[str, Recurrent]
     readout: nn.Linear
     _works: dict[tuple[int, int, int, torch.dtype], "Work"] = field(default_factory=dict)
@@ -111,7 +119,7 @@ class Form:
     def __post_init__(self) -> None:
         self.bias = self.readout._parameters["bias"] is not None  # noqa: SLF001
         self._layers = [(layer, _drawn(layer)) for layer in self.layers.values()]
-        self._others = (self.contract.module, *self.before, self.readout)
+        self._others = (self.contract.module, *(link.module for link in self.front.values()), self.readout)
         self._places: list[tuple[dict[str, Any], str]] = []
         self._shapes: list[tuple[int, ...]] = []
         inputs = 0
@@ -151,13 +159,18 @@ class Form:
                 return False
         return True
 
-    def entering(self, inputs: Tensor) -> Tensor:
-        """What the first layer sees."""
-        if self.before:
-            with torch.no_grad():
-                for module in self.before:
-                    inputs = module(inputs)
-        return inputs.contiguous()
+    def entering(self, steps: Chunk, plan: Window) -> Tensor:
+        """What the first layer sees, with the graph of the front; in two parts where `run_window` would run the net on two."""
+        if not self.front:
+            return steps.inputs.contiguous()
+        parts = steps.inputs.split([plan.keep, plan.stop - plan.keep]) if 0 < plan.keep < plan.stop else (steps.inputs,)
+        made = [through(self.front, part, dict.fromkeys(self.front, ()))[0] for part in parts]
+        return (torch.cat(made) if len(made) > 1 else made[0]).contiguous()
+
+    def front_is_finite(self) -> bool:
+        """Whether the gradients of the front's weights are."""
+        weights = [weight for link in self.front.values() for weight in link.module.parameters()]
+        return all(weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in weights)
 
     def fits(self, steps: Chunk, dtype: torch.dtype) -> bool:
         """Whether the kernels are the fastest for so many lanes of this type; the inputs have no gradient and are some."""

@@ -166,13 +166,16 @@ class Work:
                     return False
         return True
 
-    def update(self, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None], asked: Asked) -> Result | None:
-        """As `whole.whole_update`, once it is known that it can be; `grads` the gradients that are there."""
+    def update(
+        self, x: Tensor, dx: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], asked: Asked
+    ) -> Result | None:
+        """As `whole.whole_update`, once it is known that it can be; `grads` the gradients that are there, `dx` where that of `x` goes."""
         outputs = x.new_empty_strided((asked.chunk.steps, self.lanes, self._row[1]), self._row)
         fresh = Tensor not in map(type, grads)
         missing = torch.empty_like if fresh else torch.zeros_like  # one that is missing beside others begins with zeros
         made = [missing(weight) if grad is None else grad for weight, grad in zip(weights, grads, strict=True)]
         after, kept = self._enter(x, asked, accumulate=not fresh)
+        self._each[0].dx = None if dx is None else dx.data_ptr()
         kept += self._read_out(asked, outputs, accumulate=not fresh)
         self._weigh(weights, made)
         captures = self._listening()

@@ -1,0 +1,205 @@
+"""An update in one call of a net with a front: what stands before the layers, with weights or without, runs and learns as with a graph.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from recurrences import needs_kernels
+from test_whole import Seen, assert_same, by_graph, calls
+from throughtime.errors import ModelError, RunError
+from throughtime.kernels import whole as kernel
+
+pytestmark = needs_kernels
+__all__ = ["calls"]  # a fixture
+
+WORDS, WIDTH, CLASSES = 11, 6, 4
+POLICIES = [tt.Truncated(12), tt.Truncated(7, horizon=20)]
+
+
+class Numbers(nn.Module):
+    """Words as numbers, a few for each."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.stack([(words * k % 7).double() for k in range(1, WIDTH + 1)], -1)
+
+
+class Turned(nn.Module):
+    """Vectors of words, which lie in memory otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.table(words.t()).transpose(0, 1)
+
+
+def embedding(**options: Any) -> Callable[[], list[nn.Module]]:
+    return lambda: [nn.Embedding(WORDS, WIDTH, **options)]
+
+
+def half_frozen() -> list[nn.Module]:
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.weight.requires_grad_(False)
+    return [Numbers(), linear]
+
+
+def frozen() -> list[nn.Module]:
+    return [nn.Embedding(WORDS, WIDTH).requires_grad_(False)]
+
+
+def hooked() -> list[nn.Module]:
+    table = nn.Embedding(WORDS, WIDTH)
+    table.weight.register_hook(lambda gradient: 2 * gradient)
+    return [table]
+
+
+FRONTS: dict[str, Callable[[], list[nn.Module]]] = {
+    "words": embedding(),
+    "padded": embedding(padding_idx=3),
+    "by frequency": embedding(scale_grad_by_freq=True),
+    "renormed": embedding(max_norm=1.0),
+    "sparse": embedding(sparse=True),
+    "dropped": lambda: [nn.Embedding(WORDS, WIDTH), nn.Dropout(0.4)],
+    "deep": lambda: [Numbers(), nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, WIDTH)],
+    "batch": lambda: [nn.Sequential(Numbers(), nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 3)))],
+    "turned": lambda: [Turned()],
+    "half frozen": half_frozen,
+    "frozen": frozen,
+    "hooked": hooked,
+}
+
+
+def make(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> tt.Carried:
+    torch.manual_seed(3)
+    layers = [tt.nn.LSTM(WIDTH, 9), tt.nn.GRU(9, WIDTH)]
+    net = nn.Sequential(*front(), *layers, nn.Linear(WIDTH, WORDS if tied else CLASSES)).double()
+    if tied:
+        net[0].weight = net[-1].weight
+    return tt.carry(net)
+
+
+def epoch(net: tt.Carried, gradient: Any, *, zero: bool = True) -> Seen:
+    torch.manual_seed(4)
+    data = [{"inputs": torch.randint(WORDS, (n,)), "targets": torch.randint(CLASSES, (n,))} for n in (57, 23, 31, 40)]
+    seen = Seen([], [], [], [])
+    for update in tt.updates(net, tt.Stream(data, lanes=3, chunk=16), nn.CrossEntropyLoss(), gradient=gradient):
+        seen.losses.append(update.loss)
+        seen.outputs.append(update.outputs)
+        seen.states.extend(leaf.clone() for leaf in tt.state.tensors(update.state))
+        seen.gradients.extend(weight.grad.to_dense().clone() for weight in net.parameters() if weight.grad is not None)
+        with torch.no_grad():
+            for weight in net.parameters():
+                if weight.grad is not None:
+                    weight.sub_(0.05 * weight.grad.to_dense())
+        if zero:
+            net.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_front_learns_what_the_graph_would_teach_it(
+    front: str, policy: Any, zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = epoch(make(FRONTS[front]), policy, zero=zero)
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(found, epoch(make(FRONTS[front]), policy, zero=zero), 1e-12)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_front_may_share_its_weights_with_the_readout(zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = epoch(make(embedding(), tied=True), tt.Truncated(12), zero=zero)
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(found, epoch(make(embedding(), tied=True), tt.Truncated(12), zero=zero), 1e-12)
+
+
+def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = kernel.step
+
+    def short(what: kernel.Whole) -> int:
+        code = true(what)
+        ctypes.memset(what.layers[0].dx, 0, 8 * WIDTH)
+        return code
+
+    monkeypatch.setattr(kernel, "step", short)
+    found = epoch(make(embedding()), tt.Truncated(12))
+    by_graph(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(found, epoch(make(embedding()), tt.Truncated(12)), 1e-4)
+
+
+class Seldom(nn.Module):
+    """Counts its calls, and the steps of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, words: Tensor) -> Tensor:
+        self.seen.append(len(words))
+        return words
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_front_runs_on_the_steps_that_the_graph_would_run_it_on(policy: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    short, plain = Seldom(), Seldom()
+    epoch(make(lambda: [short, nn.Embedding(WORDS, WIDTH)]), policy)
+    assert calls
+    by_graph(monkeypatch)
+    epoch(make(lambda: [plain, nn.Embedding(WORDS, WIDTH)]), policy)
+    assert short.seen == plain.seen
+
+
+class Blown(torch.autograd.Function):
+    """Itself; its gradient overflows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx * float("inf")
+
+
+class Blows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Blown.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def test_a_front_that_alone_overflows_is_named(calls: list[int]) -> None:
+    with pytest.raises(RunError, match=r"the gradient of '1\.weight' is not finite"):
+        epoch(make(lambda: [Numbers(), nn.Linear(WIDTH, WIDTH), Blows()]), tt.Truncated(12))
+    assert len(calls) == 1
+
+
+def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(calls: list[int]) -> None:
+    net = make(lambda: [nn.Embedding(WORDS - 4, WIDTH)])
+    with pytest.raises(IndexError, match="index out of range"):
+        epoch(net, tt.Truncated(12))
+    assert not calls
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+def test_a_front_that_gives_other_steps_on_its_way_is_refused_as_by_the_graph(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def front() -> list[nn.Module]:
+        return [Numbers(), nn.Flatten(0, 1), nn.Unflatten(0, (-1, 3))]
+
+    with pytest.raises(ModelError, match="one output per step and lane"):
+        epoch(make(front), tt.Truncated(12))
+    by_graph(monkeypatch)
+    with pytest.raises(ModelError, match="one output per step and lane"):
+        epoch(make(front), tt.Truncated(12))
+    assert not calls
