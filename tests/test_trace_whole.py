@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from processes import PATIENCE
 from recurrences import needs_kernels
 from test_whole import LAYERS, by_graph, calls, make, recordings
 from throughtime.errors import RunError
@@ -39,7 +41,13 @@ def stacked() -> tt.Carried:
     return tt.carry(nn.Sequential(*layers).double())
 
 
-NETS["stacked"] = stacked
+def fronted() -> tt.Carried:
+    """Behind a front that learns."""
+    torch.manual_seed(3)
+    return tt.carry(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double())
+
+
+NETS |= {"stacked": stacked, "behind a front": fronted}
 
 
 def updates(net: tt.Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
@@ -330,22 +338,24 @@ def test_another_thread_reads_whole_passes() -> None:
     with trace(net, keep=1000) as told:
         train(net)
         train(net)
-    true, net, read, over = [copied(seen) for seen in told.passes], make("lstm"), list[Pass](), threading.Event()
+    true, net, read = [copied(seen) for seen in told.passes], make("lstm"), list[Pass]()
+    over, looking = threading.Event(), threading.Event()
     with trace(net) as told:
 
         def look() -> None:
             while not over.is_set():
                 read.extend(told.passes)
+                if len(read) > 1:
+                    looking.set()
 
         reader = threading.Thread(target=look)
         reader.start()
         try:
-            train(net)
-            train(net)
+            for update, _ in enumerate(chain(updates(net), updates(net))):
+                assert update < 3 or looking.wait(PATIENCE)  # a busy machine may let it begin late
         finally:
             over.set()
             reader.join()
-    assert len(read) > 1
     assert all(any(all(torch.equal(seen[name], norms) for name, norms in one.items()) for one in true) for seen in set(read))
 
 
