@@ -120,6 +120,8 @@ public:
     whole_.dw = maybe(dw), whole_.db = maybe(db);
     whole_.targets = whole_.loss == TT_CROSS_ENTROPY ? static_cast<const void *>(maybe(classes)) : maybe(wanted);
     whole_.mean = maybe(mean);
+    Exact<F> room(tt_whole_room(&whole_));
+    whole_.room = maybe(room);
     return tt_whole_step(&whole_);
   }
 

@@ -125,6 +125,7 @@ class Work:
         self._mean = ctypes.c_double()
         classes = readout.out_features
         self._whole = kernel.Whole(self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean))
+        self._whole.room = self._hold(torch.empty(kernel.room(self._whole), dtype=dtype, device="cpu"))
         self._names += [(self._whole, name, "d" + name) for name in ("w", "b")[: len(list(readout.parameters()))]]
         self._row = lanes * classes, classes, 1  # strides of the outputs
         self._heard: list[Callable[[], object]] = [_nobody] * len(layers)  # weakly: a trace that is over may go

@@ -22,7 +22,7 @@ class Whole(ctypes.Structure):
         ("layers", ctypes.POINTER(Call)),
         *((name, ctypes.c_int32) for name in ("count", "loss", "accumulate")),
         *((name, ctypes.c_int64) for name in ("steps", "classes", "valid")),
-        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs", "dw", "db")),
+        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs", "room", "dw", "db")),
         ("mean", ctypes.POINTER(ctypes.c_double)),
     ]
 
@@ -50,6 +50,18 @@ class Room:
         """The call captures it here from now on."""
         call = self._call
         call.squares, call.entering, call.kept = self._squares, self._entering, self._kept
+
+
+def room(whole: Whole) -> int:
+    """The numbers that it must be given to work with, by its layers and classes."""
+    return int(_room()(whole))
+
+
+@cache
+def _room() -> "ctypes._NamedFuncPointer":
+    function = core().tt_whole_room
+    function.argtypes, function.restype = [ctypes.POINTER(Whole)], ctypes.c_int64
+    return function
 
 
 @cache

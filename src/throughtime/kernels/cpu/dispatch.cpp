@@ -147,6 +147,8 @@ void tt_blas(tt_gemm single_precision, tt_gemm double_precision, tt_gemm half, i
 int64_t tt_saved(const tt_call *call) { return table()->saved(call); }
 int tt_forward(const tt_call *call) { return table()->forward(call); }
 int tt_backward(const tt_call *call) { return table()->backward(call); }
+int64_t tt_whole_room(const tt_whole *whole) { return table()->whole_room(whole); }
+
 int tt_whole_step(const tt_whole *whole) { return table()->whole(whole); }
 double tt_optimize(const tt_optim *optim) { return table()->optimize(optim); }
 }

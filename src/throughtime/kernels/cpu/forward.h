@@ -137,7 +137,7 @@ template <class F, bool HALF> typename Lanes<F, HALF>::Number *projection_of(Are
   for (int64_t u = 0; !arena.failed && u < s.p_blocks; u++) {
     const int64_t there = s.P - u * V < V ? s.P - u * V : V;
     if (there < V) memset(plain, 0, sizeof(F) * V * s.H);
-    turn(plain, V, static_cast<const F *>(w) + u * V * s.H, there, s.H);
+    turn(plain, V, static_cast<const F *>(w) + u * V * s.H, there, s.H, s.H);
     L::pack(packed + u * V * L::depth(s.H), plain, s.H, V);
   }
   return packed;

@@ -30,20 +30,23 @@ constexpr int tile_rows(int vectors) {
 }
 
 // A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors, rows of `to` and of `from` so far apart.
-template <class F> using Multiply = void (*)(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count);
+template <class F> using Multiply = void (*)(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count, const F *next);
 
 // Rows of A that are packed together, [k][GROUP]: a whole number of tiles of any height.
 constexpr int GROUP = 24;
 
-// PACKED: of rows[0][k * GROUP + i]. Unrolled by order, so that sums stay in registers at any level of optimization.
-template <class F, int M, int N, bool PACKED>
-void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count) {
+// How a tile reads: A as it lies; of rows[0][k * GROUP + i]; A as it lies, while a vector of every row at `next` is asked for.
+enum Way { LYING, PACKED, AHEAD };
+
+// Unrolled by order, so that sums stay in registers at any level of optimization.
+template <class F, int M, int N, Way WAY>
+void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count, const F *next) {
   constexpr int V = Vec<F>::N;
-  constexpr int64_t STEP = PACKED ? GROUP : 1;
+  constexpr int64_t STEP = WAY == PACKED ? GROUP : 1;
   vec<F> acc[M][N];
   const F *a[M];
   TT_UNROLL for (int i = 0; i < M; i++) {
-    a[i] = PACKED ? rows[0] + i : rows[i];
+    a[i] = WAY == PACKED ? rows[0] + i : rows[i];
     TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] = load(from + i * from_row + n * V);
   }
   int64_t k = 0;
@@ -57,6 +60,7 @@ void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *c
     TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += more[i][n];
   }
   for (; k < count; k++, b += N * V) {
+    if constexpr (WAY == AHEAD) prefetch(next + k * N * V, 1);
     vec<F> w[N];
     TT_UNROLL for (int n = 0; n < N; n++) w[n] = load(b + n * V);
     TT_UNROLL for (int i = 0; i < M; i++) {
@@ -70,13 +74,13 @@ void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *c
 constexpr int HIGHEST = 8;
 
 // The tile of so many rows and vectors.
-template <class F> Multiply<F> tile_of(int rows, int vectors, bool packed) {
-#define TT_ROW(m, p) {multiply<F, m, 1, p>, multiply<F, m, 2, p>, multiply<F, m, 3, p>, multiply<F, m, (m <= tile_rows(4) ? 4 : 1), p>}
-#define TT_ALL(p) {TT_ROW(1, p), TT_ROW(2, p), TT_ROW(3, p), TT_ROW(4, p), TT_ROW(5, p), TT_ROW(6, p), TT_ROW(7, p), TT_ROW(8, p)}
-  static const Multiply<F> tiles[2][HIGHEST][NV] = {TT_ALL(false), TT_ALL(true)};
+template <class F> Multiply<F> tile_of(int rows, int vectors, Way way) {
+#define TT_ROW(m, w) {multiply<F, m, 1, w>, multiply<F, m, 2, w>, multiply<F, m, 3, w>, multiply<F, m, (m <= tile_rows(4) ? 4 : 1), w>}
+#define TT_ALL(w) {TT_ROW(1, w), TT_ROW(2, w), TT_ROW(3, w), TT_ROW(4, w), TT_ROW(5, w), TT_ROW(6, w), TT_ROW(7, w), TT_ROW(8, w)}
+  static const Multiply<F> tiles[3][HIGHEST][NV] = {TT_ALL(LYING), TT_ALL(PACKED), TT_ALL(AHEAD)};
 #undef TT_ALL
 #undef TT_ROW
-  return tiles[packed][rows - 1][vectors - 1];
+  return tiles[way][rows - 1][vectors - 1];
 }
 
 // What a tile begins with that begins with nothing: as many vectors as a panel has.
@@ -94,11 +98,13 @@ struct Cut { // `whole` in `parts` of at most `most`, as even as can be
 
 // Rows of A anywhere, a panel of B: made (rows, vectors * V) = start + the product, in blocks of the panel that stay in the first cache.
 // `rows`, `made` and `start` begin with tile i0 of `tiles`, which are cut once for all threads: how a row is summed depends on its tile.
-// Rows of `start` are `apart`; it may be `made`, or null: zeros.
+// Rows of `start` are `apart`; it may be `made`, or null: zeros. A long panel is one of many, which no second cache holds: each tile asks
+// for a part of the block that comes next.
 template <class F>
 void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, const F *start,
                     int64_t apart) {
   const int64_t width = vectors * Vec<F>::N, origin = tiles.at(i0);
+  const Way way = k > 2 * NEAR ? AHEAD : LYING;
   if (!start) start = Nothing<F>::zeros, apart = 0;
   for (int64_t k0 = 0; k0 < k; k0 += NEAR) {
     const int64_t length = k - k0 < NEAR ? k - k0 : NEAR;
@@ -107,11 +113,12 @@ void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0,
       const F *here[HIGHEST];
       for (int64_t r = 0; r < there; r++) here[r] = rows[first + r] + k0;
       F *const to = made + first * width;
-      const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), false);
+      const F *const block = panel + k0 * width, *const next = block + length * width + (i - i0) % vectors * Vec<F>::N;
+      const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), way);
       if (k0)
-        multiply_tile(to, width, to, width, here, panel + k0 * width, length);
+        multiply_tile(to, width, to, width, here, block, length, next);
       else
-        multiply_tile(to, width, start + first * apart, apart, here, panel, length);
+        multiply_tile(to, width, start + first * apart, apart, here, block, length, next);
     }
   }
 }
@@ -122,7 +129,7 @@ template <class F> struct Left { // A
 };
 
 // B: row k is `base + row * k`, or `base + row * index[k]`; the first `firsts` rows lie at `first`. Where `skip[k]`, or the index is
-// negative, it is zeros.
+// negative, it is zeros. Or `turned`: B' lies at `base`, its rows so far apart, and nothing else of this; not for bfloat16.
 template <class F> struct Right {
   const F *base;
   int64_t row;
@@ -130,6 +137,7 @@ template <class F> struct Right {
   const F *first = nullptr;
   int64_t firsts = 0;
   const uint8_t *skip = nullptr;
+  bool turned = false;
 
   const F *at(int64_t k) const {
     if (skip && skip[k]) return nullptr;
@@ -147,10 +155,20 @@ template <class F> struct Out { // C
   bool whole = false;  // whether there is room for whole vectors behind the last column
 };
 
+// (rows x columns), rows so far apart, to (columns x rows), whose rows are `apart`.
+template <class F> void turn(F *to, int64_t apart, const F *from, int64_t rows, int64_t columns, int64_t from_apart) {
+  for (int64_t c = 0; c < columns; c++)
+    for (int64_t r = 0; r < rows; r++) to[c * apart + r] = from[r * from_apart + c];
+}
+
 // Rows k0 to k1 of B to [k][width], whole vectors, zeros behind the last column.
 template <class F> void pack_right(F *to, const Right<F> &right, int64_t k0, int64_t k1, int64_t column, int64_t columns, int64_t width) {
   constexpr int V = Vec<F>::N;
   const int64_t there = columns - column < width ? columns - column : width;
+  if (right.turned) {
+    if (there < width) memset(to, 0, sizeof(F) * width * (k1 - k0));
+    return turn(to, width, right.base + column * right.row + k0, there, k1 - k0, right.row);
+  }
   for (int64_t k = k0; k < k1; k++, to += width) {
     const F *from = right.at(k);
     if (!from || there < width) memset(to, 0, sizeof(F) * width);
@@ -216,13 +234,13 @@ void gemm_rows(int64_t m0, int64_t m1, int64_t n, int64_t k, const Left<F> &a, c
             rows[0] = left + (group - m0) * (k1 - k0) + tiles.at(i);
           else
             for (int64_t r = 0; r < rows_there; r++) rows[r] = a.from + (first + r) * a.row + k0;
-          const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(rows_there), static_cast<int>(vectors), packed);
+          const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(rows_there), static_cast<int>(vectors), packed ? PACKED : LYING);
           if (direct) {
             F *const to = c.to + first * c.row + column;
             const F *const from = add ? to : c.start ? c.start + column : Nothing<F>::zeros;
-            multiply_tile(to, c.row, from, add ? c.row : 0, rows, panel, k1 - k0);
+            multiply_tile(to, c.row, from, add ? c.row : 0, rows, panel, k1 - k0, nullptr);
           } else {
-            multiply_tile(made, vectors * V, Nothing<F>::zeros, 0, rows, panel, k1 - k0);
+            multiply_tile(made, vectors * V, Nothing<F>::zeros, 0, rows, panel, k1 - k0, nullptr);
             put(c, made, vectors * V, first, rows_there, column, there, add);
           }
         }

@@ -9,4 +9,4 @@
 #define TT_NAME(level) TT_NAME_(level)
 
 extern const tt_table TT_NAME(TT_LEVEL);
-const tt_table TT_NAME(TT_LEVEL) = {tt::saved, tt::forward, tt::backward, tt::whole, tt::optimize};
+const tt_table TT_NAME(TT_LEVEL) = {tt::saved, tt::forward, tt::backward, tt::whole_room, tt::whole, tt::optimize};

@@ -13,7 +13,9 @@
 namespace tt {
 namespace {
 
-constexpr int64_t TALL = 384;              // rows that a BLAS is given at once
+constexpr int64_t TALL = 384;              // rows that are worked on at once
+constexpr int64_t SIDE = 256;              // of the longer side of a product, that a BLAS is given at once at least
+constexpr int64_t PARTS = 8;               // that it is cut into at most: the other matrix is packed anew for each
 constexpr int64_t WORTH = 4 * 1000 * 1000; // multiplications from which a product is worth a second thread
 constexpr int64_t ROOM = 15;               // rows that a product of bfloat16 may write behind the last one
 
@@ -45,8 +47,17 @@ private:
   int count_ = 0;
 };
 
-// By the BLAS that torch has brought, column by column: C' = B' A'. Rows of B that lie apart are copied first. In blocks of rows on one
-// thread each, whatever their number: it would cut, and so round, otherwise for another one.
+// A side of a product in 1, 2, 4 or 8 parts, whole tiles of a BLAS but for the last.
+struct Parts {
+  int64_t side, grain, parts = 1;
+  Parts(int64_t side_, int64_t grain_) : side(side_), grain(grain_) {
+    while (parts < PARTS && side >= 2 * parts * SIDE) parts *= 2;
+  }
+  int64_t at(int64_t part) const { return part == parts ? side : (side / grain) * part / parts * grain; }
+};
+
+// By the BLAS that torch has brought, column by column: C' = B' A'. Rows of B that lie apart are copied first. The longer side is cut in
+// parts on one thread each, whatever their number: the BLAS would cut, and so round, otherwise for another one.
 template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c) {
   const tt_gemm blas = __atomic_load_n(tt_torch_gemm + (sizeof(F) == 8), __ATOMIC_RELAXED);
   const bool turned = a.row == 1 && a.step != 1;
@@ -64,16 +75,18 @@ template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t 
     else
       memset(copied + i * n, 0, sizeof(F) * n);
   }
-  const Cut parts(m, TALL);
+  const bool wide = n > m;
+  const Parts parts(wide ? n : m, wide ? 48 : 8);
   share(threads, parts.parts, [&](int64_t part) {
-    const int64_t m0 = parts.at(part), m1 = parts.at(part + 1);
-    for (int64_t i = m0; c.start && !c.add && i < m1; i++) memcpy(c.to + i * c.row, c.start, sizeof(F) * n);
-    const int rows = static_cast<int>(m1 - m0), columns = static_cast<int>(n), depth = static_cast<int>(k), of_a = static_cast<int>(lda);
+    const int64_t from = parts.at(part), to = parts.at(part + 1), m0 = wide ? 0 : from, m1 = wide ? m : to, n0 = wide ? from : 0, n1 = wide ? to : n;
+    for (int64_t i = m0; c.start && !c.add && i < m1; i++) memcpy(c.to + i * c.row + n0, c.start + n0, sizeof(F) * (n1 - n0));
+    const int rows = static_cast<int>(m1 - m0), columns = static_cast<int>(n1 - n0), depth = static_cast<int>(k), of_a = static_cast<int>(lda);
     const int of_b = static_cast<int>(apart ? n : right.row), of_c = static_cast<int>(c.row);
     const F one = 1, keep = c.add || c.start ? F(1) : F(0);
+    const F *const b = apart ? copied + n0 : right.base + (right.turned ? n0 * right.row : n0);
     const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
-    blas("N", turned ? "T" : "N", &columns, &rows, &depth, &one, apart ? copied : right.base, &of_b, a.from + m0 * a.row, &of_a, &keep,
-         c.to + m0 * c.row, &of_c);
+    blas(right.turned ? "T" : "N", turned ? "T" : "N", &columns, &rows, &depth, &one, b, &of_b, a.from + m0 * a.row, &of_a, &keep,
+         c.to + m0 * c.row + n0, &of_c);
     if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
   });
   return true;
@@ -128,12 +141,6 @@ void gemm(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const 
     const int64_t m1 = parts.at(i + 1) * GROUP;
     gemm_rows<F>(parts.at(i) * GROUP, m1 < m ? m1 : m, n, k, a, right, c, scratch + i * each);
   });
-}
-
-// (rows x columns) to (columns x rows), rows apart by `apart`.
-template <class F> void turn(F *to, int64_t apart, const F *from, int64_t rows, int64_t columns) {
-  for (int64_t c = 0; c < columns; c++)
-    for (int64_t r = 0; r < rows; r++) to[c * apart + r] = from[r * columns + c];
 }
 
 // Consecutive tiles of lanes.

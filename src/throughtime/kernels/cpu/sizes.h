@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t BLOCK = 512 * 1024;     // bytes of gates that a block of steps takes, within the second cache
 constexpr int64_t LEAST = 384;            // rows that it takes even so: each panel of weights is packed once for all of them
+constexpr int64_t BEYOND = 2048 * 1024;   // bytes of so many rows that are in no second cache: twice as many then
 constexpr int64_t NARROW = 512 * 1024;     // bytes of the inputs' weights up to which they are read again at every step, from the second cache
 
 enum Cell { LSTM, GRU, RNN };
@@ -49,7 +50,8 @@ template <class F, Cell CELL> struct Sizes {
         p_blocks((P + V - 1) / V), Pp(p_blocks * V), Dp((D + V - 1) / V * V), K(G * H), Nc((K + V - 1) / V * V), Np(Hp * G),
         Ns(Np + (Np * sizeof(F) % 1024 ? 0 : V)), block(BLOCK / (int64_t(sizeof(F)) * B * Np)), threads(call.threads),
         joined(B >= ROWS && D * Np * int64_t(sizeof(F)) <= NARROW) {
-    if (block * B < LEAST) block = (LEAST + B - 1) / B;
+    const int64_t least = LEAST * Np * int64_t(sizeof(F)) > BEYOND ? 2 * LEAST : LEAST;
+    if (block * B < least) block = (least + B - 1) / B;
     if (block > T) block = T;
   }
   int64_t numbers() const { return CELL == RNN ? 0 : T * B * (Np + Hp); }
@@ -72,7 +74,7 @@ template <class F, Cell CELL> void arrange(F *to, const Sizes<F, CELL> &s, const
     const int64_t width = s.column(end) - s.column(panel), there = s.column(u + 1) - s.column(u);
     F *const base = to + s.column(panel) * k + s.column(u) - s.column(panel);
     const int part = s.part(u);
-    for (int g = 0; g < G; g++) turn(base + g * part, width, w + (g * s.H + u * V) * k, part, k);
+    for (int g = 0; g < G; g++) turn(base + g * part, width, w + (g * s.H + u * V) * k, part, k, k);
     for (int64_t j = 0; j < k && G * part < there; j++) memset(base + j * width + G * part, 0, sizeof(F) * (there - G * part));
   }
 }

@@ -6,6 +6,7 @@ struct tt_table {
   int64_t (*saved)(const tt_call *);
   int (*forward)(const tt_call *);
   int (*backward)(const tt_call *);
+  int64_t (*whole_room)(const tt_whole *);
   int (*whole)(const tt_whole *);
   double (*optimize)(const tt_optim *);
 };

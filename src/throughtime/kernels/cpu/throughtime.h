@@ -57,9 +57,12 @@ typedef struct {
   const void *targets;           // (steps, B) int64, or (steps, B, C)
   const uint8_t *mask;           // (steps, B), null: all count
   void *outputs;                 // (steps, B, C)
+  void *room;                    // tt_whole_room numbers to work with; who keeps them spares the system's clearing of fresh memory
   void *dw, *db;
   double *mean;                  // the loss
 } tt_whole;
+// The numbers that `room` must hold, by layers and classes.
+TT_EXPORT int64_t tt_whole_room(const tt_whole *whole);
 // 0, or a fault: TT_NO_CLASS leaves everything as it was, TT_NOT_FINITE is said of gradients that are written.
 TT_EXPORT int tt_whole_step(const tt_whole *whole);
 
@@ -93,7 +96,7 @@ typedef struct {
 TT_EXPORT double tt_optimize(const tt_optim *optim);
 
 // Of this interface: one more whenever a structure or a call changes; VERSION in library.py is to be the same.
-#define TT_VERSION 4
+#define TT_VERSION 5
 TT_EXPORT int tt_version(void);
 // The instruction set that runs: "v4", "v3", "v2" or "base". `tt_use` takes another one that the processor has; 0 if it has not.
 TT_EXPORT const char *tt_level(void);

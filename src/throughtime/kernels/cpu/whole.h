@@ -16,74 +16,101 @@ namespace {
 
 template <class F> struct Reading { // sizes and memory of the readout
   int64_t rows, P, C, Cp, lead; // rows that may count; those of the steps before them
-  F *z, *w, *bias, *scratch;
+  F *dz, *scratch;              // the gradient of the outputs (rows, Cp), anything behind the last class
+  double *losses;               // of each row
   int64_t each;
   int threads;
 };
 
-// The loss of one row, z turned into its gradient times N. Classes behind the last stay zero.
-template <class F> double cross_entropy(F *z, int64_t C, int64_t Cp, int64_t target) {
+// Adds the biases to a row of outputs.
+template <class F> void add_bias(F *z, const F *bias, int64_t count) {
   constexpr int V = Vec<F>::N;
-  F most = z[0];
-  for (int64_t c = 1; c < C; c++) most = z[c] > most ? z[c] : most;
-  const double at_target = z[target];
-  vec<F> sums = {};
-  for (int64_t c = 0; c < Cp; c += V) { // exp(-80) of a sum of at least 1 is lost in rounding
-    const vec<F> far = load(z + c) - most;
+  int64_t c = 0;
+  for (; c + V <= count; c += V) store<F>(z + c, load(z + c) + load(bias + c));
+  for (; c < count; c++) z[c] += bias[c];
+}
+
+// The largest number of a row.
+template <class F> F largest(const F *z, int64_t count) {
+  constexpr int V = Vec<F>::N;
+  vec<F> all_of = all<F>(z[0]);
+  int64_t c = 0;
+  for (; c + V <= count; c += V) {
+    const vec<F> here = load(z + c);
+    all_of = here > all_of ? here : all_of;
+  }
+  F part[V], most = z[0];
+  store<F>(part, all_of);
+  for (int i = 0; i < V; i++) most = part[i] > most ? part[i] : most;
+  for (; c < count; c++) most = z[c] > most ? z[c] : most;
+  return most;
+}
+
+// The loss of one row, and its gradient times `share`.
+template <class F> double cross_entropy(F *dz, const F *z, int64_t C, int64_t target, double share) {
+  constexpr int V = Vec<F>::N;
+  const F most = largest(z, C);
+  const auto exponential = [&](vec<F> at) { // exp(-80) of a sum of at least 1 is lost in rounding
+    const vec<F> far = at - most;
     const Power<F> e = power<F>(far < -2 * Vec<F>::SIGMOID_END ? all<F>(-2 * Vec<F>::SIGMOID_END) : far);
-    vec<F> p = e.rest * e.scale + e.scale;
-    if (C - c < V) {
-      F part[V];
-      store<F>(part, p);
-      for (int64_t x = C - c; x < V; x++) part[x] = 0;
-      p = load(part);
-    }
-    store<F>(z + c, p);
+    return e.rest * e.scale + e.scale;
+  };
+  vec<F> sums = {};
+  int64_t c = 0;
+  for (; c + V <= C; c += V) {
+    const vec<F> p = exponential(load(z + c));
+    store<F>(dz + c, p);
+    sums += p;
+  }
+  if (c < C) {
+    const int rest = static_cast<int>(C - c);
+    const vec<F> p = first<F>(exponential(load_part(z + c, rest)), rest);
+    store<F>(dz + c, p);
     sums += p;
   }
   F part[V];
   store<F>(part, sums);
   double sum = 0;
   for (int i = 0; i < V; i++) sum += static_cast<double>(part[i]);
-  const F scale = static_cast<F>(1 / sum);
-  for (int64_t c = 0; c < Cp; c += V) store<F>(z + c, load(z + c) * scale);
-  z[target] -= F(1);
-  return log(sum) + static_cast<double>(most) - at_target;
+  const F scale = static_cast<F>(share / sum);
+  for (c = 0; c < C; c += V) store<F>(dz + c, load(dz + c) * scale);
+  dz[target] -= static_cast<F>(share);
+  return log(sum) + static_cast<double>(most) - static_cast<double>(z[target]);
 }
 
-template <class F> double squared(F *z, int64_t C, const F *target) {
+template <class F> double squared(F *dz, const F *z, int64_t C, const F *target, double share) {
+  const F scale = static_cast<F>(share);
   double sum = 0;
   for (int64_t c = 0; c < C; c++) {
     const F off = z[c] - target[c];
     sum += static_cast<double>(off) * static_cast<double>(off);
-    z[c] = F(2) * off / static_cast<F>(C);
+    dz[c] = F(2) * off / static_cast<F>(C) * scale;
   }
   return sum / static_cast<double>(C);
 }
 
-// Outputs and the loss; z becomes the gradient of the loss.
+// Outputs and the loss, and its gradient.
 template <class F> double read_out(const tt_whole &whole, const Reading<F> &r, const F *y) {
-  for (int64_t c = 0; c < r.Cp; c += Vec<F>::N) {
-    const int part = static_cast<int>(r.C - c < Vec<F>::N ? r.C - c : Vec<F>::N);
-    turn(r.w + c, r.Cp, static_cast<const F *>(whole.w) + c * r.P, part, r.P);
-  }
-  if (whole.b) memcpy(r.bias, whole.b, sizeof(F) * r.C);
-  gemm<F>(r.threads, r.rows, r.C, r.P, {y, r.P, 1}, {r.w, r.Cp}, {r.z, r.Cp, r.bias, false, true}, r.scratch, r.each);
-  for (int64_t i = 0; i < r.rows; i++) memcpy(static_cast<F *>(whole.outputs) + i * r.C, r.z + i * r.Cp, sizeof(F) * r.C);
-  double loss = 0;
-  const F scale = static_cast<F>(1 / static_cast<double>(whole.valid));
-  for (int64_t i = 0; i < r.rows; i++) {
-    F *const z = r.z + i * r.Cp;
-    if (whole.mask && !whole.mask[i]) {
-      memset(z, 0, sizeof(F) * r.Cp);
-      continue;
+  F *const z = static_cast<F *>(whole.outputs);
+  Right<F> w = {static_cast<const F *>(whole.w), r.P};
+  w.turned = true;
+  gemm<F>(r.threads, r.rows, r.C, r.P, {y, r.P, 1}, w, {z, r.C, nullptr, false}, r.scratch, r.each);
+  const double share_of_row = 1 / static_cast<double>(whole.valid);
+  const Cut parts(r.rows, TALL);
+  share(r.threads, parts.parts, [&](int64_t part) {
+    for (int64_t i = parts.at(part); i < parts.at(part + 1); i++) {
+      F *const dz = r.dz + i * r.Cp, *const row = z + i * r.C;
+      if (whole.b) add_bias(row, static_cast<const F *>(whole.b), r.C);
+      if (whole.mask && !whole.mask[i])
+        memset(dz, 0, sizeof(F) * r.Cp), r.losses[i] = 0;
+      else if (whole.loss == TT_CROSS_ENTROPY)
+        r.losses[i] = cross_entropy<F>(dz, row, r.C, static_cast<const int64_t *>(whole.targets)[i], share_of_row);
+      else
+        r.losses[i] = squared<F>(dz, row, r.C, static_cast<const F *>(whole.targets) + i * r.C, share_of_row);
     }
-    if (whole.loss == TT_CROSS_ENTROPY)
-      loss += cross_entropy<F>(z, r.C, r.Cp, static_cast<const int64_t *>(whole.targets)[i]);
-    else
-      loss += squared<F>(z, r.C, static_cast<const F *>(whole.targets) + i * r.C);
-    for (int64_t c = 0; c < r.Cp; c += Vec<F>::N) store<F>(z + c, load(z + c) * scale);
-  }
+  });
+  double loss = 0;
+  for (int64_t i = 0; i < r.rows; i++) loss += r.losses[i];
   return loss / static_cast<double>(whole.valid);
 }
 
@@ -103,20 +130,25 @@ template <class F> bool all_finite(const void *of, int64_t count) {
   return rest == 0;
 }
 
+// Classes in whole vectors of the widest instruction set: what is kept for one fits another.
+template <class F> int64_t padded(const tt_whole &whole) { return (whole.classes * int64_t(sizeof(F)) + 63) / 64 * 64 / int64_t(sizeof(F)); }
+
+template <class F> int64_t room_of(const tt_whole &whole) { return whole.layers->steps * whole.layers->lanes * padded<F>(whole); }
+
+int64_t whole_room(const tt_whole *call) { return call->layers->type == TT_F64 ? room_of<double>(*call) : room_of<float>(*call); }
+
 template <class F> int whole_of(const tt_whole &whole) {
   const tt_call &top = whole.layers[whole.count - 1];
   const int64_t all_rows = top.steps * top.lanes;
   Reading<F> r = {};
   r.rows = whole.steps * top.lanes, r.lead = all_rows - r.rows;
-  r.P = top.outputs, r.C = whole.classes, r.Cp = (r.C + Vec<F>::N - 1) / Vec<F>::N * Vec<F>::N;
+  r.P = top.outputs, r.C = whole.classes, r.Cp = padded<F>(whole), r.dz = static_cast<F *>(whole.room);
   r.threads = r.rows * r.P * r.C < WORTH ? 1 : top.threads;
   const int64_t *const targets = static_cast<const int64_t *>(whole.targets);
   for (int64_t i = 0; whole.loss == TT_CROSS_ENTROPY && i < r.rows; i++)
     if ((!whole.mask || whole.mask[i]) && (targets[i] < 0 || targets[i] >= r.C)) return TT_NO_CLASS;
   Arena arena;
-  r.z = arena.zeros<F>(r.rows * r.Cp);
-  r.w = arena.zeros<F>(r.P * r.Cp);
-  r.bias = arena.zeros<F>(r.Cp);
+  r.losses = arena.take<double>(r.rows);
   F *const sums = arena.zeros<F>(r.Cp);
   r.each = gemm_scratch<F>(r.C, true);
   r.scratch = arena.take<F>(r.each * (r.threads > 1 ? r.threads : 1));
@@ -126,16 +158,16 @@ template <class F> int whole_of(const tt_whole &whole) {
     if (forward_as<F>(whole.layers[i])) return TT_NO_MEMORY;
   const F *const y = static_cast<const F *>(top.y) + r.lead * r.P;
   *whole.mean = read_out<F>(whole, r, y);
-  gemm<F>(r.threads, r.C, r.P, r.rows, {r.z, 1, r.Cp}, {y, r.P}, {static_cast<F *>(whole.dw), r.P, nullptr, whole.accumulate != 0}, r.scratch,
+  gemm<F>(r.threads, r.C, r.P, r.rows, {r.dz, 1, r.Cp}, {y, r.P}, {static_cast<F *>(whole.dw), r.P, nullptr, whole.accumulate != 0}, r.scratch,
           r.each);
-  add_columns(sums, r.z, r.rows, r.Cp, r.Cp);
+  add_columns(sums, r.dz, r.rows, r.Cp, r.Cp);
   for (int64_t c = 0; whole.db && c < r.C; c++) {
     F *const db = static_cast<F *>(whole.db) + c;
     *db = (whole.accumulate ? *db : F(0)) + sums[c];
   }
   F *const dy = const_cast<F *>(static_cast<const F *>(top.dy));
   memset(dy, 0, sizeof(F) * r.lead * r.P);
-  gemm<F>(r.threads, r.rows, r.P, r.C, {r.z, r.Cp, 1}, {static_cast<const F *>(whole.w), r.P}, {dy + r.lead * r.P, r.P, nullptr, false}, r.scratch,
+  gemm<F>(r.threads, r.rows, r.P, r.C, {r.dz, r.Cp, 1}, {static_cast<const F *>(whole.w), r.P}, {dy + r.lead * r.P, r.P, nullptr, false}, r.scratch,
           r.each);
   for (int32_t i = whole.count - 1; i >= 0; i--)
     if (backward_as<F>(whole.layers[i])) return TT_NO_MEMORY;
