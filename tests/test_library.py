@@ -175,7 +175,7 @@ import torch
 from test_library import who_runs
 from throughtime.kernels import library as loader
 from throughtime.kernels.layer import Weights
-from throughtime.kernels.recurrent import forward
+from throughtime.kernels.recurrent import Given, forward
 
 def tasks():
     return set(map(int, os.listdir("/proc/self/task")))
@@ -188,7 +188,7 @@ assert os.getpid() in pool and len(pool) >= 2, pool
 parallel = loader._parallel()
 ran = who_runs(parallel)
 assert len(ran) == 2 and ran <= pool, (ran, pool)
-forward("gru", x, h, None, weights, None, x.dtype, keep=True)
+forward(Given("gru", x.dtype, x, h, None, weights, None), keep=True)
 assert tasks() == pool, (tasks(), pool)
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].rsplit("/", 1)[-1]}
 assert len(maps) == 1, maps
@@ -212,18 +212,19 @@ FORKED = r"""
 import os, signal
 import torch
 from throughtime.kernels.layer import Weights
-from throughtime.kernels.recurrent import forward
+from throughtime.kernels.recurrent import Given, forward
 
 torch.set_num_threads(2)
 x, h, weights = torch.randn(64, 64, 256), torch.zeros(64, 256), Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
-before = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0]  # the pool is there, with a thread that the child will not have
+given = Given("gru", x.dtype, x, h, None, weights, None)
+before = forward(given, keep=False)[0]  # the pool is there, with a thread that the child will not have
 child = os.fork()
 if not child:
     signal.alarm(60)
-    same = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0].numpy() == before.numpy()  # torch's own comparison would hang
+    same = forward(given, keep=False)[0].numpy() == before.numpy()  # torch's own comparison would hang
     os._exit(0 if same.all() and len(os.listdir("/proc/self/task")) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-again = forward("gru", x, h, None, weights, None, x.dtype, keep=False)[0]
+again = forward(given, keep=False)[0]
 print(torch.equal(again, before))
 """
 

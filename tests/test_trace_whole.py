@@ -47,7 +47,7 @@ def fronted() -> tt.Carried:
     return tt.carry(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double())
 
 
-NETS |= {"stacked": stacked, "behind a front": fronted}
+NETS["stacked"], NETS["behind a front"] = stacked, fronted
 
 
 def updates(net: tt.Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:

@@ -3,10 +3,10 @@
 What such an update spends outside arithmetic, a graph and some fifteen operators, is more than the arithmetic of a small net: LSTM of 50
 units, one lane, 100 steps. So `tt.updates` takes this way by itself where a user could tell no difference: an `nn.Sequential` of
 `tt.nn` layers and an `nn.Linear`, behind a front that carries nothing; `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults; no
-hooks on modules or parameters of layers and readout, no ties among them, no autocast, no doctor or profiler that looks on. The front,
-an `nn.Embedding` perhaps, runs as ever: where it has weights, autograd takes them the gradient of what the first layer saw. A trace is
-told what the kernels capture. The gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its nodes, or on tensors that
-it saves. Buffers are kept from one update to the next, for as long as the net lives.
+hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast, no doctor or profiler that looks on. A
+front with weights, an `nn.Embedding` perhaps, learns by autograd, from the gradient of what the first layer saw. A trace is told what
+the kernels capture. The gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its
+nodes, or on tensors that it saves. Buffers are kept from one update to the next, for as long as the net lives.
 
 What a user can change between two updates is looked at in every one; what follows from it is laid out once.
 

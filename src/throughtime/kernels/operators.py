@@ -102,7 +102,8 @@ def _forward(
         y, h_end, c_end = reference.run(cast(Kind, kind), x, h, c, weights, resets, x.dtype)
         saved = x.new_empty(0)
     else:
-        y, h_end, c_end, saved = recurrent.forward(cast(Kind, kind), x, h, c, weights, resets, _products(x, rounded), keep=keep)
+        given = recurrent.Given(cast(Kind, kind), _products(x, rounded), x, h, c, weights, resets)
+        y, h_end, c_end, saved = recurrent.forward(given, keep=keep)
     return y, h_end, x.new_empty(0) if c_end is None else c_end, saved
 
 
@@ -154,10 +155,10 @@ def _backward(
     rounded: bool = False,
 ) -> list[Tensor]:
     """Gradients of x, h, c, ih, hh, b_ih, b_hh and hr, those that are needed."""
-    weights = Weights(ih, hh, b_ih, b_hh, hr)
+    given = recurrent.Given(cast(Kind, kind), _products(x, rounded), x, h, c, Weights(ih, hh, b_ih, b_hh, hr), resets)
     if not saved.numel():  # of an exported program, which is not made to be trained
-        y, _, _, saved = recurrent.forward(cast(Kind, kind), x, h, c, weights, resets, _products(x, rounded), keep=True)
-    found = recurrent.backward(cast(Kind, kind), x, h, c, weights, resets, y, saved, dy, dh, dc, needs, _products(x, rounded))
+        y, _, _, saved = recurrent.forward(given, keep=True)
+    found = recurrent.backward(given, y, saved, (dy, dh, dc), needs)
     return [gradient for gradient in found if gradient is not None]
 
 

@@ -75,67 +75,68 @@ def run(
     Raises:
         MemoryError: there is no room for what the backward pass needs.
     """
-    products = products_in(x.dtype, x.shape[1])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, h, c, *weights)):
-        y, h_end, c_end = _Recurrent.apply(kind, seen, products, x, h, c, *weights, resets)
+    given = Given(kind, products_in(x.dtype, x.shape[1]), x, h, c, weights, resets)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.leaves):
+        y, h_end, c_end = _Recurrent.apply(kind, seen, given.products, x, h, c, *weights, resets)
         return y, h_end, c_end
-    y, h_end, c_end, _ = forward(kind, x, h, c, weights, resets, products, keep=False)
+    y, h_end, c_end, _ = forward(given, keep=False)
     return y, h_end, c_end
 
 
-def forward(
-    kind: Kind,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: Weights,
-    resets: Tensor | None,
-    products: torch.dtype,
-    *,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+class Given(NamedTuple):
+    """What both passes of a layer are given, as `run` is; `products` the type that both sides of every product are rounded to."""
+
+    kind: Kind
+    products: torch.dtype
+    x: Tensor
+    h: Tensor
+    c: Tensor | None
+    weights: Weights
+    resets: Tensor | None
+
+    @property
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """What may need a gradient: x, h, c and the weights."""
+        return self.x, self.h, self.c, *self.weights
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The first fields of a `Call`."""
+        return KINDS[self.kind], PRODUCTS[self.products], *self.x.shape, self.weights.hidden, self.weights.hh.shape[1]
+
+    def contiguous(self) -> list[Tensor | None]:
+        """The tensors, as a `Call` points to them."""
+        return _contiguous(*self.leaves, self.resets)
+
+
+def forward(given: Given, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Outputs, the state after them, and what the backward pass needs if it is to be kept (else an empty tensor)."""
-    steps, lanes, inputs = x.shape
-    hidden, outputs = weights.hidden, weights.hh.shape[1]
-    sizes = (KINDS[kind], PRODUCTS[products], steps, lanes, inputs, hidden, outputs)
+    x, sizes = given.x, given.sizes
+    steps, lanes, _, hidden, outputs = sizes[2:]
     y, h_end = x.new_empty((steps, lanes, outputs)), x.new_empty((lanes, outputs))  # on the CPU, whatever the default device
-    c_end = None if c is None else x.new_empty((lanes, hidden))
+    c_end = None if given.c is None else x.new_empty((lanes, hidden))
     saved = x.new_empty(saved_numbers(*sizes) if keep else 0)
-    given = _contiguous(x, h, c, *weights, resets)
+    read = given.contiguous()
     made = (y, h_end, c_end, saved if keep else None)
-    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, given), *map(_pointer, made))
+    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, read), *map(_pointer, made))
     check(core().tt_forward(call))
     return y, h_end, c_end, saved
 
 
 def backward(
-    kind: Kind,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: Weights,
-    resets: Tensor | None,
-    y: Tensor,
-    saved: Tensor,
-    dy: Tensor | None,
-    dh: Tensor | None,
-    dc: Tensor | None,
-    needs: Sequence[bool],
-    products: torch.dtype,
-    captured: Tensor | None = None,
+    given: Given, y: Tensor, saved: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], captured: Tensor | None = None
 ) -> Gradients:
-    """The gradients of `x`, `h`, `c` and the weights that `needs` asks for, in this order; None for the others.
+    """The gradients of `given.leaves` that `needs` asks for, in this order; None for the others.
 
-    `products` are those of the forward pass. `captured`, made by `room_for`, takes what `Captured.of` finds in it.
+    `grads` are those of outputs, h and c after the last step, None for zeros. `captured`, made by `room_for`, takes what `Captured.of`
+    finds in it.
     """
-    steps, lanes, inputs = x.shape
-    sizes = (KINDS[kind], PRODUCTS[products], steps, lanes, inputs, weights.hidden, weights.hh.shape[1])
-    wanted = tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in zip((x, h, c, *weights), needs, strict=True))
-    given = _contiguous(x, h, c, *weights, resets)
-    after = _contiguous(dy, dh, dc)
+    sizes = given.sizes
+    wanted = tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in zip(given.leaves, needs, strict=True))
+    read, after = given.contiguous(), _contiguous(*grads)
     made = (y, None, None, saved)
-    seen = () if captured is None else _places(kind, captured, steps, lanes)
-    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, (*given, *made, *after, *wanted)), *seen)
+    seen = () if captured is None else _places(given.kind, captured, *sizes[2:4])
+    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, (*read, *made, *after, *wanted)), *seen)
     check(core().tt_backward(call))
     return wanted
 
@@ -185,45 +186,35 @@ class _Recurrent(torch.autograd.Function):
     def forward(
         ctx: Any, kind: Kind, seen: Seen | None, products: torch.dtype, x: Tensor, h: Tensor, c: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        *given, resets = rest
-        y, h_end, c_end, saved = forward(kind, x, h, c, Weights(*given), resets, products, keep=True)
+        *weights, resets = rest
+        y, h_end, c_end, saved = forward(Given(kind, products, x, h, c, Weights(*weights), resets), keep=True)
         ctx.kind, ctx.seen, ctx.products = kind, seen, products  # autocast is left before the backward pass as a rule
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, h, c, *given, resets, y, saved)
+        ctx.save_for_backward(x, h, c, *weights, resets, y, saved)
         return y, h_end, c_end
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, h, c, *given, resets, y, saved = ctx.saved_tensors
-        kind: Kind = ctx.kind
+        x, h, c, *weights, resets, y, saved = ctx.saved_tensors
         seen: Seen | None = ctx.seen
-        products: torch.dtype = ctx.products
+        given = Given(ctx.kind, ctx.products, x, h, c, Weights(*weights), resets)
         needs, again = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
-        definition = kind, (x, h, c, *given), resets, grads, needs, products
         if (again and seen is None) or any(g is not None and _batched(g) for g in grads):
-            return None, None, None, *_by_reference(*definition), None
-        weights, (dy, dh, dc) = Weights(*given), grads
-        captured = None if seen is None else room_for(kind, x.shape[0], x.shape[1], weights.hidden)
-        found = backward(kind, x, h, c, weights, resets, y, saved, dy, dh, dc, needs, products, captured)
+            return None, None, None, *_by_reference(given, grads, needs), None
+        captured = None if seen is None else room_for(given.kind, x.shape[0], x.shape[1], given.weights.hidden)
+        found = backward(given, y, saved, grads, needs, captured)
         if seen is not None and captured is not None:
             seen(captured, h, y)
-        return None, None, None, *(_by_reference(*definition) if again else found), None
+        return None, None, None, *(_by_reference(given, grads, needs) if again else found), None
 
 
-def _by_reference(
-    kind: Kind,
-    given: Sequence[Tensor | None],
-    resets: Tensor | None,
-    grads: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    products: torch.dtype,
-) -> Gradients:
+def _by_reference(given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> Gradients:
     """The same gradients, with a graph if one is being recorded, by the recurrence written out."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        mine = [None if t is None else t if again else t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+        mine = [None if t is None else t if again else t.detach().requires_grad_(need) for t, need in zip(given.leaves, needs, strict=True)]
         x, h, c, *weights = mine
-        made = reference.run(kind, x, h, c, Weights(*weights), resets, products)  # pyright: ignore[reportArgumentType]  # x and h are never None
+        made = reference.run(given.kind, x, h, c, Weights(*weights), given.resets, given.products)  # pyright: ignore[reportArgumentType]  # x and h are never None
         pairs = [(m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None]
         asked = [t for t, need in zip(mine, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad([m for m, _ in pairs], asked, [g for _, g in pairs], create_graph=again, allow_unused=True))
