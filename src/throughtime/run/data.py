@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.run.framed import Framed, FrameEnds
+from throughtime.run.framed import Framed
 from throughtime.run.labels import Kind
 from throughtime.run.manifest import Files
 from throughtime.stream.formats.csv_fields import is_number
@@ -56,7 +56,7 @@ class Numeric:
 
 
 def _columns_of(rows: Rows) -> tuple[str, ...]:
-    if isinstance(rows, (Framed, FrameEnds, Kind)):
+    if isinstance(rows, (Framed, Kind)):
         return _columns_of(rows.rows)
     if isinstance(rows, Every):
         return _columns_of(rows.labels)

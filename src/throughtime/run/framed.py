@@ -27,23 +27,15 @@ class Framed:
         return len(self.rows) // self.frame
 
     def read(self, start: int, stop: int) -> Array:
-        rows = self.rows.read(start * self.frame, min(stop, len(self)) * self.frame)
+        rows = self._rows(start, stop)
         return rows.reshape(len(rows) // self.frame, -1)
 
+    def _rows(self, start: int, stop: int) -> Array:
+        return self.rows.read(start * self.frame, min(stop, len(self)) * self.frame)
 
-@dataclass(frozen=True)
-class FrameEnds:
+
+class FrameEnds(Framed):
     """Of every `frame` rows the last one."""
 
-    rows: Rows
-    frame: int
-
-    @property
-    def where(self) -> str:
-        return self.rows.where
-
-    def __len__(self) -> int:
-        return len(self.rows) // self.frame
-
     def read(self, start: int, stop: int) -> Array:
-        return self.rows.read(start * self.frame, min(stop, len(self)) * self.frame)[self.frame - 1 :: self.frame]
+        return self._rows(start, stop)[self.frame - 1 :: self.frame]
