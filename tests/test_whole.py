@@ -1,5 +1,6 @@
 """An update in one call gives what the graph gives, and is made only where nobody could tell the difference."""
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -157,6 +158,17 @@ def test_gradients_are_added_to_those_that_are_there(calls: list[int], monkeypat
     assert calls
     by_graph(monkeypatch)
     assert_same(found, epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False), 1e-12)
+
+
+@pytest.mark.parametrize("at", [1e30, -1e30])
+def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(at: float, calls: list[int]) -> None:
+    net = make("gru")
+    *_, readout = net.module.children()
+    assert isinstance(readout, nn.Linear)
+    nn.init.zeros_(readout.weight)
+    nn.init.constant_(readout.bias, at)
+    assert epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12)).losses[0] == pytest.approx(math.log(4))
+    assert calls
 
 
 def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

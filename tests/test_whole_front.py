@@ -162,6 +162,129 @@ def test_a_front_runs_on_the_steps_that_the_graph_would_run_it_on(policy: Any, c
     assert short.seen == plain.seen
 
 
+class Meddler(nn.Module):
+    """Words as vectors; does something to the readout whenever it runs."""
+
+    def __init__(self, does: Callable[[nn.Linear], object]) -> None:
+        super().__init__()
+        self.table, self.does, self.readout, self.runs = nn.Embedding(WORDS, WIDTH), does, list[nn.Linear](), 0
+
+    def forward(self, words: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.does(self.readout[0])
+            self.runs += 1
+        return self.table(words)
+
+
+def replace(readout: nn.Linear) -> None:
+    readout.weight = nn.Parameter(torch.linspace(-1, 1, readout.weight.numel(), dtype=torch.float64).view_as(readout.weight))
+
+
+def clear(readout: nn.Linear) -> None:
+    readout.weight.grad = None
+
+
+def freeze(readout: nn.Linear) -> None:
+    readout.weight.requires_grad_(False)
+
+
+def hook(readout: nn.Linear) -> None:
+    if not readout.weight._backward_hooks:
+        readout.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def double(readout: nn.Linear) -> None:
+    if not readout._forward_hooks:
+        readout.register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def shrink(readout: nn.Linear) -> None:
+    readout.weight.data = readout.weight.data[:, : WIDTH - 1]
+
+
+def meddled(does: Callable[[nn.Linear], object]) -> tuple[tt.Carried, Meddler]:
+    net = make(lambda: [Meddler(does)])
+    meddler, *_, readout = net.module.children()
+    assert isinstance(meddler, Meddler)
+    assert isinstance(readout, nn.Linear)
+    meddler.readout.append(readout)
+    return net, meddler
+
+
+@pytest.mark.parametrize("does", [replace, clear, freeze, hook, double])
+def test_a_front_that_writes_to_the_layers_above_is_run_with_a_graph(
+    does: Callable[[nn.Linear], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first update may run it twice."""
+    net, meddler = meddled(does)
+    found = epoch(net, tt.Truncated(12), zero=False)
+    assert meddler.runs <= len(found.losses) + 1
+    by_graph(monkeypatch)
+    assert_same(found, epoch(meddled(does)[0], tt.Truncated(12), zero=False), 1e-12)
+
+
+def test_a_weight_that_the_front_makes_smaller_never_reaches_the_kernel(calls: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        epoch(meddled(shrink)[0], tt.Truncated(12))
+    assert not calls
+
+
+class Tagged(Tensor):
+    """A tensor that is somebody's own."""
+
+
+class Tags(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Tagged)
+
+
+def test_a_front_whose_tensors_are_no_plain_ones_runs_twice_at_most_once(calls: list[int]) -> None:
+    counts = Seldom()
+    found = epoch(make(lambda: [counts, nn.Embedding(WORDS, WIDTH), Tags()]), tt.Truncated(12))
+    assert not calls
+    assert len(counts.seen) == len(found.losses) + 1
+
+
+class Reuses(nn.Module):
+    """Words as numbers, in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.empty(20, 3, WIDTH, dtype=torch.float64)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.stack([(words * k % 7).double() for k in range(1, WIDTH + 1)], -1, out=self.memory[: len(words)])
+
+
+def test_a_front_may_use_its_memory_again(calls: list[int]) -> None:
+    found = epoch(make(lambda: [Reuses()]), tt.Truncated(7, horizon=20))
+    assert calls
+    assert_same(found, epoch(make(lambda: [Numbers()]), tt.Truncated(7, horizon=20)), 1e-12)
+
+
+def test_inputs_of_another_type_are_explained_as_with_a_graph(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes() -> list[str]:
+        net = tt.carry(nn.Sequential(nn.Linear(5, 6), tt.nn.GRU(6, 7), nn.Linear(7, 4)))
+        stream = tt.Stream({"inputs": torch.randn(50, 5).double(), "targets": torch.randint(4, (50,))}, lanes=1, chunk=10)
+        with pytest.raises(RuntimeError) as raised:
+            next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))
+        return raised.value.__notes__
+
+    found = notes()
+    by_graph(monkeypatch)
+    assert found == notes() != []
+    assert not calls
+
+
+def test_what_is_left_in_the_gradient_of_a_frozen_front_says_nothing(calls: list[int]) -> None:
+    net = make(lambda: [Numbers(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+    first = net.get_submodule("module.1")
+    assert isinstance(first, nn.Linear)
+    first.requires_grad_(False).weight.grad = torch.full((WIDTH, WIDTH), torch.nan).double()
+    stream = tt.Stream({"inputs": torch.randint(WORDS, (60,)), "targets": torch.randint(CLASSES, (60,))}, lanes=3, chunk=10)
+    assert len(list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))) == len(calls) > 1
+
+
 class Blown(torch.autograd.Function):
     """Itself; its gradient overflows."""
 

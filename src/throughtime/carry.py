@@ -36,6 +36,7 @@ WRAPPERS = {  # by name: to import FullyShardedDataParallel takes longer than al
         "and the ranks of tt.updates add gradients up themselves"
     ),
 }
+EXPLAINED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # what a module raises where it is given what does not fit
 CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
 
 
@@ -97,8 +98,8 @@ class Carried(nn.Module):
             return self._whole(x, state, resets)
         except NotWholeError:  # once in the life of a net
             return self._play(x, state, resets)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            self._explain(error, x, state)
+        except EXPLAINED as error:
+            self.explain(error, x, state)
             raise
 
     def _whole(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
@@ -127,7 +128,7 @@ class Carried(nn.Module):
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
-    def _explain(self, error: Exception, x: Tensor, state: State) -> None:
+    def explain(self, error: Exception, x: Tensor, state: State) -> None:
         """Says what throughtime knows of an error that came out of the module: a state that does not fit, inputs of another type."""
         if isinstance(error, ThroughtimeError):
             return

@@ -24,7 +24,7 @@ def check_finite(net: nn.Module, chunk: Chunk, stop: int, loss: Tensor, *, every
     if not everywhere and all(weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in ends):
         return
     for name, other in net.named_parameters():
-        if other.grad is not None and not bool(other.grad.to_dense().isfinite().all()):
+        if other.requires_grad and other.grad is not None and not bool(other.grad.to_dense().isfinite().all()):
             raise RunError(not_finite(name.removeprefix("module."), stop - chunk.steps, stop, chunk, loss.item(), written=True))
 
 

@@ -17,6 +17,7 @@ import cmath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
+from operator import is_
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled as profiled  # as torch's own optimizers ask
 from torch.nn.modules import module as torch_modules
 
-from throughtime.carry import Carried
+from throughtime.carry import EXPLAINED, Carried
 from throughtime.chunk import Chunk
 from throughtime.contracts.chain import Chain, Stateless, through
 from throughtime.contracts.layers import Layer
@@ -57,7 +58,7 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
         objective: the loss.
     """
     form = _form(net)
-    if form is None or plan.start or not form.as_it_was(net, objective, plan):
+    if form is None or form.by_graph or plan.start or not form.as_it_was(net, objective, plan):
         return None
     weights = form.weights()
     loss = _loss(objective.loss_fn, chunk, form.readout)
@@ -66,9 +67,12 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
     work, grads = form.work(steps, weights[0].dtype), form.gradients(weights)
     if grads is None or not work.reads(edge):
         return None
-    front = form.entering(steps, plan)  # last of all: it may draw random numbers, and must not run again but where torch will refuse
+    front = form.entering(net, steps, edge, plan)  # last of all: it may draw random numbers
     x = front.detach()
-    if x.shape != work.inputs or not _read(x, weights[0].dtype):
+    if type(x) is not Tensor or (form.foreign() and not form.unmoved(net, objective, plan, weights, grads)):
+        form.by_graph = True  # the front runs twice this once
+        return None
+    if x.shape != work.inputs or not _read(x, weights[0].dtype):  # torch will refuse it
         return None
     dx = torch.empty_like(x) if front.requires_grad else None
     result = work.update(x, dx, weights, grads, Asked(steps, chunk, edge, plan, loss))
@@ -117,6 +121,7 @@ class Form:
     _works: dict[tuple[int, int, int, torch.dtype], "Work"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.by_graph = False  # once the front has made what no kernel reads, or written to what stands above it
         self.bias = self.readout._parameters["bias"] is not None  # noqa: SLF001
         self._layers = [(layer, _drawn(layer)) for layer in self.layers.values()]
         self._others = (self.contract.module, *(link.module for link in self.front.values()), self.readout)
@@ -159,13 +164,34 @@ class Form:
                 return False
         return True
 
-    def entering(self, steps: Chunk, plan: Window) -> Tensor:
+    def entering(self, net: Carried, steps: Chunk, edge: State, plan: Window) -> Tensor:
         """What the first layer sees, with the graph of the front; in two parts where `run_window` would run the net on two."""
         if not self.front:
             return steps.inputs.contiguous()
-        parts = steps.inputs.split([plan.keep, plan.stop - plan.keep]) if 0 < plan.keep < plan.stop else (steps.inputs,)
-        made = [through(self.front, part, dict.fromkeys(self.front, ()))[0] for part in parts]
-        return (torch.cat(made) if len(made) > 1 else made[0]).contiguous()
+        try:
+            if not 0 < plan.keep < plan.stop:
+                return self._through(steps.inputs).resolve_neg().contiguous()
+            first = self._through(steps.inputs[: plan.keep]).clone()  # a front may use its memory again
+            return torch.cat([first, self._through(steps.inputs[plan.keep :])]).resolve_neg()
+        except EXPLAINED as error:
+            net.explain(error, steps.inputs, edge)
+            raise
+
+    def _through(self, inputs: Tensor) -> Tensor:
+        return through(self.front, inputs, dict.fromkeys(self.front, ()))[0]
+
+    def foreign(self) -> bool:
+        """Whether a module of the front is not torch's own, and may do anything."""
+        modules = [link.module for link in self.front.values()]
+        return any(module._modules or not type(module).__module__.startswith("torch.nn.modules.") for module in modules)  # noqa: SLF001
+
+    def unmoved(self, net: Carried, objective: Objective, plan: Window, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether the front has left layers and readout as they were."""
+        now = self.weights()
+        if now is None or not all(map(is_, now, weights)) or not self.as_it_was(net, objective, plan):
+            return False
+        there = self.gradients(weights)
+        return there is not None and all(map(is_, there, grads))
 
     def front_is_finite(self) -> bool:
         """Whether the gradients of the front's weights are."""

@@ -125,7 +125,7 @@ class Work:
         self._mean = ctypes.c_double()
         classes = readout.out_features
         self._whole = kernel.Whole(self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean))
-        self._whole.room = self._hold(torch.empty(kernel.room(self._whole), dtype=dtype, device="cpu"))
+        self._counted, self._room = 0, torch.empty(0)  # for the readout of so many steps
         self._names += [(self._whole, name, "d" + name) for name in ("w", "b")[: len(list(readout.parameters()))]]
         self._row = lanes * classes, classes, 1  # strides of the outputs
         self._heard: list[Callable[[], object]] = [_nobody] * len(layers)  # weakly: a trace that is over may go
@@ -252,6 +252,9 @@ class Work:
         whole, chunk = self._whole, asked.chunk
         mask = None if chunk.valid == chunk.steps * chunk.lanes else chunk.mask.contiguous()
         whole.loss, whole.accumulate, whole.steps, whole.valid = asked.loss, accumulate, chunk.steps, chunk.valid
+        if chunk.steps > self._counted:
+            self._counted, self._room = chunk.steps, torch.empty(kernel.room(whole), dtype=self.dtype, device="cpu")
+            whole.room = self._room.data_ptr()
         whole.targets = None if chunk.targets is None else chunk.targets.data_ptr()
         whole.mask, whole.outputs = None if mask is None else mask.data_ptr(), outputs.data_ptr()
         return [] if mask is None else [mask]

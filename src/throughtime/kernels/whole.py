@@ -53,7 +53,7 @@ class Room:
 
 
 def room(whole: Whole) -> int:
-    """The numbers that it must be given to work with, by its layers and classes."""
+    """The numbers that it must be given to work with, by its layers, steps and classes."""
     return int(_room()(whole))
 
 

@@ -61,7 +61,7 @@ typedef struct {
   void *dw, *db;
   double *mean;                  // the loss
 } tt_whole;
-// The numbers that `room` must hold, by layers and classes.
+// The numbers that `room` must hold, by layers, steps and classes.
 TT_EXPORT int64_t tt_whole_room(const tt_whole *whole);
 // 0, or a fault: TT_NO_CLASS leaves everything as it was, TT_NOT_FINITE is said of gradients that are written.
 TT_EXPORT int tt_whole_step(const tt_whole *whole);

@@ -75,7 +75,7 @@ template <class F> double cross_entropy(F *dz, const F *z, int64_t C, int64_t ta
   const F scale = static_cast<F>(share / sum);
   for (c = 0; c < C; c += V) store<F>(dz + c, load(dz + c) * scale);
   dz[target] -= static_cast<F>(share);
-  return log(sum) + static_cast<double>(most) - static_cast<double>(z[target]);
+  return log(sum) + (static_cast<double>(most) - static_cast<double>(z[target]));
 }
 
 template <class F> double squared(F *dz, const F *z, int64_t C, const F *target, double share) {
@@ -133,7 +133,7 @@ template <class F> bool all_finite(const void *of, int64_t count) {
 // Classes in whole vectors of the widest instruction set: what is kept for one fits another.
 template <class F> int64_t padded(const tt_whole &whole) { return (whole.classes * int64_t(sizeof(F)) + 63) / 64 * 64 / int64_t(sizeof(F)); }
 
-template <class F> int64_t room_of(const tt_whole &whole) { return whole.layers->steps * whole.layers->lanes * padded<F>(whole); }
+template <class F> int64_t room_of(const tt_whole &whole) { return whole.steps * whole.layers->lanes * padded<F>(whole); }
 
 int64_t whole_room(const tt_whole *call) { return call->layers->type == TT_F64 ? room_of<double>(*call) : room_of<float>(*call); }
 
