@@ -194,8 +194,11 @@ def hook(readout: nn.Linear) -> None:
 
 
 def double(readout: nn.Linear) -> None:
+    def twice(_module: nn.Module, _given: object, y: Tensor) -> Tensor:
+        return 2 * y
+
     if not readout._forward_hooks:
-        readout.register_forward_hook(lambda _, __, y: 2 * y)
+        readout.register_forward_hook(twice)
 
 
 def shrink(readout: nn.Linear) -> None:

@@ -47,7 +47,7 @@ private:
   int count_ = 0;
 };
 
-// A side of a product in 1, 2, 4 or 8 parts, whole tiles of a BLAS but for the last.
+// One side of a product in 1, 2, 4 or 8 parts, whole tiles of a BLAS but for the last.
 struct Parts {
   int64_t side, grain, parts = 1;
   Parts(int64_t side_, int64_t grain_) : side(side_), grain(grain_) {
@@ -56,16 +56,47 @@ struct Parts {
   int64_t at(int64_t part) const { return part == parts ? side : (side / grain) * part / parts * grain; }
 };
 
-// By the BLAS that torch has brought, column by column: C' = B' A'. Rows of B that lie apart are copied first. The longer side is cut in
-// parts on one thread each, whatever their number: the BLAS would cut, and so round, otherwise for another one.
+// A matrix as a BLAS reads it, row by row; `turned`: its transpose lies there.
+template <class N> struct Matrix {
+  const N *from;
+  int64_t apart; // between rows as they lie
+  bool turned;
+  const N *row(int64_t i) const { return from + (turned ? i : i * apart); }
+  const N *column(int64_t i) const { return from + (turned ? i * apart : i); }
+  const char *way() const { return turned ? "T" : "N"; }
+};
+
+// Whether a BLAS, which counts in 32 bits, can make a product, and it is worth the call.
+template <class F> bool by_blas(tt_gemm blas, int64_t m, int64_t n, int64_t k, int64_t a_apart, int64_t b_apart, const Out<F> &c) {
+  constexpr int64_t most = INT32_MAX;
+  return blas && m * n * k >= WORTH && m <= most && n <= most && k <= most && a_apart <= most && b_apart <= most && c.row <= most;
+}
+
+// By a BLAS, column by column: C' = B' A'. The longer side is cut in parts on one thread each, whatever their number: the BLAS would cut,
+// and so round, otherwise for another one.
+template <class N, class F>
+void gemm_in_parts(tt_gemm blas, int threads, int64_t m, int64_t n, int64_t k, const Matrix<N> &a, const Matrix<N> &b, const Out<F> &c) {
+  const bool wide = n > m;
+  const Parts parts(wide ? n : m, wide ? 48 : 8);
+  share(threads, parts.parts, [&](int64_t part) {
+    const int64_t from = parts.at(part), to = parts.at(part + 1), m0 = wide ? 0 : from, m1 = wide ? m : to, n0 = wide ? from : 0, n1 = wide ? to : n;
+    for (int64_t i = m0; c.start && !c.add && i < m1; i++) memcpy(c.to + i * c.row + n0, c.start + n0, sizeof(F) * (n1 - n0));
+    const int rows = static_cast<int>(m1 - m0), columns = static_cast<int>(n1 - n0), depth = static_cast<int>(k);
+    const int of_a = static_cast<int>(a.apart), of_b = static_cast<int>(b.apart), of_c = static_cast<int>(c.row);
+    const F one = 1, keep = c.add || c.start ? F(1) : F(0);
+    const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
+    blas(b.way(), a.way(), &columns, &rows, &depth, &one, b.column(n0), &of_b, a.row(m0), &of_a, &keep, c.to + m0 * c.row + n0, &of_c);
+    if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
+  });
+}
+
+// By the BLAS that torch has brought; false where it is not. Rows of B that lie apart are copied first.
 template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c) {
   const tt_gemm blas = __atomic_load_n(tt_torch_gemm + (sizeof(F) == 8), __ATOMIC_RELAXED);
-  const bool turned = a.row == 1 && a.step != 1;
-  const int64_t lda = turned ? a.step : a.row;
-  constexpr int64_t most = INT32_MAX;
-  if (!blas || m * n * k < WORTH || m > most || n > most || k > most || lda > most || c.row > most || right.row > most) return false;
+  const bool turned = a.row == 1 && a.step != 1, apart = right.index || right.first || right.skip;
+  const Matrix<F> left = {a.from, turned ? a.step : a.row, turned};
+  if (!by_blas(blas, m, n, k, left.apart, right.row, c)) return false;
   Arena arena;
-  const bool apart = right.index || right.first || right.skip;
   F *const copied = apart ? arena.take<F>(k * n) : nullptr;
   if (arena.failed) return false;
   for (int64_t i = 0; apart && i < k; i++) {
@@ -75,20 +106,7 @@ template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t 
     else
       memset(copied + i * n, 0, sizeof(F) * n);
   }
-  const bool wide = n > m;
-  const Parts parts(wide ? n : m, wide ? 48 : 8);
-  share(threads, parts.parts, [&](int64_t part) {
-    const int64_t from = parts.at(part), to = parts.at(part + 1), m0 = wide ? 0 : from, m1 = wide ? m : to, n0 = wide ? from : 0, n1 = wide ? to : n;
-    for (int64_t i = m0; c.start && !c.add && i < m1; i++) memcpy(c.to + i * c.row + n0, c.start + n0, sizeof(F) * (n1 - n0));
-    const int rows = static_cast<int>(m1 - m0), columns = static_cast<int>(n1 - n0), depth = static_cast<int>(k), of_a = static_cast<int>(lda);
-    const int of_b = static_cast<int>(apart ? n : right.row), of_c = static_cast<int>(c.row);
-    const F one = 1, keep = c.add || c.start ? F(1) : F(0);
-    const F *const b = apart ? copied + n0 : right.base + (right.turned ? n0 * right.row : n0);
-    const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
-    blas(right.turned ? "T" : "N", turned ? "T" : "N", &columns, &rows, &depth, &one, b, &of_b, a.from + m0 * a.row, &of_a, &keep,
-         c.to + m0 * c.row + n0, &of_c);
-    if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
-  });
+  gemm_in_parts(blas, threads, m, n, k, left, apart ? Matrix<F>{copied, n, false} : Matrix<F>{right.base, right.row, right.turned}, c);
   return true;
 }
 
@@ -96,26 +114,16 @@ template <class F> bool gemm_by_blas(int threads, int64_t m, int64_t n, int64_t 
 // The same of numbers rounded to bfloat16, both sides copied.
 bool gemm_of_pairs_by_blas(int threads, int64_t m, int64_t n, int64_t k, const Left<float> &a, const Right<float> &right, const Out<float> &c) {
   const tt_gemm blas = __atomic_load_n(&tt_torch_gemm[TT_BF16], __ATOMIC_RELAXED);
-  constexpr int64_t most = INT32_MAX;
-  if (!blas || m * n * k < WORTH || m > most || n > most || k > most || c.row > most) return false;
   const bool turned = a.row == 1 && a.step != 1;
-  const int64_t of_a = ((turned ? m : k) + 1) / 2 * 2, of_b = (n + 1) / 2 * 2, rows_of_a = turned ? k : m;
+  const int64_t rows = turned ? k : m, columns = turned ? m : k, of_a = (columns + 1) / 2 * 2, of_b = (n + 1) / 2 * 2; // whole pairs
+  if (!by_blas(blas, m, n, k, of_a, of_b, c)) return false;
   Arena arena;
-  uint32_t *const left = arena.take<uint32_t>(rows_of_a * of_a / 2), *const b = arena.take<uint32_t>(k * of_b / 2);
+  uint32_t *const left = arena.take<uint32_t>(rows * of_a / 2), *const b = arena.take<uint32_t>(k * of_b / 2);
   if (arena.failed) return false;
-  for (int64_t i = 0; i < rows_of_a; i++) round_row(left + i * of_a / 2, a.from + i * (turned ? a.step : a.row), turned ? m : k, of_a / 2);
+  for (int64_t i = 0; i < rows; i++) round_row(left + i * of_a / 2, a.from + i * (turned ? a.step : a.row), columns, of_a / 2);
   for (int64_t i = 0; i < k; i++) round_row(b + i * of_b / 2, right.at(i), n, of_b / 2);
-  const Cut parts(m, TALL);
-  share(threads, parts.parts, [&](int64_t part) {
-    const int64_t m0 = parts.at(part);
-    const int rows = static_cast<int>(parts.size(part)), columns = static_cast<int>(n), depth = static_cast<int>(k), lda = static_cast<int>(of_a);
-    const int ldb = static_cast<int>(of_b), ldc = static_cast<int>(c.row);
-    const float one = 1, keep = c.add ? 1.0f : 0.0f;
-    const int before = tt_torch_gemm_threads ? tt_torch_gemm_threads(1) : 0;
-    const uint16_t *const from = reinterpret_cast<const uint16_t *>(left) + m0 * (turned ? 1 : of_a);
-    blas("N", turned ? "T" : "N", &columns, &rows, &depth, &one, b, &ldb, from, &lda, &keep, c.to + m0 * c.row, &ldc);
-    if (tt_torch_gemm_threads) tt_torch_gemm_threads(before);
-  });
+  typedef Matrix<uint16_t> Half;
+  gemm_in_parts(blas, threads, m, n, k, Half{reinterpret_cast<const uint16_t *>(left), of_a, turned}, Half{reinterpret_cast<const uint16_t *>(b), of_b, false}, c);
   return true;
 }
 #endif
