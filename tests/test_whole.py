@@ -111,7 +111,7 @@ def test_one_call_gives_what_the_graph_gives(
     assert len(calls) == len(found.losses)
 
 
-@pytest.mark.parametrize("classes", [1, 8, 33])
+@pytest.mark.parametrize("classes", [1, 8, 33, 3000])  # the last by a BLAS, in parts
 @pytest.mark.parametrize("width", [1, 33, 64])
 def test_one_call_in_single_precision(width: int, classes: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     nets = [make("lstm", torch.float32, classes, width) for _ in range(2)]
@@ -438,13 +438,14 @@ def test_a_default_device_moves_no_buffer() -> None:
     assert y.is_cpu
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("classes", [4, 3000])
+def test_threads_change_no_bit(classes: int) -> None:
     threads = torch.get_num_threads()
     try:
         seen: list[Seen] = []
         for count in (1, 2):
             torch.set_num_threads(count)
-            seen.append(epoch(make("lstm", torch.float32, width=40), nn.CrossEntropyLoss(), tt.Truncated(40), lanes=4))
+            seen.append(epoch(make("lstm", torch.float32, classes, width=40), nn.CrossEntropyLoss(), tt.Truncated(40), lanes=4))
     finally:
         torch.set_num_threads(threads)
     assert_same(seen[0], seen[1], 0.0)
