@@ -253,7 +253,7 @@ class Work:
         mask = None if chunk.valid == chunk.steps * chunk.lanes else chunk.mask.contiguous()
         whole.loss, whole.accumulate, whole.steps, whole.valid = asked.loss, accumulate, chunk.steps, chunk.valid
         if chunk.steps > self._counted:
-            self._counted, self._room = chunk.steps, torch.empty(kernel.room(whole), dtype=self.dtype, device="cpu")
+            self._counted, self._room = chunk.steps, torch.empty(kernel.room_numbers(whole), dtype=self.dtype, device="cpu")
             whole.room = self._room.data_ptr()
         whole.targets = None if chunk.targets is None else chunk.targets.data_ptr()
         whole.mask, whole.outputs = None if mask is None else mask.data_ptr(), outputs.data_ptr()

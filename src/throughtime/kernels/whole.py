@@ -52,13 +52,13 @@ class Room:
         call.squares, call.entering, call.kept = self._squares, self._entering, self._kept
 
 
-def room(whole: Whole) -> int:
+def room_numbers(whole: Whole) -> int:
     """The numbers that it must be given to work with, by its layers, steps and classes."""
-    return int(_room()(whole))
+    return int(_room_numbers()(whole))
 
 
 @cache
-def _room() -> "ctypes._NamedFuncPointer":
+def _room_numbers() -> "ctypes._NamedFuncPointer":
     function = core().tt_whole_room
     function.argtypes, function.restype = [ctypes.POINTER(Whole)], ctypes.c_int64
     return function
