@@ -1,10 +1,12 @@
-"""Forward and backward of a layer under autocast to bfloat16: torch.nn, `tt.nn`, and `tt.nn` in float32.
+"""Forward and backward of a layer under autocast to bfloat16: torch.nn, `tt.nn`, and `tt.nn` in
+float32.
 
     python benchmarks/autocast.py [--rounds 15] [--out benchmarks/results/autocast.json]
 
-All gradients but that of the inputs are made, on one thread. First each has to be as near to float32 as bfloat16 allows: outputs within 3 %
-of the largest of float32's. Then they run in turns in one process, each round begun by another one; ratios are taken round by round.
-Times are of the processor, which other programs disturb less.
+All gradients but that of the inputs are made, on one thread. First each has to be as near to
+float32 as bfloat16 allows: outputs within 3 % of the largest of float32's. Then they run in turns
+in one process, each round begun by another one; ratios are taken round by round. Times are of the
+processor, which other programs disturb less.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
@@ -62,7 +64,10 @@ def build(kind: str, size: Size) -> dict[str, Callable[[], Tensor]]:
         layer.zero_grad()
         return y.detach().float()
 
-    return {way: lambda way=way: play(theirs if way == "torch.nn" else ours, way in LOWERED) for way in WAYS}
+    return {
+        way: lambda way=way: play(theirs if way == "torch.nn" else ours, way in LOWERED)
+        for way in WAYS
+    }
 
 
 def measured(kind: str, size: Size, rounds: int) -> dict[str, Any]:
@@ -79,7 +84,11 @@ def measured(kind: str, size: Size, rounds: int) -> dict[str, Any]:
         for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
             times[way].append(_timed(sides[way], count) / count * 1e3)
     ours = times["tt.nn"]
-    ratios = {way: statistics.quantiles([a / b for a, b in zip(times[way], ours, strict=True)], n=4) for way in WAYS if way != "tt.nn"}
+    ratios = {
+        way: statistics.quantiles([a / b for a, b in zip(times[way], ours, strict=True)], n=4)
+        for way in WAYS
+        if way != "tt.nn"
+    }
     return {
         "kind": kind,
         **size._asdict(),
@@ -97,9 +106,13 @@ def _timed(side: Callable[[], Tensor], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "autocast.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "autocast.json"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     core = library()
@@ -108,10 +121,22 @@ def main() -> None:
         for size in SIZES:
             row = measured(kind, size, given.rounds)
             found.append(row)
-            ratios = " | ".join(f"{row['times as fast as'][way][1]:.2f}" for way in WAYS if way != "tt.nn")
-            print(f"| {kind} | {' x '.join(map(str, size))} | {row['ms']['torch.nn']:.2f} | {row['ms']['tt.nn']:.2f} | {ratios} |")
-    machine = {"platform": platform.platform(), "torch": torch.__version__, "products": PAIRS[core.tt_bfloat16() if core else 0]}
-    given.out.write_text(json.dumps({"machine": machine, "rounds": given.rounds, "rows": found}, indent=1) + "\n", encoding="utf-8")
+            ratios = " | ".join(
+                f"{row['times as fast as'][way][1]:.2f}" for way in WAYS if way != "tt.nn"
+            )
+            print(
+                f"| {kind} | {' x '.join(map(str, size))} | {row['ms']['torch.nn']:.2f} |"
+                f" {row['ms']['tt.nn']:.2f} | {ratios} |"
+            )
+    machine = {
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "products": PAIRS[core.tt_bfloat16() if core else 0],
+    }
+    given.out.write_text(
+        json.dumps({"machine": machine, "rounds": given.rounds, "rows": found}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

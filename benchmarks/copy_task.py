@@ -1,24 +1,29 @@
-"""How far back credit must flow to learn to copy: the first rows of Table C.1 of Aicher, Foti and Fox (UAI 2019, arXiv 1905.07473).
+"""How far back credit must flow to learn to copy: the first rows of Table C.1 of Aicher, Foti and
+Fox (UAI 2019, arXiv 1905.07473).
 
     python benchmarks/copy_task.py [--rows 5,10,15] [--seeds 0,1] [--out runs/copy_task]
     python benchmarks/copy_task.py --table [--out runs/copy_task]
 
-A marker and nine of four letters are read, then written while blanks are read, over and over: memory 10, 6 symbols. Network
-(linear, 2 LSTM layers of 50, linear), initial weights (uniform within sqrt(3 / larger size), biases 0), SGD at sqrt(K) with
-weight decay 1e-5, clipping and 210 epochs over 64 lanes of 4,000 steps are theirs (github.com/aicherc/adaptive_tbptt, MIT
-licence). Every (row, seed) is a file under --out, written when it is finished and not run again. `--table` prints what is
-there and writes `benchmarks/results/copy_task.json`. The score is the perplexity of all 1,000 steps of 64 test lanes from the
-zero state; the paper does not say of which epoch: the last stands here beside the best on as many validation lanes.
+A marker and nine of four letters are read, then written while blanks are read, over and over:
+memory 10, 6 symbols. Network (linear, 2 LSTM layers of 50, linear), initial weights (uniform within
+sqrt(3 / larger size), biases 0), SGD at sqrt(K) with weight decay 1e-5, clipping and 210 epochs
+over 64 lanes of 4,000 steps are theirs (github.com/aicherc/adaptive_tbptt, MIT licence). Every
+(row, seed) is a file under --out, written when it is finished and not run again. `--table` prints
+what is there and writes `benchmarks/results/copy_task.json`. The score is the perplexity of all
+1,000 steps of 64 test lanes from the zero state; the paper does not say of which epoch: the last
+stands here beside the best on as many validation lanes.
 
-What was taken from their code, not from the paper: K counts losses, and the window behind them is 2K - 1 steps, so that each
-loss sees back K steps at least (`original_buffer`); the gradient of the mean loss is clipped at 1/K, that of the sum at 1; and
-lanes are shifted in phase, but lane i as often as there are lanes behind it, each time with the same steps drawn in at its end,
-which breaks the period in the last steps, some 600 of the first lane. A network without memory comes to 1.69 on these lanes
-and would come to 1.87 on unbroken ones; the letters that were read before the first step keep any network above 1.007.
+What was taken from their code, not from the paper: K counts losses, and the window behind them is
+2K - 1 steps, so that each loss sees back K steps at least (`original_buffer`); the gradient of the
+mean loss is clipped at 1/K, that of the sum at 1; and lanes are shifted in phase, but lane i as
+often as there are lanes behind it, each time with the same steps drawn in at its end, which breaks
+the period in the last steps, some 600 of the first lane. A network without memory comes to 1.69 on
+these lanes and would come to 1.87 on unbroken ones; the letters that were read before the first
+step keep any network above 1.007.
 
-What differs: the data are drawn anew, once for all rows and seeds; their copy starts a window of K steps every 500 steps, with
-the state of K - 1 steps earlier or later, ours carries the state from end to end; and they leave out the last steps that fill
-no stride, ours are an update of their own.
+What differs: the data are drawn anew, once for all rows and seeds; their copy starts a window of K
+steps every 500 steps, with the state of K - 1 steps earlier or later, ours carries the state from
+end to end; and they leave out the last steps that fill no stride, ours are an update of their own.
 """
 
 import argparse
@@ -63,7 +68,9 @@ ROWS = {
     "15": Row(fixed(15), 1.039),
     "20": Row(fixed(20), 1.040),
     "30": Row(fixed(30), 1.043),
-    "adaptive": Row(lambda: tt.Adaptive(tolerance=0.1, min=19, max=76, stride=10, every=400, probe=640), 1.030),
+    "adaptive": Row(
+        lambda: tt.Adaptive(tolerance=0.1, min=19, max=76, stride=10, every=400, probe=640), 1.030
+    ),
 }
 
 
@@ -84,15 +91,24 @@ def sequences(steps: int, draw: np.random.Generator) -> tt.Stream:
 
 def network() -> nn.Sequential:
     """Theirs, with its initial weights."""
-    net = nn.Sequential(nn.Linear(SYMBOLS, HIDDEN), nn.LSTM(HIDDEN, HIDDEN, num_layers=2), nn.Linear(HIDDEN, SYMBOLS))
+    net = nn.Sequential(
+        nn.Linear(SYMBOLS, HIDDEN),
+        nn.LSTM(HIDDEN, HIDDEN, num_layers=2),
+        nn.Linear(HIDDEN, SYMBOLS),
+    )
     for weight in net.parameters():
         bound = math.sqrt(3 / max(weight.shape)) if weight.dim() > 1 else 0.0
         nn.init.uniform_(weight, -bound, bound)
     return net
 
 
-def epoch(net: tt.Carried, train: tt.Stream, optimizer: torch.optim.Optimizer, gradient: Policy) -> Iterator[int]:
-    """Trains on all lanes once; the learning rate and the clipping follow the number of losses of each update, which it yields."""
+def epoch(
+    net: tt.Carried, train: tt.Stream, optimizer: torch.optim.Optimizer, gradient: Policy
+) -> Iterator[int]:
+    """Trains on all lanes once.
+
+    The learning rate and the clipping follow the number of losses of each update, which it yields.
+    """
     weights: list[Tensor] = list(net.parameters())
     for update in tt.updates(net, train, nn.CrossEntropyLoss(), gradient=gradient):
         losses = update.chunk.steps
@@ -104,7 +120,10 @@ def epoch(net: tt.Carried, train: tt.Stream, optimizer: torch.optim.Optimizer, g
 
 
 def one_run(name: str, seed: int, epochs: int) -> dict[str, Any]:
-    """Trains one model and scores it after every epoch; `seconds` is processor time of the training alone."""
+    """Trains one model and scores it after every epoch.
+
+    `seconds` is processor time of the training alone.
+    """
     draw = np.random.default_rng(0)
     streams = {split: sequences(steps, draw) for split, steps in STEPS.items()}
     torch.manual_seed(seed)
@@ -116,13 +135,24 @@ def one_run(name: str, seed: int, epochs: int) -> dict[str, Any]:
         losses = list(epoch(net, streams["train"], optimizer, gradient))
         seconds += time.process_time() - began
         updates += len(losses)
-        point = {"epochs": done, "updates": updates, "seconds": round(seconds, 3), "losses_per_update": statistics.mean(losses)}
+        point = {
+            "epochs": done,
+            "updates": updates,
+            "seconds": round(seconds, 3),
+            "losses_per_update": statistics.mean(losses),
+        }
         for split in ("valid", "test"):
             point[split] = math.exp(tt.evaluate(net, streams[split], nn.CrossEntropyLoss()).loss)
         curve.append(point)
         if done % 5 == 0:
             print(name, seed, json.dumps(point), flush=True)
-    return {"row": name, "seed": seed, "gradient": repr(gradient), "machine": machine(), "curve": curve}
+    return {
+        "row": name,
+        "seed": seed,
+        "gradient": repr(gradient),
+        "machine": machine(),
+        "curve": curve,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -147,10 +177,17 @@ def finish(name: str, seed: int, out: Path, epochs: int) -> None:
 
 def finished(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The runs that are there, by row; those of one length only, or they would not compare."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for name in ROWS for path in sorted(folder.glob(f"{name}-[0-9].json"))]
+    runs = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for name in ROWS
+        for path in sorted(folder.glob(f"{name}-[0-9].json"))
+    ]
     lengths = {run["curve"][-1]["epochs"] for run in runs}
     if len(lengths) != 1:
-        raise SystemExit(f"{folder} holds runs of {sorted(lengths)} epochs; expected one length, and at least one run")
+        raise SystemExit(
+            f"{folder} holds runs of {sorted(lengths)} epochs; expected one length, and at least"
+            " one run"
+        )
     by_row = {name: [run for run in runs if run["row"] == name] for name in ROWS}
     return {name: mine for name, mine in by_row.items() if mine}
 
@@ -173,18 +210,29 @@ def spread(values: list[float], digits: int = 3) -> str:
 
 
 def table(folder: Path) -> None:
-    """Prints the Markdown table and writes the results; equal time is what the quickest row needs for all its epochs."""
+    """Prints the Markdown table and writes the results.
+
+    Equal time is what the quickest row needs for all its epochs.
+    """
     by_row = finished(folder)
-    budget = min(statistics.mean(run["curve"][-1]["seconds"] for run in runs) for runs in by_row.values())
+    budget = min(
+        statistics.mean(run["curve"][-1]["seconds"] for run in runs) for runs in by_row.values()
+    )
     rows = {name: [picked(run, budget) for run in runs] for name, runs in by_row.items()}
     epochs = next(iter(rows.values()))[0]["final"]["epochs"]
     heads = (f"after {epochs} epochs", "best on validation", f"after {budget:.0f} s of training")
     print("| K | seeds | updates | seconds | paper | " + " | ".join(heads) + " |")
     print("|---|---|---|---|---|" + "---|" * len(heads))
     for name, runs in rows.items():
-        cells = [name, str(len(runs)), *(spread([run["final"][key] for run in runs], 0) for key in ("updates", "seconds"))]
+        cells = [
+            name,
+            str(len(runs)),
+            *(spread([run["final"][key] for run in runs], 0) for key in ("updates", "seconds")),
+        ]
         cells.append("" if ROWS[name].paper is None else f"{ROWS[name].paper:.3f}")
-        cells += [spread([run[when]["test"] for run in runs]) for when in ("final", "best", "timed")]
+        cells += [
+            spread([run[when]["test"] for run in runs]) for when in ("final", "best", "timed")
+        ]
         print("| " + " | ".join(cells) + " |")
     found = {
         "machine": next(iter(by_row.values()))[0]["machine"],
@@ -195,7 +243,9 @@ def table(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--epochs", type=int, default=EPOCHS)

@@ -1,13 +1,17 @@
-"""How fast chunks arrive, beside how fast the fastest small model consumes them; and how much memory a long file takes.
+"""How fast chunks arrive, beside how fast the fastest small model consumes them; and how much
+memory a long file takes.
 
-    python benchmarks/delivery.py [--frames 4000000] [--gigabytes 4] [--out benchmarks/results/delivery.json]
+    python benchmarks/delivery.py [--frames 4000000] [--gigabytes 4] [--out
+    benchmarks/results/delivery.json]
 
-Delivery: sixteen recordings of one input and one target, on 16 lanes in chunks of 100 steps, from each format and with each
-kind of worker; all of them are first checked to give the same numbers. Consumption: `tt.updates` with Truncated(100) and SGD on
-chunks that are in memory already, with nn.RNN(1, 8) and nn.LSTM(1, 32), each with a linear readout. One thread. Each number is the
-best of three epochs. (The LSTM, a fused kernel in torch, is the faster of the two: it is the one to compare with.)
-The long file is one recording of eight columns, written in a temporary folder that is removed; memory is resident memory above
-the start, of this process and of its workers, at its highest. All files are streamed in one process, in the order of the results.
+Delivery: sixteen recordings of one input and one target, on 16 lanes in chunks of 100 steps, from
+each format and with each kind of worker; all of them are first checked to give the same numbers.
+Consumption: `tt.updates` with Truncated(100) and SGD on chunks that are in memory already, with
+nn.RNN(1, 8) and nn.LSTM(1, 32), each with a linear readout. One thread. Each number is the best of
+three epochs. (The LSTM, a fused kernel in torch, is the faster of the two: it is the one to compare
+with.) The long file is one recording of eight columns, written in a temporary folder that is
+removed; memory is resident memory above the start, of this process and of its workers, at its
+highest. All files are streamed in one process, in the order of the results.
 """
 
 import argparse
@@ -87,7 +91,11 @@ def recordings(folder: Path, suffix: str, frames: int) -> list[dict[str, Any]]:
     """Written once; targets are memory-mapped NPY with every format."""
     found: list[dict[str, Any]] = []
     for i in range(LANES):
-        values, path, targets = signal(frames // LANES, i), folder / f"{i}.{suffix}", folder / f"{i}_targets.npy"
+        values, path, targets = (
+            signal(frames // LANES, i),
+            folder / f"{i}.{suffix}",
+            folder / f"{i}_targets.npy",
+        )
         if not path.exists():
             FORMATS[suffix](path, values)
         if not targets.exists():
@@ -133,7 +141,8 @@ def check_same(folder: Path, frames: int) -> None:
         for workers in WORKERS:
             sums = torch.stack(
                 [
-                    (c.inputs[..., 0] * c.position).double().sum() + 3 * torch.as_tensor(c.targets).double().sum()
+                    (c.inputs[..., 0] * c.position).double().sum()
+                    + 3 * torch.as_tensor(c.targets).double().sum()
                     for c in stream_of(recordings(folder, suffix, frames), workers)
                 ]
             )
@@ -151,19 +160,39 @@ def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
             path.unlink()
         sources = {suffix: recordings(folder, suffix, frames) for suffix in FORMATS}
         held = list(stream_of(recordings(folder, "npy", frames)))[:1000]
-        runs: dict[str, Callable[[], float]] = {f"consume {name}": lambda name=name: train(name, held) for name in ("rnn-8", "lstm-32")}
+        runs: dict[str, Callable[[], float]] = {
+            f"consume {name}": lambda name=name: train(name, held) for name in ("rnn-8", "lstm-32")
+        }
         for suffix, source in sources.items():
-            runs |= {f"{suffix} {workers}": lambda s=source, w=workers: deliver(s, w) for workers in WORKERS}
+            runs |= {
+                f"{suffix} {workers}": lambda s=source, w=workers: deliver(s, w)
+                for workers in WORKERS
+            }
         best = {name: min(run() for _ in range(turns)) for name, run in runs.items()}
-        consumed = {name: sum(c.steps for c in held) * LANES / best[f"consume {name}"] for name in ("rnn-8", "lstm-32")}
-        arrived = {name: frames / seconds for name, seconds in best.items() if not name.startswith("consume")}
-        waiting = {f"{suffix} {workers}": waited(sources[suffix], workers) for suffix in FORMATS for workers in WORKERS}
+        consumed = {
+            name: sum(c.steps for c in held) * LANES / best[f"consume {name}"]
+            for name in ("rnn-8", "lstm-32")
+        }
+        arrived = {
+            name: frames / seconds
+            for name, seconds in best.items()
+            if not name.startswith("consume")
+        }
+        waiting = {
+            f"{suffix} {workers}": waited(sources[suffix], workers)
+            for suffix in FORMATS
+            for workers in WORKERS
+        }
         return {
             "frames": frames,
             "consumed_per_second": {name: round(value) for name, value in consumed.items()},
             "delivered_per_second": {name: round(value) for name, value in arrived.items()},
-            "times_rnn-8": {name: round(value / consumed["rnn-8"], 2) for name, value in arrived.items()},
-            "times_lstm-32": {name: round(value / consumed["lstm-32"], 2) for name, value in arrived.items()},
+            "times_rnn-8": {
+                name: round(value / consumed["rnn-8"], 2) for name, value in arrived.items()
+            },
+            "times_lstm-32": {
+                name: round(value / consumed["lstm-32"], 2) for name, value in arrived.items()
+            },
             "share_of_rnn-8_training_waiting": waiting,
         }
     finally:
@@ -196,7 +225,9 @@ class Watched:
         while not self.stop.wait(0.05):
             self.most = max(self.most, self.process.memory_info().rss - self.start)
             try:
-                own = [child.memory_full_info().uss for child in self.process.children(recursive=True)]
+                own = [
+                    child.memory_full_info().uss for child in self.process.children(recursive=True)
+                ]
             except psutil.Error:
                 continue
             self.children = max(self.children, sum(own))
@@ -213,7 +244,9 @@ class Watched:
 def write_long(path: Path, gigabytes: float) -> int:
     """A file of about so many gigabytes, written stretch by stretch; its steps."""
     steps = int(gigabytes * 1e9 / (4 * COLUMNS))
-    made = {".npy": long_npy, ".parquet": long_parquet, ".h5": long_hdf5, ".csv": long_csv}[path.suffix]
+    made = {".npy": long_npy, ".parquet": long_parquet, ".h5": long_hdf5, ".csv": long_csv}[
+        path.suffix
+    ]
     if path.suffix == ".csv":
         steps = int(gigabytes * 1e9 / 72)  # about 72 bytes a line
     made(path, steps)
@@ -228,7 +261,9 @@ def stretches(steps: int) -> Any:
 
 def long_npy(path: Path, steps: int) -> None:
     with path.open("wb") as file:
-        np.lib.format.write_array_header_2_0(file, {"descr": "<f4", "fortran_order": False, "shape": (steps, COLUMNS)})
+        np.lib.format.write_array_header_2_0(
+            file, {"descr": "<f4", "fortran_order": False, "shape": (steps, COLUMNS)}
+        )
         for _, values in stretches(steps):
             file.write(values.tobytes())
 
@@ -238,9 +273,16 @@ def long_parquet(path: Path, steps: int) -> None:
     from pyarrow import parquet
 
     names = [f"x{i}" for i in range(COLUMNS)]
-    with parquet.ParquetWriter(path, pa.schema([(name, pa.float32()) for name in names]), compression="none", use_dictionary=False) as file:
+    with parquet.ParquetWriter(
+        path,
+        pa.schema([(name, pa.float32()) for name in names]),
+        compression="none",
+        use_dictionary=False,
+    ) as file:
         for _, values in stretches(steps):
-            file.write_table(pa.table(dict(zip(names, values.T, strict=True))), row_group_size=65_536)
+            file.write_table(
+                pa.table(dict(zip(names, values.T, strict=True))), row_group_size=65_536
+            )
 
 
 def long_hdf5(path: Path, steps: int) -> None:
@@ -269,7 +311,10 @@ def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
         path = folder / f"long{suffix}"
         steps = write_long(path, gigabytes)
         with Watched() as watched:
-            stream, began = tt.Stream(path, LANES, CHUNK, seed=None, workers=workers), time.perf_counter()
+            stream, began = (
+                tt.Stream(path, LANES, CHUNK, seed=None, workers=workers),
+                time.perf_counter(),
+            )
             seen = sum(chunk.steps * LANES for chunk in stream)
             seconds = time.perf_counter() - began
         del stream
@@ -289,9 +334,16 @@ def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=4_000_000)
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the NPY file; the others take a quarter of it")
+    parser.add_argument(
+        "--gigabytes",
+        type=float,
+        default=4.0,
+        help="of the NPY file; the others take a quarter of it",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/delivery.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -302,7 +354,11 @@ def main() -> None:
             "numpy": np.__version__,
             "throughtime": tt.__version__,
         },
-        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]},
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "load_at_start": os.getloadavg()[0],
+        },
         "memory": [
             memory(".npy", options.gigabytes, 0),
             memory(".npy", options.gigabytes, 2),

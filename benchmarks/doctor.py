@@ -2,10 +2,11 @@
 
     python benchmarks/doctor.py [--rounds 7] [--out benchmarks/results/doctor.json]
 
-Three loops of plain PyTorch over 500 chunks of 20 steps: a fused LSTM, an LSTMCell and a cell of three operations written by
-hand; 16 lanes, 64 units, Adam, float32, one thread. First the losses and weights with and without the doctor are checked to be
-the same bits and the doctor to find nothing; then the loop is timed plain, watched and plain again, in turns in one process.
-`watched` is the ratio to the mean of the plain ones around it; `after` is the second plain one by the first.
+Three loops of plain PyTorch over 500 chunks of 20 steps: a fused LSTM, an LSTMCell and a cell of
+three operations written by hand; 16 lanes, 64 units, Adam, float32, one thread. First the losses
+and weights with and without the doctor are checked to be the same bits and the doctor to find
+nothing; then the loop is timed plain, watched and plain again, in turns in one process. `watched`
+is the ratio to the mean of the plain ones around it; `after` is the second plain one by the first.
 """
 
 import argparse
@@ -37,9 +38,15 @@ class ByHand(nn.Module):
         return torch.tanh(x @ self.w + h @ self.u + self.b)
 
 
-def unroll(net: nn.Module, kind: str, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def unroll(
+    net: nn.Module, kind: str, x: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     if kind == "lstm":
-        return net(x, (state[0].unsqueeze(0), state[1].unsqueeze(0))) if state[0].dim() == 2 else net(x, state)
+        return (
+            net(x, (state[0].unsqueeze(0), state[1].unsqueeze(0)))
+            if state[0].dim() == 2
+            else net(x, state)
+        )
     outputs: list[Tensor] = []
     for step in range(STEPS):
         state = net(x[step], state) if kind == "cell" else (net(x[step], state[0]),)
@@ -50,7 +57,11 @@ def unroll(net: nn.Module, kind: str, x: Tensor, state: tuple[Tensor, ...]) -> t
 def loop(kind: str, stream: Tensor) -> list[Tensor]:
     """Trains and gives the losses and the weights."""
     torch.manual_seed(0)
-    net = {"lstm": lambda: nn.LSTM(FEATURES, UNITS), "cell": lambda: nn.LSTMCell(FEATURES, UNITS), "by hand": ByHand}[kind]()
+    net = {
+        "lstm": lambda: nn.LSTM(FEATURES, UNITS),
+        "cell": lambda: nn.LSTMCell(FEATURES, UNITS),
+        "by hand": ByHand,
+    }[kind]()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     state, losses = (torch.zeros(LANES, UNITS), torch.zeros(LANES, UNITS)), list[Tensor]()
     for x in stream.split(STEPS):
@@ -86,14 +97,20 @@ def measure(kind: str, stream: Tensor, rounds: int) -> dict[str, float]:
         ratios.append(2 * second / (first + third))
         after.append(third / first)
         base.append(first)
-    found = {"watched": statistics.median(ratios), "watched_worst": max(ratios), "after": statistics.median(after)}
+    found = {
+        "watched": statistics.median(ratios),
+        "watched_worst": max(ratios),
+        "after": statistics.median(after),
+    }
     return found | {"plain_seconds": statistics.median(base), "chunks": CHUNKS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "doctor.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "doctor.json"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     stream = torch.randn(CHUNKS * STEPS, LANES, FEATURES)
@@ -106,9 +123,15 @@ def main() -> None:
         "threads": 1,
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({"versions": versions, "rounds": given.rounds, "loops": found}, indent=2) + "\n", encoding="utf-8")
+    given.out.write_text(
+        json.dumps({"versions": versions, "rounds": given.rounds, "loops": found}, indent=2) + "\n",
+        encoding="utf-8",
+    )
     for kind, row in found.items():
-        print(f"{kind:8s} watched {row['watched']:.3f} (worst {row['watched_worst']:.3f})  after {row['after']:.3f}")
+        print(
+            f"{kind:8s} watched {row['watched']:.3f} (worst {row['watched_worst']:.3f})  after"
+            f" {row['after']:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The main job on a real ECG: the same model trained on the stream and on windows from a zero state.
+"""The main job on a real ECG: the same model trained on the stream and on windows from a zero
+state.
 
     python benchmarks/ecg.py DATA [--updates 4000] [--seeds 3] [--out runs/ecg]
 
-DATA is a manifest or a folder with one, such as twelve half-hour records of the MIT-BIH Arrhythmia Database labelled
-frame by frame (0 background, 1 near a beat, 2 near a premature ventricular beat), split by patient. Every run is a
-`throughtime train` of its own process followed by a `throughtime eval` on the unbroken records of the test split, at
-equal updates, frames and seeds. Writes `ecg.json` and prints the table of the README.
+DATA is a manifest or a folder with one, such as twelve half-hour records of the MIT-BIH Arrhythmia
+Database labelled frame by frame (0 background, 1 near a beat, 2 near a premature ventricular beat),
+split by patient. Every run is a `throughtime train` of its own process followed by a `throughtime
+eval` on the unbroken records of the test split, at equal updates, frames and seeds. Writes
+`ecg.json` and prints the table of the README.
 """
 
 import argparse
@@ -33,9 +35,15 @@ WAYS = {
 def one_run(data: str, way: str, seed: int, updates: int, out: Path) -> dict[str, Any]:
     """Trains and scores one model through the command line."""
     command = [sys.executable, "-m", "throughtime"]
-    settings = f"--task classify --hidden 64 --lanes 28 --stride 100 --lr 0.003 --updates {updates} --seed {seed} {WAYS[way]}"
+    settings = (
+        f"--task classify --hidden 64 --lanes 28 --stride 100 --lr 0.003 --updates {updates} --seed"
+        f" {seed} {WAYS[way]}"
+    )
     began = time.perf_counter()
-    subprocess.run([*command, "train", data, *settings.split(), "--valid-every", "0", "--out", str(out)], check=True)
+    subprocess.run(
+        [*command, "train", data, *settings.split(), "--valid-every", "0", "--out", str(out)],
+        check=True,
+    )
     seconds = time.perf_counter() - began
     subprocess.run([*command, "eval", str(out), "--split", "test"], check=True)
     scores: dict[str, Any] = json.loads((out / "scores-test.json").read_text(encoding="utf-8"))
@@ -49,7 +57,9 @@ def spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data")
     parser.add_argument("--updates", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
@@ -66,12 +76,18 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
     }
-    (options.out / "ecg.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1), encoding="utf-8")
+    (options.out / "ecg.json").write_text(
+        json.dumps({"machine": machine, "runs": runs}, indent=1), encoding="utf-8"
+    )
     print("| trained on | " + " | ".join(COLUMNS) + " |")
     print("|---|" + "---|" * len(COLUMNS))
     for way in WAYS:
         mine = [run["figures"] for run in runs if run["way"] == way]
-        print(f"| {way} | " + " | ".join(spread([figures[c] for figures in mine]) for c in COLUMNS) + " |")
+        print(
+            f"| {way} | "
+            + " | ".join(spread([figures[c] for figures in mine]) for c in COLUMNS)
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The exact gradient of long recordings: memory and time beside plain backpropagation through time, and what an audit costs.
+"""The exact gradient of long recordings: memory and time beside plain backpropagation through time,
+and what an audit costs.
 
     python benchmarks/exact.py [--rounds 5] [--out benchmarks/results/exact.json]
 
-LSTM of 128 units with a linear readout, batch 1, float32, MSE, one thread. First the gradients of both are compared; then they are
-timed in turns in one process, and the ratio of each pair is taken. Peak memory is the rise of resident memory while a fresh
-process computes one gradient, above what it held with the inputs in memory and after a short gradient of the same kind. The
-last table is the claim of Gruslys et al. (NeurIPS 2016): 1,000 steps in 5 % of the memory for a third more time.
+LSTM of 128 units with a linear readout, batch 1, float32, MSE, one thread. First the gradients of
+both are compared; then they are timed in turns in one process, and the ratio of each pair is taken.
+Peak memory is the rise of resident memory while a fresh process computes one gradient, above what
+it held with the inputs in memory and after a short gradient of the same kind. The last table is the
+claim of Gruslys et al. (NeurIPS 2016): 1,000 steps in 5 % of the memory for a third more time.
 """
 
 import argparse
@@ -52,7 +54,9 @@ def exact(net: tt.Carried, x: Tensor, t: Tensor, **setting: Any) -> None:
         pass
 
 
-def gradient(run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any) -> Tensor:
+def gradient(
+    run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any
+) -> Tensor:
     net.zero_grad()
     run(net, x, t, **setting)
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
@@ -75,7 +79,12 @@ def in_turns(ours: Callable[[], Any], other: Callable[[], Any], rounds: int) -> 
 
 def peak(way: str, steps: int) -> dict[str, float]:
     """Bytes at the peak above the start, and seconds, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--measure", way, str(steps)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", way, str(steps)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -108,8 +117,15 @@ def compared(steps: int, rounds: int) -> dict[str, Any]:
     apart = ((a - b).norm() / a.norm()).item()
     if not apart < 1e-4:
         raise SystemExit(f"the gradients differ by {apart:.2g}: nothing to time")
-    ratios = in_turns(lambda: gradient(exact, net, x, t), lambda: gradient(plain, net, x, t), rounds)
-    return {"steps": steps, "difference": apart, "median": statistics.median(ratios), "ratios": ratios}
+    ratios = in_turns(
+        lambda: gradient(exact, net, x, t), lambda: gradient(plain, net, x, t), rounds
+    )
+    return {
+        "steps": steps,
+        "difference": apart,
+        "median": statistics.median(ratios),
+        "ratios": ratios,
+    }
 
 
 def audited(steps: int, rounds: int, horizons: tuple[int, ...]) -> dict[str, Any]:
@@ -117,11 +133,22 @@ def audited(steps: int, rounds: int, horizons: tuple[int, ...]) -> dict[str, Any
     net, (x, t) = tt.carry(network()), data(steps)
     stream = tt.Stream({"inputs": x, "targets": t}, lanes=1, chunk=1000)
     tt.audit(net, stream, nn.MSELoss(), horizons)
-    ratios = in_turns(lambda: tt.audit(net, stream, nn.MSELoss(), horizons), lambda: gradient(exact, net, x, t), rounds)
-    return {"steps": steps, "horizons": horizons, "median": statistics.median(ratios), "ratios": ratios}
+    ratios = in_turns(
+        lambda: tt.audit(net, stream, nn.MSELoss(), horizons),
+        lambda: gradient(exact, net, x, t),
+        rounds,
+    )
+    return {
+        "steps": steps,
+        "horizons": horizons,
+        "median": statistics.median(ratios),
+        "ratios": ratios,
+    }
 
 
-def saved_bytes(run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any) -> int:
+def saved_bytes(
+    run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any
+) -> int:
     """The most bytes that graphs held at once: every saved tensor counts while its storage lives."""
     alive: dict[int, int] = {}
     now = most = 0
@@ -162,7 +189,11 @@ def gruslys(rounds: int) -> dict[str, Any]:
     """1,000 steps in pieces of 32 = sqrt(1,000): bytes of graph and edge states, and time, beside one graph."""
     steps, chunk, lanes = 1000, 32, 32
     torch.manual_seed(2)
-    net, x, t = tt.carry(network()), torch.randn(steps, lanes, FEATURES), torch.randn(steps, lanes, 1)
+    net, x, t = (
+        tt.carry(network()),
+        torch.randn(steps, lanes, FEATURES),
+        torch.randn(steps, lanes, 1),
+    )
     chunks = [tt.Chunk.of(x, t)]
 
     def whole(net: tt.Carried, x: Tensor, t: Tensor) -> None:
@@ -175,8 +206,13 @@ def gruslys(rounds: int) -> dict[str, Any]:
             pass
 
     apart = (gradient(whole, net, x, t) - gradient(pieces, net, x, t)).norm().item()
-    edges = (steps // chunk + 2) * sum(leaf.nbytes for leaf in tt.state.tensors(net.initial_state(lanes)))
-    bytes_whole, bytes_pieces = saved_bytes(whole, net, x, t), saved_bytes(pieces, net, x, t) + edges
+    edges = (steps // chunk + 2) * sum(
+        leaf.nbytes for leaf in tt.state.tensors(net.initial_state(lanes))
+    )
+    bytes_whole, bytes_pieces = (
+        saved_bytes(whole, net, x, t),
+        saved_bytes(pieces, net, x, t) + edges,
+    )
     ratios = in_turns(lambda: pieces(net, x, t), lambda: whole(net, x, t), rounds)
     return {
         "difference": apart,
@@ -189,28 +225,53 @@ def gruslys(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exact.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "exact.json"
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.measure:
         print(json.dumps(measure(options.measure[0], int(options.measure[1]))))
         return
-    found: dict[str, Any] = {"time": compared(100_000, options.rounds), "gruslys": gruslys(options.rounds)}
-    print(f"100,000 steps: gradients apart {found['time']['difference']:.1e}, time {found['time']['median']:.2f} of one graph's")
-    found["peaks"] = {f"{way} {steps}": peak(way, steps) for way, steps in (("plain", 100_000), ("exact", 100_000), ("exact", 1_000_000))}
+    found: dict[str, Any] = {
+        "time": compared(100_000, options.rounds),
+        "gruslys": gruslys(options.rounds),
+    }
+    print(
+        f"100,000 steps: gradients apart {found['time']['difference']:.1e}, time"
+        f" {found['time']['median']:.2f} of one graph's"
+    )
+    found["peaks"] = {
+        f"{way} {steps}": peak(way, steps)
+        for way, steps in (("plain", 100_000), ("exact", 100_000), ("exact", 1_000_000))
+    }
     for name, values in found["peaks"].items():
-        print(f"{name:15} {values['peak'] / 1e6:7.1f} MB above the inputs, {values['seconds'] / int(name.split()[1]) * 1e6:6.2f} us a step")
+        print(
+            f"{name:15} {values['peak'] / 1e6:7.1f} MB above the inputs,"
+            f" {values['seconds'] / int(name.split()[1]) * 1e6:6.2f} us a step"
+        )
     found["audits"] = [
-        audited(40_000, options.rounds, horizons) for horizons in ((1600,), (400,), (100,), (400, 1600), (50, 200, 800, 3200))
+        audited(40_000, options.rounds, horizons)
+        for horizons in ((1600,), (400,), (100,), (400, 1600), (50, 200, 800, 3200))
     ]
     for row in found["audits"]:
         print(f"audit of horizons {row['horizons']}: {row['median']:.2f} exact sweeps")
     g = found["gruslys"]
-    print(f"1,000 steps in pieces of 32: {g['saved']:.1%} less memory (paper 95 %), {g['time']:.2f} of the time (paper 1.33)")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "throughtime": tt.__version__, "threads": 1}
+    print(
+        f"1,000 steps in pieces of 32: {g['saved']:.1%} less memory (paper 95 %), {g['time']:.2f}"
+        " of the time (paper 1.33)"
+    )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "throughtime": tt.__version__,
+        "threads": 1,
+    }
     options.out.write_text(json.dumps({**found, **versions}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,8 @@
-"""Mutates CSV files and manifests at random and reads them: whatever they hold, they are read right or refused by a DataError.
+"""Mutates CSV files and manifests at random and reads them: whatever they hold, they are read right
+or refused by a DataError.
 
-What is accepted is compared with Python's csv module. Run: python benchmarks/fuzz_readers.py --seconds 180 --seed 0
+What is accepted is compared with Python's csv module. Run: python benchmarks/fuzz_readers.py
+--seconds 180 --seed 0
 """
 
 import argparse
@@ -38,7 +40,9 @@ def table_file(rng: random.Random) -> bytes:
 
 
 def field(rng: random.Random, kind: str) -> str:
-    number = rng.choice([f"{rng.gauss(0, 1):.6g}", str(rng.randint(-9, 9)), f"{rng.gauss(0, 1e-20)!r}"])
+    number = rng.choice(
+        [f"{rng.gauss(0, 1):.6g}", str(rng.randint(-9, 9)), f"{rng.gauss(0, 1e-20)!r}"]
+    )
     if kind == "t":
         return rng.choice(["N", "V", "1", '"beat, late"', '"say ""a"""', "é", "", '"two\nlines"'])
     return "" if kind == "g" and rng.random() < 0.3 else number
@@ -46,7 +50,8 @@ def field(rng: random.Random, kind: str) -> str:
 
 def manifest_file(rng: random.Random) -> bytes:
     rows = [
-        f"{rng.choice(['a', 'b', '001', '1'])},{rng.choice(['train', 'valid', ''])},a.csv,{rng.choice(['', 'a.csv'])}" for _ in range(3)
+        f"{rng.choice(['a', 'b', '001', '1'])},{rng.choice(['train', 'valid', ''])},a.csv,{rng.choice(['', 'a.csv'])}"
+        for _ in range(3)
     ]
     return ("id,split,inputs,targets\n" + "\n".join(rows) + "\n").encode()
 
@@ -79,7 +84,9 @@ def repeat(rng: random.Random, data: bytes) -> bytes:
 
 
 def line_ends(rng: random.Random, data: bytes) -> bytes:
-    return data.replace(b"\r\n", b"\n").replace(b"\n", rng.choice([b"\r\n", b"\r", b"\n\n", b"\r\r\n"]))
+    return data.replace(b"\r\n", b"\n").replace(
+        b"\n", rng.choice([b"\r\n", b"\r", b"\n\n", b"\r\r\n"])
+    )
 
 
 def duplicate_column(rng: random.Random, data: bytes) -> bytes:
@@ -90,7 +97,20 @@ def duplicate_column(rng: random.Random, data: bytes) -> bytes:
 MUTATIONS: list[Mutation] = [
     *(flip, cut, drop, repeat, line_ends, duplicate_column),
     put(b'"', b'""', b'","', b'"\n'),
-    put(b"9" * 400, b"a" * 300, b"1" * 200_000, b"1e400", b"1_0", b"0x1", b"nan", b"-inf", b" ", b"\t", "\u00a0".encode(), "٣".encode()),
+    put(
+        b"9" * 400,
+        b"a" * 300,
+        b"1" * 200_000,
+        b"1e400",
+        b"1_0",
+        b"0x1",
+        b"nan",
+        b"-inf",
+        b" ",
+        b"\t",
+        "\u00a0".encode(),
+        "٣".encode(),
+    ),
     put(b"\0", b"\xff", b"\xfe\xff", b"\xc3", b"\x1a", b"\x1c", "\u2028".encode(), "\x85".encode()),
     put(b",", b"\n", b"\r", b"\r\n", b";", b",,", b"\n\n\n"),
     lambda rng, data: b"\xef\xbb\xbf" * rng.randint(1, 2) + data,
@@ -119,7 +139,10 @@ def expected(data: bytes) -> tuple[list[str], list[list[str]]]:
 
 
 def compare(table: Table, data: bytes) -> str:
-    """Reads every column that is no error; raises AssertionError where it is not what Python reads."""
+    """Reads every column that is no error.
+
+    Raises AssertionError where it is not what Python reads.
+    """
     header, rows = expected(data)
     assert list(table.columns) == header, (table.columns, header)
     assert len(table) == len(rows), (len(table), len(rows))
@@ -131,13 +154,19 @@ def compare(table: Table, data: bytes) -> str:
             values = table.read(0, len(table), [name])[:, 0]
         except ThroughtimeError:
             words = [f for f in column if f.strip() and not csv_fields.is_number(f)]
-            assert words if csv_fields.is_number(first) else max(map(len, column)) > csv_scan.LABEL, column
+            assert (
+                words if csv_fields.is_number(first) else max(map(len, column)) > csv_scan.LABEL
+            ), column
             outcome = "column refused"
             continue
         if values.dtype.kind == "U":
-            assert values.tolist() == column, [(a, b) for a, b in zip(values.tolist(), column, strict=True) if a != b][:3]
+            assert values.tolist() == column, [
+                (a, b) for a, b in zip(values.tolist(), column, strict=True) if a != b
+            ][:3]
         else:
-            np.testing.assert_array_equal(values, [float(f) if f.strip() else math.nan for f in column])
+            np.testing.assert_array_equal(
+                values, [float(f) if f.strip() else math.nan for f in column]
+            )
     return outcome
 
 
@@ -154,14 +183,18 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         data = rng.choice(MUTATIONS)(rng, data) if data else data
     pieces = [(1, 1, 1), (64, 7, 50), (131_072, 4096, 2**20)]
-    csv_scan.PIECE, csv_rows.STEP, csv_rows.PIECE = rng.choice(pieces) if len(data) < 20_000 else pieces[-1]
+    csv_scan.PIECE, csv_rows.STEP, csv_rows.PIECE = (
+        rng.choice(pieces) if len(data) < 20_000 else pieces[-1]
+    )
     path = folder / ("recordings.csv" if manifest else "r.csv")
     path.write_bytes(data)
     (folder / "a.csv").write_bytes(b"x,y\n1,2\n3,4\n")
     signal.alarm(HANG)
     try:
         if manifest:
-            outcome = attempt(lambda: f"manifest of {len(open_recordings(find(path), Form('regress')))} read")
+            outcome = attempt(
+                lambda: f"manifest of {len(open_recordings(find(path), Form('regress')))} read"
+            )
         else:
             attempt(lambda: str(open_recordings(find(path), Form("regress", targets=("n0",)))))
             attempt(lambda: read_rows(path))
@@ -196,7 +229,9 @@ def main() -> None:
             if time.monotonic() - said > 60:
                 said = time.monotonic()
                 print(f"{said - begin:.0f} s: {dict(counts)}", flush=True)
-    print(f"{sum(counts.values())} files: {dict(counts)}; no crash, no hang, no number that differs")
+    print(
+        f"{sum(counts.values())} files: {dict(counts)}; no crash, no hang, no number that differs"
+    )
 
 
 if __name__ == "__main__":

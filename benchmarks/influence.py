@@ -1,15 +1,17 @@
-"""Influence balancing: a task on which a truncation of the gradient that is too short goes the wrong way.
+"""Influence balancing: a task on which a truncation of the gradient that is too short goes the
+wrong way.
 
     python benchmarks/influence.py [--out benchmarks/results/influence.json]
 
-    s' = A s + theta * b        A = I/2 + 1/2 on the first superdiagonal, 23 states; b = +1 ten times, then -1 thirteen times
-    loss = (s_1 - 1)^2 / 2
+    s' = A s + theta * b        A = I/2 + 1/2 on the first superdiagonal, 23 states; b = +1 ten
+    times, then -1 thirteen times loss = (s_1 - 1)^2 / 2
 
-theta first pushes s_1 up, through the ten nearby states, and in the end down, through all of them: d s_1 / d theta is +1 after one
-step, +10 after ten, -6 after a hundred. A gradient that looks back 25 steps has the wrong sign and theta runs away; the right
-theta is -1/6. From C. Tallec and Y. Ollivier (Unbiasing truncated backpropagation through time, 2017), with the sizes of
-P. Vicol, L. Metz and J. Sohl-Dickstein (Unbiased gradient estimation in unrolled computation graphs with persistent evolution
-strategies, ICML 2021). float64, SGD, one thread.
+theta first pushes s_1 up, through the ten nearby states, and in the end down, through all of them:
+d s_1 / d theta is +1 after one step, +10 after ten, -6 after a hundred. A gradient that looks back
+25 steps has the wrong sign and theta runs away; the right theta is -1/6. From C. Tallec and Y.
+Ollivier (Unbiasing truncated backpropagation through time, 2017), with the sizes of P. Vicol, L.
+Metz and J. Sohl-Dickstein (Unbiased gradient estimation in unrolled computation graphs with
+persistent evolution strategies, ICML 2021). float64, SGD, one thread.
 """
 
 import argparse
@@ -36,8 +38,14 @@ class Balance(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.theta = nn.Parameter(torch.tensor(START, dtype=torch.float64))
-        self.register_buffer("a", 0.5 * torch.eye(STATES, dtype=torch.float64) + 0.5 * torch.diag(torch.ones(STATES - 1).double(), 1))
-        self.register_buffer("b", torch.tensor([1.0] * PLUS + [-1.0] * (STATES - PLUS), dtype=torch.float64))
+        self.register_buffer(
+            "a",
+            0.5 * torch.eye(STATES, dtype=torch.float64)
+            + 0.5 * torch.diag(torch.ones(STATES - 1).double(), 1),
+        )
+        self.register_buffer(
+            "b", torch.tensor([1.0] * PLUS + [-1.0] * (STATES - PLUS), dtype=torch.float64)
+        )
 
     def initial_state(self, lanes: int) -> Tensor:
         """Every state is 1."""
@@ -64,11 +72,21 @@ class Row:
 
 
 ROWS = {
-    **{f"truncated, horizon {k}": Row(lambda k=k: tt.Truncated(1, k), 3_000, 1e-4, e) for k, e in ((10, "diverges"), (25, "diverges"))},
-    **{f"truncated, horizon {k}": Row(lambda k=k: tt.Truncated(1, k), 3_000, 1e-4, e) for k, e in ((50, "-0.16654"), (100, "-0.16665"))},
-    "exact, segments of 3,000": Row(lambda: tt.Exact(segment=3_000, chunk=500), 90_000, 0.02, "-1/6"),
+    **{
+        f"truncated, horizon {k}": Row(lambda k=k: tt.Truncated(1, k), 3_000, 1e-4, e)
+        for k, e in ((10, "diverges"), (25, "diverges"))
+    },
+    **{
+        f"truncated, horizon {k}": Row(lambda k=k: tt.Truncated(1, k), 3_000, 1e-4, e)
+        for k, e in ((50, "-0.16654"), (100, "-0.16665"))
+    },
+    "exact, segments of 3,000": Row(
+        lambda: tt.Exact(segment=3_000, chunk=500), 90_000, 0.02, "-1/6"
+    ),
     "online": Row(lambda: tt.Online(1), 6_000, 1e-4, "-1/6"),
-    "randomized, mean horizon 16": Row(lambda: tt.Randomized(16, alpha=6, grain=1), 30_000, 16e-5, "-0.167, 5 of 5 seeds", seeds=5),
+    "randomized, mean horizon 16": Row(
+        lambda: tt.Randomized(16, alpha=6, grain=1), 30_000, 16e-5, "-0.167, 5 of 5 seeds", seeds=5
+    ),
 }
 
 
@@ -81,7 +99,9 @@ def endless(steps: int) -> Iterator[tt.Chunk]:
     """Steps without an end that carry no input."""
     for start in range(0, steps, 1_000):
         zeros = torch.zeros(1_000, 1, 1, dtype=torch.float64)
-        yield tt.Chunk.of(zeros, zeros + 1, position=torch.arange(start, start + 1_000).unsqueeze(1))
+        yield tt.Chunk.of(
+            zeros, zeros + 1, position=torch.arange(start, start + 1_000).unsqueeze(1)
+        )
 
 
 def one_run(row: Row, seed: int) -> float:
@@ -107,8 +127,12 @@ def influence(lag: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "influence.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "influence.json"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     lags = {lag: influence(lag) for lag in (1, 10, 20, 25, 40, 50, 100)}
@@ -119,11 +143,25 @@ def main() -> None:
         thetas = [one_run(row, seed) for seed in range(row.seeds)]
         spread = statistics.stdev(thetas) if len(thetas) > 1 else 0.0
         close = sum(abs(theta - BEST) < 1e-3 for theta in thetas)
-        found[name] = {"theta": thetas, "expected": row.expected, "seconds": time.process_time() - began}
-        print(f"{name:30} theta {statistics.mean(thetas):10.6f} ± {spread:.1e}  ({close} of {len(thetas)} at -1/6; paper {row.expected})")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "throughtime": tt.__version__}
+        found[name] = {
+            "theta": thetas,
+            "expected": row.expected,
+            "seconds": time.process_time() - began,
+        }
+        print(
+            f"{name:30} theta {statistics.mean(thetas):10.6f} ± {spread:.1e}  ({close} of"
+            f" {len(thetas)} at -1/6; paper {row.expected})"
+        )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "throughtime": tt.__version__,
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"influence": lags, "rows": found, **versions}, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(
+        json.dumps({"influence": lags, "rows": found, **versions}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""What each integration costs beside the plain loop over `tt.updates`, and beside a loop by hand without throughtime.
+"""What each integration costs beside the plain loop over `tt.updates`, and beside a loop by hand
+without throughtime.
 
-    python benchmarks/integrations.py [--rounds 5] [--chunks 3000] [--out benchmarks/results/integrations.json]
-    python benchmarks/integrations.py --table [--out benchmarks/results/integrations.json]
+    python benchmarks/integrations.py [--rounds 5] [--chunks 3000] [--out
+    benchmarks/results/integrations.json] python benchmarks/integrations.py --table [--out
+    benchmarks/results/integrations.json]
 
-LSTM of 50 units with a linear readout, one lane, chunks of 100 steps, an update after each, float32, mean squared error, clipping,
-Adam, one thread: small enough that what surrounds the network shows. First an epoch of each side is checked to end with the weights
-of the plain loop. Then all sides play at once in one process, one at a time: each in a thread that stops after every 100 updates and
-waits for its next turn, so that a machine that is busy now and idle then is so for all of them. The ratio is that of 100 updates to
-the 100 of the plain loop in the same round of turns. Whole epochs are given as well, with all that a `fit` of a bare Trainer (no
-logger, progress bar or checkpoints) or a `run` does before and after its updates.
+LSTM of 50 units with a linear readout, one lane, chunks of 100 steps, an update after each,
+float32, mean squared error, clipping, Adam, one thread: small enough that what surrounds the
+network shows. First an epoch of each side is checked to end with the weights of the plain loop.
+Then all sides play at once in one process, one at a time: each in a thread that stops after every
+100 updates and waits for its next turn, so that a machine that is busy now and idle then is so for
+all of them. The ratio is that of 100 updates to the 100 of the plain loop in the same round of
+turns. Whole epochs are given as well, with all that a `fit` of a bare Trainer (no logger, progress
+bar or checkpoints) or a `run` does before and after its updates.
 
-Ignite's own function cannot clip: here its optimizer does, before a step. The recording of an old Lightning module or an Ignite
-script is one batch, since both drop the state between batches. `--table` prints what is there.
+Ignite's own function cannot clip: here its optimizer does, before a step. The recording of an old
+Lightning module or an Ignite script is one batch, since both drop the state between batches.
+`--table` prints what is there.
 """
 
 import argparse
@@ -46,9 +51,13 @@ BLOCK = 100  # updates timed at a time, as many as the longest of the training s
 PLAIN = "plain loop"
 GRADIENT = tt.Truncated(stride=CHUNK)
 LOSS = nn.MSELoss()
-QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 State = tuple[Tensor, Tensor]
-Times = dict[str, list[tuple[float, float]]]  # of each side, turn by turn: by the clock, and of the processor
+Times = dict[
+    str, list[tuple[float, float]]
+]  # of each side, turn by turn: by the clock, and of the processor
 
 
 class Net(nn.Module):
@@ -133,9 +142,16 @@ class Streamed(StreamModule):
 def lightning_stream(task: Task, chunks: int) -> Side:
     """A StreamModule, so many chunks in a training step."""
     net, optimizer = task.net()
-    module, loader = Streamed(tt.carry(net), LOSS, gradient=GRADIENT, clip=NORM), Loader(task.stream(), chunks)
+    module, loader = (
+        Streamed(tt.carry(net), LOSS, gradient=GRADIENT, clip=NORM),
+        Loader(task.stream(), chunks),
+    )
     module.kept = optimizer
-    return Side(net, optimizer, lambda: pl.Trainer(max_epochs=1, accelerator="cpu", **QUIET).fit(module, loader))
+    return Side(
+        net,
+        optimizer,
+        lambda: pl.Trainer(max_epochs=1, accelerator="cpu", **QUIET).fit(module, loader),
+    )
 
 
 class Old(LightningModule):
@@ -159,14 +175,28 @@ class Old(LightningModule):
 def lightning_old(task: Task) -> Side:
     """What 1.9 had: a batch split by the trainer, a step of the optimizer for each split."""
     net, optimizer = task.net()
-    module, batches = Old(net, optimizer), DataLoader(TensorDataset(task.x.transpose(0, 1), task.y.transpose(0, 1)))
-    return Side(net, optimizer, lambda: pl.Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=NORM, **QUIET).fit(module, batches))
+    module, batches = (
+        Old(net, optimizer),
+        DataLoader(TensorDataset(task.x.transpose(0, 1), task.y.transpose(0, 1))),
+    )
+    return Side(
+        net,
+        optimizer,
+        lambda: pl.Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=NORM, **QUIET).fit(
+            module, batches
+        ),
+    )
 
 
 def ignite_stream(task: Task, chunks: int) -> Side:
     """An engine on a stream, so many chunks in an iteration."""
     net, optimizer = task.net()
-    trainer, stream = stream_trainer(tt.carry(net), optimizer, LOSS, gradient=GRADIENT, chunks=chunks, max_norm=NORM), task.stream()
+    trainer, stream = (
+        stream_trainer(
+            tt.carry(net), optimizer, LOSS, gradient=GRADIENT, chunks=chunks, max_norm=NORM
+        ),
+        task.stream(),
+    )
     return Side(net, optimizer, lambda: trainer.run(stream, max_epochs=1))
 
 
@@ -227,10 +257,15 @@ def deviation(side: Side, other: Side) -> float:
 
 
 def check_alike(sides: dict[str, Side], when: str) -> dict[str, float]:
-    """How far the weights of each side are from those of the plain loop; ends where they are not the same to 1e-6."""
+    """How far the weights of each side are from those of the plain loop.
+
+    Ends where they are not the same to 1e-6.
+    """
     apart = {name: deviation(side, sides[PLAIN]) for name, side in sides.items()}
     if not all(far <= 1e-6 for far in apart.values()):
-        raise SystemExit(f"{when} the weights differ from those of the plain loop, nothing to compare: {apart}")
+        raise SystemExit(
+            f"{when} the weights differ from those of the plain loop, nothing to compare: {apart}"
+        )
     return apart
 
 
@@ -250,7 +285,7 @@ class Player:
             for _ in range(self.epochs):
                 self.side.epoch()
                 self.stop()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the turn tells it
+        except BaseException as error:  # whatever it is, the turn tells it
             self.error = error
             self.over.release()
 
@@ -288,18 +323,26 @@ def epoch_of(players: dict[str, Player], blocks: int) -> Times:
 def ratio(times: Iterable[float], to: Iterable[float]) -> dict[str, float]:
     """Median and quartiles of the ratios."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
-    return {"median": round(middle, 4), "lower_quartile": round(low, 4), "upper_quartile": round(high, 4)}
+    return {
+        "median": round(middle, 4),
+        "lower_quartile": round(low, 4),
+        "upper_quartile": round(high, 4),
+    }
 
 
 def row(epochs: list[Times], name: str) -> dict[str, Any]:
     """What is told of a side: of its blocks, and of its whole epochs."""
     mine, base = ([turn for times in epochs for turn in times[side][:-1]] for side in (name, PLAIN))
-    whole, of = ([sum(seconds for seconds, _ in times[side]) for times in epochs] for side in (name, PLAIN))
+    whole, of = (
+        [sum(seconds for seconds, _ in times[side]) for times in epochs] for side in (name, PLAIN)
+    )
     return {
         "us_per_update": round(statistics.median(seconds for seconds, _ in mine) / BLOCK * 1e6, 1),
         "ratio": ratio([seconds for seconds, _ in mine], [seconds for seconds, _ in base]),
         "processor_ratio": ratio([busy for _, busy in mine], [busy for _, busy in base]),
-        "whole_epoch_ratio": round(statistics.median(a / b for a, b in zip(whole, of, strict=True)), 4),
+        "whole_epoch_ratio": round(
+            statistics.median(a / b for a, b in zip(whole, of, strict=True)), 4
+        ),
     }
 
 
@@ -316,29 +359,49 @@ def measured(chunks: int, rounds: int) -> dict[str, Any]:
         print(f"epoch {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     apart = check_alike(sides, "at the end")
     rows = {name: row(epochs, name) | {"weights_apart": apart[name]} for name in sides}
-    return {"rounds": rounds, "chunks": chunks, "load": [round(load, 1), round(os.getloadavg()[0], 1)], "result": rows}
+    return {
+        "rounds": rounds,
+        "chunks": chunks,
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "result": rows,
+    }
 
 
 def surroundings() -> dict[str, Any]:
     """Versions and machine."""
-    libraries = {m.__name__.partition(".")[0]: m.__version__ for m in (torch, pl, ignite, accelerate, tt)}
-    machine = {"device": "cpu", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1}
+    libraries = {
+        m.__name__.partition(".")[0]: m.__version__ for m in (torch, pl, ignite, accelerate, tt)
+    }
+    machine = {
+        "device": "cpu",
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+    }
     return {"versions": {"python": platform.python_version(), **libraries}, "machine": machine}
 
 
 def table(path: Path) -> None:
     """Prints the Markdown table."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    print("| loop | us per update | beside the plain loop | quartiles | in processor time | whole epochs |")
+    print(
+        "| loop | us per update | beside the plain loop | quartiles | in processor time | whole"
+        " epochs |"
+    )
     print("|---|---|---|---|---|---|")
     for name, told in found["result"].items():
         of, busy = told["ratio"], told["processor_ratio"]["median"]
         spread = f"{of['lower_quartile']:.2f} to {of['upper_quartile']:.2f}"
-        print(f"| {name} | {told['us_per_update']:.0f} | {of['median']:.2f} | {spread} | {busy:.2f} | {told['whole_epoch_ratio']:.2f} |")
+        print(
+            f"| {name} | {told['us_per_update']:.0f} | {of['median']:.2f} | {spread} | {busy:.2f} |"
+            f" {told['whole_epoch_ratio']:.2f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each side")
     parser.add_argument("--chunks", type=int, default=3000, help="of an epoch; a multiple of 100")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/integrations.json"))
@@ -347,7 +410,9 @@ def main() -> None:
     if not options.table:
         torch.set_num_threads(1)
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module="lightning")  # it advises a bare Trainer to load with more workers
+        warnings.filterwarnings(
+            "ignore", module="lightning"
+        )  # it advises a bare Trainer to load with more workers
         found = surroundings() | measured(options.chunks, options.rounds)
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     table(options.out)

@@ -1,4 +1,5 @@
-"""The time of `linear_scan`, forward and with its gradients, beside a loop over steps and beside `torch.cumsum`.
+"""The time of `linear_scan`, forward and with its gradients, beside a loop over steps and beside
+`torch.cumsum`.
 
     python benchmarks/linear_scan.py [--rounds 31] [--out benchmarks/results/linear_scan.json]
 
@@ -8,8 +9,9 @@
     cumsum    a sum over time of as many numbers: no gates, the least that could be asked for
     scan      `linear_scan`
 
-float32, one thread, decays of 0.9 to 1. First all are compared with the loop in float64, gradients included; then they run in turns
-in one process, and the ratio to the scan is taken round by round. Times are of the processor, which other programs disturb less.
+float32, one thread, decays of 0.9 to 1. First all are compared with the loop in float64, gradients
+included; then they run in turns in one process, and the ratio to the scan is taken round by round.
+Times are of the processor, which other programs disturb less.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def loop(gates: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
 def doubling(gates: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
     states, reach = torch.cat([(gates[0] * state + inputs[0]).unsqueeze(0), inputs[1:]]), 1
     while reach < len(gates):
-        states = torch.cat([states[:reach], torch.addcmul(states[reach:], gates[reach:], states[:-reach])])
+        states = torch.cat(
+            [states[:reach], torch.addcmul(states[reach:], gates[reach:], states[:-reach])]
+        )
         gates = torch.cat([gates[:reach], gates[reach:] * gates[:-reach]])
         reach *= 2
     return states
@@ -63,13 +67,22 @@ def cumsum(gates: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
     return inputs.cumsum(0)
 
 
-METHODS: dict[str, Method] = {"scan": linear_scan, "loop": loop, "doubling": doubling, "torch": of_torch, "cumsum": cumsum}
+METHODS: dict[str, Method] = {
+    "scan": linear_scan,
+    "loop": loop,
+    "doubling": doubling,
+    "torch": of_torch,
+    "cumsum": cumsum,
+}
 
 
 def draw(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     steps, lanes, units = shape
-    gates, inputs = 0.9 + 0.1 * torch.rand(steps, lanes, units, dtype=dtype), torch.randn(steps, lanes, units, dtype=dtype)
+    gates, inputs = (
+        0.9 + 0.1 * torch.rand(steps, lanes, units, dtype=dtype),
+        torch.randn(steps, lanes, units, dtype=dtype),
+    )
     return (
         gates.requires_grad_(),
         inputs.requires_grad_(),
@@ -85,15 +98,26 @@ def forward(method: Method, given: tuple[Tensor, Tensor, Tensor, Tensor]) -> lis
 
 def with_gradients(method: Method, given: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
     states = method(*given[:3])
-    return [states.detach(), *torch.autograd.grad(states, given[:3], given[3], allow_unused=True, materialize_grads=True)]
+    return [
+        states.detach(),
+        *torch.autograd.grad(
+            states, given[:3], given[3], allow_unused=True, materialize_grads=True
+        ),
+    ]
 
 
 def checked(shape: tuple[int, int, int]) -> dict[str, float]:
     """The largest difference from the loop, relative to the largest entry."""
     right = with_gradients(loop, draw(shape, torch.float64))
-    found = {name: with_gradients(method, draw(shape, torch.float64)) for name, method in METHODS.items() if name != "cumsum"}
+    found = {
+        name: with_gradients(method, draw(shape, torch.float64))
+        for name, method in METHODS.items()
+        if name != "cumsum"
+    }
     apart = {
-        name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(values, right, strict=True))
+        name: max(
+            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(values, right, strict=True)
+        )
         for name, values in found.items()
     }
     if not max(apart.values()) < 1e-10:
@@ -101,7 +125,9 @@ def checked(shape: tuple[int, int, int]) -> dict[str, float]:
     return apart
 
 
-def in_turns(run: Callable[[Method, Any], list[Tensor]], shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+def in_turns(
+    run: Callable[[Method, Any], list[Tensor]], shape: tuple[int, int, int], rounds: int
+) -> dict[str, Any]:
     """Median milliseconds of each, and the median of its ratio to the scan's."""
     given = draw(shape, torch.float32)
     times: dict[str, list[float]] = {name: [] for name in METHODS}
@@ -113,14 +139,21 @@ def in_turns(run: Callable[[Method, Any], list[Tensor]], shape: tuple[int, int, 
                 times[name].append((time.process_time() - began) * 1e3)
     return {
         "milliseconds": {name: statistics.median(values) for name, values in times.items()},
-        "over_scan": {name: statistics.median(a / b for a, b in zip(values, times["scan"], strict=True)) for name, values in times.items()},
+        "over_scan": {
+            name: statistics.median(a / b for a, b in zip(values, times["scan"], strict=True))
+            for name, values in times.items()
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "linear_scan.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "linear_scan.json"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -128,10 +161,22 @@ def main() -> None:
         row: dict[str, Any] = {"shape": shape, "apart": checked(shape)}
         for name, run in (("forward", forward), ("with_gradients", with_gradients)):
             row[name] = in_turns(run, shape, options.rounds)
-            print(f"{shape!s:16} {name:15}", "  ".join(f"{k} {v:.2f} ms" for k, v in row[name]["milliseconds"].items()), flush=True)
+            print(
+                f"{shape!s:16} {name:15}",
+                "  ".join(f"{k} {v:.2f} ms" for k, v in row[name]["milliseconds"].items()),
+                flush=True,
+            )
         rows.append(row)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "throughtime": tt.__version__, "threads": 1}
-    options.out.write_text(json.dumps({"rows": rows, **versions, "machine": platform.machine()}, indent=1) + "\n", encoding="utf-8")
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "throughtime": tt.__version__,
+        "threads": 1,
+    }
+    options.out.write_text(
+        json.dumps({"rows": rows, **versions, "machine": platform.machine()}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The time of one clipped step of Adam: torch's three ways after `clip_grad_norm_`, and `throughtime.optim.Adam(max_norm=...)`.
+"""The time of one clipped step of Adam: torch's three ways after `clip_grad_norm_`, and
+`throughtime.optim.Adam(max_norm=...)`.
 
     python benchmarks/optim.py [--rounds 41] [--threads 1] [--out benchmarks/results/optim.json]
 
@@ -6,9 +7,10 @@
     M     nn.LSTM(32, 128) and a head: 6 tensors, 84,234 numbers
     L     nn.LSTM(650, 650, num_layers=2) and a head: 10 tensors, 6.8 million numbers
 
-First all take twenty steps on the same gradients, and must agree. Then they run in turns in one process, a block of steps each; the
-ratio to ours is taken round by round. Gradients are the same tensors at every step, so caches are warm. On one thread times are of the
-processor, which other programs disturb less; on more, of the clock.
+First all take twenty steps on the same gradients, and must agree. Then they run in turns in one
+process, a block of steps each; the ratio to ours is taken round by round. Gradients are the same
+tensors at every step, so caches are warm. On one thread times are of the processor, which other
+programs disturb less; on more, of the clock.
 """
 
 import argparse
@@ -29,13 +31,24 @@ import throughtime as tt
 from throughtime.kernels.library import level
 from throughtime.optim import Adam
 
-NETS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, int]] = {  # and how many steps a block has
+NETS: dict[
+    str, tuple[Callable[[], nn.Module], torch.dtype, int]
+] = {  # and how many steps a block has
     "S": (lambda: nn.ModuleList([nn.LSTM(16, 50), nn.Linear(50, 5)]), torch.float32, 50),
     "S float64": (lambda: nn.ModuleList([nn.LSTM(16, 50), nn.Linear(50, 5)]), torch.float64, 50),
     "M": (lambda: nn.ModuleList([nn.LSTM(32, 128), nn.Linear(128, 10)]), torch.float32, 20),
-    "L": (lambda: nn.ModuleList([nn.LSTM(650, 650, num_layers=2), nn.Linear(650, 10)]), torch.float32, 1),
+    "L": (
+        lambda: nn.ModuleList([nn.LSTM(650, 650, num_layers=2), nn.Linear(650, 10)]),
+        torch.float32,
+        1,
+    ),
 }
-WAYS: dict[str, dict[str, Any]] = {"default": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "ours": {}}
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "ours": {},
+}
 Step = Callable[[], None]
 
 
@@ -69,7 +82,10 @@ def checked(net: str) -> dict[str, float]:
             step()
         weights[way] = [param.detach() for param in params]
     apart = {
-        way: max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, weights["default"], strict=True))
+        way: max(
+            float((a - b).abs().max() / b.abs().max())
+            for a, b in zip(found, weights["default"], strict=True)
+        )
         for way, found in weights.items()
     }
     if not max(apart.values()) < (1e-12 if NETS[net][1] == torch.float64 else 1e-5):
@@ -96,28 +112,46 @@ def in_turns(net: str, rounds: int, clock: Callable[[], float]) -> dict[str, Any
     quartiles = partial(statistics.quantiles, n=4)
     return {
         "microseconds": {way: quartiles(values) for way, values in times.items()},
-        "over_ours": {way: quartiles([a / b for a, b in zip(values, times["ours"], strict=True)]) for way, values in times.items()},
+        "over_ours": {
+            way: quartiles([a / b for a, b in zip(values, times["ours"], strict=True)])
+            for way, values in times.items()
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optim.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "optim.json"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for threads in options.threads:
         torch.set_num_threads(threads)
         for net in NETS:
             row: dict[str, Any] = {"net": net, "threads": threads, "apart": checked(net)}
-            row |= in_turns(net, options.rounds, time.process_time if threads == 1 else time.perf_counter)
+            row |= in_turns(
+                net, options.rounds, time.process_time if threads == 1 else time.perf_counter
+            )
             rows.append(row)
-            said = "  ".join(f"{way} {row['microseconds'][way][1]:.1f} us ({row['over_ours'][way][1]:.2f})" for way in WAYS)
+            said = "  ".join(
+                f"{way} {row['microseconds'][way][1]:.1f} us ({row['over_ours'][way][1]:.2f})"
+                for way in WAYS
+            )
             print(f"{threads} threads  {net:10}", said, flush=True)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "throughtime": tt.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "throughtime": tt.__version__,
+    }
     machine = {"machine": platform.machine(), "instructions": level()}
-    options.out.write_text(json.dumps({"rows": rows, **versions, **machine}, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(
+        json.dumps({"rows": rows, **versions, **machine}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

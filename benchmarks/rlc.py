@@ -1,19 +1,23 @@
-"""One recording, several ways to train on it: the RLC circuit of Schiller et al. (ICLR 2026, arXiv 2602.10911).
+"""One recording, several ways to train on it: the RLC circuit of Schiller et al. (ICLR 2026, arXiv
+2602.10911).
 
     python benchmarks/rlc.py DATA [--rows windows,carried] [--seeds 0,1,2] [--out runs/rlc]
     python benchmarks/rlc.py --table [--out runs/rlc]
 
-DATA is the folder with the paper's three files (github.com/jdschille/rnn-training, MIT licence). Each row trains the paper's
-LSTM (8 hidden, linear readout of 2 outputs, Adam at 3e-4, mean squared error, float32) for 97,500 updates on the 6,667 steps
-of the training file and is scored as it would be used: one free run from the zero state over a whole file, mean squared error
-in standardised units times 100. Every (row, seed) is a file under --out, written when it is finished and not run again.
-`--table` prints what is there and writes `benchmarks/results/rlc.json`.
+DATA is the folder with the paper's three files (github.com/jdschille/rnn-training, MIT licence).
+Each row trains the paper's LSTM (8 hidden, linear readout of 2 outputs, Adam at 3e-4, mean squared
+error, float32) for 97,500 updates on the 6,667 steps of the training file and is scored as it would
+be used: one free run from the zero state over a whole file, mean squared error in standardised
+units times 100. Every (row, seed) is a file under --out, written when it is finished and not run
+again. `--table` prints what is there and writes `benchmarks/results/rlc.json`.
 
-The paper scores the weights after the last update, of seed 0 alone; beside them stand here those that were best on the
-validation file, and those that a row has after the processor time that the first row takes for all its updates. Its row with
-a carried state (its code, `shuffle=False` over windows at every start) plays 100 lanes, lane i from step i on, and resets them
-every 65 updates: that is `carried-100`. The other rows that carry are ours: one lane, 67 updates from start to end, the last
-of 67 steps. The outputs stand in the order of the paper's code, so that a seed draws the same initial weights as there.
+The paper scores the weights after the last update, of seed 0 alone; beside them stand here those
+that were best on the validation file, and those that a row has after the processor time that the
+first row takes for all its updates. Its row with a carried state (its code, `shuffle=False` over
+windows at every start) plays 100 lanes, lane i from step i on, and resets them every 65 updates:
+that is `carried-100`. The other rows that carry are ours: one lane, 67 updates from start to end,
+the last of 67 steps. The outputs stand in the order of the paper's code, so that a seed draws the
+same initial weights as there.
 """
 
 import argparse
@@ -36,7 +40,11 @@ from throughtime.gradient import Policy
 
 WINDOW, BATCH, HIDDEN = 100, 100, 8
 UPDATES, SCORED_EVERY = 97_500, 500
-FILES = {"train": "data_rlc_train_6667.csv", "valid": "data_rlc_val_3333.csv", "test": "data_rlc_test_3333.csv"}
+FILES = {
+    "train": "data_rlc_train_6667.csv",
+    "valid": "data_rlc_val_3333.csv",
+    "test": "data_rlc_test_3333.csv",
+}
 RESULTS = Path(__file__).parent / "results" / "rlc.json"
 
 
@@ -62,22 +70,35 @@ Epochs: TypeAlias = Callable[[Signals, int], Iterator[Source]]
 
 def at_every_start(train: Signals) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs and targets of the windows, `(100, 6568, 1)` and `(100, 6568, 2)`, and the marks of a batch of them that starts afresh."""
-    inputs, targets = (signal.unfold(0, WINDOW, 1).permute(2, 0, 1) for signal in (train.inputs, train.targets))
+    inputs, targets = (
+        signal.unfold(0, WINDOW, 1).permute(2, 0, 1) for signal in (train.inputs, train.targets)
+    )
     resets = torch.zeros(WINDOW, BATCH, dtype=torch.bool)
     resets[0] = True
     return inputs, targets, resets
 
 
 def windows(ignored: int) -> Epochs:
-    """Windows at every start, shuffled, each from the zero state; the first `ignored` losses of each do not count."""
+    """Windows at every start, shuffled, each from the zero state.
+
+    The first `ignored` losses of each do not count.
+    """
 
     def epochs(train: Signals, seed: int) -> Iterator[Source]:
         inputs, targets, resets = at_every_start(train)
-        generator, mask = torch.Generator().manual_seed(seed), torch.ones(WINDOW, BATCH, dtype=torch.bool)
+        generator, mask = (
+            torch.Generator().manual_seed(seed),
+            torch.ones(WINDOW, BATCH, dtype=torch.bool),
+        )
         mask[:ignored] = False
         while True:
-            chosen = torch.randperm(inputs.shape[1], generator=generator).split(BATCH)[:-1]  # the last batch is incomplete
-            yield (tt.Chunk.of(inputs[:, starts], targets[:, starts], resets=resets, mask=mask) for starts in chosen)
+            chosen = torch.randperm(inputs.shape[1], generator=generator).split(BATCH)[
+                :-1
+            ]  # the last batch is incomplete
+            yield (
+                tt.Chunk.of(inputs[:, starts], targets[:, starts], resets=resets, mask=mask)
+                for starts in chosen
+            )
 
     return epochs
 
@@ -87,10 +108,17 @@ def abreast(train: Signals, seed: int) -> Iterator[Source]:
     del seed  # nothing is drawn
     inputs, targets, resets = at_every_start(train)
     steps = torch.arange(WINDOW).unsqueeze(1) + torch.arange(BATCH)
-    batches = [slice(start, start + BATCH) for start in range(0, inputs.shape[1] - BATCH + 1, BATCH)]
+    batches = [
+        slice(start, start + BATCH) for start in range(0, inputs.shape[1] - BATCH + 1, BATCH)
+    ]
     while True:
         yield (
-            tt.Chunk.of(inputs[:, lanes], targets[:, lanes], resets=resets if lanes.start == 0 else None, position=steps + lanes.start)
+            tt.Chunk.of(
+                inputs[:, lanes],
+                targets[:, lanes],
+                resets=resets if lanes.start == 0 else None,
+                position=steps + lanes.start,
+            )
             for lanes in batches
         )
 
@@ -114,21 +142,44 @@ class Row:
 
 
 ROWS = {
-    "windows": Row("windows of 100 steps", windows(0), lambda: tt.Truncated(stride=WINDOW), (2.29, 3.527)),
-    "windows-83": Row("the same, first 83 losses ignored", windows(83), lambda: tt.Truncated(stride=WINDOW), (1.122, 1.093)),
+    "windows": Row(
+        "windows of 100 steps", windows(0), lambda: tt.Truncated(stride=WINDOW), (2.29, 3.527)
+    ),
+    "windows-83": Row(
+        "the same, first 83 losses ignored",
+        windows(83),
+        lambda: tt.Truncated(stride=WINDOW),
+        (1.122, 1.093),
+    ),
     "carried": Row("state carried, 1 lane", unbroken, lambda: tt.Truncated(stride=WINDOW)),
-    "carried-100": Row("state carried, 100 lanes", abreast, lambda: tt.Truncated(stride=WINDOW), (1.101, 1.183)),
-    "carried-400": Row("1 lane, horizon 400", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=400)),
-    "carried-1600": Row("1 lane, horizon 1600", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=1600)),
-    "adaptive": Row("1 lane, adaptive, 100 to 1600", unbroken, lambda: tt.Adaptive(tolerance=0.1, min=100, max=1600, every=500)),
+    "carried-100": Row(
+        "state carried, 100 lanes", abreast, lambda: tt.Truncated(stride=WINDOW), (1.101, 1.183)
+    ),
+    "carried-400": Row(
+        "1 lane, horizon 400", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=400)
+    ),
+    "carried-1600": Row(
+        "1 lane, horizon 1600", unbroken, lambda: tt.Truncated(stride=WINDOW, horizon=1600)
+    ),
+    "adaptive": Row(
+        "1 lane, adaptive, 100 to 1600",
+        unbroken,
+        lambda: tt.Adaptive(tolerance=0.1, min=100, max=1600, every=500),
+    ),
     "full": Row("whole recording, exact", unbroken, tt.Exact, (0.107, 0.176)),
 }
 
 
 def load(folder: Path) -> dict[str, Signals]:
-    """The three files, standardised by the training file; a row of a file is a signal, the last three are u, y1, y2."""
+    """The three files, standardised by the training file.
+
+    A row of a file is a signal, the last three are u, y1, y2.
+    """
     raw = {split: np.loadtxt(folder / name, delimiter=",")[-3:] for split, name in FILES.items()}
-    middle, scale = raw["train"].mean(axis=1, keepdims=True), raw["train"].std(axis=1, keepdims=True)
+    middle, scale = (
+        raw["train"].mean(axis=1, keepdims=True),
+        raw["train"].std(axis=1, keepdims=True),
+    )
     found: dict[str, Signals] = {}
     for split, signals in raw.items():
         u, first, second = torch.from_numpy((signals - middle) / scale).float()
@@ -147,21 +198,37 @@ def training(net: tt.Carried, row: Row, train: Signals, seed: int) -> Iterator[N
 
 
 def one_run(name: str, seed: int, splits: dict[str, Signals], updates: int) -> dict[str, Any]:
-    """Trains one model and scores it on the way; `seconds` is processor time of the training alone."""
+    """Trains one model and scores it on the way.
+
+    `seconds` is processor time of the training alone.
+    """
     torch.manual_seed(seed)
     net = tt.carry(nn.Sequential(nn.LSTM(1, HIDDEN), nn.Linear(HIDDEN, 2)))
     streams = {split: signals.whole() for split, signals in splits.items()}
-    trained, seconds, curve = training(net, ROWS[name], splits["train"], seed), 0.0, list[dict[str, float]]()
+    trained, seconds, curve = (
+        training(net, ROWS[name], splits["train"], seed),
+        0.0,
+        list[dict[str, float]](),
+    )
     for done in range(0, updates + 1, SCORED_EVERY):
         began = time.process_time()
         for _ in islice(trained, SCORED_EVERY if done else 0):
             pass
         seconds += time.process_time() - began
-        found = {split: tt.evaluate(net, stream, nn.MSELoss()).loss * 100 for split, stream in streams.items()}
+        found = {
+            split: tt.evaluate(net, stream, nn.MSELoss()).loss * 100
+            for split, stream in streams.items()
+        }
         curve.append({"updates": done, "seconds": round(seconds, 3), **found})
         if done % (20 * SCORED_EVERY) == 0:
             print(name, seed, json.dumps(curve[-1]), flush=True)
-    return {"row": name, "seed": seed, "gradient": repr(ROWS[name].gradient()), "machine": machine(), "curve": curve}
+    return {
+        "row": name,
+        "seed": seed,
+        "gradient": repr(ROWS[name].gradient()),
+        "machine": machine(),
+        "curve": curve,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -187,10 +254,17 @@ def finish(name: str, seed: int, options: argparse.Namespace) -> None:
 
 def finished(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The runs that are there, by row; those of one length only, or they would not compare."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for name in ROWS for path in sorted(folder.glob(f"{name}-[0-9].json"))]
+    runs = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for name in ROWS
+        for path in sorted(folder.glob(f"{name}-[0-9].json"))
+    ]
     lengths = {run["curve"][-1]["updates"] for run in runs}
     if len(lengths) != 1:
-        raise SystemExit(f"{folder} holds runs of {sorted(lengths)} updates; expected one length, and at least one run")
+        raise SystemExit(
+            f"{folder} holds runs of {sorted(lengths)} updates; expected one length, and at least"
+            " one run"
+        )
     by_row = {name: [run for run in runs if run["row"] == name] for name in ROWS}
     return {name: mine for name, mine in by_row.items() if mine}
 
@@ -225,12 +299,20 @@ def table(folder: Path) -> None:
     budget = statistics.mean(run["curve"][-1]["seconds"] for run in reference)
     rows = {name: [picked(run, budget) for run in runs] for name, runs in by_row.items()}
     updates = next(iter(rows.values()))[0]["final"]["updates"]
-    heads = (f"after {updates:,} updates", "best on validation", f"after {budget:.0f} s of training")
+    heads = (
+        f"after {updates:,} updates",
+        "best on validation",
+        f"after {budget:.0f} s of training",
+    )
     print("| trained on | seeds | ms/update | paper | " + " | ".join(heads) + " |")
     print("|---|---|---|---|" + "---|" * len(heads))
     for name, runs in rows.items():
         paper = ROWS[name].paper
-        cells = [ROWS[name].title, str(len(runs)), spread([run["ms_per_update"] for run in runs], 2)]
+        cells = [
+            ROWS[name].title,
+            str(len(runs)),
+            spread([run["ms_per_update"] for run in runs], 2),
+        ]
         cells.append("" if paper is None else f"{paper[0]:g} / {paper[1]:g}")
         cells += [scores(runs, when) for when in ("final", "best", "timed")]
         print("| " + " | ".join(cells) + " |")
@@ -243,7 +325,9 @@ def table(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seeds", default="0,1,2")

@@ -2,12 +2,14 @@
 
     python benchmarks/trace_cost.py [--rounds 40] [--out benchmarks/results/trace_cost.json]
 
-Layers and cells of torch.nn with 64 units on chunks of 100 steps, float32, one thread, batches of 1 and 32, and the fused layers of
-tt.nn in three sizes: a forward pass, a mean square of all outputs, a backward pass. First the outputs are checked to be the same bits
-and the gradients to agree; then the sides run in turns in one process, and the ratio of each turn to the untraced one is taken. Time
-is that which the processor spends on the thread, so that what else runs on the machine counts little. Memory is what torch's
-operators hold at most during a pass, and what the trace keeps of it afterwards; it is not told of fused layers. What a trace costs
-updates in one call, stream and optimizer included, `throughtime bench --cases 'trace-*'` tells.
+Layers and cells of torch.nn with 64 units on chunks of 100 steps, float32, one thread, batches of 1
+and 32, and the fused layers of tt.nn in three sizes: a forward pass, a mean square of all outputs,
+a backward pass. First the outputs are checked to be the same bits and the gradients to agree; then
+the sides run in turns in one process, and the ratio of each turn to the untraced one is taken. Time
+is that which the processor spends on the thread, so that what else runs on the machine counts
+little. Memory is what torch's operators hold at most during a pass, and what the trace keeps of it
+afterwards; it is not told of fused layers. What a trace costs updates in one call, stream and
+optimizer included, `throughtime bench --cases 'trace-*'` tells.
 """
 
 import argparse
@@ -28,7 +30,9 @@ import throughtime as tt
 from throughtime.probe.trace import Trace, trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-allocated = importlib.import_module("givens").allocated  # counts every tensor that is made, as the tests do
+allocated = importlib.import_module(
+    "givens"
+).allocated  # counts every tensor that is made, as the tests do
 
 STEPS, FEATURES, HIDDEN = 100, 16, 64
 TURN = 0.02  # seconds of a turn, at least
@@ -41,7 +45,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "nn.GRUCell in a loop": lambda: nn.GRUCell(FEATURES, HIDDEN),
 }
 FUSED = (tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN)
-SIZES = ((1, 50, torch.float32), (1, 50, torch.float64), (32, 128, torch.float32))  # lanes, units, type
+SIZES = (
+    (1, 50, torch.float32),
+    (1, 50, torch.float64),
+    (32, 128, torch.float32),
+)  # lanes, units, type
 SIDES = ("untraced", "norms", "tensors")
 
 
@@ -96,8 +104,15 @@ def timed(net: nn.Module, x: Tensor, rounds: int) -> dict[str, dict[str, float]]
                 found.close()
     told: dict[str, dict[str, float]] = {}
     for side, times in seconds.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(times, seconds["untraced"], strict=True)], n=4)
-        told[side] = {"ms": statistics.median(times) * 1e3, "ratio": middle, "lower_quartile": low, "upper_quartile": high}
+        low, middle, high = statistics.quantiles(
+            [a / b for a, b in zip(times, seconds["untraced"], strict=True)], n=4
+        )
+        told[side] = {
+            "ms": statistics.median(times) * 1e3,
+            "ratio": middle,
+            "lower_quartile": low,
+            "upper_quartile": high,
+        }
     return told
 
 
@@ -122,12 +137,17 @@ def cases() -> Iterator[tuple[str, Callable[[], nn.Module], int, torch.dtype]]:
             yield f"{name}, batch {lanes}", make, lanes, torch.float32
     for layer in FUSED:
         for lanes, units, dtype in SIZES:
-            told = f"tt.nn.{layer.__name__}, {units} units, {str(dtype).removeprefix('torch.')}, batch {lanes}"
+            told = (
+                f"tt.nn.{layer.__name__}, {units} units, {str(dtype).removeprefix('torch.')}, batch"
+                f" {lanes}"
+            )
             yield told, partial(layer, FEATURES, units), lanes, dtype
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trace_cost.json"))
     options = parser.parse_args(given)
@@ -138,15 +158,30 @@ def main(given: Sequence[str] | None = None) -> None:
         net, x = make().to(dtype), torch.randn(STEPS, lanes, FEATURES, dtype=dtype)
         check(net, x)
         found = timed(net, x, options.rounds)
-        memory = {} if isinstance(net, FUSED) else {side: held(net, x, side) for side in SIDES}  # who counts would see torch.nn's
+        memory = (
+            {} if isinstance(net, FUSED) else {side: held(net, x, side) for side in SIDES}
+        )  # who counts would see torch.nn's
         result[name] = {side: found[side] | memory.get(side, {}) for side in SIDES}
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "threads": 1, "processor": platform.machine()}
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": 1,
+        "processor": platform.machine(),
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    told = {"machine": machine, "rounds": options.rounds, "steps": STEPS, "hidden": HIDDEN, "result": result}
+    told = {
+        "machine": machine,
+        "rounds": options.rounds,
+        "steps": STEPS,
+        "hidden": HIDDEN,
+        "result": result,
+    }
     options.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     for name, sides in result.items():
         row = "; ".join(
-            f"{side} {sides[side]['ratio']:.2f} ({sides[side]['ms']:.2f} ms, {sides[side].get('kb_most', 0):.0f} kB)" for side in SIDES
+            f"{side} {sides[side]['ratio']:.2f} ({sides[side]['ms']:.2f} ms,"
+            f" {sides[side].get('kb_most', 0):.0f} kB)"
+            for side in SIDES
         )
         print(f"{name:>40}: {row}")
 

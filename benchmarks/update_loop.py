@@ -2,10 +2,11 @@
 
     python benchmarks/update_loop.py [--rounds 30] [--out benchmarks/results/update_loop.json]
 
-LSTM of 50 units with a linear readout, batch 1, chunks of 100 steps, float32, cross-entropy, clipping, Adam, one thread.
-First both sides are checked to compute the same losses and the same weights, bit for bit; then they are timed in turns in
-one process, an epoch each, and the ratio of each pair is taken. The hand-written loop slices a tensor, carries and detaches
-the state. Ours is `tt.updates` over a `tt.Stream`, once for each way of carrying the same network.
+LSTM of 50 units with a linear readout, batch 1, chunks of 100 steps, float32, cross-entropy,
+clipping, Adam, one thread. First both sides are checked to compute the same losses and the same
+weights, bit for bit; then they are timed in turns in one process, an epoch each, and the ratio of
+each pair is taken. The hand-written loop slices a tensor, carries and detaches the state. Ours is
+`tt.updates` over a `tt.Stream`, once for each way of carrying the same network.
 """
 
 import argparse
@@ -32,7 +33,9 @@ class Explicit(nn.Module):
         self.lstm = nn.LSTM(FEATURES, HIDDEN)
         self.readout = nn.Linear(HIDDEN, CLASSES)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         y, after = self.lstm(x, state)
         return self.readout(y), after
 
@@ -96,18 +99,27 @@ def ours(make: Callable[[], nn.Module], x: Tensor, t: Tensor) -> Callable[[], li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/update_loop.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     x, t = torch.randn(STEPS, FEATURES), torch.randint(CLASSES, (STEPS,))
-    sides = {"by hand": by_hand(x, t), "explicit": ours(Explicit, x, t), "hiding": ours(Hiding, x, t), "chain": ours(chain, x, t)}
+    sides = {
+        "by hand": by_hand(x, t),
+        "explicit": ours(Explicit, x, t),
+        "hiding": ours(Hiding, x, t),
+        "chain": ours(chain, x, t),
+    }
     first = {name: torch.stack(epoch()) for name, epoch in sides.items()}
     for name, losses in first.items():
         if not torch.equal(losses, first["by hand"]):
-            raise SystemExit(f"{name} does not compute the losses of the hand-written loop; nothing to compare")
+            raise SystemExit(
+                f"{name} does not compute the losses of the hand-written loop; nothing to compare"
+            )
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(options.rounds):
         for name, epoch in sides.items():
@@ -117,7 +129,9 @@ def main() -> None:
     updates = STEPS // CHUNK
     result: dict[str, dict[str, float]] = {}
     for name, times in seconds.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(times, seconds["by hand"], strict=True)], n=4)
+        low, middle, high = statistics.quantiles(
+            [a / b for a, b in zip(times, seconds["by hand"], strict=True)], n=4
+        )
         result[name] = {
             "us_per_update": statistics.median(times) / updates * 1e6,
             "ratio": middle,
@@ -131,10 +145,17 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "rounds": options.rounds, "result": result}, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(
+        json.dumps({"machine": machine, "rounds": options.rounds, "result": result}, indent=1)
+        + "\n",
+        encoding="utf-8",
+    )
     for name, row in result.items():
         spread = f"quartiles {row['lower_quartile']:.3f} to {row['upper_quartile']:.3f}"
-        print(f"{name:>9}: {row['us_per_update']:7.0f} us per update, ratio {row['ratio']:.3f} ({spread})")
+        print(
+            f"{name:>9}: {row['us_per_update']:7.0f} us per update, ratio {row['ratio']:.3f}"
+            f" ({spread})"
+        )
 
 
 if __name__ == "__main__":

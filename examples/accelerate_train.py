@@ -1,6 +1,8 @@
-"""Trains under Hugging Face Accelerate, and goes on from its newest checkpoint: one process, or those that a launcher starts.
+"""Trains under Hugging Face Accelerate, and goes on from its newest checkpoint: one process, or
+those that a launcher starts.
 
-accelerate launch --multi_gpu examples/accelerate_train.py        (on CPUs: torchrun --nproc-per-node 2 examples/accelerate_train.py --cpu)
+accelerate launch --multi_gpu examples/accelerate_train.py        (on CPUs: torchrun
+--nproc-per-node 2 examples/accelerate_train.py --cpu)
 """
 
 import argparse
@@ -28,13 +30,20 @@ def save(accelerator: Accelerator, folder: Path) -> None:
 def train(accelerator: Accelerator, checkpoints: Path, last: int, every: int) -> tt.Carried:
     """Makes updates up to number `last`, with a checkpoint every so many."""
     torch.manual_seed(0)  # the same recordings and the same weights in every process
-    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n)} for n in (700, 90, 400, 35, 555, 210)]
-    stream = tt.Stream(recordings, lanes=LANES // accelerator.num_processes, chunk=50)  # after Accelerator(), and not prepared
+    recordings = [
+        {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
+        for n in (700, 90, 400, 35, 555, 210)
+    ]
+    stream = tt.Stream(
+        recordings, lanes=LANES // accelerator.num_processes, chunk=50
+    )  # after Accelerator(), and not prepared
     net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=last)
     net, optimizer, scheduler = prepare(accelerator, net, optimizer, scheduler)
-    run = updates(accelerator, net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50))
+    run = updates(
+        accelerator, net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
+    )
     accelerator.register_for_checkpointing(run)
     done = 0
     if found := sorted(checkpoints.glob("update-[0-9]*[0-9]")):
@@ -62,4 +71,9 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=50, help="updates between two checkpoints")
     parser.add_argument("--cpu", action="store_true", help="where there are GPUs too")
     given = parser.parse_args()
-    train(Accelerator(cpu=given.cpu, gradient_accumulation_steps=2), given.checkpoints, given.updates, given.every)
+    train(
+        Accelerator(cpu=given.cpu, gradient_accumulation_steps=2),
+        given.checkpoints,
+        given.updates,
+        given.every,
+    )

@@ -1,4 +1,5 @@
-"""Trains a net whose weights, gradients and optimizer state `fully_shard` spreads over the ranks, and goes on from its checkpoint.
+"""Trains a net whose weights, gradients and optimizer state `fully_shard` spreads over the ranks,
+and goes on from its checkpoint.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py --updates 200
 """
@@ -20,7 +21,9 @@ LANES = 4  # of all ranks together
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def save(net: tt.Carried, optimizer: torch.optim.Optimizer, updates: tt.Updates, done: int, path: Path) -> None:
+def save(
+    net: tt.Carried, optimizer: torch.optim.Optimizer, updates: tt.Updates, done: int, path: Path
+) -> None:
     """Leaves the old file or the new one; every rank takes part, the first one writes."""
     weights, moments = get_state_dict(net, optimizer, options=WHOLE)
     places: list[Any] = [None] * distributed.get_world_size()
@@ -38,17 +41,28 @@ def train(path: Path, last: int, every: int) -> None:
     """Makes updates up to number `last`, with a checkpoint every so many."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)  # the same recordings and the same weights on every rank
-    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n)} for n in (700, 90, 400, 35, 555, 210)]
+    recordings = [
+        {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
+        for n in (700, 90, 400, 35, 555, 210)
+    ]
     stream = tt.Stream(recordings, lanes=LANES // ranks, chunk=50)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1)))
     fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)))  # "cuda" where every rank has a GPU
     optimizer, done = torch.optim.Adam(net.parameters(), lr=1e-3), 0
     saved: dict[str, Any] | None = torch.load(path) if path.exists() else None
     if saved is not None:
-        set_state_dict(net, optimizer, model_state_dict=saved["net"], optim_state_dict=saved["optimizer"], options=WHOLE)
+        set_state_dict(
+            net,
+            optimizer,
+            model_state_dict=saved["net"],
+            optim_state_dict=saved["optimizer"],
+            options=WHOLE,
+        )
         done = saved["done"]
     while done < last:
-        updates = tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50))
+        updates = tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
+        )
         if saved is not None:
             updates.load_state_dict(saved["places"][rank])
             saved = None

@@ -1,6 +1,8 @@
-"""Trains on the workers of Ray Train; started again under the same name, or after a failure, it goes on from its newest checkpoint.
+"""Trains on the workers of Ray Train; started again under the same name, or after a failure, it
+goes on from its newest checkpoint.
 
-python examples/ray_train.py --storage runs --name first --workers 2 --updates 200        (several machines: a storage that all of them see)
+python examples/ray_train.py --storage runs --name first --workers 2 --updates 200        (several
+machines: a storage that all of them see)
 """
 
 import argparse
@@ -41,9 +43,14 @@ def read(kind: str) -> Any:
 def parts(lanes: int) -> tuple[tt.Stream, tt.Carried, torch.optim.Optimizer]:
     """What every worker makes alike."""
     torch.manual_seed(0)  # the same recordings and the same weights
-    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n)} for n in (700, 90, 400, 35, 555, 210)]
+    recordings = [
+        {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
+        for n in (700, 90, 400, 35, 555, 210)
+    ]
     stream = tt.Stream(recordings, lanes, chunk=50)  # of which it plays its share
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1))).to(get_device())  # bare: prepare_model would add gradients up too
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1))).to(
+        get_device()
+    )  # bare: prepare_model would add gradients up too
     return stream, net, torch.optim.Adam(net.parameters(), lr=1e-3)
 
 
@@ -57,7 +64,9 @@ def train(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(model["optimizer"])
         done = model["done"]
     while done < config["updates"]:
-        updates = tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50))
+        updates = tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
+        )
         if place is not None:
             updates.load_state_dict(place)
             place = None
@@ -72,7 +81,9 @@ def train(config: dict[str, Any]) -> None:
                 break
 
 
-def fit(storage: Path, name: str, workers: int, updates: int, every: int, use_gpu: bool = False) -> Result:
+def fit(
+    storage: Path, name: str, workers: int, updates: int, every: int, use_gpu: bool = False
+) -> Result:
     """Starts the workers, or starts them again."""
     run = RunConfig(
         name=name,
@@ -81,7 +92,12 @@ def fit(storage: Path, name: str, workers: int, updates: int, every: int, use_gp
         failure_config=FailureConfig(max_failures=3),
     )
     scaling = ScalingConfig(num_workers=workers, use_gpu=use_gpu)
-    return TorchTrainer(train, train_loop_config={"updates": updates, "every": every}, scaling_config=scaling, run_config=run).fit()
+    return TorchTrainer(
+        train,
+        train_loop_config={"updates": updates, "every": every},
+        scaling_config=scaling,
+        run_config=run,
+    ).fit()
 
 
 if __name__ == "__main__":
@@ -93,4 +109,6 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=50, help="updates between two checkpoints")
     parser.add_argument("--gpu", action="store_true", help="one for each worker")
     given = parser.parse_args()
-    print(fit(given.storage, given.name, given.workers, given.updates, given.every, given.gpu).metrics)
+    print(
+        fit(given.storage, given.name, given.workers, given.updates, given.every, given.gpu).metrics
+    )

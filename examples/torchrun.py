@@ -1,4 +1,5 @@
-"""Trains on the ranks that torchrun starts, and goes on from its last checkpoint after whatever ended it.
+"""Trains on the ranks that torchrun starts, and goes on from its last checkpoint after whatever
+ended it.
 
 torchrun --nproc-per-node 2 examples/torchrun.py --updates 200
 """
@@ -31,23 +32,32 @@ def save(content: object, path: Path) -> None:
 
 
 def meet(limit: timedelta) -> None:
-    """Joins the ranks, where none that has ended left its address: torchrun's store outlives a restart, and gloo would wait for them.
+    """Joins the ranks, where none that has ended left its address: torchrun's store outlives a
+    restart, and gloo would wait for them.
 
-    Every machine counts restarts for itself; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun open a store for each start.
+    Every machine counts restarts for itself; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has
+    torchrun open a store for each start.
     """
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)  # "nccl" where every rank has a GPU
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=limit
+    )  # "nccl" where every rank has a GPU
 
 
 def train(path: Path, last: int, gradient: Any, every: int) -> None:
     """Makes updates up to number `last`, with a checkpoint every so many."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)  # the same recordings and the same weights on every rank
-    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n)} for n in (700, 90, 400, 35, 555, 210)]
+    recordings = [
+        {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
+        for n in (700, 90, 400, 35, 555, 210)
+    ]
     stream = tt.Stream(recordings, lanes=LANES // ranks, chunk=50)  # every rank plays its share
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1)))  # bare: the ranks add gradients up themselves
+    net = tt.carry(
+        nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1))
+    )  # bare: the ranks add gradients up themselves
     optimizer, done = torch.optim.Adam(net.parameters(), lr=1e-3), 0
     saved: dict[str, Any] | None = torch.load(path) if path.exists() else None
     if saved is not None:
@@ -67,7 +77,15 @@ def train(path: Path, last: int, gradient: Any, every: int) -> None:
                 places: list[Any] = [None] * ranks
                 distributed.all_gather_object(places, updates.state_dict())
                 if rank == 0:
-                    save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "done": done, "places": places}, path)
+                    save(
+                        {
+                            "net": net.state_dict(),
+                            "optimizer": optimizer.state_dict(),
+                            "done": done,
+                            "places": places,
+                        },
+                        path,
+                    )
             if done == last:
                 break
 

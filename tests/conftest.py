@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("throughtime", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "throughtime", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("ci", settings.get_profile("throughtime"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "throughtime")
 
@@ -22,6 +24,9 @@ def seeded() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """Collections look at what a file has made. Of what is imported there are 700,000 objects, .4 s each time."""
+    """Collections look at what a file has made.
+
+    Of what is imported there are 700,000 objects, .4 s each time.
+    """
     gc.collect()
     gc.freeze()

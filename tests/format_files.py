@@ -40,7 +40,11 @@ def write_npz(path: Path, values: Array) -> None:
 
 
 def write_odd_npz(path: Path, values: Array) -> None:
-    np.savez(path, odd_name=values[:, :2].astype(">f4"), c=np.asfortranarray(values[:, 2:].astype(np.float16)))
+    np.savez(
+        path,
+        odd_name=values[:, :2].astype(">f4"),
+        c=np.asfortranarray(values[:, 2:].astype(np.float16)),
+    )
 
 
 def write_compressed_npz(path: Path, values: Array) -> None:
@@ -73,17 +77,25 @@ def table_of(values: Array) -> pa.Table:
 
 
 def write_arrow(path: Path, values: Array) -> None:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table_of(values).schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, table_of(values).schema) as writer,
+    ):
         writer.write_table(table_of(values), max_chunksize=max(10, len(values) // 3))
 
 
 def write_arrow_stream(path: Path, values: Array) -> None:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table_of(values).schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, table_of(values).schema) as writer,
+    ):
         writer.write_table(table_of(values), max_chunksize=max(10, len(values) // 3))
 
 
 def write_feather(path: Path, values: Array) -> None:
-    feather.write_feather(table_of(values), path, compression="zstd", chunksize=max(7, min(len(values) // 5, 65536)))
+    feather.write_feather(
+        table_of(values), path, compression="zstd", chunksize=max(7, min(len(values) // 5, 65536))
+    )
 
 
 def write_hdf5(path: Path, values: Array) -> None:
@@ -91,17 +103,26 @@ def write_hdf5(path: Path, values: Array) -> None:
         file.create_dataset("mean", data=values.mean(axis=0))
         file.create_dataset("names", data=["a", "b", "c"])
         file.create_dataset("a", data=values[:, 0])
-        file.create_dataset("deep/er/b", data=values[:, 1:].astype(">f4"), chunks=(min(4096, len(values)), 1), compression="gzip")
+        file.create_dataset(
+            "deep/er/b",
+            data=values[:, 1:].astype(">f4"),
+            chunks=(min(4096, len(values)), 1),
+            compression="gzip",
+        )
 
 
 def write_zarr(path: Path, values: Array) -> None:
     group = zarr.open_group(path, mode="w")
     group.create_array("a", data=values[:, 0], chunks=(max(10, len(values) // 100),))
-    group.create_array("deep/b", data=values[:, 1:].astype(np.float32), chunks=(max(10, len(values) // 100), 2))
+    group.create_array(
+        "deep/b", data=values[:, 1:].astype(np.float32), chunks=(max(10, len(values) // 100), 2)
+    )
     group.create_array("mean", data=values.mean(axis=0))
 
 
-def write_netcdf(path: Path, values: Array, form: Literal["NETCDF4", "NETCDF3_CLASSIC"] = "NETCDF4") -> None:
+def write_netcdf(
+    path: Path, values: Array, form: Literal["NETCDF4", "NETCDF3_CLASSIC"] = "NETCDF4"
+) -> None:
     with netCDF4.Dataset(path, "w", format=form) as file:
         for name, length in (("time", len(values)), ("site", 2), ("feature", 3)):
             file.createDimension(name, length)
@@ -122,12 +143,17 @@ def write_classic_netcdf(path: Path, values: Array) -> None:
 def write_sound(path: Path, values: Array) -> None:
     subtype = {".wav": "FLOAT", ".flac": "PCM_16", ".ogg": "VORBIS"}[path.suffix]
     with soundfile.SoundFile(path, "w", 8000, values.shape[1], subtype) as file:
-        for start in range(0, len(values), 10_000):  # libsndfile overflows its stack where Vorbis is long
+        for start in range(
+            0, len(values), 10_000
+        ):  # libsndfile overflows its stack where Vorbis is long
             file.write(values[start : start + 10_000])
 
 
 def write_edf(path: Path, values: Array) -> None:
-    signals = [edfio.EdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1)) for i, name in enumerate("aab")]
+    signals = [
+        edfio.EdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1))
+        for i, name in enumerate("aab")
+    ]
     edfio.Edf(signals, data_record_duration=0.01 if len(values) < 1000 else 1).write(path)
 
 
@@ -196,10 +222,18 @@ FORMATS: dict[str, Format] = {
     "edf": Format(".edf", write_edf, 100),
     "wfdb": Format(".hea", write_wfdb, 360),
 }
-CSV = ("csv", "csv-quoted", "csv-without-header")  # a file cut short at the end of a line is a whole file
+CSV = (
+    "csv",
+    "csv-quoted",
+    "csv-without-header",
+)  # a file cut short at the end of a line is a whole file
 
 every_format = pytest.mark.parametrize("form", list(FORMATS.values()), ids=list(FORMATS))
-closed_formats = pytest.mark.parametrize("form", [f for n, f in FORMATS.items() if n not in CSV], ids=[n for n in FORMATS if n not in CSV])
+closed_formats = pytest.mark.parametrize(
+    "form",
+    [f for n, f in FORMATS.items() if n not in CSV],
+    ids=[n for n in FORMATS if n not in CSV],
+)
 
 
 def some(*names: str) -> Any:

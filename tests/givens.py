@@ -1,4 +1,5 @@
-"""What the tests of gradients share: data, oracles by plain autograd, and policies that see the data changed.
+"""What the tests of gradients share: data, oracles by plain autograd, and policies that see the
+data changed.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -16,7 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import throughtime as tt
-from strategies import FEATURES, HIDDEN, Step, Weights, apart, gradients, inputs, lstm_step, named, rotation_step, start
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    Step,
+    Weights,
+    apart,
+    gradients,
+    inputs,
+    lstm_step,
+    named,
+    rotation_step,
+    start,
+)
 from throughtime.chunk import Source
 from throughtime.gradient import Objective, Policy, Progress
 
@@ -31,13 +44,26 @@ class Given:
     mask: Tensor
 
     @classmethod
-    def draw(cls, steps: int, lanes: int, seed: int, resets: float = 0.0, masked: float = 0.0, outputs: int = 2) -> "Given":
+    def draw(
+        cls,
+        steps: int,
+        lanes: int,
+        seed: int,
+        resets: float = 0.0,
+        masked: float = 0.0,
+        outputs: int = 2,
+    ) -> "Given":
         draw = torch.Generator().manual_seed(seed)
         first = torch.zeros(steps, lanes, dtype=torch.bool)
         first[0] = True
         starts = torch.rand(steps, lanes, generator=draw) < resets
         mask = torch.rand(steps, lanes, generator=draw) >= masked
-        return cls(inputs(steps, lanes, seed=seed) * 0.3, inputs(steps, lanes, seed=seed + 1, features=outputs), starts | first, mask)
+        return cls(
+            inputs(steps, lanes, seed=seed) * 0.3,
+            inputs(steps, lanes, seed=seed + 1, features=outputs),
+            starts | first,
+            mask,
+        )
 
     @classmethod
     def of(cls, chunk: tt.Chunk) -> "Given":
@@ -52,12 +78,21 @@ class Given:
 Found = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
 
 
-def oracle(step: Step, leaves: int, weights: Weights, data: Given, stride: int, horizon: int) -> Found:
-    """Every step has its own copy of the weights; an update sums the gradients of those that its window holds."""
-    copies = [{name: w.detach().clone().requires_grad_() for name, w in weights.items()} for _ in data.x]
+def oracle(
+    step: Step, leaves: int, weights: Weights, data: Given, stride: int, horizon: int
+) -> Found:
+    """Every step has its own copy of the weights.
+
+    An update sums the gradients of those that its window holds.
+    """
+    copies = [
+        {name: w.detach().clone().requires_grad_() for name, w in weights.items()} for _ in data.x
+    ]
     state, losses = (data.x.new_zeros(data.x.shape[1], HIDDEN),) * leaves, list[Tensor]()
     for copy, x, target, reset in zip(copies, data.x, data.targets, data.resets, strict=True):
-        state = tuple(torch.where(reset.unsqueeze(1), torch.zeros_like(leaf), leaf) for leaf in state)
+        state = tuple(
+            torch.where(reset.unsqueeze(1), torch.zeros_like(leaf), leaf) for leaf in state
+        )
         y, state = step(copy, x, state)
         losses.append((y - target).square().mean(1))
     found: Found = []
@@ -66,21 +101,38 @@ def oracle(step: Step, leaves: int, weights: Weights, data: Given, stride: int, 
         valid = data.mask[counted:stop]
         if valid.any():
             loss = torch.stack(losses[counted:stop])[valid].mean()
-            window = copies[min(counted, max(0, stop - horizon)) if horizon > stride else counted : stop]
-            parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
-            sums = {name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)}
+            window = copies[
+                min(counted, max(0, stop - horizon)) if horizon > stride else counted : stop
+            ]
+            parts = torch.autograd.grad(
+                loss,
+                [w for copy in window for w in copy.values()],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            sums = {
+                name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)
+            }
             found.append((int(valid.sum()), loss.item(), sums))
     return found
 
 
 ORACLES = pytest.mark.parametrize(
     ("row", "step", "leaves"),
-    [pytest.param(named("tensor-state"), rotation_step, 1, id="rotation"), pytest.param(named("hides-layer"), lstm_step, 2, id="lstm")],
+    [
+        pytest.param(named("tensor-state"), rotation_step, 1, id="rotation"),
+        pytest.param(named("hides-layer"), lstm_step, 2, id="lstm"),
+    ],
 )
 
 
-def plain(net: tt.Carried, data: Given, bounds: Sequence[int] | None = None, loss_fn: Any = None) -> Found:
-    """One forward and one backward pass for every stretch; the state is carried between them, without its graph."""
+def plain(
+    net: tt.Carried, data: Given, bounds: Sequence[int] | None = None, loss_fn: Any = None
+) -> Found:
+    """One forward and one backward pass for every stretch.
+
+    The state is carried between them, without its graph.
+    """
     bounds = [0, len(data.x)] if bounds is None else bounds
     loss_fn = loss_fn or nn.MSELoss()
     state, found = start(net, data.x), list[tuple[int, float, Weights]]()
@@ -102,7 +154,9 @@ def unbroken(data: Given) -> list[int]:
     return [0, *(step for step in range(1, len(data.x)) if data.resets[step].all()), len(data.x)]
 
 
-def given_for(net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0) -> Given:
+def given_for(
+    net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0
+) -> Given:
     """Data with as many targets as the net has outputs."""
     x = inputs(1, lanes)
     with torch.no_grad():
@@ -110,7 +164,9 @@ def given_for(net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: fl
     return Given.draw(steps, lanes, seed, resets, masked, width)
 
 
-def policy_gradients(net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None) -> Found:
+def policy_gradients(
+    net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None
+) -> Found:
     """The gradient of every update at fixed weights."""
     found: Found = []
     for update in tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy):
@@ -129,9 +185,23 @@ def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -
     return losses
 
 
-def exact_updates(net: tt.Carried, data: Given, policy: tt.Exact | None = None, loss_fn: Any = None, **options: Any) -> list[tt.Update]:
+def exact_updates(
+    net: tt.Carried,
+    data: Given,
+    policy: tt.Exact | None = None,
+    loss_fn: Any = None,
+    **options: Any,
+) -> list[tt.Update]:
     """The updates of `tt.Exact`, one unless it is told otherwise."""
-    return list(tt.updates(net, [data.chunk], loss_fn or nn.MSELoss(), gradient=policy or tt.Exact(chunk=4), **options))
+    return list(
+        tt.updates(
+            net,
+            [data.chunk],
+            loss_fn or nn.MSELoss(),
+            gradient=policy or tt.Exact(chunk=4),
+            **options,
+        )
+    )
 
 
 POLICIES: dict[str, Policy] = {
@@ -158,10 +228,16 @@ class Tempered(nn.Module):
 
 
 def deviation(a: Found, b: Found) -> float:
-    """How far two lists of updates are apart; infinite if they differ in number or in valid steps."""
+    """How far two lists of updates are apart.
+
+    Infinite if they differ in number or in valid steps.
+    """
     if [steps for steps, *_ in a] != [steps for steps, *_ in b]:
         return float("inf")
-    return max((max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)), default=0.0)
+    return max(
+        (max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)),
+        default=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +272,9 @@ class Marked:
     inner: Policy
     change: Callable[[tt.Chunk], tt.Chunk]
 
-    def update(self, net: tt.Carried, source: Source, objective: Objective, progress: Progress) -> tuple[tt.Update | None, Progress]:
+    def update(
+        self, net: tt.Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[tt.Update | None, Progress]:
         return self.inner.update(net, Changed(source, self.change), objective, progress)
 
 
@@ -227,7 +305,10 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         turn = torch.polar(torch.ones_like(self.angle), self.angle)
-        h, hidden = torch.zeros(x.shape[1], HIDDEN, dtype=turn.dtype) if state is None else state, list[Tensor]()
+        h, hidden = (
+            (torch.zeros(x.shape[1], HIDDEN, dtype=turn.dtype) if state is None else state),
+            list[Tensor](),
+        )
         for step in self.into(x).unbind(0):
             h = h * turn + step
             hidden.append(h.real)
@@ -249,7 +330,13 @@ class Living(TorchDispatchMode):
         self.most = self.held = 0
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
@@ -267,7 +354,11 @@ class Living(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return [
+        leaf.untyped_storage()
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    ]
 
 
 def allocated(run: Callable[[], object]) -> Allocated:

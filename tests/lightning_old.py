@@ -44,7 +44,9 @@ class Tagger(LightningModule):
 
 def old_class() -> type[LightningModule]:
     names: dict[str, Any] = {"__name__": __name__}
-    changed = OLD.replace("from pytorch_lightning import", "from throughtime.integrations.lightning import")
+    changed = OLD.replace(
+        "from pytorch_lightning import", "from throughtime.integrations.lightning import"
+    )
     assert sum(a != b for a, b in zip(OLD.splitlines(), changed.splitlines(), strict=True)) == 1
     exec(changed, names)
     return names["Tagger"]
@@ -78,12 +80,26 @@ class Batches:
 def batches(count: int = BATCHES, steps: int = T, lanes: int = B) -> list[Batch]:
     made = torch.Generator().manual_seed(5)
     double: dict[str, Any] = {"dtype": torch.double, "generator": made}
-    return [(torch.randn(lanes, steps, 2, **double), torch.randn(lanes, steps, **double)) for _ in range(count)]
+    return [
+        (torch.randn(lanes, steps, 2, **double), torch.randn(lanes, steps, **double))
+        for _ in range(count)
+    ]
 
 
 def trainer(tmp_path: Path, **settings: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    chosen: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": tmp_path, **quiet, **settings}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    chosen: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "default_root_dir": tmp_path,
+        **quiet,
+        **settings,
+    }
     return Trainer(**chosen)
 
 
@@ -101,7 +117,9 @@ def same(a: Weights, b: Weights) -> bool:
 
 
 def close(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=1e-10, atol=1e-12) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=1e-10, atol=1e-12) for name in a
+    )
 
 
 class Mixed(TBPTT, PlainModule):

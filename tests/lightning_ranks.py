@@ -18,7 +18,11 @@ from throughtime.integrations.lightning import Loader, StreamModule
 
 LANES = 4  # of all ranks
 LENGTHS = (150, 90, 205, 33, 160, 7)
-POLICIES: dict[str, Policy] = {"horizon": tt.Truncated(10, 25), "exact": tt.Exact(segment=15), "accumulated": tt.Truncated(5)}
+POLICIES: dict[str, Policy] = {
+    "horizon": tt.Truncated(10, 25),
+    "exact": tt.Exact(segment=15),
+    "accumulated": tt.Truncated(5),
+}
 
 
 class Module(StreamModule):
@@ -31,17 +35,31 @@ class Module(StreamModule):
 def module(name: str) -> Module:
     torch.manual_seed(1)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
-    return Module(net, nn.MSELoss(), gradient=POLICIES[name], clip=0.5, accumulate=2 if name == "accumulated" else 1)
+    return Module(
+        net,
+        nn.MSELoss(),
+        gradient=POLICIES[name],
+        clip=0.5,
+        accumulate=2 if name == "accumulated" else 1,
+    )
 
 
 def loader(ranks: int, seed: int = 0) -> Loader:
     """Made before there is a process group, as a script does whose processes Lightning starts."""
-    return Loader(tt.Stream(recordings(LENGTHS, seed=seed, outputs=1), LANES // ranks, 10), chunks=3)
+    return Loader(
+        tt.Stream(recordings(LENGTHS, seed=seed, outputs=1), LANES // ranks, 10), chunks=3
+    )
 
 
 def trainer(folder: Path, ranks: int, **options: Any) -> Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    given: dict[str, Any] = {**quiet, "max_epochs": 3, "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", **options}
+    given: dict[str, Any] = {
+        **quiet,
+        "max_epochs": 3,
+        "devices": ranks,
+        "strategy": "ddp" if ranks > 1 else "auto",
+        **options,
+    }
     return Trainer(accelerator="cpu", default_root_dir=folder, **given)
 
 
@@ -55,11 +73,17 @@ def main(folder: Path, ranks: int) -> None:
     for name in POLICIES:
         net, fit = module(name), trainer(folder, ranks, enable_checkpointing=False)
         fit.fit(net, loader(ranks), loader(ranks, seed=3))
-        found[name] = {"weights": weights(net), "updates": fit.global_step, "told": {k: v.item() for k, v in fit.callback_metrics.items()}}
+        found[name] = {
+            "weights": weights(net),
+            "updates": fit.global_step,
+            "told": {k: v.item() for k, v in fit.callback_metrics.items()},
+        }
     saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer(folder, ranks, callbacks=[saver], max_steps=21).fit(module("horizon"), loader(ranks))
     again = module("horizon")
-    trainer(folder, ranks, enable_checkpointing=False).fit(again, loader(ranks), loader(ranks, seed=3), ckpt_path=folder / "step=21.ckpt")
+    trainer(folder, ranks, enable_checkpointing=False).fit(
+        again, loader(ranks), loader(ranks, seed=3), ckpt_path=folder / "step=21.ckpt"
+    )
     found["resumed"] = {"weights": weights(again)}
     torch.save(found, folder / f"{torch.distributed.get_rank() if ranks > 1 else 0}.pt")
 

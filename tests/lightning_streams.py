@@ -15,15 +15,23 @@ from strategies import recordings
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch import Trainer
 
-from throughtime.integrations.lightning import Loader, StreamModule  # noqa: E402
+from throughtime.integrations.lightning import Loader, StreamModule
 
 EXPECTED = [
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*"),  # few batches an epoch, on purpose
-    pytest.mark.filterwarnings("ignore:.*no .val_dataloader.*"),  # trained without validation, on purpose
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),  # resumed without the callback that saved
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),  # several trainings in one folder
+    pytest.mark.filterwarnings(
+        "ignore:.*smaller than the logging interval.*"
+    ),  # few batches an epoch, on purpose
+    pytest.mark.filterwarnings(
+        "ignore:.*no .val_dataloader.*"
+    ),  # trained without validation, on purpose
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using .ckpt_path."
+    ),  # resumed without the callback that saved
+    pytest.mark.filterwarnings(
+        "ignore:Checkpoint directory .* exists and is not empty"
+    ),  # several trainings in one folder
 ]
 LENGTHS = (150, 90, 205, 33)
 LR = 1e-2
@@ -41,7 +49,13 @@ def stream_of(lanes: int = 2, seed: int = 0, **options: Any) -> tt.Stream:
 class Module(StreamModule):
     """The net with Adam, and a scheduler if asked for."""
 
-    def __init__(self, net: tt.Carried | None = None, *, scheduler: Callable[[Any], dict[str, Any]] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        net: tt.Carried | None = None,
+        *,
+        scheduler: Callable[[Any], dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
         options = {"gradient": tt.Truncated(10, 25)} | options
         super().__init__(net_of() if net is None else net, nn.MSELoss(), **options)
         self.scheduler = scheduler
@@ -49,7 +63,11 @@ class Module(StreamModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), LR)
-        return optimizer if self.scheduler is None else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+        return (
+            optimizer
+            if self.scheduler is None
+            else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+        )
 
     def on_update(self, update: tt.Update) -> None:
         assert update.steps > 0
@@ -57,7 +75,9 @@ class Module(StreamModule):
 
 
 def trainer_of(folder: Path, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     given: dict[str, Any] = {**quiet, "max_epochs": 2, **options}
     return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **given)
 

@@ -36,7 +36,9 @@ def give(params: list[nn.Parameter], step: int) -> None:
     """Gradients that the step decides, large and small by turns, of the layout of their parameters."""
     draw = torch.Generator().manual_seed(1000 + step)
     for param in params:
-        drawn = torch.randn(param.shape, generator=draw, dtype=torch.float64) * 10.0 ** (step % 3 - 1)
+        drawn = torch.randn(param.shape, generator=draw, dtype=torch.float64) * 10.0 ** (
+            step % 3 - 1
+        )
         param.grad = torch.empty_like(param).copy_(drawn)
 
 
@@ -61,7 +63,9 @@ def compiled(optimizer: Any) -> bool:
     return optimizer.fallback is None
 
 
-def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], start: int, stop: int) -> None:
+def steps(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], start: int, stop: int
+) -> None:
     for step in range(start, stop):
         give(params, step)
         optimizer.step()
@@ -69,7 +73,10 @@ def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], start: i
 
 def form(state: dict[str, Any]) -> object:
     """Keys, types and layouts."""
-    tensors = {k: {n: (t.dtype, t.shape, t.stride()) for n, t in entry.items()} for k, entry in state["state"].items()}
+    tensors = {
+        k: {n: (t.dtype, t.shape, t.stride()) for n, t in entry.items()}
+        for k, entry in state["state"].items()
+    }
     return tensors, [sorted(group) for group in state["param_groups"]]
 
 

@@ -1,6 +1,7 @@
 """Ranks and scripts as real processes: joined with a timeout, ended one by one if something fails.
 
-They are forked off a server that has imported torch and done nothing else: two seconds less for each than a new interpreter.
+They are forked off a server that has imported torch and done nothing else: two seconds less for
+each than a new interpreter.
 """
 
 import faulthandler
@@ -23,39 +24,73 @@ import torch
 from torch import distributed, multiprocessing
 
 Work = Callable[[int, Any], Iterator[tuple[str, Any]]]
-PRELOAD = ["throughtime", "hypothesis.strategies", "torch.distributed.fsdp", "torch._dynamo"]  # the last for a first optimizer: 1.5 s
+PRELOAD = [
+    "throughtime",
+    "hypothesis.strategies",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+]  # the last for a first optimizer: 1.5 s
 PATIENCE = 240.0  # seconds for all of a rank's work, before its stack is shown
 
 
-def in_processes(ranks: int, before: Callable[[], Any], work: Work, patience: float = PATIENCE) -> list[dict[str, Any]]:
-    """What `work(rank, before())` yields on each rank, by name; `before` is called before there is a group.
+def in_processes(
+    ranks: int, before: Callable[[], Any], work: Work, patience: float = PATIENCE
+) -> list[dict[str, Any]]:
+    """What `work(rank, before())` yields on each rank, by name; `before` is called before there is
+    a group.
 
     Raises:
         AssertionError: a rank failed or did not end; with the stacks of those that said something.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
-        children = [_server().Process(target=_child, args=(rank, ranks, port, folder, before, work, patience)) for rank in range(ranks)]
+        children = [
+            _server().Process(
+                target=_child, args=(rank, ranks, port, folder, before, work, patience)
+            )
+            for rank in range(ranks)
+        ]
         for child in children:
             child.start()
         ended = _joined(children, patience + 5)
-        told = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(ranks) if (folder / f"{rank}.txt").exists()]
+        told = [
+            (folder / f"{rank}.txt").read_text(encoding="utf-8")
+            for rank in range(ranks)
+            if (folder / f"{rank}.txt").exists()
+        ]
         assert ended, "\n".join(["ranks failed or did not end", *told])
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-LOOPBACK = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # the surroundings of a command for ranks
+LOOPBACK = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}  # the surroundings of a command for ranks
 
 
 def torchrun(ranks: int, *flags: str) -> list[str]:
-    """The command that starts so many ranks of a script on this machine; the script and its arguments follow."""
+    """The command that starts so many ranks of a script on this machine.
+
+    The script and its arguments follow.
+    """
     place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *place, *flags]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        *place,
+        *flags,
+    ]
 
 
 @contextmanager
 def started(command: Sequence[str], **more: str) -> Generator[subprocess.Popen[str]]:
-    """A command on loopback whose complaints can be read; nothing that it has started outlives the block."""
+    """A command on loopback whose complaints can be read.
+
+    Nothing that it has started outlives the block.
+    """
     process = subprocess.Popen(command, env=LOOPBACK | more, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -83,17 +118,25 @@ class Ended(NamedTuple):
     complained: str
 
 
-def elsewhere(script: str, *arguments: str | Path, patience: float = PATIENCE, **more: str) -> Ended:
-    """Runs a script, given as text, in a process of its own with more in its environment; killed where it does not end.
+def elsewhere(
+    script: str, *arguments: str | Path, patience: float = PATIENCE, **more: str
+) -> Ended:
+    """Runs a script, given as text, in a process of its own with more in its environment; killed
+    where it does not end.
 
-    torch is imported before those variables are set; they count for whatever is loaded, read or started afterwards.
+    torch is imported before those variables are set; they count for whatever is loaded, read or
+    started afterwards.
     """
     with tempfile.TemporaryDirectory() as name:
         said, complained = Path(name) / "said", Path(name) / "complained"
-        child = _server().Process(target=_script, args=(script, list(map(str, arguments)), said, complained, more))
+        child = _server().Process(
+            target=_script, args=(script, list(map(str, arguments)), said, complained, more)
+        )
         child.start()
         _joined([child], patience)
-        return Ended(child.exitcode, said.read_text(encoding="utf-8"), complained.read_text(encoding="utf-8"))
+        return Ended(
+            child.exitcode, said.read_text(encoding="utf-8"), complained.read_text(encoding="utf-8")
+        )
 
 
 def _server() -> Any:
@@ -102,7 +145,9 @@ def _server() -> Any:
     return context
 
 
-def _script(script: str, arguments: Sequence[str], said: Path, complained: Path, more: dict[str, str]) -> None:
+def _script(
+    script: str, arguments: Sequence[str], said: Path, complained: Path, more: dict[str, str]
+) -> None:
     os.environ.update(more)
     sys.argv[:] = ["script", *arguments]
     for stream, path in ((sys.stdout, said), (sys.stderr, complained)):
@@ -118,7 +163,10 @@ def free_port() -> int:
 
 
 def _joined(children: Sequence[BaseProcess], patience: float) -> bool:
-    """Whether all ended well; as soon as one has not, the others are given a moment to say so, and killed, each by its own id."""
+    """Whether all ended well.
+
+    As soon as one has not, the others are given a moment to say so, and killed, each by its own id.
+    """
     deadline = time.monotonic() + patience
     while any(child.is_alive() for child in children) and time.monotonic() < deadline:
         if any(child.exitcode for child in children):
@@ -132,7 +180,15 @@ def _joined(children: Sequence[BaseProcess], patience: float) -> bool:
     return all(child.exitcode == 0 for child in children)
 
 
-def _child(rank: int, ranks: int, port: int, folder: Path, before: Callable[[], Any], work: Work, patience: float) -> None:
+def _child(
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: Path,
+    before: Callable[[], Any],
+    work: Work,
+    patience: float,
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -141,11 +197,17 @@ def _child(rank: int, ranks: int, port: int, folder: Path, before: Callable[[], 
         try:
             early = before()
             address = f"tcp://127.0.0.1:{port}"
-            distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+            distributed.init_process_group(
+                "gloo",
+                init_method=address,
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=60),
+            )
             torch.save(dict(work(rank, early)), folder / f"{rank}.pt")
             distributed.barrier()
             distributed.destroy_process_group()
-        except BaseException:  # noqa: BLE001  # whatever it is, the parent tells it
+        except BaseException:  # whatever it is, the parent tells it
             log.write(f"rank {rank}\n{traceback.format_exc()}")
             log.flush()
             sys.exit(1)

@@ -1,4 +1,5 @@
-"""What the tests of recurrent layers share: one layer's tensors, what a loss on everything it returns blames them for, and distance.
+"""What the tests of recurrent layers share: one layer's tensors, what a loss on everything it
+returns blames them for, and distance.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
@@ -29,7 +30,10 @@ def exact(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Given:
-    """What one layer is given. The recurrent weights turn their state and let it live, so no credit is too small to be seen."""
+    """What one layer is given.
+
+    The recurrent weights turn their state and let it live, so no credit is too small to be seen.
+    """
 
     kind: Kind
     tensors: list[Tensor | None]  # x, h, c, and the weights in the order of Weights
@@ -37,11 +41,23 @@ class Given:
 
     @classmethod
     def draw(
-        cls, kind: Kind, steps: int, lanes: int, inputs: int, hidden: int, *, bias: bool = True, projection: int = 0, often: float = 0.0
+        cls,
+        kind: Kind,
+        steps: int,
+        lanes: int,
+        inputs: int,
+        hidden: int,
+        *,
+        bias: bool = True,
+        projection: int = 0,
+        often: float = 0.0,
     ) -> "Given":
         torch.manual_seed(steps * 1000 + lanes * 100 + hidden)
         rows, outputs = GATES[kind] * hidden, projection or hidden
-        turn = [nn.init.orthogonal_(torch.empty(hidden, outputs, dtype=torch.float64)) for _ in range(GATES[kind])]
+        turn = [
+            nn.init.orthogonal_(torch.empty(hidden, outputs, dtype=torch.float64))
+            for _ in range(GATES[kind])
+        ]
         b_ih = torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None
         if b_ih is not None and kind in {"lstm", "gru"}:
             b_ih[hidden : 2 * hidden] += 2.0  # gates that remember
@@ -53,12 +69,18 @@ class Given:
             torch.cat(turn),
             b_ih,
             torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None,
-            nn.init.orthogonal_(torch.empty(projection, hidden, dtype=torch.float64)) if projection else None,
+            (
+                nn.init.orthogonal_(torch.empty(projection, hidden, dtype=torch.float64))
+                if projection
+                else None
+            ),
         ]
         return cls(kind, tensors, torch.rand(steps, lanes) < often if often else None)
 
     def to(self, dtype: torch.dtype) -> "Given":
-        return Given(self.kind, [None if t is None else t.to(dtype) for t in self.tensors], self.resets)
+        return Given(
+            self.kind, [None if t is None else t.to(dtype) for t in self.tensors], self.resets
+        )
 
     def leaves(self) -> list[Tensor | None]:
         return [None if t is None else t.clone().requires_grad_() for t in self.tensors]
@@ -66,21 +88,41 @@ class Given:
     def run(self, run: Run, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         x, h, c, *weights = leaves
         assert x is not None
-        return [made for made in run(self.kind, x, h, c, Weights(*weights), self.resets) if made is not None]  # pyright: ignore[reportArgumentType]
+        return [
+            made
+            for made in run(self.kind, x, h, c, Weights(*weights), self.resets)
+            if made is not None
+        ]  # pyright: ignore[reportArgumentType]
 
 
 def blamed(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients of a loss that weighs every output of every step and the state after them, each differently."""
-    losses = [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum() for t in made]
-    return list(torch.autograd.grad(torch.stack(losses).sum(), [t for t in leaves if t is not None], materialize_grads=True))
+    losses = [
+        (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum()
+        for t in made
+    ]
+    return list(
+        torch.autograd.grad(
+            torch.stack(losses).sum(), [t for t in leaves if t is not None], materialize_grads=True
+        )
+    )
 
 
 def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, each tensor's relative to its own largest entry (at least 1); infinite if shapes differ."""
+    """The largest difference, each tensor's relative to its own largest entry (at least 1).
+
+    Infinite if shapes differ.
+    """
     if [t.shape for t in found] != [t.shape for t in expected]:
         return float("inf")
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True) if b.numel()]
-    return max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0)
+    pairs = [
+        (a.detach().double(), b.detach().double())
+        for a, b in zip(found, expected, strict=True)
+        if b.numel()
+    ]
+    return max(
+        (float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0
+    )
 
 
 def played(given: Given, run: Run) -> list[Tensor]:
@@ -90,7 +132,9 @@ def played(given: Given, run: Run) -> list[Tensor]:
     return [*made, *blamed(made, leaves)]
 
 
-LAYERS: dict[str, tuple[type[Any], type[Any]]] = {  # any RNNBase, which takes other arguments than they do
+LAYERS: dict[
+    str, tuple[type[Any], type[Any]]
+] = {  # any RNNBase, which takes other arguments than they do
     "LSTM": (nn.LSTM, tt.nn.LSTM),
     "GRU": (nn.GRU, tt.nn.GRU),
     "RNN": (nn.RNN, tt.nn.RNN),
@@ -109,9 +153,14 @@ def leaves_of(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else list(state)
 
 
-def called(layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None) -> list[Tensor]:
+def called(
+    layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
+) -> list[Tensor]:
     """Outputs, state, and the gradients of inputs, state and parameters."""
-    x, hx = x.clone().requires_grad_(), None if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]
+    x, hx = (
+        x.clone().requires_grad_(),
+        (None if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]),
+    )
     entering = None if hx is None else hx[0] if len(hx) == 1 else tuple(hx)
     y, state = layer(x, entering) if resets is None else layer(x, entering, resets)
     made = [y, *leaves_of(state)]
@@ -124,16 +173,23 @@ def a_state(layer: nn.RNNBase, lanes: int | None) -> Any:
     rows = (ways,) if lanes is None else (ways, lanes)
     dtype = next(layer.parameters()).dtype
     h = torch.randn(*rows, layer.proj_size or layer.hidden_size, dtype=dtype)
-    return (h, torch.randn(*rows, layer.hidden_size, dtype=dtype)) if isinstance(layer, nn.LSTM) else h
+    return (
+        (h, torch.randn(*rows, layer.hidden_size, dtype=dtype)) if isinstance(layer, nn.LSTM) else h
+    )
 
 
-def reset_by_hand(layer: nn.RNNBase, x: Tensor, resets: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+def reset_by_hand(
+    layer: nn.RNNBase, x: Tensor, resets: Tensor, hx: Any = None
+) -> tuple[Tensor, Any]:
     """The oracle of resets: a layer of torch.nn one step at a time, lanes that start anew given zeros. Time first, batched."""
     outputs = list[Tensor]()
     state = hx
     for step, new in zip(x, resets, strict=True):
         if state is not None:
-            kept = [torch.where(new.view(1, -1, 1), torch.zeros_like(leaf), leaf) for leaf in leaves_of(state)]
+            kept = [
+                torch.where(new.view(1, -1, 1), torch.zeros_like(leaf), leaf)
+                for leaf in leaves_of(state)
+            ]
             state = tuple(kept) if isinstance(layer, nn.LSTM) else kept[0]
         y, state = layer(step.unsqueeze(0), state)
         outputs.append(y)

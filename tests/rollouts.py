@@ -27,7 +27,10 @@ def of_last(y: Tensor, _: State) -> Tensor:
 
 
 def of_spectrum(y: Tensor, _: State) -> Tensor:
-    return torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean() + y.std(0, correction=0).square().sum()
+    return (
+        torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean()
+        + y.std(0, correction=0).square().sum()
+    )
 
 
 def of_end(_: Tensor, state: State) -> Tensor:
@@ -49,10 +52,16 @@ class Played(NamedTuple):
     gradients: Weights
 
 
-def played(net: tt.Carried, play: Play, x: Tensor, state: State, resets: Tensor | None, loss: Loss) -> Played:
+def played(
+    net: tt.Carried, play: Play, x: Tensor, state: State, resets: Tensor | None, loss: Loss
+) -> Played:
     net.zero_grad()
     x = x.detach().clone().requires_grad_()
-    entering = None if state is None else tt.state.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(), state)
+    entering = (
+        None
+        if state is None
+        else tt.state.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(), state)
+    )
     y, after = play(x, entering, resets)
     loss(y, after).backward()
     found = gradients(net) | {"x": torch.zeros_like(x) if x.grad is None else x.grad}
@@ -71,12 +80,19 @@ def rolled(net: tt.Carried, **options: Any) -> Play:
 
 
 def deviation(a: Played, b: Played) -> float:
-    return max((a.y - b.y).abs().max().item(), states_apart(a.state, b.state), apart(a.gradients, b.gradients))
+    return max(
+        (a.y - b.y).abs().max().item(),
+        states_apart(a.state, b.state),
+        apart(a.gradients, b.gradients),
+    )
 
 
 def random_state(net: tt.Carried, x: Tensor, seed: int = 9) -> State:
     draw = torch.Generator().manual_seed(seed)
-    return tt.state.map_leaves(lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5, tt.state.detach(start(net, x)))
+    return tt.state.map_leaves(
+        lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5,
+        tt.state.detach(start(net, x)),
+    )
 
 
 def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:

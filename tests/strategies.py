@@ -1,7 +1,8 @@
 """What the tests share: nets as rows, data, and hypothesis strategies for sizes.
 
-Every net is float64 and made to remember: recurrent weights are orthogonal, gates nearly open, inputs small,
-so that a gradient does not die within the lags tested (`test_every_net_remembers_fifty_steps`).
+Every net is float64 and made to remember: recurrent weights are orthogonal, gates nearly open,
+inputs small, so that a gradient does not die within the lags tested
+(`test_every_net_remembers_fifty_steps`).
 
 Shapes: `T` steps, `B` lanes, `D` = 3 input features, `H` hidden, `C` outputs.
 """
@@ -52,7 +53,9 @@ class TensorState(Rotation):
 class DictState(Rotation):
     """Besides `h` it keeps the last input: a delay of one step."""
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         state = {"h": self.zeros(x), "last": torch.zeros_like(x[0])} if state is None else state
         delayed = torch.cat([state["last"].unsqueeze(0), x[:-1]])
         y, h = self.play(x + delayed, state["h"])
@@ -72,7 +75,9 @@ class NamedTupleState(Rotation):
         self.gru = nn.GRU(FEATURES, FEATURES, num_layers=2)
 
     def forward(self, x: Tensor, state: Pair | None = None) -> tuple[Tensor, Pair]:
-        state = Pair(self.zeros(x), x.new_zeros(2, x.shape[1], FEATURES)) if state is None else state
+        state = (
+            Pair(self.zeros(x), x.new_zeros(2, x.shape[1], FEATURES)) if state is None else state
+        )
         z, layers = self.gru(x, state.layers)
         y, h = self.play(x + z, state.h)
         return y, Pair(h, layers)
@@ -117,7 +122,9 @@ class LearntStart(Rotation):
 class HidesLayer(nn.Module):
     """An LSTM, then a linear layer; outputs only."""
 
-    def __init__(self, *, batch_first: bool = False, outputs: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self, *, batch_first: bool = False, outputs: int = 2, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.lstm = nn.LSTM(FEATURES, HIDDEN, batch_first=batch_first)
         self.dropout = nn.Dropout(dropout)
@@ -231,19 +238,31 @@ class Row:
 
 
 def _chain() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.LSTM(5, HIDDEN, batch_first=True), nn.Tanh(), nn.GRUCell(HIDDEN, 5), nn.Linear(5, 2))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5),
+        nn.LSTM(5, HIDDEN, batch_first=True),
+        nn.Tanh(),
+        nn.GRUCell(HIDDEN, 5),
+        nn.Linear(5, 2),
+    )
 
 
 NETS = (
     Row("lstm", lambda: nn.LSTM(FEATURES, HIDDEN)),
-    Row("lstm-2-batch-first-proj", lambda: nn.LSTM(FEATURES, 5, num_layers=2, batch_first=True, proj_size=2)),
+    Row(
+        "lstm-2-batch-first-proj",
+        lambda: nn.LSTM(FEATURES, 5, num_layers=2, batch_first=True, proj_size=2),
+    ),
     Row("gru", lambda: nn.GRU(FEATURES, HIDDEN)),
     Row("rnn", lambda: nn.RNN(FEATURES, HIDDEN)),
     Row("lstm-cell", lambda: nn.LSTMCell(FEATURES, HIDDEN)),
     Row("gru-cell", lambda: nn.GRUCell(FEATURES, HIDDEN)),
     Row("rnn-cell", lambda: nn.RNNCell(FEATURES, HIDDEN)),
     Row("sequential", _chain),
-    Row("sequential-of-user-modules", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), DictState(FEATURES), LearntStart())),
+    Row(
+        "sequential-of-user-modules",
+        lambda: nn.Sequential(HidesLayer(outputs=FEATURES), DictState(FEATURES), LearntStart()),
+    ),
     Row("hides-layer", HidesLayer),
     Row("hides-layer-batch-first", lambda: HidesLayer(batch_first=True)),
     Row("hides-two-layers", HidesTwoLayers),
@@ -272,11 +291,22 @@ def start(net: tt.Carried, x: Tensor) -> Any:
 
 
 def inputs(steps: int, lanes: int, *, seed: int = 0, features: int = FEATURES) -> Tensor:
-    return torch.randn(steps, lanes, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        steps, lanes, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-def in_chunks(net: tt.Carried, x: Tensor, lengths: Sequence[int], state: Any = None, resets: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Plays `x` in pieces of `lengths` with the state carried; what is left over is the last piece."""
+def in_chunks(
+    net: tt.Carried,
+    x: Tensor,
+    lengths: Sequence[int],
+    state: Any = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Plays `x` in pieces of `lengths` with the state carried.
+
+    What is left over is the last piece.
+    """
     state = start(net, x) if state is None else state
     bounds = np.cumsum([0, *lengths])
     bounds = [*bounds[bounds < len(x)].tolist(), len(x)]
@@ -289,7 +319,10 @@ def in_chunks(net: tt.Carried, x: Tensor, lengths: Sequence[int], state: Any = N
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
     """A copy of every gradient; zeros where there is none."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in net.named_parameters()
+    }
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
@@ -307,17 +340,25 @@ def states_apart(a: Any, b: Any) -> float:
     return apart(dict(tt.state.leaves(a)), dict(tt.state.leaves(b)))
 
 
-def recordings(lengths: Sequence[int], *, seed: int = 0, outputs: int = 2, features: int = FEATURES) -> list[dict[str, Any]]:
+def recordings(
+    lengths: Sequence[int], *, seed: int = 0, outputs: int = 2, features: int = FEATURES
+) -> list[dict[str, Any]]:
     """Recordings of standard normal numbers: `inputs` (T, D), `targets` (T, C)."""
     random_numbers = np.random.default_rng(seed)
     return [
-        {"name": f"r{i}", "inputs": random_numbers.normal(size=(n, features)), "targets": random_numbers.normal(size=(n, outputs))}
+        {
+            "name": f"r{i}",
+            "inputs": random_numbers.normal(size=(n, features)),
+            "targets": random_numbers.normal(size=(n, outputs)),
+        }
         for i, n in enumerate(lengths)
     ]
 
 
 # Sizes: one, primes, and more than there is.
-lengths_of_recordings = st.lists(st.integers(1, 200) | st.sampled_from([1, 2, 97, 101]), min_size=1, max_size=8)
+lengths_of_recordings = st.lists(
+    st.integers(1, 200) | st.sampled_from([1, 2, 97, 101]), min_size=1, max_size=8
+)
 few_short_recordings = st.lists(st.integers(1, 31), min_size=1, max_size=4)
 chunk_lengths = st.sampled_from([1, 2, 3, 7, 13, 31, 64, 250])
 piece_lengths = st.lists(st.integers(1, 17), min_size=1, max_size=12)

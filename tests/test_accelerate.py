@@ -1,4 +1,5 @@
-"""Accelerate: the weights of the plain loop, with its accumulation, mixed precision, scheduler, checkpoints and processes.
+"""Accelerate: the weights of the plain loop, with its accumulation, mixed precision, scheduler,
+checkpoints and processes.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -82,7 +83,12 @@ def accelerated(
 ) -> dict[str, Any]:
     """Weights and learning rate after so many updates with the adapter."""
     net, optimizer, scheduler = prepare(accelerator, *parts(dtype))
-    run, done = updates(accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or tt.Truncated(STRIDE)), 0
+    run, done = (
+        updates(
+            accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or tt.Truncated(STRIDE)
+        ),
+        0,
+    )
     while done < count:
         for _ in run:
             accelerator.clip_grad_norm_(net.parameters(), max_norm)
@@ -107,7 +113,11 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
                 y, state = net(chunk.inputs, tt.state.detach(state), chunk.resets)
                 losses.append((y[chunk.mask].flatten() - chunk.rows(y)[1].flatten()).square().sum())
             valid = [chunk.valid for chunk in group]
-            (sum(losses) / sum(valid) if weighed else sum(map(torch.div, losses, valid)) / len(group)).backward()  # pyright: ignore[reportAttributeAccessIssue]  # a sum of tensors is one
+            (
+                sum(losses) / sum(valid)
+                if weighed
+                else sum(map(torch.div, losses, valid)) / len(group)
+            ).backward()  # pyright: ignore[reportAttributeAccessIssue]  # a sum of tensors is one
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
@@ -120,7 +130,10 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("several", [1, 4])
 def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: int) -> None:
-    found, expected = accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several)), by_hand(several)
+    found, expected = (
+        accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several)),
+        by_hand(several),
+    )
     assert apart(found["weights"], expected["weights"]) < 1e-12
     assert found["lr"] == expected["lr"] == [0.5 * 0.7**5]
     wrong = by_hand(several, weighed=False) if several > 1 else by_hand(2)
@@ -145,15 +158,26 @@ def half(*, autocast: bool) -> dict[str, Tensor]:
 
 
 def test_mixed_precision_is_that_of_torch_autocast() -> None:
-    found = accelerated(Accelerator(cpu=True, mixed_precision="bf16"), dtype=torch.float32, gradient=tt.Truncated(STRIDE, 15))
+    found = accelerated(
+        Accelerator(cpu=True, mixed_precision="bf16"),
+        dtype=torch.float32,
+        gradient=tt.Truncated(STRIDE, 15),
+    )
     assert apart(found["weights"], half(autocast=True)) < 1e-6
     assert apart(found["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
 
 
 def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
-    """The plain loop with a scaler; the scheduler steps where the optimizer did, or, a mutant, always."""
+    """The plain loop with a scaler.
+
+    The scheduler steps where the optimizer did, or, a mutant, always.
+    """
     net, optimizer, scheduler = parts(torch.float32, 0.5 / STEEP)
-    scaler, done, played = torch.amp.GradScaler("cpu", init_scale=scale), 0, stream(dtype=torch.float32)
+    scaler, done, played = (
+        torch.amp.GradScaler("cpu", init_scale=scale),
+        0,
+        stream(dtype=torch.float32),
+    )
     while done < COUNT:
         for _ in tt.updates(net, played, steep, gradient=tt.Truncated(STRIDE), scaler=scaler):
             before = scaler.get_scale()
@@ -169,13 +193,23 @@ def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**127])
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # of the mutant, whose first steps overflow
-def test_gradients_go_through_the_scaler_and_a_step_that_overflows_moves_no_schedule(scale: float) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of .lr_scheduler.step:UserWarning"
+)  # of the mutant, whose first steps overflow
+def test_gradients_go_through_the_scaler_and_a_step_that_overflows_moves_no_schedule(
+    scale: float,
+) -> None:
     """Accelerate makes its scaler on GPUs only; a real one for CPUs stands in its place."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     net, optimizer, scheduler = prepare(accelerator, *parts(torch.float32, 0.5 / STEEP))
-    run, done, skipped = updates(accelerator, net, stream(dtype=torch.float32), steep, gradient=tt.Truncated(STRIDE)), 0, 0
+    run, done, skipped = (
+        updates(
+            accelerator, net, stream(dtype=torch.float32), steep, gradient=tt.Truncated(STRIDE)
+        ),
+        0,
+        0,
+    )
     while done < COUNT:
         for _ in run:
             optimizer.step()
@@ -219,7 +253,15 @@ def test_an_accelerator_that_compiles_is_refused() -> None:
         prepare(Accelerator(cpu=True, dynamo_backend="eager"), *parts())
 
 
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DistributedType.FSDP,
+        DistributedType.DEEPSPEED,
+        DistributedType.MEGATRON_LM,
+        DistributedType.XLA,
+    ],
+)
 def test_accelerators_that_shard_are_refused(kind: DistributedType) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = kind
@@ -234,12 +276,17 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         importlib.import_module("throughtime.integrations.accelerate")
 
 
-def stretch(accelerator: Accelerator, folder: Path, lanes: int, first: int, last: int) -> dict[str, Tensor]:
+def stretch(
+    accelerator: Accelerator, folder: Path, lanes: int, first: int, last: int
+) -> dict[str, Tensor]:
     """Weights after update number `last`, in new objects that go on from the folder if it is there; else it is written."""
     accelerator.free_memory()
     accelerator._custom_objects.clear()  # what a new process would not have
     net, optimizer, scheduler = prepare(accelerator, *parts())
-    run, done = updates(accelerator, net, stream(lanes), LOSS, gradient=tt.Truncated(STRIDE, 15)), first
+    run, done = (
+        updates(accelerator, net, stream(lanes), LOSS, gradient=tt.Truncated(STRIDE, 15)),
+        first,
+    )
     accelerator.register_for_checkpointing(run)
     if first:
         torch.manual_seed(9)  # another state than the one that was saved
@@ -269,7 +316,9 @@ def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=several)
     whole = stretch(accelerator, tmp_path / "whole", 4, 0, COUNT)
     assert apart(stopped(accelerator, tmp_path / "law", 4), whole) == 0
-    with mock.patch("throughtime.integrations.accelerate.Epochs.load_state_dict"):  # a mutant: no place
+    with mock.patch(
+        "throughtime.integrations.accelerate.Epochs.load_state_dict"
+    ):  # a mutant: no place
         assert apart(stopped(accelerator, tmp_path / "mutant", 4), whole) > 1e-6
 
 
@@ -278,7 +327,9 @@ def test_places_of_another_number_of_processes_are_refused() -> None:
     net, _, _ = prepare(accelerator, *parts())
     run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
     place = run.state_dict()["places"][0]
-    with pytest.raises(DataError, match=r"places of 2 processes, .* and there are 1: start as many again"):
+    with pytest.raises(
+        DataError, match=r"places of 2 processes, .* and there are 1: start as many again"
+    ):
         run.load_state_dict({"places": [place, place]})
 
 
@@ -303,7 +354,13 @@ def bare_places(accelerator: Accelerator, folder: Path) -> str:
 def ranks_work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     """The process group is up; Accelerate finds the rest where a launcher leaves it."""
     del before
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     accelerator = Accelerator(cpu=True)
     yield "processes", accelerator.num_processes
     for several in (1, 4):
@@ -311,7 +368,9 @@ def ranks_work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
         yield f"by {several}", accelerated(accelerator, 2)
     accelerator.gradient_accumulation_steps = 1
     for_each = property(lambda _: False, lambda *_: None)
-    with mock.patch("accelerate.scheduler.AcceleratedScheduler.split_batches", for_each, create=True):
+    with mock.patch(
+        "accelerate.scheduler.AcceleratedScheduler.split_batches", for_each, create=True
+    ):
         yield "mutant", accelerated(accelerator, 2)
     with TemporaryDirectory() as mine:
         (first,) = broadcast_object_list([mine])
@@ -355,10 +414,24 @@ def test_a_place_that_only_the_first_process_wrote_would_be_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_recipe_stopped_and_resumed_on_two_processes_gives_the_weights_of_one(tmp_path: Path) -> None:
+def test_the_recipe_stopped_and_resumed_on_two_processes_gives_the_weights_of_one(
+    tmp_path: Path,
+) -> None:
     def launched(updates: int, ranks: int, folder: Path) -> dict[str, Tensor]:
-        command = [*torchrun(ranks), str(EXAMPLE), "--cpu", "--updates", str(updates), "--every", "20", "--checkpoints", str(folder)]
-        done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False)
+        command = [
+            *torchrun(ranks),
+            str(EXAMPLE),
+            "--cpu",
+            "--updates",
+            str(updates),
+            "--every",
+            "20",
+            "--checkpoints",
+            str(folder),
+        ]
+        done = subprocess.run(
+            command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         return load_file(max(folder.glob("update-*")) / "model.safetensors")
 

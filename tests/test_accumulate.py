@@ -37,7 +37,9 @@ def net_of(outputs: int = 1) -> tt.Carried:
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, outputs))).double()
 
 
-def found(policy: Policy, accumulate: int, source: dict[str, Any] | None = None) -> list[tuple[Tensor, float, int]]:
+def found(
+    policy: Policy, accumulate: int, source: dict[str, Any] | None = None
+) -> list[tuple[Tensor, float, int]]:
     """Gradient, loss and steps of every update, at fixed weights."""
     net = net_of()
     told: list[tuple[Tensor, float, int]] = []
@@ -49,7 +51,12 @@ def found(policy: Policy, accumulate: int, source: dict[str, Any] | None = None)
 
 
 def flat(net: nn.Module) -> Tensor:
-    return torch.cat([torch.zeros(p.numel()).double() if p.grad is None else p.grad.flatten() for p in net.parameters()])
+    return torch.cat(
+        [
+            torch.zeros(p.numel()).double() if p.grad is None else p.grad.flatten()
+            for p in net.parameters()
+        ]
+    )
 
 
 def strides(policy: Policy) -> list[tuple[Tensor, float, int]]:
@@ -77,7 +84,9 @@ def means(told: list[tuple[Tensor, float, int]], count: int) -> list[tuple[Tenso
 
 @POLICIES
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 100])
-def test_accumulated_update_is_the_mean_of_its_strides_by_their_valid_steps(policy: Policy, count: int) -> None:
+def test_accumulated_update_is_the_mean_of_its_strides_by_their_valid_steps(
+    policy: Policy, count: int
+) -> None:
     expected, mine = means(strides(policy), count), found(policy, count)
     assert [n for _, _, n in mine] == [n for _, _, n in expected]
     for (g, loss, _), (h, other, _) in zip(mine, expected, strict=True):
@@ -88,7 +97,10 @@ def test_accumulated_update_is_the_mean_of_its_strides_by_their_valid_steps(poli
 def test_unweighted_mean_is_another_gradient() -> None:
     """The mutant: without weights a stride of one target would count as much as a full one."""
     even = [(g, loss, min(n, 1)) for g, loss, n in strides(tt.Truncated(STRIDE))]
-    apart = [(g - h).abs().max() for (g, *_), (h, *_) in zip(means(even, 3), found(tt.Truncated(STRIDE), 3), strict=True)]
+    apart = [
+        (g - h).abs().max()
+        for (g, *_), (h, *_) in zip(means(even, 3), found(tt.Truncated(STRIDE), 3), strict=True)
+    ]
     assert max(apart) > 1e-4
 
 
@@ -100,7 +112,11 @@ def test_what_grad_held_before_is_added_to() -> None:
     net = net_of()
     for weight in net.parameters():
         weight.grad = torch.ones_like(weight)
-    next(tt.updates(net, tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3))
+    next(
+        tt.updates(
+            net, tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3
+        )
+    )
     assert torch.allclose(flat(net) - 1, found(tt.Truncated(STRIDE), 3)[0][0], atol=1e-14)
 
 
@@ -116,7 +132,15 @@ def test_failure_in_the_middle_leaves_grad_as_it_was() -> None:
     for weight in net.parameters():
         weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="enough"):
-        next(tt.updates(net, tt.Stream(data(), 1, 10), loss_fn, gradient=tt.Truncated(STRIDE), accumulate=100))
+        next(
+            tt.updates(
+                net,
+                tt.Stream(data(), 1, 10),
+                loss_fn,
+                gradient=tt.Truncated(STRIDE),
+                accumulate=100,
+            )
+        )
     assert torch.equal(flat(net), torch.ones_like(flat(net)))
 
 
@@ -130,13 +154,20 @@ def test_weights_of_classes_weigh_in_the_mean() -> None:
     loss_fn = nn.CrossEntropyLoss(torch.tensor([0.1, 1.0, 6.0])).double()
     whole, parts = net_of(4), net_of(4)
     loss_fn.weight = torch.tensor([0.1, 1.0, 6.0, 2.0]).double()
-    update = next(tt.updates(whole, tt.Stream(classes(), 1, 10), loss_fn, gradient=tt.Truncated(1), accumulate=75))
+    update = next(
+        tt.updates(
+            whole, tt.Stream(classes(), 1, 10), loss_fn, gradient=tt.Truncated(1), accumulate=75
+        )
+    )
     chunk = next(iter(tt.Stream(classes(), 1, 75)))
     state, total, mass = parts.initial_state(1), torch.zeros(()).double(), 0.0
     for t in range(75):
         out, state = parts(chunk.inputs[t : t + 1], tt.state.detach(state), chunk.resets[t : t + 1])
         weight = loss_fn.weight[chunk.targets[t, 0]]  # pyright: ignore[reportOptionalSubscript]
-        total, mass = total + weight * nn.functional.cross_entropy(out[0], chunk.targets[t]), mass + weight.item()  # pyright: ignore[reportOptionalSubscript]
+        total, mass = (
+            total + weight * nn.functional.cross_entropy(out[0], chunk.targets[t]),
+            mass + weight.item(),
+        )  # pyright: ignore[reportOptionalSubscript]
     (total / mass).backward()
     assert update.loss.item() == pytest.approx((total / mass).item(), rel=1e-12)
     assert torch.allclose(flat(whole), flat(parts), atol=1e-12)
@@ -146,13 +177,17 @@ def test_resume_between_accumulated_updates_gives_the_same_bits() -> None:
     def train(stop: int | None) -> Tensor:
         net, stream = net_of(), tt.Stream(data(), 1, 10)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        going = tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2)
+        going = tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+        )
         for i, _ in enumerate(going):
             optimizer.step()
             optimizer.zero_grad()
             if i == stop:
                 place, stream = going.state_dict(), tt.Stream(data(), 1, 10)
-                going = tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2)
+                going = tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+                )
                 going.load_state_dict(place)
                 for _ in going:
                     optimizer.step()
@@ -168,19 +203,39 @@ def test_epoch_after_an_accumulated_one_begins_at_its_start() -> None:
     net, stream = net_of(), tt.Stream(data(), 1, 10)
     for epoch in range(3):
         assert stream.epoch == epoch
-        assert sum(u.steps for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=4)) == 33
+        assert (
+            sum(
+                u.steps
+                for u in tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=4
+                )
+            )
+            == 33
+        )
         net.zero_grad()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0])
 def test_a_number_of_updates_that_makes_no_sense_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"accumulate=.*expected a whole number of at least 1"):
-        tt.updates(net_of(), tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=wrong)
+        tt.updates(
+            net_of(),
+            tt.Stream(data(), 1, 10),
+            nn.MSELoss(),
+            gradient=tt.Truncated(STRIDE),
+            accumulate=wrong,
+        )
 
 
 def test_randomized_truncation_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"tt\.Randomized are unbiased as they come.*zero_grad"):
-        tt.updates(net_of(), tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Randomized(10), accumulate=2)
+        tt.updates(
+            net_of(),
+            tt.Stream(data(), 1, 10),
+            nn.MSELoss(),
+            gradient=tt.Randomized(10),
+            accumulate=2,
+        )
 
 
 def test_chunks_of_an_iterator_are_accumulated_too() -> None:

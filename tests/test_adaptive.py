@@ -16,13 +16,30 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Found, Given, deviation, plain, policy_gradients
-from strategies import HIDDEN, Noisy, Rotation, Row, apart, inputs, named, recordings, some_nets, start, states_apart, weights
+from strategies import (
+    HIDDEN,
+    Noisy,
+    Rotation,
+    Row,
+    apart,
+    inputs,
+    named,
+    recordings,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
 from test_truncated_options import windowed
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient.bias import Comparison, Probe
 from throughtime.gradient.schedule import Window
 
-BIASES = st.dictionaries(st.sampled_from([2, 4, 8, 16, 24]), st.sampled_from([0.0, 0.0625, 0.125, 0.25, 1.0, float("nan")]), min_size=1)
+BIASES = st.dictionaries(
+    st.sampled_from([2, 4, 8, 16, 24]),
+    st.sampled_from([0.0, 0.0625, 0.125, 0.25, 1.0, float("nan")]),
+    min_size=1,
+)
 
 
 def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
@@ -33,7 +50,9 @@ def forgetful() -> tt.Carried:
     """It keeps less than a hundredth of its state from step to step: one step of credit says nearly all."""
     net = named("hides-layer").net()
     net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
-    net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = -7.0  # what the forget gate lets through
+    net.module.get_parameter("lstm.bias_ih_l0").data[
+        HIDDEN : 2 * HIDDEN
+    ] = -7.0  # what the forget gate lets through
     return net
 
 
@@ -55,12 +74,18 @@ class Scripted:
         horizons = [max(window.stop - window.start for window in plan) for plan in plans]
         self.asked.append(horizons)
         self.steps.append(probe.steps)
-        truncated = [[torch.tensor([1 + biases.get(horizon, 0.0)], dtype=torch.float64)] for horizon in horizons]
+        truncated = [
+            [torch.tensor([1 + biases.get(horizon, 0.0)], dtype=torch.float64)]
+            for horizon in horizons
+        ]
         return Comparison(0.0, [torch.ones(1, dtype=torch.float64)], truncated)
 
 
 def enough(biases: dict[int, float], tolerance: float, longest: int) -> int:
-    """The shortest horizon such that it and every longer one is within the tolerance; the longest there is if there is none."""
+    """The shortest horizon such that it and every longer one is within the tolerance.
+
+    The longest there is if there is none.
+    """
     good = [h for h in biases if all(biases[k] <= tolerance for k in biases if k >= h)]
     return min(good, default=longest)
 
@@ -75,7 +100,11 @@ def enough(biases: dict[int, float], tolerance: float, longest: int) -> int:
 def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
     script: list[dict[int, float]], patience: int, every: int, stride: int | None
 ) -> None:
-    net, horizons, policy = named("tensor-state").net(), [2, 4, 8, 16, 24], tt.Adaptive(0.125, 2, 24, stride, every, patience)
+    net, horizons, policy = (
+        named("tensor-state").net(),
+        [2, 4, 8, 16, 24],
+        tt.Adaptive(0.125, 2, 24, stride, every, patience),
+    )
     script = [{h: found.get(h, 0.0) for h in horizons} for found in script]
     now, shorter, expected, seen = 2, 0, list[int](), list[int]()
     for biases in script:
@@ -100,9 +129,18 @@ def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
 
 @pytest.mark.parametrize(
     ("least", "most", "expected"),
-    [(5, 5, [5]), (5, 9, [5, 9]), (5, 10, [5, 10]), (5, 11, [5, 10, 11]), (1, 9, [1, 2, 4, 8, 9]), (3, 96, [3, 6, 12, 24, 48, 96])],
+    [
+        (5, 5, [5]),
+        (5, 9, [5, 9]),
+        (5, 10, [5, 10]),
+        (5, 11, [5, 10, 11]),
+        (1, 9, [1, 2, 4, 8, 9]),
+        (3, 96, [3, 6, 12, 24, 48, 96]),
+    ],
 )
-def test_horizons_double_from_the_shortest_to_the_longest(least: int, most: int, expected: list[int]) -> None:
+def test_horizons_double_from_the_shortest_to_the_longest(
+    least: int, most: int, expected: list[int]
+) -> None:
     assert tt.Adaptive(0.1, least, most).horizons == expected
 
 
@@ -130,7 +168,11 @@ def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum
 @pytest.mark.parametrize("warm", [False, True])
 def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, warm: bool) -> None:
     """At fixed weights; in the middle of an epoch the state entering the steps ahead is the carried one."""
-    net, source, count = named("hides-layer").net(), stream(80, 60), 3 if stride is None else 20 // stride
+    net, source, count = (
+        named("hides-layer").net(),
+        stream(80, 60),
+        3 if stride is None else 20 // stride,
+    )
     policy = tt.Adaptive(0.1, 3, 13, stride, every=count, probe=31)
     run = tt.updates(net, source, nn.MSELoss(), gradient=policy)
     done = list(itertools.islice(run, count)) if warm else []
@@ -139,7 +181,15 @@ def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, wa
     if warm:
         looked.take(place)
     next(run)
-    found = tt.audit(net, looked, nn.MSELoss(), horizons=list(policy.biases), stride=stride, steps=31, state=state)
+    found = tt.audit(
+        net,
+        looked,
+        nn.MSELoss(),
+        horizons=list(policy.biases),
+        stride=stride,
+        steps=31,
+        state=state,
+    )
     assert list(policy.biases) == [3, 6, 12, 13]
     assert [row.bias for row in found.rows] == pytest.approx(list(policy.biases.values()), rel=1e-9)
 
@@ -172,7 +222,9 @@ def test_updates_equal_those_of_a_truncation_at_that_horizon(
     lanes = min(lanes, sum(lengths))
     policy = tt.Adaptive(0.1, horizon, horizon, stride, every=2)
     found = policy_gradients(row.net(), stream(*lengths, lanes=lanes, chunk=chunk), policy)
-    expected = policy_gradients(row.net(), stream(*lengths, lanes=lanes), tt.Truncated(stride or horizon, horizon))
+    expected = policy_gradients(
+        row.net(), stream(*lengths, lanes=lanes), tt.Truncated(stride or horizon, horizon)
+    )
     assert deviation(found, expected) == 0
 
 
@@ -181,7 +233,9 @@ def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | Non
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
     found = policy_gradients(net, stream(90, 90), policy)
     assert policy.horizon == 16
-    assert deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16))) == 0
+    assert (
+        deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16))) == 0
+    )
     assert (
         deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 8, 8))) > 1e-6
     )  # the mutant: one that has not grown
@@ -200,12 +254,17 @@ def test_horizon_may_change_from_update_to_update(monkeypatch: pytest.MonkeyPatc
     assert deviation(found, plain(net, data, bounds)) < 1e-11
 
 
-def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From 2 to 8 at the fourth update: what lies further back has been let go, so the windows grow by a stride each."""
     net, data = named("hides-layer").net(), Given.draw(40, 2, 0, resets=0.05)
     Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
     found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
-    windows = [(max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop) for stop in range(2, 41, 2)]
+    windows = [
+        (max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop)
+        for stop in range(2, 41, 2)
+    ]
     assert windows[:6] == [(0, 0, 2), (2, 2, 4), (4, 4, 6), (6, 6, 8), (6, 8, 10), (6, 10, 12)]
     assert deviation(found, windowed(net, data, windows)) < 1e-11
 
@@ -213,14 +272,18 @@ def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(monkeypatch: p
 def test_horizon_persists_from_epoch_to_epoch() -> None:
     net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
     for _ in range(2):
-        assert [u.chunk.steps for u in tt.updates(net, source, nn.MSELoss(), gradient=policy)] == [32] * 12 + [16]
+        assert [u.chunk.steps for u in tt.updates(net, source, nn.MSELoss(), gradient=policy)] == [
+            32
+        ] * 12 + [16]
         net.zero_grad()
     other = tt.Adaptive(0.1, 2, 32, every=1000)
     other.load_state_dict(policy.state_dict())
     assert other.horizon == 32
 
 
-def train(optimizer: torch.optim.Optimizer, run: tt.Updates, policy: tt.Adaptive, most: int = 1000) -> list[tuple[int, float]]:
+def train(
+    optimizer: torch.optim.Optimizer, run: tt.Updates, policy: tt.Adaptive, most: int = 1000
+) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
@@ -235,9 +298,17 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
     """The horizon, and when the next measurement is due, lie in `updates.state_dict()`."""
 
     def beginning() -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates, tt.Adaptive]:
-        net, policy = named("hides-layer").net(), tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2)
+        net, policy = (
+            named("hides-layer").net(),
+            tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2),
+        )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-        return net, optimizer, tt.updates(net, stream(110, 90), nn.MSELoss(), gradient=policy), policy
+        return (
+            net,
+            optimizer,
+            tt.updates(net, stream(110, 90), nn.MSELoss(), gradient=policy),
+            policy,
+        )
 
     net, optimizer, run, policy = beginning()
     train(optimizer, run, policy, done)
@@ -254,7 +325,9 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stride", [None, 2])
-def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(stride: int | None, training: bool) -> None:
+def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
+    stride: int | None, training: bool
+) -> None:
     """A policy that may not change its horizon measures all the same, and does as a truncation does, to the bit."""
 
     def run(policy: Any) -> tuple[Found, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
@@ -266,7 +339,13 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(s
             pass  # gradients add up
         assert net.training == training
         buffers = [buffer.clone() for buffer in net.buffers()]
-        return found, torch.get_rng_state(), buffers, source.state_dict(), [weight.grad for weight in net.parameters()]
+        return (
+            found,
+            torch.get_rng_state(),
+            buffers,
+            source.state_dict(),
+            [weight.grad for weight in net.parameters()],
+        )
 
     policy = tt.Adaptive(0.1, 6, 6, stride, every=1)
     found, expected = run(policy), run(tt.Truncated(stride or 6, 6))
@@ -275,10 +354,15 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(s
     assert torch.equal(found[1], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
     assert found[3] == expected[3]
-    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found[4], expected[4], strict=True))
+    assert all(
+        a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(found[4], expected[4], strict=True)
+    )
 
 
-def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A horizon is compared on twice its length at least."""
     scripted = Scripted(monkeypatch, [SHORT])
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, every=1)
@@ -288,10 +372,19 @@ def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(monkeypat
     assert scripted.asked == [[h for h in (2, 4, 8) if 2 * h <= n] for n in left if n >= 4]
 
 
-def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps are too few, four are enough; at the end there is room for a measurement of two only."""
+def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps are too few, four are enough.
+
+    At the end there is room for a measurement of two only.
+    """
     Scripted(monkeypatch, [{2: 0.9, 4: 0.0, 8: 0.0}])
-    net, policy, seen = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, stride=1, every=1), list[int]()
+    net, policy, seen = (
+        named("tensor-state").net(),
+        tt.Adaptive(0.1, 2, 8, stride=1, every=1),
+        list[int](),
+    )
     for _ in tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy):
         seen.append(policy.horizon)
     assert set(seen) == {4}
@@ -302,7 +395,9 @@ def test_steps_that_do_not_count_are_not_measured() -> None:
     mask = torch.zeros(40, 1, dtype=torch.bool)
     mask[38:] = True
     policy = tt.Adaptive(0.1, 2, 4, every=1)
-    found = policy_gradients(net, [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)], policy)
+    found = policy_gradients(
+        net, [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)], policy
+    )
     assert [steps for steps, *_ in found] == [2]
 
 
@@ -310,19 +405,32 @@ def test_chunks_from_an_iterator_are_refused_with_what_to_give_instead() -> None
     net, chunks = named("tensor-state").net(), list(stream(60, 60))
     once: Any = iter(chunks)
     with pytest.raises(
-        DataError, match=r"reads its steps again, and the chunks come from a list_iterator.*tt\.Stream, or a list of chunks"
+        DataError,
+        match=(
+            r"reads its steps again, and the chunks come from a list_iterator.*tt\.Stream, or a"
+            r" list of chunks"
+        ),
     ):
         policy_gradients(net, once, tt.Adaptive(0.1, 2, 8))
     listed = policy_gradients(net, chunks, tt.Adaptive(0.1, 2, 8, every=2))
-    assert deviation(listed, policy_gradients(net, stream(60, 60), tt.Adaptive(0.1, 2, 8, every=2))) == 0
+    assert (
+        deviation(listed, policy_gradients(net, stream(60, 60), tt.Adaptive(0.1, 2, 8, every=2)))
+        == 0
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "min zero": ({"min": 0}, "min=0: expected a whole number of at least 1"),
     "max below min": ({"max": 4}, "max=4: expected a whole number of at least 5"),
     "min a float": ({"min": 5.0}, r"min=5\.0: expected a whole number"),
-    "tolerance zero": ({"tolerance": 0.0}, r"tolerance=0\.0: expected a relative bias between 0 and 1"),
-    "tolerance one": ({"tolerance": 1.0}, r"tolerance=1\.0: expected a relative bias between 0 and 1"),
+    "tolerance zero": (
+        {"tolerance": 0.0},
+        r"tolerance=0\.0: expected a relative bias between 0 and 1",
+    ),
+    "tolerance one": (
+        {"tolerance": 1.0},
+        r"tolerance=1\.0: expected a relative bias between 0 and 1",
+    ),
     "tolerance no number": ({"tolerance": float("nan")}, "tolerance=nan: expected a relative bias"),
     "stride above min": ({"stride": 6}, "horizon=5 is below stride=6"),
     "stride zero": ({"stride": 0}, "stride=0: expected at least 1 step"),
@@ -343,7 +451,9 @@ def test_description_says_the_present_horizon() -> None:
     assert (
         tt.Adaptive(0.1, 5, 40)
         .describe()
-        .startswith("an update every horizon, which is 5 steps now, from 5 to 40, for a bias of at most 0.1")
+        .startswith(
+            "an update every horizon, which is 5 steps now, from 5 to 40, for a bias of at most 0.1"
+        )
     )
     assert tt.Adaptive(0.1, 5, 40, stride=3).describe().startswith("an update every 3 steps")
 
@@ -356,14 +466,18 @@ class Silent(Rotation):
 
 def test_gradient_of_zero_has_no_bias() -> None:
     policy = tt.Adaptive(0.1, 2, 8)
-    policy_gradients(tt.carry(Silent().double()), [tt.Chunk.of(inputs(40, 1), inputs(40, 1, features=2))], policy)
+    policy_gradients(
+        tt.carry(Silent().double()), [tt.Chunk.of(inputs(40, 1), inputs(40, 1, features=2))], policy
+    )
     assert policy.horizon == 2
     assert set(policy.biases.values()) == {0.0}
 
 
 def test_carried_state_is_that_of_one_long_forward() -> None:
     net, data = named("hides-layer").net(), Given.draw(61, 2, 0, resets=0.1)
-    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Adaptive(0.1, 2, 8, stride=2, every=3)):
+    for update in tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Adaptive(0.1, 2, 8, stride=2, every=3)
+    ):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
         assert states_apart(update.state, expected) < 1e-11

@@ -17,7 +17,21 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Given, plain, policy_gradients
-from strategies import HIDDEN, HidesLayer, Noisy, Row, Weights, gradients, inputs, named, recordings, seeds, some_nets, start, weights
+from strategies import (
+    HIDDEN,
+    HidesLayer,
+    Noisy,
+    Row,
+    Weights,
+    gradients,
+    inputs,
+    named,
+    recordings,
+    seeds,
+    some_nets,
+    start,
+    weights,
+)
 from throughtime.chunk import join
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient import schedule
@@ -34,9 +48,13 @@ def flat(found: Weights) -> Tensor:
     return torch.cat([g.flatten() for g in found.values()])
 
 
-def truncated(net: tt.Carried, data: Given, state: State, stride: int, horizon: int) -> tuple[Weights, int]:
+def truncated(
+    net: tt.Carried, data: Given, state: State, stride: int, horizon: int
+) -> tuple[Weights, int]:
     """The gradient of the mean loss of all steps by `tt.updates`, and the number of updates."""
-    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon), state=state)
+    run = tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon), state=state
+    )
     sums: Weights = {name: torch.zeros_like(w) for name, w in weights(net).items()}
     count, total = 0, int(data.mask.sum())
     for update in run:
@@ -66,11 +84,16 @@ def agrees(found: tt.Audit, net: tt.Carried, data: Given, state: State = None) -
     """Whether every figure is that of gradients computed one after another."""
     whole, loss = exact(net, data, state)
     size = flat(whole).norm().item()
-    right = [found.loss == pytest.approx(loss, rel=CLOSE), found.norm == pytest.approx(size, rel=CLOSE)]
+    right = [
+        found.loss == pytest.approx(loss, rel=CLOSE),
+        found.norm == pytest.approx(size, rel=CLOSE),
+    ]
     for row in found.rows:
         gradient, count = truncated(net, data, state, row.stride, row.horizon)
         a, b = flat(gradient), flat(whole)
-        biases = {name.removeprefix("module."): ratio(gradient[name] - g, g) for name, g in whole.items()}
+        biases = {
+            name.removeprefix("module."): ratio(gradient[name] - g, g) for name, g in whole.items()
+        }
         right += [
             row.bias == pytest.approx(ratio(a - b, b), abs=CLOSE),
             row.cosine == pytest.approx(((a @ b) / (a.norm() * b.norm())).item(), abs=CLOSE),
@@ -81,8 +104,15 @@ def agrees(found: tt.Audit, net: tt.Carried, data: Given, state: State = None) -
     return all(right)
 
 
-def stream_of(lengths: Sequence[int], lanes: int, warm_up: int = 0, chunk: int = 16, outputs: int = 2) -> tt.Stream:
-    return tt.Stream(recordings(lengths, outputs=outputs), lanes=min(lanes, sum(lengths)), chunk=chunk, warm_up=warm_up)
+def stream_of(
+    lengths: Sequence[int], lanes: int, warm_up: int = 0, chunk: int = 16, outputs: int = 2
+) -> tt.Stream:
+    return tt.Stream(
+        recordings(lengths, outputs=outputs),
+        lanes=min(lanes, sum(lengths)),
+        chunk=chunk,
+        warm_up=warm_up,
+    )
 
 
 def width(net: tt.Carried) -> int:
@@ -94,14 +124,22 @@ def width(net: tt.Carried) -> int:
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4),
     lanes=st.sampled_from([1, 2, 3]),
-    horizons=st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 16, 40]), min_size=1, max_size=3, unique=True),
+    horizons=st.lists(
+        st.sampled_from([1, 2, 3, 5, 7, 11, 16, 40]), min_size=1, max_size=3, unique=True
+    ),
     stride=st.sampled_from([None, 1, 2, 5]),
     warm_up=st.sampled_from([0, 3]),
     piece=st.sampled_from([1, 2, 7, 50, "auto"]),
 )
 @some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "learnt-start")
 def test_figures_are_those_of_separate_gradients(
-    row: Row, lengths: list[int], lanes: int, horizons: list[int], stride: int | None, warm_up: int, piece: Any
+    row: Row,
+    lengths: list[int],
+    lanes: int,
+    horizons: list[int],
+    stride: int | None,
+    warm_up: int,
+    piece: Any,
 ) -> None:
     net = row.net()
     horizons = [h for h in horizons if stride is None or h >= stride]
@@ -111,7 +149,9 @@ def test_figures_are_those_of_separate_gradients(
     found = tt.audit(net, source, nn.MSELoss(), horizons, stride=stride, chunk=piece)
     assert agrees(found, net, data)
     assert (found.steps, found.lanes) == data.mask.shape
-    assert [(r.horizon, r.stride) for r in found.rows] == [(h, stride or h) for h in sorted(horizons)]
+    assert [(r.horizon, r.stride) for r in found.rows] == [
+        (h, stride or h) for h in sorted(horizons)
+    ]
 
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -141,7 +181,10 @@ def cuts_one_step_late(patch: pytest.MonkeyPatch) -> None:
     right = schedule.courses
 
     def courses(plan: Sequence[Window]) -> list[Course]:
-        return [Course(course.spans, frozenset(cut + 1 for cut in course.cuts)) for course in right(plan)]
+        return [
+            Course(course.spans, frozenset(cut + 1 for cut in course.cuts))
+            for course in right(plan)
+        ]
 
     patch.setattr(schedule, "courses", courses)
 
@@ -173,13 +216,22 @@ MUTANTS: dict[str, Change] = {
 def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     net, lengths = named("tensor-state").net(), [31, 20, 9]
     data = Given.of(join(list(stream_of(lengths, 2))))
-    assert agrees(tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data)
+    assert agrees(
+        tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data
+    )
     change(monkeypatch)
-    assert not agrees(tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data)
+    assert not agrees(
+        tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data
+    )
 
 
 @settings(max_examples=10)
-@given(begin=st.integers(0, 20), steps=st.sampled_from([None, 1, 7, 1000]), stride=st.sampled_from([None, 3]), seed=seeds)
+@given(
+    begin=st.integers(0, 20),
+    steps=st.sampled_from([None, 1, 7, 1000]),
+    stride=st.sampled_from([None, 3]),
+    seed=seeds,
+)
 @some_nets("hides-layer", "namedtuple-state")
 def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
     row: Row, begin: int, steps: int | None, stride: int | None, seed: int
@@ -187,17 +239,26 @@ def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
     """And looks at so many steps."""
     net, source = row.net(), stream_of([30, 23, 9], 2)
     data = Given.of(join(list(stream_of([30, 23, 9], 2))))
-    state = tt.state.map_leaves(lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape), start(net, data.x))
+    state = tt.state.map_leaves(
+        lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape),
+        start(net, data.x),
+    )
     if begin:
         source.take(begin)
     stop = len(data.x) if steps is None else begin + steps
-    part = Given(data.x[begin:stop], data.targets[begin:stop], data.resets[begin:stop], data.mask[begin:stop])
-    found = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, state=state, chunk=5)
+    part = Given(
+        data.x[begin:stop], data.targets[begin:stop], data.resets[begin:stop], data.mask[begin:stop]
+    )
+    found = tt.audit(
+        net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, state=state, chunk=5
+    )
     assert found.steps == len(part.x)
     assert agrees(found, net, part, state)
 
 
-def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch_wherever_the_stream_stands() -> None:
+def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch_wherever_the_stream_stands() -> (
+    None
+):
     net, source = named("hides-layer").net(), stream_of([30, 23], 2)
     source.take(11)
     expected = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8))
@@ -205,9 +266,15 @@ def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch_wherever_the
 
 
 @settings(max_examples=10)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3), further=st.sampled_from([0, 1, 50]), stride=st.sampled_from([None, 2]))
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    further=st.sampled_from([0, 1, 50]),
+    stride=st.sampled_from([None, 2]),
+)
 @some_nets("tensor-state", "hides-layer")
-def test_horizon_as_long_as_the_stretch_has_no_bias(row: Row, lengths: list[int], further: int, stride: int | None) -> None:
+def test_horizon_as_long_as_the_stretch_has_no_bias(
+    row: Row, lengths: list[int], further: int, stride: int | None
+) -> None:
     net = row.net()
     source = stream_of(lengths, 2)
     horizon = max(source.steps + further, stride or 1)
@@ -220,7 +287,9 @@ def test_horizon_as_long_as_the_stretch_has_no_bias(row: Row, lengths: list[int]
 
 def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
     net = named("hides-layer").net()
-    net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = 1.0  # forgets within some steps
+    net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = (
+        1.0  # forgets within some steps
+    )
     found = tt.audit(net, stream_of([300, 300], 2), nn.MSELoss(), (1, 4, 16, 64))
     biases = [row.bias for row in found.rows]
     assert biases == sorted(biases, reverse=True)
@@ -238,8 +307,17 @@ def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None
     for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
         if update.chunk.position[0, 0] == 10:
             break
-    kept = [None if weight.grad is None else (weight.grad, weight.grad.clone()) for weight in net.parameters()]
-    before = weights(net), {n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state(), source.state_dict(), source.turn
+    kept = [
+        None if weight.grad is None else (weight.grad, weight.grad.clone())
+        for weight in net.parameters()
+    ]
+    before = (
+        weights(net),
+        {n: b.clone() for n, b in net.named_buffers()},
+        torch.get_rng_state(),
+        source.state_dict(),
+        source.turn,
+    )
     first = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride)
     assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
     assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
@@ -251,7 +329,9 @@ def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None
         assert held is not None
         assert weight.grad is held[0]
         assert torch.equal(held[0], held[1])
-    assert tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride) == first  # dropout draws the same again
+    assert (
+        tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride) == first
+    )  # dropout draws the same again
 
 
 def test_gradients_that_were_none_stay_none() -> None:
@@ -265,26 +345,37 @@ def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
     """One forward pass draws it: a horizon as long as the stretch has no bias, however noisy the net."""
     torch.manual_seed(3)
     net = tt.carry(HidesLayer(dropout=0.4).double())
-    long, short = (tt.audit(net, stream_of([50, 41], 2), nn.MSELoss(), (4, h), chunk=chunk) for h in (50, 30))
+    long, short = (
+        tt.audit(net, stream_of([50, 41], 2), nn.MSELoss(), (4, h), chunk=chunk) for h in (50, 30)
+    )
     assert long.rows[-1].bias < 1e-12
     assert long.rows[0].bias > 1e-3
-    assert long.loss != pytest.approx(tt.audit(net.eval(), stream_of([50, 41], 2), nn.MSELoss(), (4,)).loss, rel=1e-3)
+    assert long.loss != pytest.approx(
+        tt.audit(net.eval(), stream_of([50, 41], 2), nn.MSELoss(), (4,)).loss, rel=1e-3
+    )
     assert short.steps == long.steps
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "folder"])
 @pytest.mark.parametrize("verify", ["first", "all", "off"])
-def test_where_edge_states_are_kept_changes_no_figure(offload: Any, verify: Any, tmp_path: Any) -> None:
+def test_where_edge_states_are_kept_changes_no_figure(
+    offload: Any, verify: Any, tmp_path: Any
+) -> None:
     net = named("hides-layer").net()
     folder = tmp_path if offload == "folder" else offload
-    found = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5, offload=folder, verify=verify)
+    found = tt.audit(
+        net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5, offload=folder, verify=verify
+    )
     assert found == tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5)
 
 
 def test_classes_and_their_weights_count_as_in_one_loss() -> None:
     net = named("hides-layer").net()
     draw = torch.Generator().manual_seed(0)
-    source = {"inputs": inputs(40, 1)[:, 0].numpy(), "targets": torch.randint(0, 2, (40,), generator=draw).numpy()}
+    source = {
+        "inputs": inputs(40, 1)[:, 0].numpy(),
+        "targets": torch.randint(0, 2, (40,), generator=draw).numpy(),
+    }
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 7.0], dtype=torch.float64))
     found = tt.audit(net, tt.Stream(source, 1, 8), loss_fn, (4, 40), stride=4, chunk=6)
     (chunk,) = tt.Stream(source, 1, 40)
@@ -295,16 +386,22 @@ def test_classes_and_their_weights_count_as_in_one_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "stride", "expected"), [(5000, None, [50, 200, 800, 3200]), (800, 100, [200]), (40, None, [20]), (1, None, [1])]
+    ("steps", "stride", "expected"),
+    [(5000, None, [50, 200, 800, 3200]), (800, 100, [200]), (40, None, [20]), (1, None, [1])],
 )
-def test_default_horizons_are_those_shorter_than_the_stretch(steps: int, stride: int | None, expected: list[int]) -> None:
+def test_default_horizons_are_those_shorter_than_the_stretch(
+    steps: int, stride: int | None, expected: list[int]
+) -> None:
     net = tt.carry(nn.Sequential(nn.RNN(3, 2), nn.Linear(2, 2)).double())
     found = tt.audit(net, stream_of([5000], 1), nn.MSELoss(), steps=steps, stride=stride)
     assert [row.horizon for row in found.rows] == expected
 
 
 def rows_of(biases: dict[int, float]) -> tt.Audit:
-    rows = tuple(Truncation(h, h, bias, 0.9, 0.8, 100 // h, {"lstm.weight": bias, "head.bias": bias / 2}) for h, bias in biases.items())
+    rows = tuple(
+        Truncation(h, h, bias, 0.9, 0.8, 100 // h, {"lstm.weight": bias, "head.bias": bias / 2})
+        for h, bias in biases.items()
+    )
     return tt.Audit(100, 2, 0.5, 1.5, rows)
 
 
@@ -339,7 +436,16 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
     found = rows_of({1: 0.5, 20: 0.25})
     lines = found.table().splitlines()
     assert str(found) == found.table()
-    assert lines[0].split() == ["horizon", "stride", "updates", "bias", "cosine", "norm", "worst", "parameter"]
+    assert lines[0].split() == [
+        "horizon",
+        "stride",
+        "updates",
+        "bias",
+        "cosine",
+        "norm",
+        "worst",
+        "parameter",
+    ]
     assert lines[1].split() == ["1", "1", "100", "0.500", "0.900", "0.80", "lstm.weight", "0.500"]
     assert lines[2].split() == ["20", "20", "5", "0.250", "0.900", "0.80", "lstm.weight", "0.250"]
     assert lines[3].split() == ["exact", "100", "1", "0.000", "1.000", "1.00"]
@@ -352,7 +458,12 @@ def test_figures_are_plain_numbers_for_any_logger() -> None:
     assert [row["horizon"] for row in again["rows"]] == [3, 8]
     assert again["rows"][0]["bias"] == found.rows[0].bias
     assert again["rows"][0]["by_parameter"] == found.rows[0].by_parameter
-    assert set(found.rows[0].by_parameter) == {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"}
+    assert set(found.rows[0].by_parameter) == {
+        "weight_ih_l0",
+        "weight_hh_l0",
+        "bias_ih_l0",
+        "bias_hh_l0",
+    }
     assert (again["steps"], again["lanes"]) == (40, 1)
 
 
@@ -376,12 +487,23 @@ def test_parameter_without_gradient_has_no_bias() -> None:
     found = tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,))
     assert found.rows[0].by_parameter["unused"] == 0
     frozen = net.module.get_parameter("head.bias").requires_grad_(False)
-    assert "head.bias" not in tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,)).rows[0].by_parameter
+    assert (
+        "head.bias"
+        not in tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,)).rows[0].by_parameter
+    )
     assert frozen.grad is None
 
 
-def audited(net: Any = None, source: Any = None, horizons: Any = (3,), loss_fn: Any = None, **options: Any) -> tt.Audit:
-    return tt.audit(net or named("hides-layer").net(), source or stream_of([20], 1), loss_fn or nn.MSELoss(), horizons, **options)
+def audited(
+    net: Any = None, source: Any = None, horizons: Any = (3,), loss_fn: Any = None, **options: Any
+) -> tt.Audit:
+    return tt.audit(
+        net or named("hides-layer").net(),
+        source or stream_of([20], 1),
+        loss_fn or nn.MSELoss(),
+        horizons,
+        **options,
+    )
 
 
 def at_the_end() -> tt.Stream:
@@ -401,37 +523,87 @@ def frozen() -> tt.Carried:
 
 
 REFUSED: dict[str, tuple[Callable[[], tt.Audit], type[Exception], str]] = {
-    "horizon 0": (lambda: audited(horizons=(0, 3)), ConfigError, "stride=0: expected at least 1 step|horizon=0"),
-    "horizon below the stride": (lambda: audited(horizons=(3, 8), stride=5), ConfigError, "horizon=3 is below stride=5"),
+    "horizon 0": (
+        lambda: audited(horizons=(0, 3)),
+        ConfigError,
+        "stride=0: expected at least 1 step|horizon=0",
+    ),
+    "horizon below the stride": (
+        lambda: audited(horizons=(3, 8), stride=5),
+        ConfigError,
+        "horizon=3 is below stride=5",
+    ),
     "stride 0": (lambda: audited(stride=0), ConfigError, "stride=0: expected"),
     "no horizon": (lambda: audited(horizons=()), ConfigError, "horizons is empty"),
-    "horizon a float": (lambda: audited(horizons=(3.5,)), ConfigError, "expected whole numbers of steps"),
-    "steps 0": (lambda: audited(steps=0), ConfigError, "steps=0: expected a whole number of at least 1"),
-    "chunk 0": (lambda: audited(chunk=0), ConfigError, "chunk=0: expected a whole number of at least 1"),
+    "horizon a float": (
+        lambda: audited(horizons=(3.5,)),
+        ConfigError,
+        "expected whole numbers of steps",
+    ),
+    "steps 0": (
+        lambda: audited(steps=0),
+        ConfigError,
+        "steps=0: expected a whole number of at least 1",
+    ),
+    "chunk 0": (
+        lambda: audited(chunk=0),
+        ConfigError,
+        "chunk=0: expected a whole number of at least 1",
+    ),
     "memory": (lambda: audited(memory="much"), ConfigError, "memory='much': expected an amount"),
     "memory too small": (lambda: audited(memory=10), ConfigError, "too small"),
-    "no valid step": (lambda: audited(source=stream_of([20], 1, warm_up=20)), DataError, "none of the 20 steps has a target that counts"),
+    "no valid step": (
+        lambda: audited(source=stream_of([20], 1, warm_up=20)),
+        DataError,
+        "none of the 20 steps has a target that counts",
+    ),
     "no targets": (
         lambda: audited(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
         DataError,
         "none of the 9 steps has a target that counts",
     ),
-    "raw module": (lambda: audited(HidesLayer()), ModelError, r"the net is a HidesLayer; .*net = tt\.carry\(module\)"),
-    "list of chunks": (lambda: audited(source=list(stream_of([20], 1))), DataError, r"got a list, expected a tt\.Stream"),
-    "frozen net": (lambda: audited(frozen()), ModelError, "the loss depends on no parameter that requires a gradient"),
+    "raw module": (
+        lambda: audited(HidesLayer()),
+        ModelError,
+        r"the net is a HidesLayer; .*net = tt\.carry\(module\)",
+    ),
+    "list of chunks": (
+        lambda: audited(source=list(stream_of([20], 1))),
+        DataError,
+        r"got a list, expected a tt\.Stream",
+    ),
+    "frozen net": (
+        lambda: audited(frozen()),
+        ModelError,
+        "the loss depends on no parameter that requires a gradient",
+    ),
     "end of the epoch": (
         lambda: audited(source=at_the_end(), state=(torch.zeros(1, HIDDEN),)),
         DataError,
         "the stream stands at the end of its epoch and a state was given",
     ),
-    "not finite": (lambda: audited(explodes()), RunError, "the exact gradient is not finite .* nothing can be compared"),
-    "loss of every row": (lambda: audited(loss_fn=nn.MSELoss(reduction="none")), ModelError, r"expected one number.*reduction='none'"),
-    "loss summed": (lambda: audited(loss_fn=nn.MSELoss(reduction="sum")), ModelError, "reduction='sum', expected 'mean'"),
+    "not finite": (
+        lambda: audited(explodes()),
+        RunError,
+        "the exact gradient is not finite .* nothing can be compared",
+    ),
+    "loss of every row": (
+        lambda: audited(loss_fn=nn.MSELoss(reduction="none")),
+        ModelError,
+        r"expected one number.*reduction='none'",
+    ),
+    "loss summed": (
+        lambda: audited(loss_fn=nn.MSELoss(reduction="sum")),
+        ModelError,
+        "reduction='sum', expected 'mean'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
-def test_what_cannot_be_audited_is_refused(call: Callable[[], tt.Audit], kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_audited_is_refused(
+    call: Callable[[], tt.Audit], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         call()
 

@@ -29,11 +29,24 @@ from throughtime.errors import ConfigError, RunError
 
 pytestmark = [
     needs_kernels,
-    pytest.mark.filterwarnings("ignore:`torch.jit.[a-z]+` is deprecated", "ignore:The '.*' does not have many workers"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.[a-z]+` is deprecated", "ignore:The '.*' does not have many workers"
+    ),
 ]
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "bench.json"
-BASE = Case("tiny", "train", "LSTM", torch.float64, lanes=3, inputs=4, hidden=5, classes=3, goal=1.0, steps=12)
+BASE = Case(
+    "tiny",
+    "train",
+    "LSTM",
+    torch.float64,
+    lanes=3,
+    inputs=4,
+    hidden=5,
+    classes=3,
+    goal=1.0,
+    steps=12,
+)
 TINY = {
     "train": BASE,
     "words": replace(BASE, vocabulary=11, layers=2, cell="GRU"),
@@ -89,7 +102,9 @@ def _losses(net: Net, work: Work, *, keep: bool, rate: float) -> Iterator[Tensor
     optimizer, state, steps = torch.optim.Adam(net.parameters(), lr=rate), None, work.case.steps
     for start in range(0, len(work.inputs), steps):
         y, after = net(work.inputs[start : start + steps], state)
-        loss = nn.functional.cross_entropy(y.flatten(0, 1), work.targets[start : start + steps].flatten())
+        loss = nn.functional.cross_entropy(
+            y.flatten(0, 1), work.targets[start : start + steps].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -112,7 +127,9 @@ def test_a_side_that_computes_something_else_is_refused(mutant: Any) -> None:
 def test_a_shorter_horizon_is_refused() -> None:
     work = work_of(TINY["horizon"])
     shorter = Work(replace(work.case, steps=8), work.inputs, work.targets)
-    assert checked(work, {STEPPED: partial(kept, grain=1), "windows": windows}, 6)["windows"] < 1e-12
+    assert (
+        checked(work, {STEPPED: partial(kept, grain=1), "windows": windows}, 6)["windows"] < 1e-12
+    )
     with pytest.raises(RunError, match="gradients"):
         checked(work, {STEPPED: partial(kept, grain=1), "shorter": lambda _: windows(shorter)}, 6)
 
@@ -120,7 +137,12 @@ def test_a_shorter_horizon_is_refused() -> None:
 def test_nan_and_missing_updates_are_no_agreement() -> None:
     one, nan = torch.ones(()), torch.tensor(float("nan"))
     assert difference([one], [one]) == 0
-    assert difference([one], [one, one]) == difference([nan], [one]) == difference([one], [nan]) == float("inf")
+    assert (
+        difference([one], [one, one])
+        == difference([nan], [one])
+        == difference([one], [nan])
+        == float("inf")
+    )
 
 
 def test_gradients_are_those_of_the_weights_that_stay() -> None:
@@ -138,26 +160,46 @@ def test_the_floor_counts_the_products_that_torch_counts(cell: Any, vocabulary: 
     side.run(1)  # with a state that has a gradient of its own nowhere
     with FlopCounterMode(display=False) as counted:
         side.run(1)
-    assert counted.get_total_flops() == pytest.approx(case.flops, rel=0.01)  # torch leaves out dL/dh of the first step's state
+    assert counted.get_total_flops() == pytest.approx(
+        case.flops, rel=0.01
+    )  # torch leaves out dL/dh of the first step's state
 
 
 def test_a_case_is_measured_and_written(tmp_path: Path) -> None:
     results = Results(tmp_path / "bench.json")
     for name in ("lstm-b1-h50-f64", "gru-b1-h50-f64"):
-        row: dict[str, Any] = measured(CASES[name], SHORT, {"float64": {"torch.mm": 100.0}}) | {"settings": {"rounds": 2, "turn": 0.1}}
+        row: dict[str, Any] = measured(CASES[name], SHORT, {"float64": {"torch.mm": 100.0}}) | {
+            "settings": {"rounds": 2, "turn": 0.1}
+        }
         results.put(row)
         results.put(row)
         assert list(row["sides"]) == [OURS, HAND]
-        assert all(low <= middle <= high for side in row["sides"].values() for low, middle, high in side.values())
+        assert all(
+            low <= middle <= high
+            for side in row["sides"].values()
+            for low, middle, high in side.values()
+        )
         assert row["sides"][OURS]["ratio"] == [1, 1, 1]
     kept_rows = read(tmp_path / "bench.json")["rows"]
     assert [row["case"] for row in kept_rows] == ["lstm-b1-h50-f64", "gru-b1-h50-f64"]
 
 
-def test_the_command_measures_writes_and_fills_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_writes_and_fills_in_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page, out = tmp_path / "page.md", tmp_path / "bench.json"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n", encoding="utf-8")
-    told = ["--quick", "--rounds", "2", "--cases", "rnn-b1-h50-f32", "--out", str(out), "--docs", str(page)]
+    told = [
+        "--quick",
+        "--rounds",
+        "2",
+        "--cases",
+        "rnn-b1-h50-f32",
+        "--out",
+        str(out),
+        "--docs",
+        str(page),
+    ]
     monkeypatch.setattr(sys, "argv", ["throughtime", "bench", *told])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -174,10 +216,34 @@ def test_the_command_measures_writes_and_fills_in_a_page(tmp_path: Path, monkeyp
 
 def test_a_goal_that_is_missed_is_called_so() -> None:
     def said(name: str, middle: float, threads: int = 1) -> str:
-        sides = {"one": {"ms": [1, 1, 1], "ratio": [1, 1, 1]}, "two": {"ms": [2, 2, 2], "ratio": [middle, middle, middle]}}
-        row = {"case": name, "kind": CASES[name].kind, "threads": threads, "level": "v4", "load": [0, 1], "floor_ms": 0.5, "sides": sides}
-        machine = {"processor": "", "cores": 2, "torch_level": "", "system": "", "torch": "", "python": ""}
-        return tables({"machine": machine, "peaks": {}, "rows": [row | {"settings": {"rounds": 2, "turn": 0.1}}]}).splitlines()[-1]
+        sides = {
+            "one": {"ms": [1, 1, 1], "ratio": [1, 1, 1]},
+            "two": {"ms": [2, 2, 2], "ratio": [middle, middle, middle]},
+        }
+        row = {
+            "case": name,
+            "kind": CASES[name].kind,
+            "threads": threads,
+            "level": "v4",
+            "load": [0, 1],
+            "floor_ms": 0.5,
+            "sides": sides,
+        }
+        machine = {
+            "processor": "",
+            "cores": 2,
+            "torch_level": "",
+            "system": "",
+            "torch": "",
+            "python": "",
+        }
+        return tables(
+            {
+                "machine": machine,
+                "peaks": {},
+                "rows": [row | {"settings": {"rounds": 2, "turn": 0.1}}],
+            }
+        ).splitlines()[-1]
 
     assert "| ≥ 2.5 (4.5) | **not met** |" in said("lstm-b1-h50-f32", 2.4)
     assert "| ≥ 2.5 (4.5) | met |" in said("lstm-b1-h50-f32", 2.5)
@@ -200,12 +266,17 @@ def test_a_library_that_is_not_there_is_left_out_and_named(monkeypatch: pytest.M
 def test_an_unknown_case_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="nearest is 'lstm-b1-h50-f32'"):
         chosen(["lstm-b1-h50-f23"], quick=False)
-    assert [case.name for case in chosen(["gru-2x*", "words*"], quick=True)] == ["gru-2x650-f32", "words-lstm-2x650-f32"]
+    assert [case.name for case in chosen(["gru-2x*", "words*"], quick=True)] == [
+        "gru-2x650-f32",
+        "words-lstm-2x650-f32",
+    ]
 
 
 def test_results_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    path.write_text(json.dumps({"machine": {"processor": "another"}, "peaks": {}, "rows": []}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"machine": {"processor": "another"}, "peaks": {}, "rows": []}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="another"):
         Results(path, add=True)
     path.write_text("[]", encoding="utf-8")
@@ -224,15 +295,30 @@ def test_the_page_shows_the_results_that_are_kept() -> None:
 
 
 @pytest.mark.slow
-def test_a_narrower_instruction_set_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrower_instruction_set_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not avx512():
         pytest.skip("this processor has no wider one than AVX2")
     out = tmp_path / "bench.json"
-    told = ["--quick", "--rounds", "2", "--cases", "rnn-b1-h50-f32", "--levels", "own,v3", "--out", str(out)]
+    told = [
+        "--quick",
+        "--rounds",
+        "2",
+        "--cases",
+        "rnn-b1-h50-f32",
+        "--levels",
+        "own,v3",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["throughtime", "bench", *told])
     with pytest.raises(SystemExit):
         main()
-    assert [(row["level"], row["runs"]) for row in read(out)["rows"]] == [("v4", "fused (v4), float32"), ("v3", "fused (v3), float32")]
+    assert [(row["level"], row["runs"]) for row in read(out)["rows"]] == [
+        ("v4", "fused (v4), float32"),
+        ("v3", "fused (v3), float32"),
+    ]
     assert set(read(out)["peaks"]) == {"v4", "v3"}
 
 

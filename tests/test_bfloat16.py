@@ -1,17 +1,23 @@
-"""Products in bfloat16 under autocast: the kernel is the definition that rounds, and states stay float32.
+"""Products in bfloat16 under autocast: the kernel is the definition that rounds, and states stay
+float32.
 
-A right kernel adds up in another order than the definition, which moves a number by some 1e-7 of it. One in ten thousand lies so near
-the middle of two bfloat16s that it is then rounded to the other one, 2^-8 of it away, and through a recurrence one such number moves all
-that come after. No bound on whole passes tells that from a wrong kernel. So the kernel is held to what follows from its own outputs:
-each step from the h that it gave for the step before, and each gradient from the products' gradients that it gave for the step after,
-which inputs that go into the gates as they are make visible. There every rounding is known, and 1e-5 is the bound of float32.
+A right kernel adds up in another order than the definition, which moves a number by some 1e-7 of
+it. One in ten thousand lies so near the middle of two bfloat16s that it is then rounded to the
+other one, 2^-8 of it away, and through a recurrence one such number moves all that come after. No
+bound on whole passes tells that from a wrong kernel. So the kernel is held to what follows from its
+own outputs: each step from the h that it gave for the step before, and each gradient from the
+products' gradients that it gave for the step after, which inputs that go into the gates as they are
+make visible. There every rounding is known, and 1e-5 is the bound of float32.
 
-Whole passes are compared where they are short, under a bound that is measured: the definition in float64 again with biases moved by 1e-5,
-more than float32 moves anything, so that what may be rounded otherwise is, in half of the draws.
+Whole passes are compared where they are short, under a bound that is measured: the definition in
+float64 again with biases moved by 1e-5, more than float32 moves anything, so that what may be
+rounded otherwise is, in half of the draws.
 
-Without products in bfloat16 on this processor the same tests hold the kernel to the definition that does not round.
+Without products in bfloat16 on this processor the same tests hold the kernel to the definition that
+does not round.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection,
+`G` gates.
 """
 
 from collections.abc import Iterator
@@ -28,8 +34,19 @@ from throughtime.kernels.library import bfloat16, library
 
 pytestmark = needs_kernels
 ROUNDS = bfloat16()
-needs_products = pytest.mark.skipif(not ROUNDS, reason="the instruction set that runs has no products in bfloat16")
-SIZES = [(1, 1, 1), (1, 8, 33), (2, 3, 7), (17, 1, 50), (13, 8, 33), (5, 3, 50), (13, 3, 1), (7, 2, 64)]
+needs_products = pytest.mark.skipif(
+    not ROUNDS, reason="the instruction set that runs has no products in bfloat16"
+)
+SIZES = [
+    (1, 1, 1),
+    (1, 8, 33),
+    (2, 3, 7),
+    (17, 1, 50),
+    (13, 8, 33),
+    (5, 3, 50),
+    (13, 3, 1),
+    (7, 2, 64),
+]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-B{}-H{}".format(*s))
 SHORT = [(1, 1, 1, 1), (1, 8, 5, 7), (2, 3, 5, 7), (3, 1, 16, 5), (5, 3, 2, 1)]
 short = pytest.mark.parametrize("size", SHORT, ids=lambda s: "T{}-B{}-D{}-H{}".format(*s))
@@ -65,7 +82,14 @@ def draw(kind: Kind, *size: int, **options: Any) -> Given:
     return Given.draw(kind, *size, **options).to(torch.float32).to(torch.float64)
 
 
-def rounding(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+def rounding(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
     return reference.run(kind, x, h, c, weights, resets, torch.bfloat16)
 
 
@@ -83,7 +107,9 @@ def fused(*given: Any) -> Any:
 def distances(found: list[Tensor], expected: list[Tensor]) -> Tensor:
     """Of each tensor, relative to its norm."""
     assert [t.shape for t in found] == [t.shape for t in expected]
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
+    pairs = [
+        (a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)
+    ]
     return torch.stack([(a - b).norm() / b.norm().clamp(min=1e-6) for a, b in pairs])
 
 
@@ -93,7 +119,10 @@ def moved(data: Given, draw: int) -> Given:
     biases = (5, 6)
     return Given(
         data.kind,
-        [t + 1e-5 * torch.randn_like(t) if k in biases and t is not None else t for k, t in enumerate(data.tensors)],
+        [
+            t + 1e-5 * torch.randn_like(t) if k in biases and t is not None else t
+            for k, t in enumerate(data.tensors)
+        ],
         data.resets,
     )
 
@@ -105,13 +134,22 @@ def bound(data: Given, run: Run) -> Tensor:
     return 4 * draws.amax(0) + exact(torch.float32)
 
 
-def permuted(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+def permuted(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
     """A right kernel: the definition, its sums in float32 and in another order."""
     inputs, units = torch.randperm(x.shape[2]), torch.randperm(h.shape[1])
     rows = (torch.arange(GATES[kind]).unsqueeze(1) * len(units) + units).flatten()
     b_ih, b_hh = (None if b is None else b[rows] for b in (weights.b_ih, weights.b_hh))
     turned = Weights(weights.ih[rows][:, inputs], weights.hh[rows][:, units], b_ih, b_hh, None)
-    made = rounding(kind, x[..., inputs], h[:, units], None if c is None else c[:, units], turned, resets)
+    made = rounding(
+        kind, x[..., inputs], h[:, units], None if c is None else c[:, units], turned, resets
+    )
     back = units.argsort()
     return tuple(None if t is None else t[..., back] for t in made)
 
@@ -119,7 +157,9 @@ def permuted(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weight
 @every_kind
 @short
 @resets_or_none
-def test_short_passes_are_those_of_the_definition(kind: Kind, size: tuple[int, int, int, int], often: float) -> None:
+def test_short_passes_are_those_of_the_definition(
+    kind: Kind, size: tuple[int, int, int, int], often: float
+) -> None:
     data = draw(kind, *size, often=often)
     right, allowed = played(data, expected_run), bound(data, expected_run)
     found = played(data.to(torch.float32), fused)
@@ -131,18 +171,34 @@ def test_short_passes_are_those_of_the_definition(kind: Kind, size: tuple[int, i
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @resets_or_none
-def test_short_passes_with_a_projection_are_those_of_the_definition(bias: bool, often: float) -> None:
+def test_short_passes_with_a_projection_are_those_of_the_definition(
+    bias: bool, often: float
+) -> None:
     for size, projection in (((1, 1, 1, 2), 1), ((2, 1, 5, 7), 3), ((1, 8, 3, 33), 32)):
         data = draw("lstm", *size, projection=projection, often=often, bias=True)
         if not bias:  # for the bound they are moved, but from none
-            data = Given(data.kind, [None if t is None else t * (k not in {5, 6}) for k, t in enumerate(data.tensors)], data.resets)
+            data = Given(
+                data.kind,
+                [None if t is None else t * (k not in {5, 6}) for k, t in enumerate(data.tensors)],
+                data.resets,
+            )
         right, allowed = played(data, expected_run), bound(data, expected_run)
-        given = data if bias else Given(data.kind, [None if k in {5, 6} else t for k, t in enumerate(data.tensors)], data.resets)
+        given = (
+            data
+            if bias
+            else Given(
+                data.kind,
+                [None if k in {5, 6} else t for k, t in enumerate(data.tensors)],
+                data.resets,
+            )
+        )
         there = [k for k, t in enumerate(given.tensors) if t is not None]
         kept = [0, 1, 2, *(3 + sum(t is not None for t in data.tensors[:k]) for k in there)]
         found = played(given.to(torch.float32), fused)
         assert (distances(found, [right[k] for k in kept]) <= allowed[kept]).all()
-        assert (distances(played(data, reference.run if ROUNDS else rounding), right) / allowed).amax() > 3
+        assert (
+            distances(played(data, reference.run if ROUNDS else rounding), right) / allowed
+        ).amax() > 3
 
 
 def nearest(t: Tensor) -> Tensor:
@@ -154,9 +210,11 @@ def same(t: Tensor) -> Tensor:
 
 
 def seen_through(kind: Kind, steps: int, lanes: int, hidden: int, often: float) -> Given:
-    """A layer whose first input features go into the gates as they are: their gradient is what the products of the backward pass take.
+    """A layer whose first input features go into the gates as they are: their gradient is what the
+    products of the backward pass take.
 
-    Of a GRU one thing more is multiplied, r times the gradient of n's inputs: with r = 1/2 everywhere, it rounds as that one does.
+    Of a GRU one thing more is multiplied, r times the gradient of n's inputs: with r = 1/2
+    everywhere, it rounds as that one does.
     """
     x, h, c, ih, hh, b_ih, b_hh, _ = draw(kind, steps, lanes, 3, hidden).tensors
     rows, gone = GATES[kind] * hidden, slice(0, hidden if kind == "gru" else 0)
@@ -166,7 +224,11 @@ def seen_through(kind: Kind, steps: int, lanes: int, hidden: int, often: float) 
         weight[gone] = 0
     through = torch.cat([torch.eye(rows, dtype=x.dtype), cast(Tensor, ih)], 1)
     inputs = torch.cat([torch.zeros(steps, lanes, rows, dtype=x.dtype), x], 2)
-    return Given(kind, [inputs, h, c, through, hh, b_ih, b_hh, None], torch.rand(steps, lanes) < often if often else None)
+    return Given(
+        kind,
+        [inputs, h, c, through, hh, b_ih, b_hh, None],
+        torch.rand(steps, lanes) < often if often else None,
+    )
 
 
 def step(kind: Kind, z: Tensor, back: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +256,11 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
     assert ih is not None
     assert hh is not None
     steps, rows = len(x), len(ih)
-    keep = torch.ones(*x.shape[:2], 1).double() if data.resets is None else (~data.resets).unsqueeze(2).double()
+    keep = (
+        torch.ones(*x.shape[:2], 1).double()
+        if data.resets is None
+        else (~data.resets).unsqueeze(2).double()
+    )
     before = torch.cat([h.unsqueeze(0), y.detach().double()[:-1]]) * keep
     z, back = rounded(x) @ rounded(ih).T + b_ih, rounded(before) @ rounded(hh).T + b_hh
     cells, made, c = list[Tensor](), list[Tensor](), torch.zeros_like(h) if c is None else c
@@ -205,27 +271,54 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
     worst = apart([y, h_end, *rest], [torch.stack(made), made[-1], *([c] if rest else [])])
     dx = found[0].double()
     seen = dx[..., :rows]
-    to_back = torch.cat([seen[..., : rows // 3 * 2], seen[..., rows // 3 * 2 :] / 2], 2) if kind == "gru" else seen
+    to_back = (
+        torch.cat([seen[..., : rows // 3 * 2], seen[..., rows // 3 * 2 :] / 2], 2)
+        if kind == "gru"
+        else seen
+    )
     dh, dc = weigh[1].double(), weigh[2].double() if rest else torch.zeros_like(c)
     dz, dback = torch.empty_like(z), torch.empty_like(z)
     for t in reversed(range(steps)):
         inside = [v.detach().requires_grad_() for v in (z[t], back[t], before[t], cells[t])]
-        pulled = torch.autograd.grad(step(kind, *inside), inside, (dh + weigh[0][t].double(), dc), materialize_grads=True)
+        pulled = torch.autograd.grad(
+            step(kind, *inside), inside, (dh + weigh[0][t].double(), dc), materialize_grads=True
+        )
         dz[t], dback[t] = pulled[0], pulled[1]
         dh, dc = (pulled[2] + to_back[t] @ rounded(hh)) * keep[t], pulled[3] * keep[t]
-    half = 2.0**-8 * dz.abs() if rounded is nearest else 0 * dz  # of the distance between two bfloat16s, at most
-    worst = max(worst, float(((seen - dz).abs() - half).amax() / dz.abs().amax().clamp(min=1)), apart([rounded(seen)], [seen]))
-    flat = seen.flatten(0, 1).T @ rounded(x).flatten(0, 1), to_back.flatten(0, 1).T @ rounded(before).flatten(0, 1)
-    expected = [seen @ rounded(ih), dh, *([dc] if rest else []), *flat, dz.sum((0, 1)), dback.sum((0, 1))]
+    half = (
+        2.0**-8 * dz.abs() if rounded is nearest else 0 * dz
+    )  # of the distance between two bfloat16s, at most
+    worst = max(
+        worst,
+        float(((seen - dz).abs() - half).amax() / dz.abs().amax().clamp(min=1)),
+        apart([rounded(seen)], [seen]),
+    )
+    flat = (
+        seen.flatten(0, 1).T @ rounded(x).flatten(0, 1),
+        to_back.flatten(0, 1).T @ rounded(before).flatten(0, 1),
+    )
+    expected = [
+        seen @ rounded(ih),
+        dh,
+        *([dc] if rest else []),
+        *flat,
+        dz.sum((0, 1)),
+        dback.sum((0, 1)),
+    ]
     return max(worst, apart(found, expected))
 
 
 @every_kind
 @sizes
 @resets_or_none
-def test_everything_follows_from_what_the_kernel_gave_before(kind: Kind, size: tuple[int, int, int], often: float) -> None:
+def test_everything_follows_from_what_the_kernel_gave_before(
+    kind: Kind, size: tuple[int, int, int], often: float
+) -> None:
     """Outputs, states and all gradients, entry by entry."""
-    data, rounded, other = seen_through(kind, *size, often), *((nearest, same) if ROUNDS else (same, nearest))
+    data, rounded, other = (
+        seen_through(kind, *size, often),
+        *((nearest, same) if ROUNDS else (same, nearest)),
+    )
     limit = exact(torch.float32)
     assert astray(data, fused, rounded) < limit
     assert sum(size) == 3 or astray(data, fused, other) > 10 * limit  # a single relu may be shut
@@ -233,21 +326,46 @@ def test_everything_follows_from_what_the_kernel_gave_before(kind: Kind, size: t
 
 def cut(t: Tensor) -> Tensor:
     """Towards zero instead of to the nearest."""
-    return (t.detach().float().view(torch.int32) & -65536).view(torch.float32).to(t.dtype) + (t - t.detach())
+    return (t.detach().float().view(torch.int32) & -65536).view(torch.float32).to(t.dtype) + (
+        t - t.detach()
+    )
 
 
-def truncating(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+def truncating(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
     return rounding(kind, cut(x), h, c, weights, resets)
 
 
-def forward_only(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+def forward_only(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
     """Rounds what is given, not what comes back."""
     near = [nearest(t.detach()) + (t - t.detach()) for t in (x, weights.ih, weights.hh)]
     return reference.run(kind, near[0], h, c, weights._replace(ih=near[1], hh=near[2]), resets)
 
 
-def half_outputs(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
-    return tuple(None if t is None else nearest(t) for t in rounding(kind, x, h, c, weights, resets))
+def half_outputs(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
+    return tuple(
+        None if t is None else nearest(t) for t in rounding(kind, x, h, c, weights, resets)
+    )
 
 
 @every_kind
@@ -272,7 +390,9 @@ def test_right_kernels_pass_and_no_wrong_one(kind: Kind, often: float) -> None:
 def edges() -> Tensor:
     """Numbers in the middle of two bfloat16s, and right beside it, of both signs."""
     middle = (1 + (2 * torch.arange(128) + 1) * 2.0**-8).float()
-    near = torch.cat([middle, middle.nextafter(middle.new_tensor(0)), middle.nextafter(middle.new_tensor(9))])
+    near = torch.cat(
+        [middle, middle.nextafter(middle.new_tensor(0)), middle.nextafter(middle.new_tensor(9))]
+    )
     return torch.cat([near, -near])
 
 
@@ -288,7 +408,12 @@ def test_rounding_is_to_nearest_and_ties_to_even() -> None:
     for x in edges().split(1):
         one, none = torch.ones(1), torch.zeros(1)
         expected = x.bfloat16().float().abs()
-        for given in ((x.abs(), one, none, none), (one, x.abs(), none, none), (none, none, x, x.sign()), (none, none, x.sign(), x)):
+        for given in (
+            (x.abs(), one, none, none),
+            (one, x.abs(), none, none),
+            (none, none, x, x.sign()),
+            (none, none, x.sign(), x),
+        ):
             assert torch.equal(one_unit(*given), expected)
 
 
@@ -296,7 +421,9 @@ def test_rounding_is_to_nearest_and_ties_to_even() -> None:
 def test_sums_and_biases_are_float32() -> None:
     """A sum in bfloat16 would lose the second term, a rounded bias the third."""
     x, w = torch.tensor([[1.0, 2.0**-12]]), torch.ones(2)
-    assert one_unit(x, w, torch.zeros(1), torch.zeros(1), 2.0**-20).item() == 1 + 2.0**-12 + 2.0**-20
+    assert (
+        one_unit(x, w, torch.zeros(1), torch.zeros(1), 2.0**-20).item() == 1 + 2.0**-12 + 2.0**-20
+    )
 
 
 @every_kind
@@ -313,7 +440,9 @@ def test_backward_takes_the_products_of_the_forward_pass(kind: Kind) -> None:
     plain, leaves = played(data, recurrent.run), data.leaves()
     made = data.run(recurrent.run, leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert all(torch.equal(a, b) for a, b in zip([*made, *blamed(made, leaves)], plain, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip([*made, *blamed(made, leaves)], plain, strict=True)
+        )
     assert (apart(found[0], plain[len(made) :]) > 1e-4) == ROUNDS
 
 
@@ -329,7 +458,9 @@ def test_gradients_of_gradients_are_those_of_the_definition(kind: Kind) -> None:
         first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
         second = torch.autograd.grad(torch.stack([(g * g).sum() for g in first]).sum(), leaves)
         found.append([*first, *second])
-    assert apart(found[0], found[1]) < (0.02 if ROUNDS else 1e-5)  # what is blamed for the kernel's y may round otherwise here and there
+    assert apart(found[0], found[1]) < (
+        0.02 if ROUNDS else 1e-5
+    )  # what is blamed for the kernel's y may round otherwise here and there
     assert (apart(found[2], found[1]) > 1e-3) == ROUNDS
 
 
@@ -339,13 +470,18 @@ def test_derivatives_of_a_rounded_product_are_right() -> None:
     def product(x: Tensor, w: Tensor) -> Tensor:
         return reference._linear(x, w, None, torch.float64)
 
-    x, w = torch.randn(3, 2, 5, dtype=torch.float64).requires_grad_(), torch.randn(4, 5, dtype=torch.float64).requires_grad_()
+    x, w = (
+        torch.randn(3, 2, 5, dtype=torch.float64).requires_grad_(),
+        torch.randn(4, 5, dtype=torch.float64).requires_grad_(),
+    )
     assert torch.autograd.gradcheck(product, (x, w), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(product, (x, w))
 
 
 def test_a_rounding_lets_gradients_through_and_rounds_them_in_products() -> None:
-    x, w, dy = (torch.randn(size, dtype=torch.float64).float().double() for size in ((3, 5), (4, 5), (3, 4)))
+    x, w, dy = (
+        torch.randn(size, dtype=torch.float64).float().double() for size in ((3, 5), (4, 5), (3, 4))
+    )
     x.requires_grad_()
     w.requires_grad_()
     y = reference._linear(x, w, None, torch.bfloat16)
@@ -360,7 +496,9 @@ def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
     leaves = data.leaves()
     y, *_ = data.run(fused, leaves)
     rows, asked = torch.randn(6, *y.shape), [t for t in leaves if t is not None]
-    together = torch.autograd.grad(y, asked, rows, is_grads_batched=True, retain_graph=True, materialize_grads=True)
+    together = torch.autograd.grad(
+        y, asked, rows, is_grads_batched=True, retain_graph=True, materialize_grads=True
+    )
     for k, row in enumerate(rows):
         alone = torch.autograd.grad(y, asked, row, retain_graph=True, materialize_grads=True)
         assert apart([t[k] for t in together], alone) < (0.02 if ROUNDS else 1e-5)
@@ -372,7 +510,9 @@ def test_without_a_graph_the_same_numbers_come(kind: Kind) -> None:
     leaves = data.leaves()
     expected = data.run(fused, leaves)
     with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(data.run(fused, leaves), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(data.run(fused, leaves), expected, strict=True)
+        )
 
 
 @every_kind
@@ -398,7 +538,9 @@ def test_what_is_captured_is_float32(kind: Kind) -> None:
     assert h is not None
     seen = list[Tensor]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, *_ = recurrent.run(kind, x, h, c, Weights(*rest), None, lambda captured, *_: seen.append(captured))  # pyright: ignore[reportArgumentType]
+        y, *_ = recurrent.run(
+            kind, x, h, c, Weights(*rest), None, lambda captured, *_: seen.append(captured)
+        )  # pyright: ignore[reportArgumentType]
     dy = torch.randn_like(y)
     y.backward(dy)
     squares = recurrent.Captured.of(kind, seen[0], 5, 3).squares

@@ -25,7 +25,9 @@ from throughtime.gradient import Objective, Policy, budget
 from throughtime.gradient.schedule import SWEET_SPOT, Size, best_chunk, bytes_in, in_bytes
 from throughtime.gradient.sweep import Piece
 
-sizes = st.builds(Size, step=st.integers(1, 5000), fixed=st.integers(0, 5000), edge=st.integers(0, 5000))
+sizes = st.builds(
+    Size, step=st.integers(1, 5000), fixed=st.integers(0, 5000), edge=st.integers(0, 5000)
+)
 lengths = st.integers(1, 300)
 
 
@@ -45,7 +47,9 @@ def test_chunk_found_fits(steps: int, size: Size, room: int, kept: bool) -> None
 @given(steps=lengths, size=sizes, room=st.integers(1, 100_000), kept=st.booleans())
 @example(steps=51, size=Size(2, 0, 100), room=210, kept=True)
 @example(steps=93, size=Size(3242, 0, 37), room=7_000, kept=True)
-def test_memory_is_refused_only_if_no_chunk_fits(steps: int, size: Size, room: int, kept: bool) -> None:
+def test_memory_is_refused_only_if_no_chunk_fits(
+    steps: int, size: Size, room: int, kept: bool
+) -> None:
     if fitting(steps, size, room, kept=kept):
         best_chunk(steps, size, room, kept=kept)
     else:
@@ -54,14 +58,18 @@ def test_memory_is_refused_only_if_no_chunk_fits(steps: int, size: Size, room: i
 
 
 @given(steps=lengths, size=sizes, room=st.integers(1, 1000), kept=st.booleans())
-def test_memory_that_the_refusal_asks_for_is_enough(steps: int, size: Size, room: int, kept: bool) -> None:
+def test_memory_that_the_refusal_asks_for_is_enough(
+    steps: int, size: Size, room: int, kept: bool
+) -> None:
     try:
         best_chunk(steps, size, room, kept=kept)
     except ConfigError as refusal:
         (advice,) = re.findall(r"Give memory='(\w+)'", str(refusal))
         assert best_chunk(steps, size, bytes_in(advice), kept=kept) <= steps
         (least,) = re.findall(r"at least ([0-9.]+ \w+) are needed", str(refusal))
-        assert best_chunk(steps, size, bytes_in(least) * 1.01, kept=kept) <= steps  # three digits are said
+        assert (
+            best_chunk(steps, size, bytes_in(least) * 1.01, kept=kept) <= steps
+        )  # three digits are said
 
 
 @given(steps=st.integers(1, 100_000), size=sizes)
@@ -83,8 +91,15 @@ def test_pieces_are_even(steps: int, size: Size, room: int, kept: bool) -> None:
     assert chunk == 1 or math.ceil(steps / (chunk - 1)) > math.ceil(steps / chunk)
 
 
-@given(steps=lengths, step=st.integers(100_000, 5_000_000), edge=st.integers(0, 5_000_000), room=st.integers(10_000_000, 10**9))
-def test_more_memory_is_never_further_from_the_fastest(steps: int, step: int, edge: int, room: int) -> None:
+@given(
+    steps=lengths,
+    step=st.integers(100_000, 5_000_000),
+    edge=st.integers(0, 5_000_000),
+    room=st.integers(10_000_000, 10**9),
+)
+def test_more_memory_is_never_further_from_the_fastest(
+    steps: int, step: int, edge: int, room: int
+) -> None:
     size, ideal = Size(step, 0, edge), best_chunk(steps, Size(step, 0, edge), 1e12)
     if not fitting(steps, size, room / 1.5, kept=True):
         return
@@ -94,11 +109,23 @@ def test_more_memory_is_never_further_from_the_fastest(steps: int, step: int, ed
 
 def test_edges_kept_elsewhere_need_no_memory() -> None:
     size = Size(step=100, fixed=0, edge=10_000)
-    with pytest.raises(ConfigError, match=r"the states at the chunks' edges 10 kB each.*offload='cpu' or offload=FOLDER .*, or a segment"):
-        best_chunk(10_000, size, 150_000)
-    assert best_chunk(10_000, size, 150_000, kept=False) == 1250  # 1400 would fit, as eight pieces too
     with pytest.raises(
-        ConfigError, match=r"the graph of a single step takes 100 bytes; at least 10\.1 kB are needed, with chunks of 1\..*or fewer lanes"
+        ConfigError,
+        match=(
+            r"the states at the chunks' edges 10 kB each.*offload='cpu' or offload=FOLDER .*, or a"
+            r" segment"
+        ),
+    ):
+        best_chunk(10_000, size, 150_000)
+    assert (
+        best_chunk(10_000, size, 150_000, kept=False) == 1250
+    )  # 1400 would fit, as eight pieces too
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"the graph of a single step takes 100 bytes; at least 10\.1 kB are needed, with chunks"
+            r" of 1\..*or fewer lanes"
+        ),
     ):
         best_chunk(10_000, size, 5_000, kept=False)
 
@@ -129,18 +156,43 @@ def test_amounts_of_memory_are_read(said: str | float, amount: float) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["", "MB", "much", "-5MB", "0", 0, -1.0, float("nan"), float("inf"), "inf MB", "5MBMB", "5 M B", "5m", "12xb", None, True, [5]],
+    [
+        "",
+        "MB",
+        "much",
+        "-5MB",
+        "0",
+        0,
+        -1.0,
+        float("nan"),
+        float("inf"),
+        "inf MB",
+        "5MBMB",
+        "5 M B",
+        "5m",
+        "12xb",
+        None,
+        True,
+        [5],
+    ],
     ids=repr,
 )
 def test_what_is_no_amount_of_memory_is_refused(said: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"memory={said!r}: expected an amount like '512MB', '2GiB', or a number of bytes")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(
+            f"memory={said!r}: expected an amount like '512MB', '2GiB', or a number of bytes"
+        ),
+    ):
         bytes_in(said)
 
 
 @given(st.floats(1, 9.9e17))
 @example(1e15)
 def test_amounts_are_said_so_that_they_can_be_read(amount: float) -> None:
-    assert bytes_in(in_bytes(amount)) == pytest.approx(amount, rel=0.006 if amount >= 1000 else 0.51 / amount)
+    assert bytes_in(in_bytes(amount)) == pytest.approx(
+        amount, rel=0.006 if amount >= 1000 else 0.51 / amount
+    )
 
 
 @given(st.floats(1, 9.9e17))
@@ -171,14 +223,19 @@ MEASURED: dict[str, Callable[[], nn.Module]] = {
     "lstm of two layers": lambda: nn.LSTM(3, 32, num_layers=2),
     "gru": lambda: nn.GRU(3, 32),
     "cell": lambda: nn.LSTMCell(3, 32),
-    "chain": lambda: nn.Sequential(nn.LSTM(3, 32), nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 5)),
+    "chain": lambda: nn.Sequential(
+        nn.LSTM(3, 32), nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 5)
+    ),
     "rotation": Turning,
 }
 
 
 def measured(net: tt.Carried, chunk: tt.Chunk) -> Size:
     return budget.measure(
-        net, lambda steps: chunk.between(0, steps), net.initial_state(chunk.lanes, like=chunk.inputs), Objective(nn.MSELoss())
+        net,
+        lambda steps: chunk.between(0, steps),
+        net.initial_state(chunk.lanes, like=chunk.inputs),
+        Objective(nn.MSELoss()),
     )
 
 
@@ -199,7 +256,9 @@ def test_bytes_measured_are_those_that_a_graph_grows_by(make: Callable[[], nn.Mo
     size = measured(net, chunk)
     growth = (held(net, chunk).kept - held(net, chunk.between(0, 200)).kept) / 200
     assert growth / 2 < size.step < growth * 2
-    assert size.edge == sum(leaf.nbytes for leaf in tt.state.tensors(net.initial_state(4, like=chunk.inputs)))
+    assert size.edge == sum(
+        leaf.nbytes for leaf in tt.state.tensors(net.initial_state(4, like=chunk.inputs))
+    )
 
 
 def test_bytes_of_an_lstm_are_known() -> None:
@@ -225,12 +284,18 @@ def test_measuring_is_done_once_for_each_kind_of_chunk() -> None:
 def test_memory_that_is_too_small_is_refused_and_what_is_asked_for_is_enough(offload: Any) -> None:
     net, data = named("hides-layer").net(), Given.draw(97, 2, 0)
     with pytest.raises(
-        ConfigError, match=r"a memory of 500 bytes is too small for 97 steps: the graph of a single step takes [0-9]+ bytes"
+        ConfigError,
+        match=(
+            r"a memory of 500 bytes is too small for 97 steps: the graph of a single step takes"
+            r" [0-9]+ bytes"
+        ),
     ) as refusal:
         policy_gradients(net, [data.chunk], tt.Exact(memory=500, offload=offload))
     assert all(p.grad is None for p in net.parameters())
     (least,) = re.findall(r"at least ([0-9.]+ \w+) are needed", str(refusal.value))
-    found = policy_gradients(net, [data.chunk], tt.Exact(memory=bytes_in(least) * 1.01, offload=offload))
+    found = policy_gradients(
+        net, [data.chunk], tt.Exact(memory=bytes_in(least) * 1.01, offload=offload)
+    )
     assert deviation(found, plain(net, data)) < 1e-10
 
 
@@ -240,7 +305,9 @@ def test_offload_helps_where_edges_are_too_many(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too small for 1,000 steps"):
         next(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(memory="60kB")))
     for offload in ("cpu", tmp_path):
-        (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(memory="60kB", offload=offload))
+        (update,) = tt.updates(
+            net, [chunk], nn.MSELoss(), gradient=tt.Exact(memory="60kB", offload=offload)
+        )
         assert update.swept is not None
         assert update.swept.chunk > 1
 
@@ -260,13 +327,20 @@ FLAT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-GENERATOR = 5056  # bytes of the state of torch's generator, kept at every edge where numbers were drawn
+GENERATOR = (
+    5056  # bytes of the state of torch's generator, kept at every edge where numbers were drawn
+)
 
 
-def growth(make: Callable[[], nn.Module], policy: Callable[[int], Policy], steps: int = 20) -> tuple[int, int]:
+def growth(
+    make: Callable[[], nn.Module], policy: Callable[[int], Policy], steps: int = 20
+) -> tuple[int, int]:
     """The peak of so many steps, and how much eight times as many add, beyond the states at edges of 10 steps."""
     net, long = big(make, 8 * steps)
-    few, many = taken(net, long.between(0, steps), policy(steps)), taken(net, long, policy(8 * steps))
+    few, many = (
+        taken(net, long.between(0, steps), policy(steps)),
+        taken(net, long, policy(8 * steps)),
+    )
     edge = sum(leaf.nbytes for leaf in tt.state.tensors(net.initial_state(4, like=long.inputs)))
     return few, many - few - edge * 7 * steps // 10
 
@@ -342,11 +416,19 @@ def rolled(net: tt.Carried, *, back: bool) -> object:
 
 RUNS: dict[str, Callable[[tt.Carried], object]] = {
     "audit": lambda net: tt.audit(net, short_stream(), nn.MSELoss(), (5, 10), chunk=7),
-    "audit of windows that overlap": lambda net: tt.audit(net, short_stream(), nn.MSELoss(), (5, 10), stride=5, chunk=7),
+    "audit of windows that overlap": lambda net: tt.audit(
+        net, short_stream(), nn.MSELoss(), (5, 10), stride=5, chunk=7
+    ),
     "reach": lambda net: tt.reach(net, short_stream(), nn.MSELoss(), max_lag=20, anchors=4),
-    "exact": lambda net: next(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7))),
-    "segment": lambda net: next(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, segment=15))),
-    "online": lambda net: list(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Online(7))),
+    "exact": lambda net: next(
+        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7))
+    ),
+    "segment": lambda net: next(
+        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, segment=15))
+    ),
+    "online": lambda net: list(
+        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Online(7))
+    ),
     "rollout": lambda net: rolled(net, back=True),
     "rollout without a way back": lambda net: rolled(net, back=False),
 }
@@ -356,7 +438,10 @@ NAMES = ("tensor-state", "hides-layer", "learnt-start")
 
 
 def left(run: Callable[[tt.Carried], object]) -> int:
-    """Autograd nodes that are there when the results are all that is held; those from before are not looked at."""
+    """Autograd nodes that are there when the results are all that is held.
+
+    Those from before are not looked at.
+    """
     gc.collect()
     gc.freeze()
     held = [run(named(name).net()) for name in NAMES]
@@ -375,7 +460,9 @@ def test_nothing_of_a_graph_stays_alive(name: str, monkeypatch: pytest.MonkeyPat
         return pull(piece, *given, **options)
 
     monkeypatch.setattr(Piece, "pull", keeping)
-    assert (left(RUNS[name]) > 0) == (name != "rollout without a way back")  # the mutant: somebody holds the pieces
+    assert (left(RUNS[name]) > 0) == (
+        name != "rollout without a way back"
+    )  # the mutant: somebody holds the pieces
 
 
 def test_graph_of_a_rollout_does_not_grow_with_its_steps() -> None:
@@ -383,6 +470,9 @@ def test_graph_of_a_rollout_does_not_grow_with_its_steps() -> None:
         "rollout": lambda net, x: tt.rollout(net, x, chunk=7),
         "net": lambda net, x: net(x, net.initial_state(2, like=x)),  # the mutant
     }
-    found = {name: [left(lambda net, n=n, play=play: play(net, inputs(n, 2))) for n in (20, 200)] for name, play in plays.items()}
+    found = {
+        name: [left(lambda net, n=n, play=play: play(net, inputs(n, 2))) for n in (20, 200)]
+        for name, play in plays.items()
+    }
     assert 0 < found["rollout"][0] == found["rollout"][1]
     assert found["net"][1] > 5 * found["net"][0]

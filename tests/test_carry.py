@@ -40,7 +40,9 @@ EXACT = 1e-12
 UNEVEN = (1, 7, 2, 13, 5, 23)
 
 
-def played(net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None) -> tuple[Tensor, Any, dict[str, Tensor]]:
+def played(
+    net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """Outputs, final state, and the gradient of a loss that weighs every output and the final state."""
     net.zero_grad()
     y, state = in_chunks(net, x, lengths, resets=resets)
@@ -87,7 +89,9 @@ def test_chunks_without_the_state_carried_do_not_equal_the_whole(row: Row) -> No
     assert apart(gradients(net), full) > 1e-3
 
 
-@given(lengths=piece_lengths, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 11, 47]))
+@given(
+    lengths=piece_lengths, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 11, 47])
+)
 @some_nets("sequential", "hides-cell", "namedtuple-state")
 def test_any_cuts_give_the_whole(row: Row, lengths: list[int], lanes: int, steps: int) -> None:
     net, x = row.net(), inputs(steps, lanes)
@@ -116,7 +120,13 @@ def test_carried_layer_equals_torch_itself(row: Row) -> None:
     assert torch.equal(net(x, start(net, x))[0], torch_itself(row.module(), x))
 
 
-@some_nets("hides-layer", "hides-layer-batch-first", "hides-two-layers", "hides-cell", "hides-cell-batch-first")
+@some_nets(
+    "hides-layer",
+    "hides-layer-batch-first",
+    "hides-two-layers",
+    "hides-cell",
+    "hides-cell-batch-first",
+)
 def test_carried_user_module_equals_the_module_itself(row: Row) -> None:
     x, net, module = inputs(20, 3), row.net(), row.module()
     turned = row.name.endswith("batch-first")
@@ -160,9 +170,16 @@ def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
     assert (unreset - oracle).abs().max() > 1e-3
 
 
-@given(seed=seeds, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 13]), lengths=piece_lengths)
+@given(
+    seed=seeds,
+    lanes=st.sampled_from([1, 2, 5]),
+    steps=st.sampled_from([1, 2, 13]),
+    lengths=piece_lengths,
+)
 @some_nets("lstm", "hides-cell", "dict-state", "learnt-start")
-def test_any_resets_equal_recordings_played_apart(row: Row, seed: int, lanes: int, steps: int, lengths: list[int]) -> None:
+def test_any_resets_equal_recordings_played_apart(
+    row: Row, seed: int, lanes: int, steps: int, lengths: list[int]
+) -> None:
     net, x = row.net(), inputs(steps, lanes)
     resets = torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.3
     with torch.no_grad():
@@ -188,7 +205,9 @@ def test_learnt_start_gets_gradient_from_every_reset() -> None:
     resets[0], resets[6, 1] = True, True
     y, _ = net(x, tt.state.detach(start(net, x)), resets)
     y.sum().backward()
-    by_hand = torch.autograd.grad(recordings_apart(net, x, resets).sum(), net.get_parameter("module.start"))[0]
+    by_hand = torch.autograd.grad(
+        recordings_apart(net, x, resets).sum(), net.get_parameter("module.start")
+    )[0]
     assert torch.allclose(gradients(net)["module.start"], by_hand, atol=EXACT)
     assert by_hand.abs().max() > 0.1
 
@@ -241,7 +260,13 @@ def test_selected_lanes_play_on_alone(row: Row) -> None:
 def test_state_of_other_lanes_is_refused_naming_the_leaf(row: Row) -> None:
     net, x = row.net(), inputs(5, 4)
     first = next(name for name, _ in tt.state.leaves(start(net, x)))
-    with pytest.raises(StateError, match=rf"state leaf '{first}' has shape \(4, .*the chunk has 2 lanes.*initial_state\(lanes=2\)"):
+    with pytest.raises(
+        StateError,
+        match=(
+            rf"state leaf '{first}' has shape \(4, .*the chunk has 2"
+            r" lanes.*initial_state\(lanes=2\)"
+        ),
+    ):
         net(x[:, :2], start(net, x))
 
 
@@ -310,7 +335,9 @@ def _graph(y: Tensor) -> tuple[int, set[str]]:
     return len(seen), kinds
 
 
-def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.import_module("throughtime.carry"), "CUDNN_STEPS", 4)
     calls: list[int] = []
     layer = nn.GRU(FEATURES, HIDDEN).double()

@@ -110,34 +110,70 @@ class SharedState(Rotation):
 
 
 REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("bidirectional layer", lambda: nn.LSTM(FEATURES, HIDDEN, bidirectional=True), r"layer 'LSTM' is bidirectional.*starts at the end"),
+    (
+        "bidirectional layer",
+        lambda: nn.LSTM(FEATURES, HIDDEN, bidirectional=True),
+        r"layer 'LSTM' is bidirectional.*starts at the end",
+    ),
     (
         "bidirectional layer inside",
         lambda: nn.Sequential(nn.GRU(FEATURES, HIDDEN, bidirectional=True)),
         r"layer '0' is bidirectional.*bidirectional=False",
     ),
-    ("no recurrent layer", lambda: nn.Linear(FEATURES, HIDDEN), r"Linear has no recurrent layer.*forward\(x, state\)"),
-    ("chain without state", lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()), r"none of the modules in this nn.Sequential"),
+    (
+        "no recurrent layer",
+        lambda: nn.Linear(FEATURES, HIDDEN),
+        r"Linear has no recurrent layer.*forward\(x, state\)",
+    ),
+    (
+        "chain without state",
+        lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()),
+        r"none of the modules in this nn.Sequential",
+    ),
     ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
     ("own state", KeepsHidden, r"hands layer 'gru' a state of its own that is not zeros"),
-    ("learnt state inside", LearntHidden, r"hands layer 'gru' a state of its own.*initial_state\(lanes\)"),
+    (
+        "learnt state inside",
+        LearntHidden,
+        r"hands layer 'gru' a state of its own.*initial_state\(lanes\)",
+    ),
     ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
-    ("returns a pair", lambda: Returns(lambda y, h: (y, h)), r"Returns returned a tuple, expected one tensor of outputs"),
+    (
+        "returns a pair",
+        lambda: Returns(lambda y, h: (y, h)),
+        r"Returns returned a tuple, expected one tensor of outputs",
+    ),
     (
         "last step only",
         lambda: Returns(lambda y, _: y[-1]),
         r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step",
     ),
-    ("batch first out", lambda: Returns(lambda y, _: y.transpose(0, 1)), r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)"),
-    ("returns no state", NoPair, r"NoPair.forward takes a second argument, so it must return the pair"),
-    ("starts from ones", StartsFromOnes, r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)"),
+    (
+        "batch first out",
+        lambda: Returns(lambda y, _: y.transpose(0, 1)),
+        r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)",
+    ),
+    (
+        "returns no state",
+        NoPair,
+        r"NoPair.forward takes a second argument, so it must return the pair",
+    ),
+    (
+        "starts from ones",
+        StartsFromOnes,
+        r"StartsFromOnes starts from something else than zeros.*initial_state\(lanes\)",
+    ),
     ("cannot start", NeedsState, r"NeedsState.forward\(x, None\) failed in a trial of one step"),
     ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 2 lanes and \(1,\) for 3"),
 ]
 
 
-@pytest.mark.parametrize(("make", "reason"), [pytest.param(m, r, id=name) for name, m, r in REFUSED])
-def test_module_that_cannot_be_carried_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "reason"), [pytest.param(m, r, id=name) for name, m, r in REFUSED]
+)
+def test_module_that_cannot_be_carried_is_refused_with_the_reason(
+    make: Callable[[], nn.Module], reason: str
+) -> None:
     x = inputs(7, 2)
 
     def play_twice() -> None:
@@ -160,14 +196,19 @@ def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None
 
 def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
     net, x = named("dict-state").net(), inputs(3, 2)
-    with pytest.raises(StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"):
+    with pytest.raises(
+        StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"
+    ):
         net.initial_state(2)
     net.initial_state(2, like=x)
     assert tt.state.lanes(net.initial_state(5)) == 5
 
 
 class Noisy(TensorState):
-    """Draws random numbers even in evaluation mode; part of it was put into that mode by its owner."""
+    """Draws random numbers even in evaluation mode.
+
+    Part of it was put into that mode by its owner.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +220,14 @@ class Noisy(TensorState):
 
 
 def test_trial_leaves_no_trace() -> None:
-    net, x = tt.carry(nn.Sequential(remembering(Noisy()), nn.Linear(2, FEATURES).double(), remembering(Noisy()))), inputs(3, 2)
+    net, x = (
+        tt.carry(
+            nn.Sequential(
+                remembering(Noisy()), nn.Linear(2, FEATURES).double(), remembering(Noisy())
+            )
+        ),
+        inputs(3, 2),
+    )
     modes, random = [m.training for m in net.modules()], torch.get_rng_state()
     assert len(set(modes)) == 2
     net.initial_state(2, like=x)
@@ -251,10 +299,15 @@ def test_resets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
         net(torch.randn(5, 2, 3), net.initial_state(2), torch.zeros(shape, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("state", [(torch.zeros(2, 1, 4),), torch.zeros(2, 1, 4), (torch.zeros(2, 1, 5), torch.zeros(2, 1, 5))])
+@pytest.mark.parametrize(
+    "state",
+    [(torch.zeros(2, 1, 4),), torch.zeros(2, 1, 4), (torch.zeros(2, 1, 5), torch.zeros(2, 1, 5))],
+)
 def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> None:
     net = tt.carry(nn.LSTM(3, 4))
-    with pytest.raises(StateError, match=r"the state has the leaves .*this net carries .*'0': \(2, 1, 4\)"):
+    with pytest.raises(
+        StateError, match=r"the state has the leaves .*this net carries .*'0': \(2, 1, 4\)"
+    ):
         net(torch.randn(5, 2, 3), state)
 
 
@@ -282,7 +335,9 @@ class LearntLevel(nn.Module):
 
 
 @pytest.mark.parametrize(("horizon", "reached"), [(4, 1), (8, 2), (12, 3), (16, 4)])
-def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(horizon: int, reached: int) -> None:
+def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
+    horizon: int, reached: int
+) -> None:
     net = tt.carry(LearntLevel())
     x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
     found: list[float] = []
@@ -291,7 +346,10 @@ def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(hori
         found.append(0.0 if start.grad is None else start.grad.item())
         net.zero_grad()
     y = net(x, net.initial_state(2))[0]
-    expected = [2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0 for at in range(0, 16, 4)]
+    expected = [
+        2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0
+        for at in range(0, 16, 4)
+    ]
     assert found == pytest.approx(expected, abs=1e-5)
 
 

@@ -28,7 +28,11 @@ STEPS = 600
 def ended(*arguments: str | Path) -> tuple[int, str, str]:
     """The command line's own entry point, in this process: its exit code, and what it printed and complained of."""
     printed, complained = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(complained):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(printed),
+        redirect_stderr(complained),
+    ):
         patch.setattr(sys, "argv", ["throughtime", *map(str, arguments)])
         with pytest.raises(SystemExit) as told:
             main()
@@ -74,7 +78,9 @@ def as_folder(folder: Path) -> tuple[Path, list[str]]:
     u, y = signals()
     (folder / "many").mkdir()
     for i in range(3):
-        np.savez(folder / "many" / f"{i}.npz", inputs=u[: 300 + 100 * i], targets=y[: 300 + 100 * i])
+        np.savez(
+            folder / "many" / f"{i}.npz", inputs=u[: 300 + 100 * i], targets=y[: 300 + 100 * i]
+        )
     return folder / "many", []
 
 
@@ -94,11 +100,26 @@ def as_npy(folder: Path) -> tuple[Path, list[str]]:
     return folder / "plant.npy", ["--inputs", "0", "--targets", "1"]
 
 
-SMALL = ["--task", "regress", "--hidden", "8", "--lanes", "2", "--stride", "20", "--updates", "40", "--lr", "0.01"]
+SMALL = [
+    "--task",
+    "regress",
+    "--hidden",
+    "8",
+    "--lanes",
+    "2",
+    "--stride",
+    "20",
+    "--updates",
+    "40",
+    "--lr",
+    "0.01",
+]
 
 
 @pytest.mark.parametrize("written", [as_csv, as_parquet, as_npz, as_folder, as_wav, as_npy])
-def test_every_format_trains_and_is_scored(tmp_path: Path, written: Callable[[Path], tuple[Path, list[str]]]) -> None:
+def test_every_format_trains_and_is_scored(
+    tmp_path: Path, written: Callable[[Path], tuple[Path, list[str]]]
+) -> None:
     data, columns = written(tmp_path)
     said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
     assert "frames/s" in said
@@ -115,7 +136,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A classifier of two text classes from a CSV, and its data."""
     folder = tmp_path_factory.mktemp("trained")
     random = np.random.default_rng(0)
-    rows = "\n".join(f"{random.normal():.3f},{'high' if i // 30 % 2 else 'low'},{i}" for i in range(STEPS))
+    rows = "\n".join(
+        f"{random.normal():.3f},{'high' if i // 30 % 2 else 'low'},{i}" for i in range(STEPS)
+    )
     (folder / "data.csv").write_text(f"x,label,note\n{rows}\n", encoding="utf-8")
     settings = [
         "--task",
@@ -146,18 +169,27 @@ def test_eval_prints_and_keeps_scores_by_recording(trained: tuple[Path, Path]) -
     assert "Scores: valid" in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_predict_writes_what_the_library_predicts(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_predict_writes_what_the_library_predicts(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, data = trained
     run("predict", folder, data, "--out", tmp_path / "p.npy")
     run("predict", folder, data, "--out", tmp_path / "p.csv")
     net, spec = load_model(folder / "model.safetensors")
     assert spec.classes == ("high", "low")
-    x = np.array([float(line.split(",")[0]) for line in data.read_text(encoding="utf-8").splitlines()[1:]], dtype=np.float32)
+    x = np.array(
+        [float(line.split(",")[0]) for line in data.read_text(encoding="utf-8").splitlines()[1:]],
+        dtype=np.float32,
+    )
     logits, _ = tt.predict(net, {"inputs": x})
-    np.testing.assert_allclose(np.load(tmp_path / "p.npy"), logits.softmax(dim=1).numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "p.npy"), logits.softmax(dim=1).numpy(), atol=1e-6
+    )
     lines = (tmp_path / "p.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "step,class,p[high],p[low]"
-    assert [line.split(",")[1] for line in lines[1:]] == [spec.classes[i] for i in logits.argmax(dim=1)]
+    assert [line.split(",")[1] for line in lines[1:]] == [
+        spec.classes[i] for i in logits.argmax(dim=1)
+    ]
 
 
 def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path: Path) -> None:
@@ -166,8 +198,24 @@ def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path
     for name, part in (("a", rows[:250]), ("b", rows[250:])):
         (tmp_path / f"{name}.csv").write_text("\n".join([header, *part]), encoding="utf-8")
     run("predict", folder, data, "--out", tmp_path / "whole.npy")
-    run("predict", folder, tmp_path / "a.csv", "--out", tmp_path / "a.npy", "--state-out", tmp_path / "s.safetensors")
-    run("predict", folder, tmp_path / "b.csv", "--out", tmp_path / "b.npy", "--state-in", tmp_path / "s.safetensors")
+    run(
+        "predict",
+        folder,
+        tmp_path / "a.csv",
+        "--out",
+        tmp_path / "a.npy",
+        "--state-out",
+        tmp_path / "s.safetensors",
+    )
+    run(
+        "predict",
+        folder,
+        tmp_path / "b.csv",
+        "--out",
+        tmp_path / "b.npy",
+        "--state-in",
+        tmp_path / "s.safetensors",
+    )
     parts = np.concatenate([np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy")])
     np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
 
@@ -180,13 +228,31 @@ def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_pat
             rows.append(f"clip{i},{'train' if i < 2 else 'valid'},{i}.npy,{'xy'[i % 2]}")
         data = tmp_path / "clips.csv"
         data.write_text("\n".join(rows), encoding="utf-8")
-        said = run("train", data, "--task", "classify", "--hidden", "4", "--lanes", "2", "--updates", "1", "--out", tmp_path / f"r{count}")
+        said = run(
+            "train",
+            data,
+            "--task",
+            "classify",
+            "--hidden",
+            "4",
+            "--lanes",
+            "2",
+            "--updates",
+            "1",
+            "--out",
+            tmp_path / f"r{count}",
+        )
         assert ("clip30" in said) == shown
-        assert (f"({count}, each of them in {tmp_path / f'r{count}' / 'metrics.jsonl'})" in said.replace("\n", "")) != shown
+        assert (
+            f"({count}, each of them in {tmp_path / f'r{count}' / 'metrics.jsonl'})"
+            in said.replace("\n", "")
+        ) != shown
 
 
 def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path, Path]) -> None:
-    assert "already finished at update 30; to train on: throughtime train --resume" in run("train", "--resume", trained[0])
+    assert "already finished at update 30; to train on: throughtime train --resume" in run(
+        "train", "--resume", trained[0]
+    )
 
 
 def test_help_names_the_defaults() -> None:
@@ -202,7 +268,9 @@ def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> 
     assert data.read_bytes() == before
 
 
-def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(trained: tuple[Path, Path]) -> None:
+def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
+    trained: tuple[Path, Path],
+) -> None:
     folder, data = trained
     assert "'valid'" in run("eval", folder)
     assert "'all'" in run("eval", folder, data)
@@ -221,25 +289,86 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(trained: tu
             ["train", "{data}", "--task", "classify", "--targets", "lable", "--inputs", "x"],
             "targets ['lable'] asked for, the file has ['x', 'label', 'note']",
         ),
-        (["train", "{data}", "--task", "classify", "--inputs", "x"], "which columns are the targets? The file has x, label, note"),
-        (["train", "{data}", "--task", "classify", "--targets", "x", "--inputs", "label"], "the inputs hold text, such as 'low'"),
-        (["train", "{data}", "--task", "regress", "--targets", "label", "--inputs", "x"], "the targets hold text, such as 'low'"),
-        (["train", "{data}", "--task", "regress", "--targets", "x", "--horizon", "5", "--inputs", "note"], "horizon=5 is below stride=100"),
         (
-            ["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--horizon", "5", "--inputs", "note"],
+            ["train", "{data}", "--task", "classify", "--inputs", "x"],
+            "which columns are the targets? The file has x, label, note",
+        ),
+        (
+            ["train", "{data}", "--task", "classify", "--targets", "x", "--inputs", "label"],
+            "the inputs hold text, such as 'low'",
+        ),
+        (
+            ["train", "{data}", "--task", "regress", "--targets", "label", "--inputs", "x"],
+            "the targets hold text, such as 'low'",
+        ),
+        (
+            [
+                "train",
+                "{data}",
+                "--task",
+                "regress",
+                "--targets",
+                "x",
+                "--horizon",
+                "5",
+                "--inputs",
+                "note",
+            ],
+            "horizon=5 is below stride=100",
+        ),
+        (
+            [
+                "train",
+                "{data}",
+                "--task",
+                "regress",
+                "--targets",
+                "x",
+                "--exact",
+                "--horizon",
+                "5",
+                "--inputs",
+                "note",
+            ],
             "exact and horizon=5 are both given: the exact gradient cuts no credit",
         ),
-        (["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--stride", "5"], "the exact gradient has no stride"),
+        (
+            ["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--stride", "5"],
+            "the exact gradient has no stride",
+        ),
         (["train", "{data}.missing.csv", "--task", "regress"], "no such file"),
-        (["train", "{data}", "--task", "regress", "--config", "{config}"], "unknown key 'strides', did you mean 'stride'?"),
+        (
+            ["train", "{data}", "--task", "regress", "--config", "{config}"],
+            "unknown key 'strides', did you mean 'stride'?",
+        ),
         (["train", "--task", "regress"], "'data' is missing"),
         (["train", "--resume", "{run}", "--lr", "1"], "--resume goes on with the settings"),
-        (["train", "{data}", "--task", "classify", "--inputs", "x", "--targets", "label", "--out", "{run}"], "holds a run already"),
+        (
+            [
+                "train",
+                "{data}",
+                "--task",
+                "classify",
+                "--inputs",
+                "x",
+                "--targets",
+                "label",
+                "--out",
+                "{run}",
+            ],
+            "holds a run already",
+        ),
         (["eval", "{data}", "{data}"], "no run there"),
-        (["eval", "{run}", "{data}", "--split", "tst"], "no recordings in split 'tst'; there are train (1), valid (1)"),
+        (
+            ["eval", "{run}", "{data}", "--split", "tst"],
+            "no recordings in split 'tst'; there are train (1), valid (1)",
+        ),
         (["eval", "{run}", "{data}", "--missing", "drop"], "missing='drop': expected one of"),
         (["predict", "{run}", "{other}"], "inputs ['x'] asked for, the file has ['y']"),
-        (["predict", "{run}", "{data}", "--out", "p.txt"], "predictions are written as .npy or .csv"),
+        (
+            ["predict", "{run}", "{data}", "--out", "p.txt"],
+            "predictions are written as .npy or .csv",
+        ),
         (["predict", "{run}", "{data}", "--state-in", "{other}"], "cannot be read as a state"),
     ],
 )
@@ -248,7 +377,12 @@ def test_bad_input_gets_one_message_that_says_what_to_do(
 ) -> None:
     (tmp_path / "config.toml").write_text("strides = 3\n", encoding="utf-8")
     (tmp_path / "other.csv").write_text("y\n1\n", encoding="utf-8")
-    places = {"data": trained[1], "run": trained[0], "config": tmp_path / "config.toml", "other": tmp_path / "other.csv"}
+    places = {
+        "data": trained[1],
+        "run": trained[0],
+        "config": tmp_path / "config.toml",
+        "other": tmp_path / "other.csv",
+    }
     filled = [a.format(**places) for a in arguments]
     if filled[0] == "train" and "--out" not in filled and "--resume" not in filled:
         filled += ["--out", str(tmp_path / "out")]
@@ -260,22 +394,34 @@ def test_bad_input_gets_one_message_that_says_what_to_do(
 
 def test_flags_win_over_the_config_file_and_both_are_kept(tmp_path: Path) -> None:
     data, _ = as_npz(tmp_path)
-    (tmp_path / "run.toml").write_text(f'data = "{data}"\ntask = "regress"\nhidden = 7\nupdates = 5\nlanes = 1\n', encoding="utf-8")
+    (tmp_path / "run.toml").write_text(
+        f'data = "{data}"\ntask = "regress"\nhidden = 7\nupdates = 5\nlanes = 1\n', encoding="utf-8"
+    )
     run("train", "--config", tmp_path / "run.toml", "--hidden", "6", "--out", tmp_path / "run")
     config = Folder(tmp_path / "run").read_config()
-    assert (config.hidden, config.updates, config.lanes, config.data) == (6, 5, 1, str(data.resolve()))
+    assert (config.hidden, config.updates, config.lanes, config.data) == (
+        6,
+        5,
+        1,
+        str(data.resolve()),
+    )
 
 
 def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
     data, columns = as_csv(tmp_path)
     run("train", data, *columns, *SMALL, "--out", tmp_path / "first")
     run("train", "--config", tmp_path / "first" / "config.toml", "--out", tmp_path / "second")
-    assert (tmp_path / "first" / "model.safetensors").read_bytes() == (tmp_path / "second" / "model.safetensors").read_bytes()
+    assert (tmp_path / "first" / "model.safetensors").read_bytes() == (
+        tmp_path / "second" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("updates", [600, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path: Path) -> None:
-    """What windows reach is luck, and another processor's rounding is enough to change it; what the stream reaches is not."""
+    """What windows reach is luck, and another processor's rounding is enough to change it.
+
+    What the stream reaches is not.
+    """
     said = run("demo", "--short", "--updates", str(updates), "--out", tmp_path)
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     windows, stream = (network["accuracy"] for network in found["networks"])
@@ -287,7 +433,9 @@ def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path
     HTMLParser().feed(page)
     audit = found["audit"]
     assert [row["horizon"] for row in audit["audit"]["rows"]] == [10, 25, 50, 100, 400]
-    assert audit["reach"]["loss"] < min(audit["reach"]["contexts"].values()) / 2  # only a carried state knows the mode
+    assert (
+        audit["reach"]["loss"] < min(audit["reach"]["contexts"].values()) / 2
+    )  # only a carried state knows the mode
     assert f"99% of it goes back {audit['reach']['shares']['0.99']} frames or fewer" in said
 
 
@@ -305,13 +453,32 @@ def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it(
 @pytest.mark.slow
 def test_predicting_twenty_times_the_length_takes_no_more_memory(tmp_path: Path) -> None:
     """Peak resident memory of the whole process, over a memory-mapped int16 recording."""
-    np.save(tmp_path / "d.npy", np.stack([np.zeros(500), np.arange(500) % 2], axis=1).astype(np.int16))
-    settings = ["--task", "classify", "--inputs", "0", "--targets", "1", "--hidden", "8", "--lanes", "1", "--updates", "3"]
+    np.save(
+        tmp_path / "d.npy", np.stack([np.zeros(500), np.arange(500) % 2], axis=1).astype(np.int16)
+    )
+    settings = [
+        "--task",
+        "classify",
+        "--inputs",
+        "0",
+        "--targets",
+        "1",
+        "--hidden",
+        "8",
+        "--lanes",
+        "1",
+        "--updates",
+        "3",
+    ]
     run("train", tmp_path / "d.npy", *settings, "--out", tmp_path / "run")
     peaks: list[int] = []
     for steps in (500_000, 10_000_000):
-        np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.int16, shape=(steps,)).flush()
-        peaks.append(_peak_of("predict", tmp_path / "run", tmp_path / "x.npy", "--out", tmp_path / "out.npy"))
+        np.lib.format.open_memmap(
+            tmp_path / "x.npy", mode="w+", dtype=np.int16, shape=(steps,)
+        ).flush()
+        peaks.append(
+            _peak_of("predict", tmp_path / "run", tmp_path / "x.npy", "--out", tmp_path / "out.npy")
+        )
     assert peaks[1] < peaks[0] + 60e6, peaks
 
 
@@ -319,14 +486,22 @@ def _peak_of(*arguments: str | Path) -> int:
     """Bytes that the command held at most, as its parent is told when it ends."""
     words = [sys.executable, "-m", "throughtime", *map(str, arguments)]
     script = (
-        f"import resource, subprocess; subprocess.run({words!r}, check=True); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+        f"import resource, subprocess; subprocess.run({words!r}, check=True);"
+        " print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return int(process.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
 
 
 def test_the_module_is_the_command() -> None:
-    process = subprocess.run([sys.executable, "-m", "throughtime", "--version"], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-m", "throughtime", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert process.stdout.strip() == f"throughtime {tt.__version__}"
 
 
@@ -340,4 +515,6 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     data, columns = as_csv(tmp_path)
-    assert "device=cuda" in run("train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False)
+    assert "device=cuda" in run(
+        "train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False
+    )

@@ -10,14 +10,33 @@ from throughtime.run.config import make_config, read_toml
 
 
 def test_config_survives_its_own_toml(tmp_path: Path) -> None:
-    config = make_config({"data": 'a "b" ü.csv', "task": "regress", "out": "x", "inputs": ["u", "v,w"], "horizon": 300, "lr": 1})
+    config = make_config(
+        {
+            "data": 'a "b" ü.csv',
+            "task": "regress",
+            "out": "x",
+            "inputs": ["u", "v,w"],
+            "horizon": 300,
+            "lr": 1,
+        }
+    )
     path = tmp_path / "run.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
     assert make_config(read_toml(path)) == config
 
 
 def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
-    config = make_config({"data": "d", "task": "classify", "out": "o", "strategy": "ddp", "devices": 4, "nodes": 2, "lanes": 16})
+    config = make_config(
+        {
+            "data": "d",
+            "task": "classify",
+            "out": "o",
+            "strategy": "ddp",
+            "devices": 4,
+            "nodes": 2,
+            "lanes": 16,
+        }
+    )
     assert (config.strategy, config.devices, config.nodes, config.lanes) == ("ddp", 4, 2, 16)
 
 
@@ -37,14 +56,23 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
         ({"devices": 2}, "devices=2: of several processes; add strategy='ddp' (--strategy ddp)"),
         ({"devices": 2, "nodes": 3}, "devices=2 and nodes=3: of several processes"),
         ({"strategy": "ddp", "devices": 0}, "devices=0: expected at least 1"),
-        ({"strategy": "ddp", "devices": 2, "nodes": 2, "lanes": 6}, "expected a multiple of 4, such as 4 or 8"),
+        (
+            {"strategy": "ddp", "devices": 2, "nodes": 2, "lanes": 6},
+            "expected a multiple of 4, such as 4 or 8",
+        ),
         (
             {"strategy": "ddp", "devices": 3, "lanes": 2},
-            "3 ranks (devices=3 on each of nodes=1) play equally many: expected a multiple of 3, such as 3",
+            (
+                "3 ranks (devices=3 on each of nodes=1) play equally many: expected a multiple of"
+                " 3, such as 3"
+            ),
         ),
         (
             {"strategy": "ddp", "device": "cuda:1"},
-            "device='cuda:1' with strategy='ddp': expected 'cpu', or 'cuda' and each process takes its own GPU",
+            (
+                "device='cuda:1' with strategy='ddp': expected 'cpu', or 'cuda' and each process"
+                " takes its own GPU"
+            ),
         ),
     ],
 )
@@ -55,5 +83,7 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
 
 
 def test_all_wrong_settings_are_listed_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'task' is missing"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'task' is missing"
+    ):
         make_config({"data": "d", "out": "o", "strid": 1, "hiden": 2})

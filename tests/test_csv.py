@@ -27,15 +27,38 @@ def written(path: Path, text: str | bytes) -> Path:
 fields = st.one_of(
     st.floats(allow_nan=True).map(repr),
     st.integers(-(10**6), 10**6).map(str),
-    st.sampled_from(["", " ", "1.", ".5", "+2", " 3 ", "1e5", "-inf", "NaN", "1_0", "N", "0x1", "1e", "--1", "1 2", "٣"]),
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "1.",
+            ".5",
+            "+2",
+            " 3 ",
+            "1e5",
+            "-inf",
+            "NaN",
+            "1_0",
+            "N",
+            "0x1",
+            "1e",
+            "--1",
+            "1 2",
+            "٣",
+        ]
+    ),
 )
 texts = st.text(st.sampled_from('ab1,"\n\r é.'), max_size=6)
 
 
 def quoted(rows: list[list[str]], end: str) -> str:
     file = io.StringIO()
-    carriage = any("\r" in field or "\n" in field for row in rows for field in row)  # which Python before 3.13 does not quote by itself
-    csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL if carriage else csv.QUOTE_MINIMAL).writerows(rows)
+    carriage = any(
+        "\r" in field or "\n" in field for row in rows for field in row
+    )  # which Python before 3.13 does not quote by itself
+    csv.writer(
+        file, lineterminator=end, quoting=csv.QUOTE_ALL if carriage else csv.QUOTE_MINIMAL
+    ).writerows(rows)
     return file.getvalue()
 
 
@@ -45,8 +68,13 @@ def quoted(rows: list[list[str]], end: str) -> str:
     piece=st.integers(1, 80),
     data=st.data(),
 )
-def test_blocks_give_what_the_csv_module_gives(rows: list[tuple[str, str, str]], end: str, piece: int, data: Any) -> None:
-    """Wherever the blocks are cut, and whichever rows are read; a column that turns to text is refused by its line."""
+def test_blocks_give_what_the_csv_module_gives(
+    rows: list[tuple[str, str, str]], end: str, piece: int, data: Any
+) -> None:
+    """Wherever the blocks are cut, and whichever rows are read.
+
+    A column that turns to text is refused by its line.
+    """
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -67,10 +95,16 @@ def check_column(table: Any, name: str, column: list[str], start: int, stop: int
         return
     wrong = [f for f in column if f.strip() and not is_number(f)]
     if wrong:
-        with pytest.raises(DataError, match=rf"line \d+, column '{name}' holds .*, expected a number as in the lines before"):
+        with pytest.raises(
+            DataError,
+            match=rf"line \d+, column '{name}' holds .*, expected a number as in the lines before",
+        ):
             table.read(0, len(column), [name])
         return
-    np.testing.assert_array_equal(table.read(start, stop, [name])[:, 0], [float(f) if f.strip() else np.nan for f in column[start:stop]])
+    np.testing.assert_array_equal(
+        table.read(start, stop, [name])[:, 0],
+        [float(f) if f.strip() else np.nan for f in column[start:stop]],
+    )
 
 
 @given(st.lists(fields, min_size=1, max_size=5))
@@ -88,13 +122,21 @@ def test_what_is_a_number() -> None:
     assert not any(map(is_number, ["", "N", "1_000", "0x10", "1,5", "1 2"]))
 
 
-def test_a_column_of_numbers_that_turns_to_text_is_refused_by_line_column_and_text(tmp_path: Path) -> None:
+def test_a_column_of_numbers_that_turns_to_text_is_refused_by_line_column_and_text(
+    tmp_path: Path,
+) -> None:
     lines = ["x,y,label", *(f"{i},{i},N" for i in range(40_000))]
     lines[30_001] = "1.5.2,1,N"
     path = written(tmp_path / "r.csv", "\n".join(lines))
     table = open_table(path)
-    assert table.read(0, 40_000, ["y", "label"]).shape == (40_000, 2)  # who does not read the column is not stopped
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: line 30002, column 'x' holds '1\.5\.2', expected a number"):
+    assert table.read(0, 40_000, ["y", "label"]).shape == (
+        40_000,
+        2,
+    )  # who does not read the column is not stopped
+    with pytest.raises(
+        DataError,
+        match=rf"{re.escape(str(path))}: line 30002, column 'x' holds '1\.5\.2', expected a number",
+    ):
         table.read(0, 40_000, ["x", "y"])
 
 
@@ -114,23 +156,36 @@ def test_line_of_a_fault_counts_blank_and_quoted_lines(tmp_path: Path) -> None:
 MALFORMED: dict[str, tuple[bytes, str]] = {
     "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, expected UTF-8 text; is it UTF-16"),
     "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"not a readable CSV file \(line 1: "),
-    "late-not-utf-8": (b"a,b\n" + b"1,2\n" * 100_000 + b"1,\xff\n", r"not a readable CSV file \(line 100002: "),
-    "late-short-line": (b"a,b\n" + b"1,2\n" * 100_000 + b"1\n", "line 100002 has 1 fields, the header has 2"),
+    "late-not-utf-8": (
+        b"a,b\n" + b"1,2\n" * 100_000 + b"1,\xff\n",
+        r"not a readable CSV file \(line 100002: ",
+    ),
+    "late-short-line": (
+        b"a,b\n" + b"1,2\n" * 100_000 + b"1\n",
+        "line 100002 has 1 fields, the header has 2",
+    ),
     "shifted-commas": (b"a,b,c\n1,2\n1,2,3,4\n", "line 2 has 2 fields, the header has 3"),
     "short-quoted-line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the header has 2"),
-    "open-quote": (b'a,b\n1,2\n1,"2\n3,4\n', r"not a readable CSV file \(line 4: unexpected end of data"),
+    "open-quote": (
+        b'a,b\n1,2\n1,"2\n3,4\n',
+        r"not a readable CSV file \(line 4: unexpected end of data",
+    ),
     "text-after-quote": (b'a,b\n"1"2,3\n', r"not a readable CSV file \(line 2: "),
 }
 
 
 @pytest.mark.parametrize(("content", "reason"), list(MALFORMED.values()), ids=list(MALFORMED))
-def test_malformed_file_is_refused_with_its_line(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_malformed_file_is_refused_with_its_line(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
     path = written(tmp_path / "r.csv", content)
     with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {reason}"):
         open_table(path)
 
 
-def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_refused_before_it_fills_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("throughtime.stream.formats.csv_scan.LONGEST", 200_000)
     with pytest.raises(DataError, match="a line after line 1 is longer than 200000 bytes"):
         open_table(written(tmp_path / "r.csv", "a,b\n" + "1" * 400_000))
@@ -146,7 +201,9 @@ def test_a_huge_field_is_refused_with_and_without_quotes(tmp_path: Path) -> None
 def test_a_long_text_is_refused_where_it_is_read_and_only_there(tmp_path: Path) -> None:
     table = open_table(written(tmp_path / "r.csv", "x,note\n1,a\n2," + "b" * 300 + "\n"))
     assert table.read(0, 2, ["x"])[:, 0].tolist() == [1, 2]
-    with pytest.raises(DataError, match="column 'note' holds a text of 300 characters, expected labels"):
+    with pytest.raises(
+        DataError, match="column 'note' holds a text of 300 characters, expected labels"
+    ):
         table.read(0, 2, ["note"])
 
 
@@ -161,12 +218,17 @@ def test_a_file_without_header_names_its_columns_by_number(tmp_path: Path) -> No
 def test_blank_lines_are_values_of_a_single_column_only(end: str, tmp_path: Path) -> None:
     single = open_table(written(tmp_path / "a.csv", end.join(["x", "1", "", "3", "", "", ""])))
     np.testing.assert_array_equal(single.read(0, 9, ["x"])[:, 0], [1, np.nan, 3])
-    double = open_table(written(tmp_path / "b.csv", end.join(["x,y", "", "1,2", "", "", "3,4", "", ""])))
+    double = open_table(
+        written(tmp_path / "b.csv", end.join(["x,y", "", "1,2", "", "", "3,4", "", ""]))
+    )
     np.testing.assert_array_equal(double.read(0, 9, ["x"])[:, 0], [1, 3])
 
 
 def test_a_manifest_is_text(tmp_path: Path) -> None:
-    assert read_columns(written(tmp_path / "r.csv", "id,inputs\n001,a.csv\n1,b.csv\n"))["id"] == ["001", "1"]
+    assert read_columns(written(tmp_path / "r.csv", "id,inputs\n001,a.csv\n1,b.csv\n"))["id"] == [
+        "001",
+        "1",
+    ]
 
 
 @given(
@@ -177,21 +239,31 @@ def test_a_manifest_is_text(tmp_path: Path) -> None:
     end=st.sampled_from(["\n", "\r\n", "\n\n"]),
     data=st.data(),
 )
-def test_lines_as_signals_give_their_numbers(signals: int, steps: int, block: int, piece: int, end: str, data: Any) -> None:
+def test_lines_as_signals_give_their_numbers(
+    signals: int, steps: int, block: int, piece: int, end: str, data: Any
+) -> None:
     from tempfile import TemporaryDirectory
 
-    values = np.random.default_rng(steps).normal(size=(signals, steps)).round(data.draw(st.integers(0, 9)))
+    values = (
+        np.random.default_rng(steps)
+        .normal(size=(signals, steps))
+        .round(data.draw(st.integers(0, 9)))
+    )
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("throughtime.stream.formats.csv_rows.STEP", block)
         patch.setattr("throughtime.stream.formats.csv_rows.PIECE", piece)
-        text = end.join(",".join(map(repr, row)) for row in values.tolist()) + data.draw(st.sampled_from(["", end]))
+        text = end.join(",".join(map(repr, row)) for row in values.tolist()) + data.draw(
+            st.sampled_from(["", end])
+        )
         table = open_table(written(Path(folder) / "r.csv", text), rows=True)
         assert table.columns == tuple(map(str, range(signals)))
         assert len(table) == steps
         start = data.draw(st.integers(0, steps))
         stop = data.draw(st.integers(start, steps + 2))
         names = data.draw(st.lists(st.integers(-signals, signals - 1), min_size=1, max_size=3))
-        np.testing.assert_array_equal(table.read(start, stop, list(map(str, names))), values[names, start:stop].T)
+        np.testing.assert_array_equal(
+            table.read(start, stop, list(map(str, names))), values[names, start:stop].T
+        )
 
 
 def test_lines_are_also_named_from_the_last_one(tmp_path: Path) -> None:
@@ -201,16 +273,25 @@ def test_lines_are_also_named_from_the_last_one(tmp_path: Path) -> None:
     assert not any(name in table.columns for name in ("3", "-4", "-0", "--1", "-", "", "a", "-a"))
     stream = columns("r", table, ("0",), table, ("-1",))  # the check of every recording takes them
     steps = stream.read(0, 2)
-    assert (steps.inputs.tolist(), None if steps.targets is None else steps.targets.tolist()) == ([[1], [2]], [5, 6])
+    assert (steps.inputs.tolist(), None if steps.targets is None else steps.targets.tolist()) == (
+        [[1], [2]],
+        [5, 6],
+    )
 
 
 ROWS: dict[str, tuple[bytes, str]] = {
     "unequal": (b"1,2,3\n4,5\n", "line 2 has 2 fields, the lines before it have 3"),
-    "header": (b"time,x\n1,2\n", "begins with 'time', expected lines of numbers, one for each signal, without a header"),
+    "header": (
+        b"time,x\n1,2\n",
+        "begins with 'time', expected lines of numbers, one for each signal, without a header",
+    ),
     "quotes": (b'1,"2"\n', "holds quotes or NUL bytes in or after line 1"),
     "empty": (b"\n\n", "the file is empty, expected a line of numbers for each signal"),
     "text": (b"1,2\n3,x\n", "signal 1, field 2 holds 'x', expected a number"),
-    "many": (b"1\n" * 70_000, "has more than 65536 lines, expected one for each signal; are its signals in columns"),
+    "many": (
+        b"1\n" * 70_000,
+        "has more than 65536 lines, expected one for each signal; are its signals in columns",
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Which code runs is decided by a table, said in words, and the same every time; `which` and forward cannot disagree."""
+"""Which code runs is decided by a table, said in words, and the same every time.
+
+`which` and forward cannot disagree.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +24,13 @@ X = torch.randn(5, 2, 4)
 
 
 class Quiet(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         del types
         return func(*args, **(kwargs or {}))
 
@@ -45,23 +54,32 @@ def which(x: Any = X, hx: Any = None, layer: nn.Module | None = None) -> str:
 @needs_kernels
 def test_the_kernel_says_its_instruction_set_and_type() -> None:
     assert which() == f"fused ({library.level()}), float32"
-    assert which(X.double(), layer=tt.nn.GRU(4, 6).double()) == f"fused ({library.level()}), float64"
+    assert (
+        which(X.double(), layer=tt.nn.GRU(4, 6).double()) == f"fused ({library.level()}), float64"
+    )
 
 
 @needs_kernels
 def test_what_the_kernel_does_not_take_is_said() -> None:
     assert which(rnn.pack_sequence([X[:, 0]])).startswith("torch.nn: packed input")
     assert which(X.to("meta")) == "torch.nn: the kernels are for the CPU, the inputs on meta"
-    assert which(X.half(), layer=tt.nn.LSTM(4, 6).half()) == "torch.nn: the kernels are for float32 and float64, the inputs torch.float16"
+    assert (
+        which(X.half(), layer=tt.nn.LSTM(4, 6).half())
+        == "torch.nn: the kernels are for float32 and float64, the inputs torch.float16"
+    )
     assert which(X[..., :3]).startswith("torch.nn: inputs, state or weights do not fit")
-    assert which(X.double()).startswith("torch.nn: inputs are torch.float64, a weight or state torch.float32")
+    assert which(X.double()).startswith(
+        "torch.nn: inputs are torch.float64, a weight or state torch.float32"
+    )
     assert which(X.as_subclass(Tagged)) == "torch.nn: inputs of type Tagged"
     assert which(X[:0]) == "reference: nothing to compute"
     assert which([X]) == "torch.nn: inputs are a list"
     with torch.autocast("cpu"):
         assert which().startswith("fused")
         half = which(layer=tt.nn.LSTM(4, 6).bfloat16())
-        assert half.startswith("torch.nn: inputs are torch.float32, under autocast, whose weights are float32")
+        assert half.startswith(
+            "torch.nn: inputs are torch.float32, under autocast, whose weights are float32"
+        )
     assert "signs turned" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
     with BaseTorchFunctionMode():
         assert "TorchFunctionMode" in which()
@@ -75,14 +93,21 @@ def test_what_the_kernel_does_not_take_is_said() -> None:
 
 
 def test_layers_of_torch_nn_are_told_how_to_become_fused() -> None:
-    assert which(layer=nn.RNN(4, 6)) == "torch.nn: the layer is a torch.nn.RNN; tt.fuse(module) makes it a tt.nn.RNN"
+    assert (
+        which(layer=nn.RNN(4, 6))
+        == "torch.nn: the layer is a torch.nn.RNN; tt.fuse(module) makes it a tt.nn.RNN"
+    )
     with pytest.raises(ModelError, match=r"Linear is no recurrent layer.*net\.lstm"):
         which(layer=nn.Linear(4, 6))
 
 
 @needs_kernels
 def test_table_decides_by_level_kind_type_units_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "SLOWER", (Slower((library.level() or "",), "lstm", torch.float32, 6, 2, "it was measured"),))
+    monkeypatch.setattr(
+        dispatch,
+        "SLOWER",
+        (Slower((library.level() or "",), "lstm", torch.float32, 6, 2, "it was measured"),),
+    )
     assert which() == "torch.nn: it was measured"
     others = {
         "fewer lanes": which(X[:, :1]),
@@ -103,7 +128,9 @@ def test_every_row_of_the_table_has_a_reason_and_can_be_reached() -> None:
         assert row.why
         assert set(row.levels) <= {"v2", "v3", "v4", "base"}
         for other in dispatch.SLOWER[:k]:
-            same = (row.kind, row.dtype) == (other.kind, other.dtype) and set(row.levels) <= set(other.levels)
+            same = (row.kind, row.dtype) == (other.kind, other.dtype) and set(row.levels) <= set(
+                other.levels
+            )
             assert not (same and row.hidden >= other.hidden and row.lanes >= other.lanes)
 
 
@@ -144,7 +171,10 @@ with warnings.catch_warnings(record=True) as said:
         assert (torch.cat(lane).squeeze(1) - y[:, 0]).abs().max() < 1e-6
 print(len(said))
 """
-    clean = "import os; [os.environ.pop(name) for name in [*os.environ] if name.startswith('THROUGHTIME_')]"
+    clean = (
+        "import os; [os.environ.pop(name) for name in [*os.environ] if"
+        " name.startswith('THROUGHTIME_')]"
+    )
     asked = "os.environ['THROUGHTIME_LEVEL'] = 'none'"  # who says so need not be told
     nowhere = "from throughtime.kernels import library; library._places = lambda: iter(())"
     for missing, times in ((asked, "0"), (nowhere, "1")):
@@ -157,6 +187,8 @@ def test_gain_is_nothing_where_torch_is_fast() -> None:
     assert dispatch.gain("gru", torch.bfloat16, 50, 1, projected=False) == 1.0
     if library.level() is not None:
         assert (
-            dispatch.gain("gru", torch.float32, 50, 1, projected=False) > dispatch.gain("gru", torch.float32, 128, 32, projected=False) > 1
+            dispatch.gain("gru", torch.float32, 50, 1, projected=False)
+            > dispatch.gain("gru", torch.float32, 128, 32, projected=False)
+            > 1
         )
         assert dispatch.gain("lstm", torch.float32, 50, 1, projected=True) > 1

@@ -13,17 +13,29 @@ from throughtime.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
-    *(str(path.relative_to(ROOT)) for folder in ("docs", "docs/migrating", "docs/doctor") for path in sorted((ROOT / folder).glob("*.md"))),
+    *(
+        str(path.relative_to(ROOT))
+        for folder in ("docs", "docs/migrating", "docs/doctor")
+        for path in sorted((ROOT / folder).glob("*.md"))
+    ),
 ]
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```",
+        (ROOT / page).read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # a page that resumes where it saved
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists and is not empty"
+)  # a page that resumes where it saved
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), 1):
@@ -32,16 +44,29 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_block_of_a_page_is_of_a_kind_that_is_run() -> None:
-    kinds = {kind for page in PAGES for kind in re.findall(r"^```(\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)}
+    kinds = {
+        kind
+        for page in PAGES
+        for kind in re.findall(
+            r"^```(\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
     assert kinds == {"bash", "python"}
 
 
 def commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    lines = [
+        line.split("#")[0].strip()
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for line in block.splitlines()
+    ]
     return [line for line in lines if line]
 
 
-def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_pages_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of throughtime on a small set of the same form, with fewer updates."""
     small_ecg(tmp_path / "ecg")
     monkeypatch.chdir(tmp_path)
@@ -69,17 +94,26 @@ def small_ecg(folder: Path) -> None:
 
 def test_the_other_commands_are_targets_and_installs_that_ci_runs() -> None:
     others = [line for line in commands() if not line.startswith("throughtime")]
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     for line in others:
         words = line.split()
-        known = (words[0] == "make" and words[1] in targets) or words[:4] == ["python3", "-m", "pip", "install"]
+        known = (words[0] == "make" and words[1] in targets) or words[:4] == [
+            "python3",
+            "-m",
+            "pip",
+            "install",
+        ]
         assert known or line == ". .venv/bin/activate", line
 
 
 def test_every_page_that_is_linked_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
-            assert target.startswith("http") or (ROOT / page).parent.joinpath(target).is_file(), f"{page}: {target}"
+            assert target.startswith("http") or (ROOT / page).parent.joinpath(target).is_file(), (
+                f"{page}: {target}"
+            )
 
 
 def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
@@ -88,6 +122,11 @@ def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     from throughtime.cli.app import app
     from throughtime.run.config import Config
 
-    train = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]  # a click group
-    flags = {"out" if p.name == "run" else p.name for p in train.params} - {"config", "resume", "help"}
+    # a click group
+    train = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]
+    flags = {"out" if p.name == "run" else p.name for p in train.params} - {
+        "config",
+        "resume",
+        "help",
+    }
     assert flags == set(Config.__dataclass_fields__)

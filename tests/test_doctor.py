@@ -28,7 +28,12 @@ from throughtime.testing import fixtures
 
 PAGES = Path(__file__).parent.parent / "docs" / "doctor"
 MARK = re.compile(r"# <- (TT\d{3})")
-STREAM = torch.randn(120, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0) / 10
+STREAM = (
+    torch.randn(120, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(
+        0
+    )
+    / 10
+)
 
 
 def blocks(page: Path) -> dict[str, Any]:
@@ -46,7 +51,11 @@ def test_the_before_of_a_page_has_its_fault_at_its_line_and_the_after_has_none(c
     names = blocks(page)
     with contextlib.suppress(RuntimeError), doctor() as d:
         names["before"]()
-    marked = {(code, i) for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1) if MARK.search(line)}
+    marked = {
+        (code, i)
+        for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if MARK.search(line)
+    }
     assert {(f.code, f.line) for f in d.findings} <= marked
     assert [f.code for f in d.findings] == [code]
     assert all(f.page.endswith(page.name) and f.fix and f.file == str(page) for f in d.findings)
@@ -77,7 +86,9 @@ def carried(x: Tensor, kind: str) -> list[Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        state = state.detach() if isinstance(state, Tensor) else tuple(part.detach() for part in state)
+        state = (
+            state.detach() if isinstance(state, Tensor) else tuple(part.detach() for part in state)
+        )
         losses.append(loss.detach())
     return [torch.stack(losses), *(p.detach() for p in parameters), torch.get_rng_state()]
 
@@ -98,7 +109,11 @@ def surface() -> list[Any]:
         (nn.Module, "zero_grad"), (DataLoader, "__init__"), (DataLoader, "__iter__"),
     )  # fmt: skip
     hooks = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
-    return [*(owner.__dict__[name] for owner, name in owners), *map(dict, hooks), _get_current_function_mode()]
+    return [
+        *(owner.__dict__[name] for owner, name in owners),
+        *map(dict, hooks),
+        _get_current_function_mode(),
+    ]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -159,7 +174,9 @@ def stacked(carry: Callable[[Tensor], Tensor | None], fused: bool, watched: bool
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"])
+@pytest.mark.parametrize(
+    "fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"]
+)
 def test_a_fault_of_a_fused_or_traced_layer_is_found(fused: bool, watched: bool) -> None:
     with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
         stacked(lambda state: state, fused, watched)
@@ -246,7 +263,11 @@ def test_a_fault_long_after_the_start_is_found_at_its_line() -> None:
 @pytest.mark.parametrize("chunk", [3, 150, 254, 257])
 def test_a_fault_of_a_cell_by_hand_is_found_at_its_line_whenever_it_comes(chunk: int) -> None:
     def loop() -> None:
-        w, u, h = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.zeros(1, 4)
+        w, u, h = (
+            torch.randn(3, 4, requires_grad=True),
+            torch.randn(4, 4, requires_grad=True),
+            torch.zeros(1, 4),
+        )
         for i, part in enumerate(torch.randn(600, 1, 3).split(2)):
             for x in part:
                 h = torch.tanh(x @ w + h @ u)
@@ -261,7 +282,11 @@ def test_a_fault_of_a_cell_by_hand_is_found_at_its_line_whenever_it_comes(chunk:
 
 @pytest.mark.parametrize("carry", [False, True])
 def test_a_cell_by_hand_that_always_begins_at_zero_is_found(carry: bool) -> None:
-    w, u, h = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.zeros(2, 4)
+    w, u, h = (
+        torch.randn(3, 4, requires_grad=True),
+        torch.randn(4, 4, requires_grad=True),
+        torch.zeros(2, 4),
+    )
     with doctor() as d:
         for part in STREAM.float().split(10):
             h = h.detach() if carry else torch.zeros(2, 4)
@@ -272,7 +297,9 @@ def test_a_cell_by_hand_that_always_begins_at_zero_is_found(carry: bool) -> None
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_sequences_of_their_own_that_lie_side_by_side_in_memory_are_not_adjacent(lanes: int) -> None:
+def test_sequences_of_their_own_that_lie_side_by_side_in_memory_are_not_adjacent(
+    lanes: int,
+) -> None:
     sequences, net = torch.randn(20, 12, 3), nn.LSTM(3, 4, batch_first=True)
     with doctor() as d:
         for i in range(0, 20, lanes):
@@ -302,11 +329,15 @@ def test_a_state_that_enters_another_recording_late_is_found() -> None:
     assert d.findings == ()
 
 
-def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise LookupError("of the doctor")
 
-    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.carry"], "lanes", fails)  # the name in between is the function
+    monkeypatch.setattr(
+        sys.modules["throughtime.probe.doctor.carry"], "lanes", fails
+    )  # the name in between is the function
     with doctor() as d:
         never_carried([])
     assert d.findings == ()
@@ -326,7 +357,9 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
 
 def test_a_hook_that_fails_does_not_fail_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = carried(STREAM, "cell")
-    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.credit"], "float", lambda _: 1 / 0, raising=False)
+    monkeypatch.setattr(
+        sys.modules["throughtime.probe.doctor.credit"], "float", lambda _: 1 / 0, raising=False
+    )
     with doctor() as d:
         watched = carried(STREAM, "cell")
     assert isinstance(d.fault, ZeroDivisionError)
@@ -397,24 +430,38 @@ for x in torch.randn(120, 2, 3).split(int(sys.argv[2])):
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(tmp_path: Path) -> None:
+def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    line = "import typer; from throughtime.cli.doctor import SCRIPT, doctor; app = typer.Typer(pretty_exceptions_enable=False);"
+    line = (
+        "import typer; from throughtime.cli.doctor import SCRIPT, doctor; app ="
+        " typer.Typer(pretty_exceptions_enable=False);"
+    )
     line += "app.command(context_settings=SCRIPT)(doctor); app()"
     words = [sys.executable, "-c", line, "train.py", "--steps", "10"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 1, done.stderr
     assert "TT201 train.py:7" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("from throughtime.testing.fixtures import doctor, doctor_ignores\n", encoding="utf-8")
-    loop = "gru = torch.nn.GRU(3, 4)\n    for x in torch.randn(120, 2, 3).split(10): gru(x{})[0].square().mean().backward()\n"
+    (tmp_path / "conftest.py").write_text(
+        "from throughtime.testing.fixtures import doctor, doctor_ignores\n", encoding="utf-8"
+    )
+    loop = (
+        "gru = torch.nn.GRU(3, 4)\n    for x in torch.randn(120, 2, 3).split(10):"
+        " gru(x{})[0].square().mean().backward()\n"
+    )
     broken = f"import torch\ndef test_broken(doctor):\n    {loop.format('')}"
     sound = f"def test_sound(doctor):\n    {loop.format('.clone() * torch.rand(()) ')}"
     (tmp_path / "test_loop.py").write_text(broken + sound, encoding="utf-8")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loop.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert "2 passed, 1 error" in done.stdout, done.stdout
     assert "TT201" in done.stdout

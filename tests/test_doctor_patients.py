@@ -28,14 +28,22 @@ def examine(path: Path) -> dict[str, Any]:
     from throughtime.probe.doctor import doctor
 
     error, d = "", doctor()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # what a script warns of is its own affair
         try:
             with d:
                 runpy.run_path(str(path), run_name="__main__")
         except RuntimeError as raised:
             error = str(raised)
-    return {"found": [[f.code, f.line, f.file] for f in d.findings], "error": error, "fault": str(d.fault or "")}
+    return {
+        "found": [[f.code, f.line, f.file] for f in d.findings],
+        "error": error,
+        "fault": str(d.fault or ""),
+    }
 
 
 def have_layers(path: Path) -> bool:
@@ -54,7 +62,11 @@ def swapped(layers: str) -> list[Any]:
             base.__init__(self, *args, **kwargs)
             traces.append(tt.trace(self))
 
-        setattr(torch.nn, name, type(name, (base,), {"__init__": made}) if layers.endswith("traced") else base)
+        setattr(
+            torch.nn,
+            name,
+            type(name, (base,), {"__init__": made}) if layers.endswith("traced") else base,
+        )
     return traces
 
 
@@ -75,18 +87,28 @@ def examined(group: str, layers: str) -> dict[str, Any]:
 def test_each_patient_is_diagnosed(group: str, layers: str) -> None:
     name, found = group, examined(group, layers)
     assert len(found) >= ((40 if name == "broken" else 20) if layers == "torch" else 30)
-    wrong = [f"{path.name}: {found[path.name]}" for path in scripts(name) if path.name in found and not right(path, found[path.name])]
+    wrong = [
+        f"{path.name}: {found[path.name]}"
+        for path in scripts(name)
+        if path.name in found and not right(path, found[path.name])
+    ]
     assert len(wrong) <= (len(found) // 20 if name == "broken" else 0), "\n".join(wrong)
 
 
 def right(path: Path, seen: dict[str, Any]) -> bool:
     """Some marked line with its code, and nothing beside the marked lines."""
     source = path.read_text(encoding="utf-8")
-    marked = {(m[1], i) for i, line in enumerate(source.splitlines(), 1) if (m := MARK.search(line))}
+    marked = {
+        (m[1], i) for i, line in enumerate(source.splitlines(), 1) if (m := MARK.search(line))
+    }
     got = {(code, line) for code, line, file in seen["found"] if file == str(path)}
     same_file = all(file == str(path) for _, _, file in seen["found"])
     return (
-        not seen["fault"] and got <= marked and bool(got) == bool(marked) and same_file and bool(seen["error"]) == ("# raises:" in source)
+        not seen["fault"]
+        and got <= marked
+        and bool(got) == bool(marked)
+        and same_file
+        and bool(seen["error"]) == ("# raises:" in source)
     )
 
 
@@ -94,4 +116,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     others = sys.argv[2] != "torch"
     kept = swapped(sys.argv[2]) if others else []
-    print(json.dumps({path.name: examine(path) for path in scripts(sys.argv[1]) if not others or have_layers(path)}))
+    print(
+        json.dumps(
+            {
+                path.name: examine(path)
+                for path in scripts(sys.argv[1])
+                if not others or have_layers(path)
+            }
+        )
+    )

@@ -36,7 +36,9 @@ class Net(nn.Module):
     def initial(self) -> tuple[Tensor, Tensor]:
         return torch.zeros(2, 4, dtype=D), torch.zeros(2, 4, dtype=D)
 
-    def chunk(self, steps: int, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def chunk(
+        self, steps: int, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         outputs = list[Tensor]()
         for x in torch.randn(steps, 2, 3, dtype=D):
             state = self.cell(x, state)
@@ -95,7 +97,13 @@ def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: boo
     net, x = kind(3, 4, num_layers=2).to(dtype), torch.randn(7, 2, 3, dtype=dtype)
     y, state = net(x)
     y.pow(2).mean()  # a loss of its own
-    state = tuple(s.detach() for s in state) if cut and isinstance(state, tuple) else state.detach() if cut else state
+    state = (
+        tuple(s.detach() for s in state)
+        if cut and isinstance(state, tuple)
+        else state.detach()
+        if cut
+        else state
+    )
     return walk(net(x, state)[0].pow(2).mean(), net)
 
 
@@ -189,18 +197,48 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
     "two chunks, not cut": (lambda: two_chunks(lambda state: state), [10, 12], [(0, 1)], 0),
     "two chunks, cut, both losses": (lambda: two_chunks(detached, both=True), [10, 12], [], 0),
     "two chunks, cut, the second loss": (lambda: two_chunks(detached), [12], [], 0),
-    "two chunks, only h cut": (lambda: two_chunks(lambda s: (s[0].detach(), s[1]), both=True), [10, 12], [(0, 1)], 0),
-    "two chunks, only c cut": (lambda: two_chunks(lambda s: (s[0], s[1].detach())), [10, 12], [(0, 1)], 0),
-    "two chunks, one graph, both losses": (lambda: two_chunks(lambda state: state, both=True), [10, 12], [], 1),
-    "retained over five chunks": (lambda: retained([6] * 5), [6] * 5, [(0, 1), (1, 2), (2, 3), (3, 4)], 0),
+    "two chunks, only h cut": (
+        lambda: two_chunks(lambda s: (s[0].detach(), s[1]), both=True),
+        [10, 12],
+        [(0, 1)],
+        0,
+    ),
+    "two chunks, only c cut": (
+        lambda: two_chunks(lambda s: (s[0], s[1].detach())),
+        [10, 12],
+        [(0, 1)],
+        0,
+    ),
+    "two chunks, one graph, both losses": (
+        lambda: two_chunks(lambda state: state, both=True),
+        [10, 12],
+        [],
+        1,
+    ),
+    "retained over five chunks": (
+        lambda: retained([6] * 5),
+        [6] * 5,
+        [(0, 1), (1, 2), (2, 3), (3, 4)],
+        0,
+    ),
     "freed": (freed, [10, 10], [(0, 1)], 0),
     "weights changed": (stepped, [2] * 4, [(0, 1), (1, 2), (2, 3)], 0),
-    "LSTM layer, one node a call": (lambda: layer(nn.LSTM, torch.float32, cut=False), [7, 7], [(0, 1)], 0),
+    "LSTM layer, one node a call": (
+        lambda: layer(nn.LSTM, torch.float32, cut=False),
+        [7, 7],
+        [(0, 1)],
+        0,
+    ),
     "LSTM layer, many nodes": (lambda: layer(nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
     "GRU layer": (lambda: layer(nn.GRU, D, cut=False), [7, 7], [(0, 1)], 0),
     "RNN layer": (lambda: layer(nn.RNN, D, cut=False), [7, 7], [(0, 1)], 0),
     "LSTM layer, cut": (lambda: layer(nn.LSTM, D, cut=True), [7], [], 0),
-    "LSTM layer, one node a call, cut": (lambda: layer(nn.LSTM, torch.float32, cut=True), [7], [], 0),
+    "LSTM layer, one node a call, cut": (
+        lambda: layer(nn.LSTM, torch.float32, cut=True),
+        [7],
+        [],
+        0,
+    ),
     "fused LSTM": (lambda: layer(tt.nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
     "fused GRU": (lambda: layer(tt.nn.GRU, D, cut=False), [7, 7], [(0, 1)], 0),
     "fused RNN": (lambda: layer(tt.nn.RNN, D, cut=False), [7, 7], [(0, 1)], 0),
@@ -209,8 +247,18 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
     "LSTM layer, traced, cut": (lambda: traced(nn.LSTM, cut=True), [7], [], 0),
     "fused GRU, traced": (lambda: traced(tt.nn.GRU, cut=False), [7, 7], [(0, 1)], 0),
     "cut chunks in one loss": (outputs_joined, [9, 9, 9], [], 0),
-    "two layers, the upper not cut": (lambda: upper_layer_not_cut((True, False)), [6] * 3, [(0, 1), (1, 2)], 0),
-    "two layers, the lower not cut": (lambda: upper_layer_not_cut((False, True)), [6] * 3, [(0, 1), (1, 2)], 0),
+    "two layers, the upper not cut": (
+        lambda: upper_layer_not_cut((True, False)),
+        [6] * 3,
+        [(0, 1), (1, 2)],
+        0,
+    ),
+    "two layers, the lower not cut": (
+        lambda: upper_layer_not_cut((False, True)),
+        [6] * 3,
+        [(0, 1), (1, 2)],
+        0,
+    ),
     "two layers, cut": (lambda: upper_layer_not_cut((True, True)), [6], [], 0),
     "two inputs through one net": (twins, [15], [], 0),
     "losses on the way": (losses_on_the_way, [10] * 4, [], 3),
@@ -221,7 +269,9 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_kernels if "fused" in name else ()) for name in KNOWN])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_kernels if "fused" in name else ()) for name in KNOWN]
+)
 def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     make, steps, red, more = KNOWN[name]
     found = make()
@@ -241,7 +291,9 @@ def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
 def test_retained_chunks_of_any_lengths_are_told_apart(lengths: list[int]) -> None:
     found = retained(lengths)
     assert [chunk.steps for chunk in found.chunks] == lengths
-    assert [(link.source, link.target) for link in found.overdue] == [(i, i + 1) for i in range(len(lengths) - 1)]
+    assert [(link.source, link.target) for link in found.overdue] == [
+        (i, i + 1) for i in range(len(lengths) - 1)
+    ]
 
 
 def all_nodes(*losses: Tensor) -> int:
@@ -260,7 +312,12 @@ def test_no_node_is_lost_and_none_counts_twice() -> None:
     first, state = net.chunk(10, net.initial())
     second, state = net.chunk(12, (state[0].detach(), state[1]))
     third, _ = net.chunk(5, state)
-    for losses in ([third], [first, third], [first + second * 2 + third], [first, second, first * third]):
+    for losses in (
+        [third],
+        [first, third],
+        [first + second * 2 + third],
+        [first, second, first * third],
+    ):
         found = walk(losses, net)
         assert found.nodes == all_nodes(*losses)
         mutant = replace(found, chunks=found.chunks[1:])
@@ -272,7 +329,10 @@ def test_what_each_finding_is_known_from_is_said() -> None:
     assert freed().chunks[0].freed
     assert not freed().chunks[1].freed
     assert "weights were changed" in stepped().links[0].why
-    assert "another part of the state was cut" in two_chunks(lambda s: (s[0].detach(), s[1])).links[0].why
+    assert (
+        "another part of the state was cut"
+        in two_chunks(lambda s: (s[0].detach(), s[1])).links[0].why
+    )
     assert "recorded in between" in retained([5, 5]).links[0].why
     assert [chunk.to_loss for chunk in retained([5, 5]).chunks] == [False, True]
 
@@ -285,15 +345,23 @@ def test_how_a_state_enters_is_known() -> None:
     assert [leaf.name for leaf in leaf_state().leaves if not leaf.parameter] == ["leaf (2, 4)"]
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"])
+@pytest.mark.parametrize(
+    "fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"]
+)
 @pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
 def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None:
     """By the weights' place among what a node is made of, it would be a leaf always."""
     net, x = (tt.nn if fused else nn).GRU(3, 4, dtype=D), torch.randn(7, 2, 3, dtype=D)
-    leaf, weight = torch.zeros(1, 2, 4, dtype=D, requires_grad=True), torch.ones((), dtype=D, requires_grad=True)
+    leaf, weight = (
+        torch.zeros(1, 2, 4, dtype=D, requires_grad=True),
+        torch.ones((), dtype=D, requires_grad=True),
+    )
     with tt.trace(net) if watched else contextlib.nullcontext():
         y, state = net(x)
-        found = [walk(net(x, h)[0].mean()).chunks[0].enters for h in (None, leaf, leaf * weight, state.detach())]
+        found = [
+            walk(net(x, h)[0].mean()).chunks[0].enters
+            for h in (None, leaf, leaf * weight, state.detach())
+        ]
         again = walk(y.mean() + net(x, state)[0].mean()).chunks
     assert [(chunk.steps, chunk.enters) for chunk in again] == [(7, "none"), (7, "graph")]
     assert found == ["none", "leaf", "computed", "none"]
@@ -314,8 +382,12 @@ def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
 def test_leaves_are_named_by_their_attribute_paths() -> None:
     net = Net()
     loss, _ = net.chunk(4, net.initial())
-    assert [leaf.name for leaf in walk(loss, net).leaves] == [name for name, _ in net.named_parameters()]
-    assert {leaf.name for leaf in walk(loss).leaves} == {f"weight {tuple(weight.shape)}" for weight in net.parameters()}
+    assert [leaf.name for leaf in walk(loss, net).leaves] == [
+        name for name, _ in net.named_parameters()
+    ]
+    assert {leaf.name for leaf in walk(loss).leaves} == {
+        f"weight {tuple(weight.shape)}" for weight in net.parameters()
+    }
     assert {leaf.uses for leaf in walk(loss, net).leaves} == {4}
 
 
@@ -328,7 +400,11 @@ def test_drawing_changes_no_gradient() -> None:
     expected = torch.autograd.grad(plain, list(net.parameters()))
     draw(drawn, net)
     drawn.backward()
-    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(net.parameters(), expected, strict=True) if weight.grad is not None)
+    assert all(
+        torch.equal(weight.grad, grad)
+        for weight, grad in zip(net.parameters(), expected, strict=True)
+        if weight.grad is not None
+    )
     assert all(weight.grad is not None for weight in net.parameters())
 
 
@@ -341,7 +417,7 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004  # torch calls it so
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # torch calls it so
         return 2 * grads[0]
 
 
@@ -437,7 +513,12 @@ def test_what_is_deep_is_held_level_by_level() -> None:
     walk(loss)
     node, depth, held = loss.grad_fn, 0, dict[int, list[Any]]()
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        held |= {depth: node.metadata["throughtime.held"]} if "throughtime.held" in node.metadata else {}  # pyright: ignore[reportIndexIssue, reportOperatorIssue]  # torch's stubs say it is a method
+        held |= (
+            {depth: node.metadata["throughtime.held"]}
+            if "throughtime.held" in node.metadata
+            else {}
+            # torch's stubs say it is a method
+        )  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
         node, depth = node.next_functions[0][0], depth + 1
     assert list(held) == [0, 500, 1000]
     assert all(len(nodes) == 1 for nodes in held.values())
@@ -467,7 +548,13 @@ thread.join()
 @pytest.mark.parametrize("steps", [6_000, 50_000])
 def test_a_deep_graph_is_drawn_and_freed_without_recursion(steps: int) -> None:
     """In a process of its own, on a small stack: torch 2.13 would overflow it where it frees what Python has looked at."""
-    ended = subprocess.run([sys.executable, "-c", DEEP, str(steps)], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", DEEP, str(steps)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr
 
 
@@ -477,5 +564,7 @@ def test_a_drawing_prints_its_findings_and_not_its_picture() -> None:
     first.backward()
     drawing = draw(net.chunk(4, state)[0], net)
     assert "<svg" not in repr(drawing)
-    assert str(drawing).splitlines()[0].endswith("in 2 chunks, 1 of 1 crossings should have been cut")
+    assert (
+        str(drawing).splitlines()[0].endswith("in 2 chunks, 1 of 1 crossings should have been cut")
+    )
     assert str(drawing).splitlines()[1].startswith("chunk 1 -> 2: the graph before was freed")

@@ -25,7 +25,9 @@ def norms(leaves: Sequence[Tensor]) -> Tensor:
     return torch.stack([leaf.flatten(1).square().sum(1) for leaf in leaves]).sum(0).sqrt()
 
 
-def by_hand(net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_together: bool = False) -> tuple[Weights, list[Tensor]]:
+def by_hand(
+    net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_together: bool = False
+) -> tuple[Weights, list[Tensor]]:
     """The loop as one would write it: every chunk from a leaf, its gradient clipped and handed to the chunk before."""
     entering, played, state = list[Any](), list[tuple[Tensor, Any]](), start(net, data.x)
     for x, resets in zip(data.x.split(chunk), data.resets.split(chunk), strict=True):
@@ -36,13 +38,29 @@ def by_hand(net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_toge
     for index in reversed(range(len(played))):
         y, state = played[index]
         part = slice(index * chunk, index * chunk + chunk)
-        loss = (y - data.targets[part])[data.mask[part]].square().sum() / (int(data.mask.sum()) * y.shape[2])
-        torch.autograd.backward([loss, *(tt.state.tensors(state) if back else [])], [None, *(back or [])], retain_graph=True)
-        back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in tt.state.tensors(entering[index])]
+        loss = (y - data.targets[part])[data.mask[part]].square().sum() / (
+            int(data.mask.sum()) * y.shape[2]
+        )
+        torch.autograd.backward(
+            [loss, *(tt.state.tensors(state) if back else [])],
+            [None, *(back or [])],
+            retain_graph=True,
+        )
+        back = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for leaf in tt.state.tensors(entering[index])
+        ]
         if index:
             found.append(norms(back))
-            lengths = found[-1].square().sum().sqrt().expand_as(found[-1]) if lanes_together else found[-1]
-            back = [leaf * (most / lengths).clamp(max=1).view(-1, *[1] * (leaf.dim() - 1)) for leaf in back]
+            lengths = (
+                found[-1].square().sum().sqrt().expand_as(found[-1])
+                if lanes_together
+                else found[-1]
+            )
+            back = [
+                leaf * (most / lengths).clamp(max=1).view(-1, *[1] * (leaf.dim() - 1))
+                for leaf in back
+            ]
     return gradients(net), found
 
 
@@ -58,7 +76,14 @@ def by_hand(net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_toge
 )
 @several_leaves
 def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
-    row: Row, steps: int, chunk: int, lanes: int, resets: float, masked: float, most: float, seed: int
+    row: Row,
+    steps: int,
+    chunk: int,
+    lanes: int,
+    resets: float,
+    masked: float,
+    most: float,
+    seed: int,
 ) -> None:
     net = row.net()
     data = given_for(net, steps, lanes, seed, resets, masked)
@@ -70,20 +95,31 @@ def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
     )
     expected, crossing = by_hand(net, data, chunk, most)
     net.zero_grad()
-    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk, clip_adjoint=most))
+    (update,) = tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk, clip_adjoint=most)
+    )
     assert apart(gradients(net), expected) < CLOSE
     assert update.swept is not None
     assert update.swept.adjoints.shape == (len(crossing), lanes)
     for got, want in zip(update.swept.adjoints, crossing, strict=True):
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-9)
-    surely, perhaps = (sum(int((n > most * (1 + sign * 1e-5)).sum()) for n in crossing) for sign in (1, -1))
-    assert surely <= update.swept.clipped <= perhaps  # a net that rotates hands on exactly the limit, again and again
+    surely, perhaps = (
+        sum(int((n > most * (1 + sign * 1e-5)).sum()) for n in crossing) for sign in (1, -1)
+    )
+    assert (
+        surely <= update.swept.clipped <= perhaps
+    )  # a net that rotates hands on exactly the limit, again and again
 
 
 def long_credit(row: Row) -> tuple[tt.Carried, Given]:
     net = row.net()
     data = given_for(net, 29, 3, 4)
-    return net, Given(data.x * torch.tensor([1.0, 4.0, 0.1]).view(3, 1), data.targets, torch.zeros_like(data.resets), data.mask)
+    return net, Given(
+        data.x * torch.tensor([1.0, 4.0, 0.1]).view(3, 1),
+        data.targets,
+        torch.zeros_like(data.resets),
+        data.mask,
+    )
 
 
 @several_leaves
@@ -91,7 +127,9 @@ def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.Monk
     crossed = list[Tensor]()
     whole = Piece.pull
 
-    def pull(piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any) -> Pulled:
+    def pull(
+        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
+    ) -> Pulled:
         if adjoint is not None:
             crossed.append(norms([leaf for leaf in adjoint if leaf is not None]))
         return whole(piece, weights, roots, adjoint, **options)
@@ -103,7 +141,9 @@ def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.Monk
     limit = free.swept.adjoints.median().item()
     assert torch.stack(crossed).max() > limit * (1 + CLOSE)
     crossed.clear()
-    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit))
+    (update,) = tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit)
+    )
     assert len(crossed) == 7
     assert torch.stack(crossed).max() <= limit * (1 + CLOSE)
     assert update.swept is not None
@@ -119,7 +159,9 @@ def test_lanes_are_clipped_apart(row: Row) -> None:
     net.zero_grad()
     together, _ = by_hand(net, data, 4, limit, lanes_together=True)
     net.zero_grad()
-    list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit)))
+    list(
+        tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit))
+    )
     assert apart(gradients(net), expected) < CLOSE
     assert apart(gradients(net), together) > 100 * CLOSE
 
@@ -129,11 +171,15 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
     net, data = long_credit(row)
     state, edges, losses = start(net, data.x), list[Any](), list[Tensor]()
     for x, targets in zip(data.x.split(4), data.targets.split(4), strict=True):
-        edges.append(tt.state.map_leaves(lambda leaf: leaf + 0.0 if leaf.requires_grad else leaf, state))
+        edges.append(
+            tt.state.map_leaves(lambda leaf: leaf + 0.0 if leaf.requires_grad else leaf, state)
+        )
         y, state = net(x, edges[-1])
         losses.append((y - targets).square().sum() / data.targets.numel())
     inner = [tt.state.tensors(edge) for edge in edges[1:]]
-    found = torch.autograd.grad(torch.stack(losses).sum(), [leaf for edge in inner for leaf in edge])
+    found = torch.autograd.grad(
+        torch.stack(losses).sum(), [leaf for edge in inner for leaf in edge]
+    )
     width = len(inner[0])
     expected = [norms(found[i * width : (i + 1) * width]) for i in reversed(range(len(inner)))]
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
@@ -143,9 +189,15 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
     assert expected[0].max() > 1e-3
 
 
-@pytest.mark.parametrize("policy", [tt.Exact(chunk=5), tt.Exact(chunk=5, segment=20), tt.Exact(chunk=5, clip_adjoint=1e-9)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Exact(chunk=5), tt.Exact(chunk=5, segment=20), tt.Exact(chunk=5, clip_adjoint=1e-9)],
+    ids=repr,
+)
 @some_nets("hides-layer", "learnt-start")
-def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(row: Row, policy: tt.Exact) -> None:
+def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(
+    row: Row, policy: tt.Exact
+) -> None:
     """What reaches the start of a stretch goes no further: it crosses nothing."""
     stream = tt.Stream(recordings([40] if policy.segment else [20, 20]), 1, 5, seed=None)
     shapes = list[tuple[int, ...]]()
@@ -183,4 +235,6 @@ def test_clipping_under_a_scaler_is_that_without_one() -> None:
     exact_updates(scaled, data, policy, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**7))
     assert update.swept is not None
     assert update.swept.clipped
-    assert apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < 1e-7
+    assert (
+        apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < 1e-7
+    )

@@ -12,8 +12,27 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import POLICIES, Given, Tempered, deviation, every_policy, exact_updates, plain, policy_gradients
-from strategies import FEATURES, HIDDEN, Weights, apart, gradients, named, remembering, start, weights
+from givens import (
+    POLICIES,
+    Given,
+    Tempered,
+    deviation,
+    every_policy,
+    exact_updates,
+    plain,
+    policy_gradients,
+)
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    Weights,
+    apart,
+    gradients,
+    named,
+    remembering,
+    start,
+    weights,
+)
 from throughtime.errors import ModelError
 from throughtime.gradient import Policy, online, retained, stretch, sweep
 from throughtime.gradient.gather import Gathered, weights_of
@@ -55,7 +74,9 @@ def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
     assert apart(gradients(net), {name: g / 2 for name, g in expected.items()}) < EXACT
 
 
-def each_update(net: tt.Carried, loss_fn: nn.Module, data: Given, policy: Policy) -> list[tuple[int, Weights]]:
+def each_update(
+    net: tt.Carried, loss_fn: nn.Module, data: Given, policy: Policy
+) -> list[tuple[int, Weights]]:
     """Where each update ends, and its gradient to the weights of net and loss."""
     torch.manual_seed(3)  # where the randomized one cuts
     found = list[tuple[int, Weights]]()
@@ -87,8 +108,13 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
         assert apart(got, {name: g / 2 for name, g in whole.items()}) < EXACT
 
 
-@pytest.mark.parametrize(("name", "module"), [("exact", sweep), ("retained", sweep), ("retained", retained), ("online", online)])
-def test_hooks_that_are_not_held_are_called_for_every_piece(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("exact", sweep), ("retained", sweep), ("retained", retained), ("online", online)],
+)
+def test_hooks_that_are_not_held_are_called_for_every_piece(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutant."""
     monkeypatch.setattr(module, "hooks_held", lambda _: contextlib.nullcontext())
     net, loss_fn, calls = named("hides-layer").net(), Tempered(), list[Tensor]()
@@ -99,7 +125,11 @@ def test_hooks_that_are_not_held_are_called_for_every_piece(name: str, module: A
 
 
 def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
-    usual, fused, data = named("hides-layer").net(), named("hides-layer").net(), Given.draw(30, 2, 0)
+    usual, fused, data = (
+        named("hides-layer").net(),
+        named("hides-layer").net(),
+        Given.draw(30, 2, 0),
+    )
 
     def step(p: Tensor) -> None:
         assert p.grad is not None
@@ -123,7 +153,9 @@ def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
     ((_, _, expected),) = plain(net, data)
     exact_updates(net, data)
     assert apart(gradients(net), expected) < EXACT
-    assert {name.split(".")[1] for name, p in net.named_parameters() if p.grad is not None} == {"head"}
+    assert {name.split(".")[1] for name, p in net.named_parameters() if p.grad is not None} == {
+        "head"
+    }
 
 
 def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
@@ -135,7 +167,9 @@ def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
     assert gradients(net)["module.lstm.weight_hh_l0"].abs().max() > 1e-6
 
 
-def blamed_on_the_loss(net: tt.Carried, loss_fn: nn.Module, data: Given, ends: list[int]) -> list[Tensor]:
+def blamed_on_the_loss(
+    net: tt.Carried, loss_fn: nn.Module, data: Given, ends: list[int]
+) -> list[Tensor]:
     """Plain autograd: the gradient to the loss's own weight, of the mean over the steps up to each of `ends`."""
     y, _ = net(data.x, start(net, data.x), data.resets)
     found = list[Tensor]()
@@ -152,18 +186,34 @@ def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) 
     updates = each_update(net, loss_fn, data, policy)
     expected = blamed_on_the_loss(net, loss_fn, data, [end for end, _ in updates])
     assert len(updates) > 1 or policy is POLICIES["exact"]
-    for (begin, end), (_, got), want in zip(pairwise([0, *(end for end, _ in updates)]), updates, expected, strict=True):
-        weight = int(data.mask[begin:end].sum()) / (10 * 2) if isinstance(policy, tt.Randomized) else 1.0
+    for (begin, end), (_, got), want in zip(
+        pairwise([0, *(end for end, _ in updates)]), updates, expected, strict=True
+    ):
+        weight = (
+            int(data.mask[begin:end].sum()) / (10 * 2) if isinstance(policy, tt.Randomized) else 1.0
+        )
         assert (got["temperature"] - weight * want).abs() < EXACT
         assert want.abs() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "module"), [("exact", stretch), ("randomized", stretch), ("retained", retained), ("online", online)])
-def test_loss_whose_weights_nobody_asks_for_gets_none(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("exact", stretch), ("randomized", stretch), ("retained", retained), ("online", online)],
+)
+def test_loss_whose_weights_nobody_asks_for_gets_none(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutant."""
     monkeypatch.setattr(module, "weights_of", lambda net, _: weights_of(net))
     loss_fn = Tempered()
-    list(tt.updates(named("hides-layer").net(), [Given.draw(30, 2, 0).chunk], loss_fn, gradient=POLICIES[name]))
+    list(
+        tt.updates(
+            named("hides-layer").net(),
+            [Given.draw(30, 2, 0).chunk],
+            loss_fn,
+            gradient=POLICIES[name],
+        )
+    )
     assert loss_fn.temperature.grad is None
 
 
@@ -174,7 +224,8 @@ def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused(n
     for policy in (POLICIES["truncated"], POLICIES[name]):
         loss_fn.zero_grad()
         try:
-            list(tt.updates(net, [data.chunk], lambda y, t: loss_fn(y, t), gradient=policy))  # noqa: PLW0108  # as users do
+            # as users do
+            list(tt.updates(net, [data.chunk], lambda y, t: loss_fn(y, t), gradient=policy))
         except ModelError:
             return
         assert loss_fn.temperature.grad is not None
@@ -193,7 +244,13 @@ class Decayed(nn.Module):
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Exact(chunk=4), tt.Truncated(30), tt.Truncated(30, 31), tt.Truncated(30, 31, graphs="retain"), tt.Online(30)],
+    [
+        tt.Exact(chunk=4),
+        tt.Truncated(30),
+        tt.Truncated(30, 31),
+        tt.Truncated(30, 31, graphs="retain"),
+        tt.Online(30),
+    ],
     ids=["exact", "truncated", "overlapping", "retained", "online"],
 )
 def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) -> None:
@@ -207,13 +264,21 @@ def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) ->
 def test_weights_gathered_are_named_as_the_user_knows_them() -> None:
     net, loss_fn = named("hides-layer").net(), Tempered()
     found = weights_of(net, loss_fn)
-    assert list(found) == [*(name for name, _ in net.module.named_parameters()), "loss_fn.temperature"]
+    assert list(found) == [
+        *(name for name, _ in net.module.named_parameters()),
+        "loss_fn.temperature",
+    ]
     assert list(Gathered(found).names) == list(found)
-    assert [id(p) for p in found.values()] == [id(p) for p in (*net.parameters(), loss_fn.temperature)]
+    assert [id(p) for p in found.values()] == [
+        id(p) for p in (*net.parameters(), loss_fn.temperature)
+    ]
     net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
     loss_fn.requires_grad_(requires_grad=False)
     assert list(weights_of(net, loss_fn)) == ["head.weight", "head.bias"]
-    assert list(weights_of(net, Decayed(net.get_parameter("module.head.weight")))) == ["head.weight", "head.bias"]
+    assert list(weights_of(net, Decayed(net.get_parameter("module.head.weight")))) == [
+        "head.weight",
+        "head.bias",
+    ]
 
 
 class Reads(nn.Module):
@@ -229,12 +294,19 @@ class Reads(nn.Module):
 
 
 def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
-    tokens, targets = torch.arange(60).view(30, 2) % 7, torch.randn(30, 2, HIDDEN, dtype=torch.float64)
+    tokens, targets = (
+        torch.arange(60).view(30, 2) % 7,
+        torch.randn(30, 2, HIDDEN, dtype=torch.float64),
+    )
     found = list[Weights]()
     for sparse in (False, True):
         torch.manual_seed(5)
         net = tt.carry(remembering(Reads(sparse=sparse)))
-        list(tt.updates(net, [tt.Chunk.of(tokens, targets)], nn.MSELoss(), gradient=tt.Exact(chunk=4)))
+        list(
+            tt.updates(
+                net, [tt.Chunk.of(tokens, targets)], nn.MSELoss(), gradient=tt.Exact(chunk=4)
+            )
+        )
         grad = net.get_parameter("module.embedding.weight").grad
         assert grad is not None
         assert grad.is_sparse == sparse
@@ -249,4 +321,5 @@ def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count()
     mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
     chunk = tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)
     with pytest.raises(ModelError, match="weights of its own inside"):
-        list(tt.updates(net, [chunk], lambda y, t: loss_fn(y, t), gradient=tt.Exact(chunk=10)))  # noqa: PLW0108  # as users do
+        # as users do
+        list(tt.updates(net, [chunk], lambda y, t: loss_fn(y, t), gradient=tt.Exact(chunk=10)))

@@ -1,4 +1,5 @@
-"""Gradients that are not finite: refused, naming where they came from, or left to a scaler; and going on after an error.
+"""Gradients that are not finite: refused, naming where they came from, or left to a scaler; and
+going on after an error.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -41,7 +42,9 @@ def rootless(*zeros: int) -> tt.Stream:
     return tt.Stream(found, 1, 5, seed=None)
 
 
-def faulty(zeros: Sequence[int] = (), inputs: Sequence[int] = (), targets: Sequence[int] = ()) -> tt.Chunk:
+def faulty(
+    zeros: Sequence[int] = (), inputs: Sequence[int] = (), targets: Sequence[int] = ()
+) -> tt.Chunk:
     """The same epoch; at some steps inputs are zero, or NaN, or targets are NaN."""
     epoch = join(list(rootless(*zeros)))
     assert epoch.targets is not None
@@ -67,9 +70,16 @@ def test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from(
     for _ in range(before):
         next(updates)
     kept, own = (gradients(net), weights(net)), [p.grad for p in net.parameters()]
-    where = rf"in the chunk of steps {steps} of the epoch \(recording {recording}\), whose part of the loss is [0-9.]+\."
+    where = (
+        rf"in the chunk of steps {steps} of the epoch \(recording {recording}\), whose part of the"
+        r" loss is [0-9.]+\."
+    )
     with pytest.raises(
-        RunError, match=rf"the gradient of 'scale' is not finite \(NaN or infinite\) {where} `\.grad` and the weights are as they"
+        RunError,
+        match=(
+            rf"the gradient of 'scale' is not finite \(NaN or infinite\) {where} `\.grad` and the"
+            r" weights are as they"
+        ),
     ):
         next(updates)
     assert apart(gradients(net), kept[0]) == apart(weights(net), kept[1]) == 0
@@ -86,15 +96,28 @@ def test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from(
         (faulty(inputs=[6]), "4 to 7", "nan"),
         (faulty([17, 25], targets=[29], inputs=[31]), "16 to 19", "[0-9.]+"),
     ],
-    ids=["gradients", "losses", "loss before gradient", "losses after gradient", "state from there on", "of the first update"],
+    ids=[
+        "gradients",
+        "losses",
+        "loss before gradient",
+        "losses after gradient",
+        "state from there on",
+        "of the first update",
+    ],
 )
 @pytest.mark.parametrize("verify", ["first", "all", "off"])
 def test_chunk_named_is_the_first_with_such_a_loss_else_the_last_with_such_a_gradient(
     epoch: tt.Chunk, steps: str, loss: str, verify: Any
 ) -> None:
-    """A loss that is no number began the trouble; else the gradient did, on its way back from the end."""
+    """A loss that is no number began the trouble.
+
+    Else the gradient did, on its way back from the end.
+    """
     net = tt.carry(remembering(Roots()))
-    with pytest.raises(RunError, match=rf"in the chunk of steps {steps} of the epoch .*, whose part of the loss is {loss}\."):
+    with pytest.raises(
+        RunError,
+        match=rf"in the chunk of steps {steps} of the epoch .*, whose part of the loss is {loss}\.",
+    ):
         list(tt.updates(net, [epoch], nn.MSELoss(), gradient=tt.Exact(chunk=4, verify=verify)))
     assert all(p.grad is None for p in net.parameters())
 
@@ -112,16 +135,29 @@ class Rooted(Tempered):
 )
 def test_weight_of_the_loss_is_named_as_such(name: str, steps: str) -> None:
     net, data, loss_fn = named("hides-layer").net(), Given.draw(30, 2, 0), Rooted()
-    with pytest.raises(RunError, match=rf"the gradient of 'loss_fn\.temperature' is not finite .* in the chunk of steps {steps} of"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"the gradient of 'loss_fn\.temperature' is not finite .* in the chunk of steps"
+            rf" {steps} of"
+        ),
+    ):
         list(tt.updates(net, [data.chunk], loss_fn, gradient=POLICIES[name]))
     assert all(p.grad is None for p in (*net.parameters(), *loss_fn.parameters()))
 
 
 def test_finite_chunks_whose_sum_is_not_are_refused() -> None:
-    net, x = tt.carry(nn.Sequential(nn.RNN(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1))), torch.randn(8, 1, FEATURES)
+    net, x = (
+        tt.carry(nn.Sequential(nn.RNN(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1))),
+        torch.randn(8, 1, FEATURES),
+    )
     chunk = tt.Chunk.of(x, torch.zeros(8, 1))
     with pytest.raises(RunError, match="though every chunk's is: their sum is too large"):
-        list(tt.updates(net, [chunk], lambda y, _: y.mean() * 1e20 * 1e18 * 6, gradient=tt.Exact(chunk=4)))
+        list(
+            tt.updates(
+                net, [chunk], lambda y, _: y.mean() * 1e20 * 1e18 * 6, gradient=tt.Exact(chunk=4)
+            )
+        )
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -133,7 +169,10 @@ def test_gradients_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradients(net)["module.scale"].isnan().any()
 
 
-ENDED = r"these updates ended with an error in the middle of a step: .*tt\.updates\(\.\.\.\), or from a saved place with load_state_dict"
+ENDED = (
+    r"these updates ended with an error in the middle of a step: .*tt\.updates\(\.\.\.\), or from a"
+    r" saved place with load_state_dict"
+)
 
 
 def test_nobody_goes_on_from_a_state_that_stayed_behind() -> None:
@@ -185,7 +224,10 @@ def test_saved_place_is_gone_on_from_after_an_error(policy: Policy) -> None:
 
 def test_scaler_decides_itself_about_gradients_that_are_not_finite() -> None:
     net = tt.carry(remembering(Roots()))
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**7), torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler, optimizer = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**7),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     before, changed = weights(net), list[bool]()
     for _ in tt.updates(net, rootless(7), nn.MSELoss(), gradient=tt.Exact(chunk=4), scaler=scaler):
         scaler.step(optimizer)
@@ -201,7 +243,9 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
     usual, scaled = named("hides-layer").net(), named("hides-layer").net()
     (first,), (second,) = exact_updates(usual, data), exact_updates(scaled, data, scaler=scaler)
     assert torch.equal(first.loss, second.loss)
-    assert apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < EXACT
+    assert (
+        apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < EXACT
+    )
     assert apart(gradients(scaled), gradients(usual)) > 1e-3
     assert first.swept is not None
     assert second.swept is not None

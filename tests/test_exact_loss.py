@@ -1,4 +1,5 @@
-"""What the loss of an exact gradient may be, and where it may come from: weighted as the whole mean is, or refused.
+"""What the loss of an exact gradient may be, and where it may come from: weighted as the whole mean
+is, or refused.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -55,10 +56,16 @@ def test_class_weights_give_the_gradient_of_the_whole_mean(
 
 def test_class_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: chunks weighted by their valid steps."""
-    net, data, loss_fn = named("hides-layer").net(), labelled(29, 2, 0, 0.3), nn.CrossEntropyLoss(weight=WEIGHT)
+    net, data, loss_fn = (
+        named("hides-layer").net(),
+        labelled(29, 2, 0, 0.3),
+        nn.CrossEntropyLoss(weight=WEIGHT),
+    )
     expected = plain(net, data, loss_fn=loss_fn)
     monkeypatch.setattr(Objective, "mass", lambda _, chunk: chunk.valid)
-    assert deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn), expected) > 1e-4
+    assert (
+        deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn), expected) > 1e-4
+    )
 
 
 def test_class_of_no_weight_does_not_count() -> None:
@@ -83,12 +90,21 @@ def test_class_that_the_loss_ignores_does_not_count() -> None:
     [
         (nn.MSELoss(reduction="sum"), "loss_fn has reduction='sum', expected 'mean'"),
         (nn.CrossEntropyLoss(reduction="sum"), "loss_fn has reduction='sum', expected 'mean'"),
-        (nn.MSELoss(reduction="none"), r"loss_fn returned a tensor of shape \(6, 2\), expected one number.*reduction='none'"),
+        (
+            nn.MSELoss(reduction="none"),
+            r"loss_fn returned a tensor of shape \(6, 2\), expected one number.*reduction='none'",
+        ),
         (
             lambda y, t: (y - t).square().mean().item(),
-            r"loss_fn returned a float, expected a tensor with one number: the mean over its 6 rows",
+            (
+                r"loss_fn returned a float, expected a tensor with one number: the mean over its 6"
+                r" rows"
+            ),
         ),
-        (lambda y, t: (y.detach() - t).square().mean(), "the loss depends on no parameter that requires a gradient"),
+        (
+            lambda y, t: (y.detach() - t).square().mean(),
+            "the loss depends on no parameter that requires a gradient",
+        ),
     ],
     ids=["sum", "classes' sum", "none", "float", "detached"],
 )
@@ -101,7 +117,9 @@ def test_loss_that_is_no_mean_is_refused(loss_fn: Any, reason: str) -> None:
 
 def test_frozen_net_is_refused() -> None:
     net = named("hides-layer").net().requires_grad_(requires_grad=False)
-    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+    with pytest.raises(
+        ModelError, match="the loss depends on no parameter that requires a gradient"
+    ):
         exact_updates(net, Given.draw(23, 2, 0))
 
 
@@ -109,20 +127,31 @@ def some_chunks() -> list[tt.Chunk]:
     return list(tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None))
 
 
-@pytest.mark.parametrize("policy", [tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)],
+    ids=repr,
+)
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
         (lambda: (chunk for chunk in some_chunks()), "generator"),
         (lambda: iter(some_chunks()), "list_iterator"),
-        (lambda: DataLoader(some_chunks(), batch_size=None), "DataLoader"),  # pyright: ignore[reportArgumentType]  # it takes any sequence
+        # it takes any sequence
+        (lambda: DataLoader(some_chunks(), batch_size=None), "DataLoader"),  # pyright: ignore[reportArgumentType]
     ],
     ids=["generator", "iterator", "loader"],
 )
-def test_chunks_that_come_only_once_are_refused(policy: tt.Exact, source: Callable[[], Any], kind: str) -> None:
+def test_chunks_that_come_only_once_are_refused(
+    policy: tt.Exact, source: Callable[[], Any], kind: str
+) -> None:
     net = named("hides-layer").net()
     with pytest.raises(
-        DataError, match=rf"come from a {kind}, which gives each of them once: give tt\.updates a tt\.Stream, or a list of chunks"
+        DataError,
+        match=(
+            rf"come from a {kind}, which gives each of them once: give tt\.updates a tt\.Stream, or"
+            r" a list of chunks"
+        ),
     ):
         list(tt.updates(net, source(), nn.MSELoss(), gradient=policy))
     assert all(p.grad is None for p in net.parameters())
@@ -130,10 +159,20 @@ def test_chunks_that_come_only_once_are_refused(policy: tt.Exact, source: Callab
 
 def test_list_of_chunks_is_as_good_as_the_stream() -> None:
     net = named("hides-layer").net()
-    for policy in (tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)):
+    for policy in (
+        tt.Exact(),
+        tt.Exact(chunk=4),
+        tt.Exact(segment=10),
+        tt.Exact(segment=10, chunk=4),
+    ):
         stream = tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None)
         for chunks in (some_chunks(), tuple(some_chunks())):
-            assert deviation(policy_gradients(net, chunks, policy), policy_gradients(net, stream, policy)) < EXACT
+            assert (
+                deviation(
+                    policy_gradients(net, chunks, policy), policy_gradients(net, stream, policy)
+                )
+                < EXACT
+            )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +186,10 @@ def test_list_of_chunks_is_as_good_as_the_stream() -> None:
         ({"memory": "much"}, "memory='much': expected an amount like '512MB'"),
         ({"memory": -1}, "memory=-1: expected an amount"),
         ({"verify": "some"}, "verify='some': expected 'first', 'all' or 'off'"),
-        ({"offload": "/no/such/folder"}, "offload='/no/such/folder': expected None, 'cpu', or a folder that exists"),
+        (
+            {"offload": "/no/such/folder"},
+            "offload='/no/such/folder': expected None, 'cpu', or a folder that exists",
+        ),
         ({"clip_adjoint": 0.0, "chunk": 5}, r"clip_adjoint=0\.0: expected a norm above 0"),
         ({"clip_adjoint": float("nan"), "chunk": 5}, "clip_adjoint=nan: expected a norm above 0"),
         ({"clip_adjoint": 1.0}, r"the chunk becomes part of the gradient: give chunk=\.\.\. too"),
@@ -161,4 +203,14 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], reason: str)
 
 def test_recordings_without_targets_make_no_update() -> None:
     net = named("hides-layer").net()
-    assert list(tt.updates(net, tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5), nn.MSELoss(), gradient=tt.Exact())) == []
+    assert (
+        list(
+            tt.updates(
+                net,
+                tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5),
+                nn.MSELoss(),
+                gradient=tt.Exact(),
+            )
+        )
+        == []
+    )

@@ -1,4 +1,5 @@
-"""Exact gradients of nets as people train them: drawing random numbers, changing buffers, under autocast, with hooks and scalers.
+"""Exact gradients of nets as people train them: drawing random numbers, changing buffers, under
+autocast, with hooks and scalers.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -131,13 +132,20 @@ class After:
     @classmethod
     def of(cls, net: tt.Carried, loss: Tensor) -> "After":
         return cls(
-            gradients(net), loss.item(), {name: b.detach().double().clone() for name, b in net.named_buffers()}, torch.get_rng_state()
+            gradients(net),
+            loss.item(),
+            {name: b.detach().double().clone() for name, b in net.named_buffers()},
+            torch.get_rng_state(),
         )
 
     def equals(self, other: "After") -> dict[str, bool]:
         return {
-            "gradient": apart(self.gradient, other.gradient) < EXACT and abs(self.loss - other.loss) < EXACT,
-            "buffers": all(torch.equal(self.buffers[name], other.buffers[name]) for name in self.buffers),
+            "gradient": (
+                apart(self.gradient, other.gradient) < EXACT and abs(self.loss - other.loss) < EXACT
+            ),
+            "buffers": all(
+                torch.equal(self.buffers[name], other.buffers[name]) for name in self.buffers
+            ),
             "generator": torch.equal(self.generator, other.generator),
         }
 
@@ -210,7 +218,12 @@ def unprotected(*_: Any) -> Generator[None]:
     ],
 )
 def test_sweep_that_puts_nothing_back_is_found_out(
-    name: str, module: Any, attribute: str, broken: Any, wrong: set[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    module: Any,
+    attribute: str,
+    broken: Any,
+    wrong: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, policy = Given.draw(29, 2, 0), tt.Exact(chunk=7, verify="off")
     expected = held(changing(name), data, 7)
@@ -226,7 +239,9 @@ def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -
     expected = held(changing(name), data, 29)
     assert swept(changing(name), data, tt.Exact()).equals(expected) == ALL
     if name == "dropout on outputs":
-        monkeypatch.setattr(budget, "unnoticed", unprotected)  # the mutant: trials that draw from the training's numbers
+        monkeypatch.setattr(
+            budget, "unnoticed", unprotected
+        )  # the mutant: trials that draw from the training's numbers
         assert swept(changing(name), data, tt.Exact()).equals(expected) != ALL
 
 
@@ -292,15 +307,26 @@ def judged(make: Callable[[], nn.Module], policy: tt.Exact) -> list[tt.Update]:
 
 
 @UNREPEATABLE
-def test_module_that_does_not_repeat_is_refused_with_what_to_do(make: Callable[[], nn.Module]) -> None:
-    advice = r" differ by [0-9.e+-]+ in the sum of the outputs\. .*draw them from torch.*keep it in the state or in a buffer.*verify='off'"
+def test_module_that_does_not_repeat_is_refused_with_what_to_do(
+    make: Callable[[], nn.Module],
+) -> None:
+    advice = (
+        r" differ by [0-9.e+-]+ in the sum of the outputs\. .*draw them from torch.*keep it in the"
+        r" state or in a buffer.*verify='off'"
+    )
     for policy in (tt.Exact(chunk=5), tt.Exact(chunk=5, verify="all")):
-        with pytest.raises(ModelError, match="the forward pass does not repeat: run again, steps 15 to 19 of the stretch" + advice):
+        with pytest.raises(
+            ModelError,
+            match="the forward pass does not repeat: run again, steps 15 to 19 of the stretch"
+            + advice,
+        ):
             judged(make, policy)
 
 
 @UNREPEATABLE
-def test_module_that_does_not_repeat_passes_where_that_is_meant_or_nothing_is_run_again(make: Callable[[], nn.Module]) -> None:
+def test_module_that_does_not_repeat_passes_where_that_is_meant_or_nothing_is_run_again(
+    make: Callable[[], nn.Module],
+) -> None:
     assert len(judged(make, tt.Exact(chunk=5, verify="off"))) == 1
     assert len(judged(make, tt.Exact(chunk=23, verify="all"))) == 1
 
@@ -335,22 +361,35 @@ class WarmsUpReadout(HidesLayer):
 
 @pytest.mark.parametrize(
     ("make", "where"),
-    [(RestlessReadout, "in the sum of the outputs"), (RestlessMemory, "in leaf 'mood' of the state")],
+    [
+        (RestlessReadout, "in the sum of the outputs"),
+        (RestlessMemory, "in leaf 'mood' of the state"),
+    ],
     ids=["outputs", "state"],
 )
 def test_outputs_and_states_are_compared_apart(make: Callable[[], nn.Module], where: str) -> None:
     for verify in ("first", "all"):
-        with pytest.raises(ModelError, match=rf"run again, steps 15 to 19 of the stretch differ by [0-9.e+-]+ {where}\. Something"):
+        with pytest.raises(
+            ModelError,
+            match=(
+                rf"run again, steps 15 to 19 of the stretch differ by [0-9.e+-]+ {where}\."
+                r" Something"
+            ),
+        ):
             judged(make, tt.Exact(chunk=5, verify=verify))
     assert len(judged(make, tt.Exact(chunk=5, verify="off"))) == 1
 
 
 @pytest.mark.parametrize("make", [WarmsUp, WarmsUpReadout])
 def test_every_piece_is_compared_if_asked(make: Callable[[], nn.Module]) -> None:
-    assert len(judged(make, tt.Exact(chunk=5))) == 1  # the first comparison is that of the last piece but one
+    assert (
+        len(judged(make, tt.Exact(chunk=5))) == 1
+    )  # the first comparison is that of the last piece but one
     with pytest.raises(ModelError, match="does not repeat: run again, steps 0 to 4 of the stretch"):
         judged(make, tt.Exact(chunk=5, verify="all"))
-    with pytest.raises(ModelError, match="does not repeat: run again, steps 0 to 11 of the stretch"):
+    with pytest.raises(
+        ModelError, match="does not repeat: run again, steps 0 to 11 of the stretch"
+    ):
         judged(make, tt.Exact(chunk=12))  # of two pieces it is that of the first
 
 
@@ -370,7 +409,10 @@ class Grows(Restless):
     """One leaf of its state is all that it has heard."""
 
     def initial_state(self, lanes: int) -> Any:
-        return {"h": super().initial_state(lanes), "heard": torch.zeros(lanes, 0, dtype=torch.float64)}
+        return {
+            "h": super().initial_state(lanes),
+            "heard": torch.zeros(lanes, 0, dtype=torch.float64),
+        }
 
     def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         y, h = self.play(x, state["h"])
@@ -400,9 +442,15 @@ class Multiplies(Restless):
 
 
 SWEEPS: dict[str, Callable[[tt.Carried, Given], object]] = {
-    "exact": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))),
-    "in one piece": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=23))),
-    "randomized": lambda net, data: list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(10))),
+    "exact": lambda net, data: list(
+        tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
+    ),
+    "in one piece": lambda net, data: list(
+        tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=23))
+    ),
+    "randomized": lambda net, data: list(
+        tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(10))
+    ),
     "rollout": lambda net, data: tt.rollout(net, data.x, chunk=5),
 }
 
@@ -410,8 +458,20 @@ SWEEPS: dict[str, Callable[[tt.Carried, Given], object]] = {
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Grows, r"'heard' is \(2, \d+\) torch\.float64 now and was \(2, 0\) torch\.float64 at the start.*give the leaf its full size"),
-        (Widens, r"'heard' is \(2, 1\) torch\.float64 now and was \(2, 1\) torch\.float32 at the start.*must not grow or change type"),
+        (
+            Grows,
+            (
+                r"'heard' is \(2, \d+\) torch\.float64 now and was \(2, 0\) torch\.float64 at the"
+                r" start.*give the leaf its full size"
+            ),
+        ),
+        (
+            Widens,
+            (
+                r"'heard' is \(2, 1\) torch\.float64 now and was \(2, 1\) torch\.float32 at the"
+                r" start.*must not grow or change type"
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
@@ -427,7 +487,9 @@ def test_state_that_grows_is_refused_naming_the_leaf(
 
 
 @pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
-def test_state_that_becomes_more_leaves_is_refused(sweep: Callable[[tt.Carried, Given], object]) -> None:
+def test_state_that_becomes_more_leaves_is_refused(
+    sweep: Callable[[tt.Carried, Given], object],
+) -> None:
     net, data = tt.carry(Multiplies().double()), Given.draw(23, 2, 0)
     with pytest.raises(StateError, match="two states differ"):
         sweep(net, data)
@@ -443,35 +505,60 @@ class Drifting:
         return 40
 
     def read(self, start: int, stop: int) -> Steps:
-        return Steps(np.random.default_rng().normal(size=(stop - start, FEATURES)), np.zeros((stop - start, 2)))
+        return Steps(
+            np.random.default_rng().normal(size=(stop - start, FEATURES)),
+            np.zeros((stop - start, 2)),
+        )
 
 
 def test_data_that_read_differently_are_refused() -> None:
     with pytest.raises(ModelError, match=r"does not repeat.*data that read differently"):
-        next(tt.updates(tt.carry(TensorState().double()), tt.Stream(Drifting(), 1, 8), nn.MSELoss(), gradient=tt.Exact(chunk=8)))
+        next(
+            tt.updates(
+                tt.carry(TensorState().double()),
+                tt.Stream(Drifting(), 1, 8),
+                nn.MSELoss(),
+                gradient=tt.Exact(chunk=8),
+            )
+        )
 
 
 def held_in_autocast(net: tt.Carried, data: Given, chunk: int) -> tuple[Weights, Any]:
-    """Forward pass and losses under autocast, each chunk with casts of its own; the backward pass outside, as torch recommends."""
+    """Forward pass and losses under autocast, each chunk with casts of its own.
+
+    The backward pass outside, as torch recommends.
+    """
     torch.manual_seed(11)
     state, losses = start(net, data.x), list[Tensor]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for x, resets, targets, mask in zip(*(part.split(chunk) for part in (data.x, data.resets, data.targets, data.mask)), strict=True):
+        for x, resets, targets, mask in zip(
+            *(part.split(chunk) for part in (data.x, data.resets, data.targets, data.mask)),
+            strict=True,
+        ):
             torch.clear_autocast_cache()
             y, state = net(x, state, resets)
-            losses.append(nn.functional.mse_loss(y[mask], targets[mask]) * (int(mask.sum()) / int(data.mask.sum())))
+            losses.append(
+                nn.functional.mse_loss(y[mask], targets[mask])
+                * (int(mask.sum()) / int(data.mask.sum()))
+            )
     torch.stack(losses).sum().backward()
     return gradients(net), state
 
 
-def in_autocast(net: tt.Carried, data: Given, dtype: torch.dtype | None = torch.bfloat16) -> tuple[Weights, tt.Update]:
+def in_autocast(
+    net: tt.Carried, data: Given, dtype: torch.dtype | None = torch.bfloat16
+) -> tuple[Weights, tt.Update]:
     torch.manual_seed(11)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5, verify="all"))
+        (update,) = tt.updates(
+            net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5, verify="all")
+        )
     return gradients(net), update
 
 
-@pytest.mark.parametrize("name", ["dropout on outputs", "noise on the state", "batch norm", "spectral norm"])
+@pytest.mark.parametrize(
+    "name", ["dropout on outputs", "noise on the state", "batch norm", "spectral norm"]
+)
 def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast(name: str) -> None:
     data = together(Given.draw(29, 2, 0, 0.05, 0.3))
     data = Given(data.x.float(), data.targets.float(), data.resets, data.mask)
@@ -481,4 +568,6 @@ def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast(name: str
     assert states_apart(update.state, state) == 0
     assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
     assert update.outputs.dtype == torch.bfloat16
-    assert apart(in_autocast(changing(name, torch.float32), data, None)[0], expected) > 1e-4  # the same without autocast
+    assert (
+        apart(in_autocast(changing(name, torch.float32), data, None)[0], expected) > 1e-4
+    )  # the same without autocast

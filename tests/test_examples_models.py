@@ -1,4 +1,7 @@
-"""The worked models learn with their state carried; what transformers' models carry; trials that do not see each other."""
+"""The worked models learn with their state carried.
+
+What transformers' models carry; trials that do not see each other.
+"""
 
 import copy
 import runpy
@@ -21,7 +24,9 @@ from transformers import DynamicCache
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
+    RecurrentGemmaRecurrentBlock,
+)
 
 import throughtime as tt
 from strategies import HidesLayer, recordings, weights
@@ -57,9 +62,21 @@ def symbols(steps: int) -> Tensor:
 EXAMPLES = (
     Example("transformer_xl", "TransformerXL", symbols, 0.1),
     Example("min_gru", "MinGRU", lambda steps: torch.randn(steps, 2, 2, dtype=torch.float64), 0.06),
-    Example("spiking", "Spiking", lambda steps: (torch.rand(steps, 2, 2, dtype=torch.float64) < 0.4).double(), 0.3),
-    Example("conv_lstm", "ConvLSTM", lambda steps: torch.rand(steps, 2, 1, 6, 6, dtype=torch.float64), 0.9),
-    Example("state_space", "Mamba", symbols, 0.1, tolerance=2e-6),  # it scans in float32 whatever the model
+    Example(
+        "spiking",
+        "Spiking",
+        lambda steps: (torch.rand(steps, 2, 2, dtype=torch.float64) < 0.4).double(),
+        0.3,
+    ),
+    Example(
+        "conv_lstm",
+        "ConvLSTM",
+        lambda steps: torch.rand(steps, 2, 1, 6, 6, dtype=torch.float64),
+        0.9,
+    ),
+    Example(
+        "state_space", "Mamba", symbols, 0.1, tolerance=2e-6
+    ),  # it scans in float32 whatever the model
 )
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
@@ -68,7 +85,13 @@ every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example:
 @every_example
 def test_an_example_run_as_a_script_learns(example: Example) -> None:
     """Alone in a process, as the reader runs it; far below what guessing costs."""
-    done = subprocess.run([sys.executable, str(FOLDER / f"{example.name}.py")], check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{example.name}.py")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "guessing" in done.stdout
 
 
@@ -86,7 +109,11 @@ def test_without_the_carried_state_it_would_not_learn() -> None:
     optimizer, losses = torch.optim.Adam(net.parameters(), lr=1e-2), list[float]()
     for chunk in stream:
         y, _ = net(chunk.inputs, net.initial_state(16))
-        loss = nn.functional.cross_entropy(y.flatten(0, 1), chunk.targets.flatten()) if chunk.targets is not None else y.sum()
+        loss = (
+            nn.functional.cross_entropy(y.flatten(0, 1), chunk.targets.flatten())
+            if chunk.targets is not None
+            else y.sum()
+        )
         if chunk.valid:
             loss.backward()
             losses.append(loss.item())
@@ -113,11 +140,18 @@ def test_the_gradient_in_chunks_is_that_of_the_whole(example: Example) -> None:
         for piece in x.split(lengths):
             y, state = net(piece, state)
             outputs.append(y)
-        found = torch.autograd.grad((torch.cat(outputs) * weigh).sum(), list(net.parameters()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            (torch.cat(outputs) * weigh).sum(),
+            list(net.parameters()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
         return torch.cat([g.flatten() for g in found])
 
     whole = gradient(23)
-    assert (gradient(6, 1, 7, 1, 1, 7) - whole).abs().max() < max(1e-10, 100 * example.tolerance) * whole.abs().max().clamp(min=1.0)
+    assert (gradient(6, 1, 7, 1, 1, 7) - whole).abs().max() < max(
+        1e-10, 100 * example.tolerance
+    ) * whole.abs().max().clamp(min=1.0)
 
 
 @every_example
@@ -188,7 +222,9 @@ def test_the_single_step_of_mamba_needs_its_copies(monkeypatch: pytest.MonkeyPat
 
 
 def _linear(kind: str, **setting: Any) -> Any:
-    return getattr(transformers, f"{kind}Config")(vocab_size=16, hidden_size=setting.pop("hidden_size", 8), num_hidden_layers=2, **setting)
+    return getattr(transformers, f"{kind}Config")(
+        vocab_size=16, hidden_size=setting.pop("hidden_size", 8), num_hidden_layers=2, **setting
+    )
 
 
 def _model(kind: str, **setting: Any) -> nn.Module:
@@ -198,7 +234,13 @@ def _model(kind: str, **setting: Any) -> nn.Module:
 SSM = {"state_size": 4, "expand": 2}
 JAMBA = {"mamba_d_state": 4, "mamba_dt_rank": 2, "attn_layer_period": 8, "attn_layer_offset": 7}
 DELTA = {
-    f"linear_{name}": size for name, size in (("num_value_heads", 2), ("num_key_heads", 2), ("key_head_dim", 4), ("value_head_dim", 4))
+    f"linear_{name}": size
+    for name, size in (
+        ("num_value_heads", 2),
+        ("num_key_heads", 2),
+        ("key_head_dim", 4),
+        ("value_head_dim", 4),
+    )
 }
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "Mamba": lambda: _model("Mamba", **SSM, time_step_rank=2),
@@ -206,9 +248,15 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "JambaMambaMixer": lambda: JambaMambaMixer(_linear("Jamba", **JAMBA), 0),
     "Mamba2": lambda: _model("Mamba2", **SSM, num_heads=4, head_dim=4, n_groups=1, chunk_size=4),
     "Rwkv": lambda: _model("Rwkv", context_length=64),
-    "xLSTM": lambda: _model("xLSTM", hidden_size=128, num_blocks=2, num_heads=2, chunk_size=4, mode="inference"),
-    "RecurrentGemmaRecurrentBlock": lambda: RecurrentGemmaRecurrentBlock(_linear("RecurrentGemma", lru_width=8, num_attention_heads=2), 0),
-    "Qwen3NextGatedDeltaNet": lambda: Qwen3NextGatedDeltaNet(_linear("Qwen3Next", **DELTA, layer_types=["linear_attention"] * 2), 0),
+    "xLSTM": lambda: _model(
+        "xLSTM", hidden_size=128, num_blocks=2, num_heads=2, chunk_size=4, mode="inference"
+    ),
+    "RecurrentGemmaRecurrentBlock": lambda: RecurrentGemmaRecurrentBlock(
+        _linear("RecurrentGemma", lru_width=8, num_attention_heads=2), 0
+    ),
+    "Qwen3NextGatedDeltaNet": lambda: Qwen3NextGatedDeltaNet(
+        _linear("Qwen3Next", **DELTA, layer_types=["linear_attention"] * 2), 0
+    ),
     "Lfm2ShortConv": lambda: Lfm2ShortConv(_linear("Lfm2", layer_types=["conv"] * 2), 0),
     "MiniMax": lambda: _model(
         "MiniMax",
@@ -224,7 +272,9 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 }
 CACHES: dict[str, Callable[[], Any]] = {
     "JambaMambaMixer": lambda: DynamicCache(config=_linear("Jamba", **JAMBA)),
-    "Qwen3NextGatedDeltaNet": lambda: DynamicCache(config=_linear("Qwen3Next", layer_types=["linear_attention"] * 2)),
+    "Qwen3NextGatedDeltaNet": lambda: DynamicCache(
+        config=_linear("Qwen3Next", layer_types=["linear_attention"] * 2)
+    ),
     "Lfm2ShortConv": lambda: DynamicCache(config=_linear("Lfm2", layer_types=["conv"] * 2)),
 }
 
@@ -232,8 +282,15 @@ CACHES: dict[str, Callable[[], Any]] = {
 def _call(name: str, module: Any, x: Tensor, cache: Any, at: int) -> tuple[Tensor, Any]:
     """One forward call from the cache of the last, batch first."""
     if name == "RecurrentGemmaRecurrentBlock":  # its state is in attributes
-        return module(x, torch.arange(at, at + x.shape[1]).expand(len(x), -1), None, use_cache=True)[0], None
-    word = {"Rwkv": "state", "MiniMax": "past_key_values", "Lfm2ShortConv": "past_key_values"}.get(name, "cache_params")
+        return (
+            module(x, torch.arange(at, at + x.shape[1]).expand(len(x), -1), None, use_cache=True)[
+                0
+            ],
+            None,
+        )
+    word = {"Rwkv": "state", "MiniMax": "past_key_values", "Lfm2ShortConv": "past_key_values"}.get(
+        name, "cache_params"
+    )
     if name in CACHES:
         return module(x, **{word: cache}), cache
     given = {} if cache is None else {word: cache}
@@ -245,7 +302,11 @@ def _play(name: str, module: Any, x: Tensor, lengths: Sequence[int], *, copies: 
     if name == "RecurrentGemmaRecurrentBlock":
         module.conv1d_state, module.rg_lru.recurrent_states = None, None
     cache, outputs, at = CACHES[name]() if name in CACHES else None, list[Tensor](), 0
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved) if copies else nullcontext():
+    with (
+        torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+        if copies
+        else nullcontext()
+    ):
         for piece in x.split(list(lengths), dim=1):
             y, cache = _call(name, module, piece, cache, at)
             outputs.append(y)
@@ -258,12 +319,17 @@ def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
     torch.manual_seed(0)
     module = MAKERS[name]()
     for weight_name, weight in module.named_parameters():
-        if (weight.dim() > 1 and "A_log" not in weight_name) or weight.isnan().any():  # strong, so that much is carried; some come unset
+        if (
+            weight.dim() > 1 and "A_log" not in weight_name
+        ) or weight.isnan().any():  # strong, so that much is carried; some come unset
             nn.init.normal_(weight, std=0.6)
     first, steps = lengths[0], sum(lengths)
     x = torch.randn(2, steps, 128 if name == "xLSTM" else 8)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    whole, pieces = _play(name, module, inputs[0], [steps], copies=True), _play(name, module, inputs[1], lengths, copies=copies)
+    whole, pieces = (
+        _play(name, module, inputs[0], [steps], copies=True),
+        _play(name, module, inputs[1], lengths, copies=copies),
+    )
     if pieces.shape != whole.shape or (pieces - whole).abs().max() > 1e-3 * whole.abs().max():
         return "wrong"
     weigh = torch.randn(2, steps - first, whole.shape[2])
@@ -275,7 +341,8 @@ def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
     return "gradient" if (found - right).abs().max() < 1e-3 * right.abs().max() else "wrong"
 
 
-# chunks, chunks with what is saved copied, single steps, single steps with copies: the table of docs/models.md
+# chunks, chunks with what is saved copied, single steps, single steps with copies: the table of
+# docs/models.md
 CARRIED = {
     "Mamba2": ("gradient", "gradient", "forward", "gradient"),
     "Qwen3NextGatedDeltaNet": ("forward", "gradient", "forward", "gradient"),
@@ -290,7 +357,9 @@ CARRIED = {
 }
 
 
-@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="what transformers 5.23 does")
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.23."), reason="what transformers 5.23 does"
+)
 @pytest.mark.parametrize("name", CARRIED)
 def test_what_a_model_of_transformers_carries(name: str) -> None:
     ways = [(lengths, copies) for lengths in ((8, 4), (1,) * 6) for copies in (False, True)]
@@ -315,7 +384,9 @@ class Trial:
         with torch.no_grad():
             for weight in net.parameters():
                 weight.copy_(torch.randn(weight.shape, generator=made, dtype=weight.dtype) * 0.4)
-        stream = tt.Stream(recordings((90, 61, 40), seed=self.seed), lanes=2, chunk=7 + self.seed, seed=self.seed)
+        stream = tt.Stream(
+            recordings((90, 61, 40), seed=self.seed), lanes=2, chunk=7 + self.seed, seed=self.seed
+        )
         optimizer = torch.optim.Adam(net.parameters(), lr=self.rate)
         for _ in range(2):
             for _ in tt.updates(net, stream, nn.MSELoss(), gradient=self.gradient):
@@ -329,10 +400,19 @@ class Trial:
 
 
 PAIRS = {
-    "truncated": (Trial(1, tt.Truncated(stride=10), 1e-2), Trial(2, tt.Truncated(stride=5, horizon=20), 3e-2)),
+    "truncated": (
+        Trial(1, tt.Truncated(stride=10), 1e-2),
+        Trial(2, tt.Truncated(stride=5, horizon=20), 3e-2),
+    ),
     "exact": (Trial(1, tt.Exact(chunk=9), 1e-2), Trial(2, tt.Exact(), 3e-2)),
-    "retained": (Trial(1, tt.Truncated(10, 20, graphs="retain"), 1e-2), Trial(2, tt.Truncated(10, 20, graphs="auto"), 3e-2)),
-    "adaptive": (Trial(1, tt.Adaptive(tolerance=0.1, min=5, max=20), 1e-2), Trial(2, tt.Truncated(stride=10), 3e-2)),
+    "retained": (
+        Trial(1, tt.Truncated(10, 20, graphs="retain"), 1e-2),
+        Trial(2, tt.Truncated(10, 20, graphs="auto"), 3e-2),
+    ),
+    "adaptive": (
+        Trial(1, tt.Adaptive(tolerance=0.1, min=5, max=20), 1e-2),
+        Trial(2, tt.Truncated(stride=10), 3e-2),
+    ),
 }
 every_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
 
@@ -342,7 +422,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @every_pair
-def test_trials_after_each_other_or_in_turns_give_the_bits_of_each_alone(pair: tuple[Trial, Trial]) -> None:
+def test_trials_after_each_other_or_in_turns_give_the_bits_of_each_alone(
+    pair: tuple[Trial, Trial],
+) -> None:
     expected = [trial.alone() for trial in reversed(pair)][::-1]
     assert not same(*expected)
     assert all(same(trial.alone(), bits) for trial, bits in zip(pair, expected, strict=True))

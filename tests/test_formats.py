@@ -50,7 +50,9 @@ def test_any_rows_and_columns_are_those_of_the_whole(form: Format, tmp_path: Pat
         names = table.columns[::-1] if backwards else table.columns[:1]
         part = table.read(start, start + steps, names)
         of_column = {name: table.read(0, STEPS, [name]) for name in names}
-        assert np.array_equal(part, np.concatenate([of_column[name] for name in names], axis=1)[start : start + steps])
+        assert np.array_equal(
+            part, np.concatenate([of_column[name] for name in names], axis=1)[start : start + steps]
+        )
 
     check()
     assert sum(table.read(0, 1, [name]).shape[1] for name in table.columns) == 3
@@ -69,9 +71,14 @@ def test_tables_are_read_by_spawned_and_forked_processes(tmp_path: Path) -> None
         assert len(pickle.dumps(table)) < 2000  # the place, not the numbers
     (tmp_path / "tables").write_bytes(pickle.dumps(tables))
     reads = "(t.read(40, 90, t.columns) == e[40:90]).all()"
-    code = f"import pickle, sys; sys.exit(not all({reads} for t, e in pickle.load(open(sys.argv[1], 'rb'))))"
+    code = (
+        f"import pickle, sys; sys.exit(not all({reads} for t, e in pickle.load(open(sys.argv[1],"
+        " 'rb'))))"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "tables")], check=True)
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12 warns of threads
+    with warnings.catch_warnings(
+        action="ignore", category=DeprecationWarning
+    ):  # Python 3.12 warns of threads
         child = os.fork()
     if not child:
         os._exit(0 if all((t.read(40, 90, t.columns) == e[40:90]).all() for t, e in tables) else 1)
@@ -90,13 +97,22 @@ def test_file_that_changes_while_it_is_read_is_refused(form: Format, tmp_path: P
     content = path / "a" / "zarr.json" if form.suffix == ".zarr" else form.content(path)
     whole = content.read_bytes()
     content.write_bytes(whole[:500])
-    with pytest.raises(DataError, match=rf"{re.escape(str(content))}: changed since it was opened; do not|from {len(whole)} to 500 bytes"):
+    with pytest.raises(
+        DataError,
+        match=(
+            rf"{re.escape(str(content))}: changed since it was opened; do not|from {len(whole)} to"
+            r" 500 bytes"
+        ),
+    ):
         table.read(50, 60, table.columns)
     content.write_bytes(whole)
     os.utime(content, ns=(1, 1))  # as long as before, and older
     copy = pickle.loads(pickle.dumps(table))
     for reader in (table, copy):
-        with pytest.raises(DataError, match=rf"{re.escape(str(content))}: changed since it was opened; do not write"):
+        with pytest.raises(
+            DataError,
+            match=rf"{re.escape(str(content))}: changed since it was opened; do not write",
+        ):
             reader.read(0, 50, table.columns)
     content.unlink()
     with pytest.raises(DataError, match="is gone since it was opened"):
@@ -116,9 +132,14 @@ def test_file_cut_short_is_refused_by_name(kept: float, form: Format, tmp_path: 
         list(tt.Stream(path, lanes=1, chunk=50))
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x89HDF\r\n\x1a\n", b"CDF\x01", b"ARROW1", b"OggS" + bytes(30), bytes(300)])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello", b"\x89HDF\r\n\x1a\n", b"CDF\x01", b"ARROW1", b"OggS" + bytes(30), bytes(300)],
+)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_file_of_another_kind_is_refused_by_name(suffix: str, content: bytes, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_refused_by_name(
+    suffix: str, content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / f"r{suffix}"
     if suffix == ".zarr":
         path.mkdir()
@@ -142,12 +163,17 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("suffix", EXTRAS)
-def test_missing_library_is_named_with_its_extra(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named_with_its_extra(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     next(form for form in FORMATS.values() if form.suffix == suffix).make(tmp_path / f"r{suffix}")
     library, extra = EXTRAS[suffix]
     open_table(tmp_path / f"r{suffix}")  # it is there
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtraError, match=rf"r\{suffix}: .* needs {library}.*; pip install 'throughtime\[{extra}\]'"):
+    with pytest.raises(
+        MissingExtraError,
+        match=rf"r\{suffix}: .* needs {library}.*; pip install 'throughtime\[{extra}\]'",
+    ):
         open_table(tmp_path / f"r{suffix}")
 
 
@@ -156,7 +182,9 @@ def test_csv_cut_within_a_line_is_refused_by_line(tmp_path: Path) -> None:
     FORMATS["csv"].make(path)
     text = path.read_text().splitlines()
     path.write_text("\n".join([*text[:40], text[40].rsplit(",", 1)[0]]))
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: line 41 has 2 fields, the header has 3"):
+    with pytest.raises(
+        DataError, match=rf"{re.escape(str(path))}: line 41 has 2 fields, the header has 3"
+    ):
         open_table(path)
 
 
@@ -171,7 +199,13 @@ def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder, expected one file"):
         open_table(tmp_path / "folder.csv")
     (tmp_path / "r.txt").write_text("a\n1\n")
-    with pytest.raises(DataError, match=r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.csv, .*, \.zarr; text is read"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.csv, .*, \.zarr;"
+            r" text is read"
+        ),
+    ):
         open_table(tmp_path / "r.txt")
 
 
@@ -181,8 +215,16 @@ MALFORMED: dict[str, tuple[str, bytes, str]] = {
     "csv-no-header": ("r.csv", b"1,2\n3,4,5\n", "line 2 has 3 fields, the lines before it have 2"),
     "csv-empty": ("r.csv", b"", r"the file is empty"),
     "csv-header-only": ("r.csv", b"a,b\n", "the recording is empty"),
-    "csv-duplicate-columns": ("r.csv", b"a, a\n1,2\n", r"the first line is \['a', 'a'\], expected distinct"),
-    "csv-unnamed-column": ("r.csv", b"a,\n1,2\n", r"the first line is \['a', ''\], expected distinct"),
+    "csv-duplicate-columns": (
+        "r.csv",
+        b"a, a\n1,2\n",
+        r"the first line is \['a', 'a'\], expected distinct",
+    ),
+    "csv-unnamed-column": (
+        "r.csv",
+        b"a,\n1,2\n",
+        r"the first line is \['a', ''\], expected distinct",
+    ),
     "csv-not-utf-8": ("r.csv", b"a,b\n1,\xff\n", "not a readable CSV file .*expected UTF-8 text"),
     "csv-open-quote": ("r.csv", b'a,b\n1,"2\n', "not a readable CSV file"),
     "npy-text": ("r.npy", b"hello", "not a readable .npy file"),
@@ -191,27 +233,46 @@ MALFORMED: dict[str, tuple[str, bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "reason"), list(MALFORMED.values()), ids=list(MALFORMED))
-def test_malformed_file_is_refused_with_the_place(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "reason"), list(MALFORMED.values()), ids=list(MALFORMED)
+)
+def test_malformed_file_is_refused_with_the_place(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{re.escape(str(tmp_path / name))}.*{reason}" if reason != name else re.escape(str(tmp_path))):
+    with pytest.raises(
+        DataError,
+        match=(
+            rf"{re.escape(str(tmp_path / name))}.*{reason}"
+            if reason != name
+            else re.escape(str(tmp_path))
+        ),
+    ):
         tt.Stream(tmp_path / name, lanes=1, chunk=4)
 
 
 ARRAYS: dict[str, tuple[dict[str, Any] | Array, str]] = {
-    "npy-3d": (np.zeros((3, 2, 2)), r"has shape \(3, 2, 2\), expected \(steps,\) or \(steps, features\)"),
+    "npy-3d": (
+        np.zeros((3, 2, 2)),
+        r"has shape \(3, 2, 2\), expected \(steps,\) or \(steps, features\)",
+    ),
     "npy-0d": (np.array(1.0), r"has shape \(\)"),
     "npy-complex": (np.zeros((3, 2), complex), "type complex128, expected numbers or labels"),
     "npy-objects": (np.array([None, 1], dtype=object), "not a readable .npy file"),
     "npy-no-rows": (np.zeros((0, 2)), "the recording is empty"),
-    "npz-unequal": ({"a": np.zeros(3), "b": np.zeros(4)}, r"arrays of different lengths, \{'a': 3, 'b': 4\}"),
+    "npz-unequal": (
+        {"a": np.zeros(3), "b": np.zeros(4)},
+        r"arrays of different lengths, \{'a': 3, 'b': 4\}",
+    ),
     "npz-0d": ({"a": np.zeros(3), "b": np.array(1.0)}, r"array 'b' has shape \(\)"),
     "npz-none": ({}, r"inputs \[\] asked for"),
 }
 
 
 @pytest.mark.parametrize(("arrays", "reason"), list(ARRAYS.values()), ids=list(ARRAYS))
-def test_arrays_that_are_no_recording_are_refused(arrays: dict[str, Any] | Array, reason: str, tmp_path: Path) -> None:
+def test_arrays_that_are_no_recording_are_refused(
+    arrays: dict[str, Any] | Array, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / ("r.npz" if isinstance(arrays, dict) else "r.npy")
     if isinstance(arrays, dict):
         np.savez(path, **arrays)

@@ -32,7 +32,14 @@ if sys.argv[3] == "hoard":
 done = True; watcher.join()
 print(total, (peak - base) / 2**20)
 """
-LIKE_OTHERS = {"npz-compressed", "npy-big-endian", "npz-odd", "csv-without-header", "arrow-stream", "hdf5"}  # the first is read whole
+LIKE_OTHERS = {
+    "npz-compressed",
+    "npy-big-endian",
+    "npz-odd",
+    "csv-without-header",
+    "arrow-stream",
+    "hdf5",
+}  # the first is read whole
 STEPS = 2_500_000  # 60 MB of float64, 50 MB of text
 
 
@@ -43,8 +50,19 @@ def test_a_recording_of_60_mb_streams_in_half_of_it(name: str, tmp_path: Path) -
     values = np.tile(matrix(steps=25_000), (STEPS // 25_000, 1))
     form.make(tmp_path / f"small{form.suffix}")
     expected = form.make(tmp_path / f"large{form.suffix}", values).sum()
-    words = [sys.executable, "-c", MEASURE, str(tmp_path / f"small{form.suffix}"), str(tmp_path / f"large{form.suffix}")]
-    total, grown = map(float, subprocess.run([*words, "stream"], capture_output=True, text=True, check=True).stdout.split())
+    words = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / f"small{form.suffix}"),
+        str(tmp_path / f"large{form.suffix}"),
+    ]
+    total, grown = map(
+        float,
+        subprocess.run(
+            [*words, "stream"], capture_output=True, text=True, check=True
+        ).stdout.split(),
+    )
     assert total == pytest.approx(expected, rel=1e-4)
     assert grown < 28, grown
 
@@ -53,5 +71,15 @@ def test_a_recording_of_60_mb_streams_in_half_of_it(name: str, tmp_path: Path) -
 def test_the_measure_sees_a_recording_that_is_kept(tmp_path: Path) -> None:
     FORMATS["csv"].make(tmp_path / "small.csv")
     FORMATS["csv"].make(tmp_path / "large.csv", np.tile(matrix(steps=25_000), (STEPS // 25_000, 1)))
-    words = [sys.executable, "-c", MEASURE, str(tmp_path / "small.csv"), str(tmp_path / "large.csv"), "hoard"]
-    assert float(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[1]) > 50
+    words = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "small.csv"),
+        str(tmp_path / "large.csv"),
+        "hoard",
+    ]
+    assert (
+        float(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[1])
+        > 50
+    )

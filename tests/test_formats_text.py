@@ -19,8 +19,14 @@ from throughtime.stream import Recording, text
 TARGETS_MISSING = -100
 
 
-@given(content=st.text(min_size=1, max_size=300), piece=st.integers(1, 40), bounds=st.tuples(st.integers(0, 300), st.integers(0, 300)))
-def test_characters_are_those_of_the_file(content: str, piece: int, bounds: tuple[int, int]) -> None:
+@given(
+    content=st.text(min_size=1, max_size=300),
+    piece=st.integers(1, 40),
+    bounds=st.tuples(st.integers(0, 300), st.integers(0, 300)),
+)
+def test_characters_are_those_of_the_file(
+    content: str, piece: int, bounds: tuple[int, int]
+) -> None:
     """Wherever the pieces are cut, also within a character of several bytes."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("throughtime.stream.formats.text.PIECE", piece)
@@ -36,10 +42,18 @@ def test_characters_are_those_of_the_file(content: str, piece: int, bounds: tupl
         assert steps.targets is not None
         known = steps.targets[steps.targets != TARGETS_MISSING]
         assert "".join(str(recording.symbols[i]) for i in known) == content[start + 1 : stop + 1]
-        assert (steps.inputs.dtype, steps.targets.dtype, steps.inputs.shape) == (np.int64, np.int64, steps.targets.shape)
+        assert (steps.inputs.dtype, steps.targets.dtype, steps.inputs.shape) == (
+            np.int64,
+            np.int64,
+            steps.targets.shape,
+        )
 
 
-@given(content=st.binary(min_size=1, max_size=300), start=st.integers(0, 300), count=st.integers(0, 300))
+@given(
+    content=st.binary(min_size=1, max_size=300),
+    start=st.integers(0, 300),
+    count=st.integers(0, 300),
+)
 def test_bytes_are_those_of_the_file(content: bytes, start: int, count: int) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "r.txt"
@@ -63,7 +77,11 @@ def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.txt"
     path.write_bytes(b"a" * 200_000 + b"\xff")
     with pytest.raises(
-        DataError, match=rf"{re.escape(str(path))}: is not UTF-8 between the bytes 196608 and 200001 \(invalid start byte\)"
+        DataError,
+        match=(
+            rf"{re.escape(str(path))}: is not UTF-8 between the bytes 196608 and 200001 \(invalid"
+            r" start byte\)"
+        ),
     ):
         text(path, unit="characters")
     assert len(text(path)) == 200_001
@@ -85,8 +103,14 @@ def test_text_that_changes_is_refused_and_its_copy_reads_on(unit: str, tmp_path:
     path.write_bytes("für elise ".encode() * 1000)
     recording = text(path, unit=unit)  # pyright: ignore[reportArgumentType]
     (tmp_path / "copy").write_bytes(pickle.dumps(recording))
-    done = elsewhere("import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).read(3, 8).inputs.tolist())", tmp_path / "copy")
+    done = elsewhere(
+        "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).read(3,"
+        " 8).inputs.tolist())",
+        tmp_path / "copy",
+    )
     assert done.said.strip() == str(recording.read(3, 8).inputs.tolist())
     path.write_bytes(b"elise")
-    with pytest.raises(DataError, match=r"r\.txt: changed since it was opened from 11000 to 5 bytes"):
+    with pytest.raises(
+        DataError, match=r"r\.txt: changed since it was opened from 11000 to 5 bytes"
+    ):
         recording.read(0, 5)

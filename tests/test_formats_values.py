@@ -29,7 +29,9 @@ def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
     table = open_table(path)
     assert table.columns == ("a", "b")
     assert np.isnan(table.read(1, 2, ["a"])).all()
-    with pytest.raises(DataError, match=r"'r\.csv' has 1 inputs that are NaN .* first at step 1, column 0"):
+    with pytest.raises(
+        DataError, match=r"'r\.csv' has 1 inputs that are NaN .* first at step 1, column 0"
+    ):
         list(tt.Stream(path, lanes=1, chunk=4))
     masked = tt.Stream(path, lanes=1, chunk=4, missing="mask").take(4)
     assert masked is not None
@@ -37,7 +39,10 @@ def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
 
 
 def test_parquet_gap_is_a_missing_number_and_an_empty_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"n": [1, 2, None], "s": ["a", None, "c"], "l": [[1.0]] * 3}), tmp_path / "r.parquet")
+    pq.write_table(
+        pa.table({"n": [1, 2, None], "s": ["a", None, "c"], "l": [[1.0]] * 3}),
+        tmp_path / "r.parquet",
+    )
     table = open_table(tmp_path / "r.parquet")
     assert np.isnan(table.read(0, 3, ["n"])).flatten().tolist() == [False, False, True]
     assert table.read(0, 3, ["s"]).flatten().tolist() == ["a", "", "c"]
@@ -47,9 +52,14 @@ def test_parquet_gap_is_a_missing_number_and_an_empty_text(tmp_path: Path) -> No
 
 def test_text_columns_stay_text(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_text('a,label\n1,rest\n2,"beat, late"\n')
-    pq.write_table(pa.table({"a": [1.0, 2.0], "label": ["rest", "beat, late"]}), tmp_path / "r.parquet")
+    pq.write_table(
+        pa.table({"a": [1.0, 2.0], "label": ["rest", "beat, late"]}), tmp_path / "r.parquet"
+    )
     np.savez(tmp_path / "r.npz", a=np.ones(2), label=np.array(["rest", "beat, late"]))
-    feather.write_feather(pa.table({"label": pa.array(["rest", "beat, late"]).dictionary_encode()}), tmp_path / "r.feather")
+    feather.write_feather(
+        pa.table({"label": pa.array(["rest", "beat, late"]).dictionary_encode()}),
+        tmp_path / "r.feather",
+    )
     for suffix in (".csv", ".parquet", ".npz", ".feather"):
         labels = open_table(tmp_path / f"r{suffix}").read(0, 2, ["label"])
         assert labels.dtype.kind == "U"
@@ -59,7 +69,9 @@ def test_text_columns_stay_text(tmp_path: Path) -> None:
 def test_inputs_and_targets_are_found_by_name(tmp_path: Path) -> None:
     values = matrix()
     np.savez(tmp_path / "r.npz", inputs=values, targets=np.arange(STEPS))
-    (tmp_path / "r.csv").write_text("targets,inputs\n" + "".join(f"{t},{v}\n" for t, v in enumerate(values[:, 0])))
+    (tmp_path / "r.csv").write_text(
+        "targets,inputs\n" + "".join(f"{t},{v}\n" for t, v in enumerate(values[:, 0]))
+    )
     from_npz = join(list(tt.Stream(tmp_path / "r.npz", lanes=1, chunk=50)))
     assert torch.equal(from_npz.inputs[:, 0], torch.from_numpy(values))
     assert from_npz.targets is not None
@@ -73,7 +85,9 @@ def test_inputs_and_targets_are_found_by_name(tmp_path: Path) -> None:
 
 def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
     FORMATS["wav"].make(tmp_path / "r.wav")
-    pq.write_table(pa.table({"state": np.arange(STEPS), "x": np.zeros(STEPS)}), tmp_path / "r.parquet")
+    pq.write_table(
+        pa.table({"state": np.arange(STEPS), "x": np.zeros(STEPS)}), tmp_path / "r.parquet"
+    )
     audio, labels = open_table(tmp_path / "r.wav"), open_table(tmp_path / "r.parquet")
     recording = columns("r", audio, audio.columns, labels, ("state",))
     epoch = join(list(tt.Stream([recording], lanes=3, chunk=10)))
@@ -81,7 +95,9 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
     assert epoch.inputs.shape[2] == 3
     busy = epoch.recording >= 0
     assert torch.equal(epoch.targets[busy], epoch.position[busy])
-    with pytest.raises(DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"):
+    with pytest.raises(
+        DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"
+    ):
         columns("r", audio, audio.columns, labels, ("gone",))
     np.save(tmp_path / "short.npy", np.zeros(5))
     short = open_table(tmp_path / "short.npy")
@@ -89,7 +105,9 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
         columns("r", audio, audio.columns, short, short.columns)
 
 
-def test_gaps_of_a_single_column_are_missing_values_but_not_blank_lines_at_the_end(tmp_path: Path) -> None:
+def test_gaps_of_a_single_column_are_missing_values_but_not_blank_lines_at_the_end(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.csv").write_text("x\n1\n\n3\n\n\n", encoding="utf-8")
     table = open_table(tmp_path / "a.csv")
     np.testing.assert_array_equal(table.read(0, 9, ["x"])[:, 0], [1, np.nan, 3])
@@ -104,7 +122,9 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
             open_table(tmp_path / "b.npz")
 
 
-def test_rows_stay_valid_after_their_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stay_valid_after_their_pages_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("throughtime.stream.formats.npy.RELEASE_AFTER", 4096)
     values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
     np.save(tmp_path / "a.npy", values)
@@ -125,10 +145,14 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
         opened = open_table(tmp_path / f"r{suffix}")
         assert opened.read(0, 1, ["n"]).dtype == np.float64
         assert opened.read(0, 1, ["whole"]).dtype == np.int64
-        np.testing.assert_array_equal(opened.read(0, 4, ["b", "n"]), [[1, 1], [0, 2], [np.nan, 3], [1, np.nan]])
+        np.testing.assert_array_equal(
+            opened.read(0, 4, ["b", "n"]), [[1, 1], [0, 2], [np.nan, 3], [1, np.nan]]
+        )
 
 
-def test_large_row_group_is_decoded_piece_by_piece_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_row_group_is_decoded_piece_by_piece_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two lanes play one row group: each goes on from where it stands, and neither decodes it anew."""
     monkeypatch.setattr("throughtime.stream.formats.parquet.BATCH_BYTES", 8192)
     values = np.arange(20_000)
@@ -143,8 +167,13 @@ def test_large_row_group_is_decoded_piece_by_piece_and_once(tmp_path: Path, monk
             yield batch
 
     monkeypatch.setattr(type(opened.table), "_rows", rows)  # pyright: ignore[reportAttributeAccessIssue]
-    read = [(opened.read(at, at + 100, ["x"]), opened.read(10_000 + at, 10_100 + at, ["x"])) for at in range(0, 10_000, 100)]
-    np.testing.assert_array_equal(np.concatenate([a for a, _ in read] + [b for _, b in read])[:, 0], values)
+    read = [
+        (opened.read(at, at + 100, ["x"]), opened.read(10_000 + at, 10_100 + at, ["x"]))
+        for at in range(0, 10_000, 100)
+    ]
+    np.testing.assert_array_equal(
+        np.concatenate([a for a, _ in read] + [b for _, b in read])[:, 0], values
+    )
     assert len(batches) < 1.6 * 20  # once all of it, and once what lies before the second lane
     assert max(batches) == 1024
 
@@ -156,10 +185,17 @@ def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: 
     table = open_table(tmp_path / "r.ogg")
     places = np.random.default_rng(1).integers(0, 119_000, size=200)
     for place in places:
-        np.testing.assert_array_equal(table.read(place, place + 1000, ("0", "1")), whole[place : place + 1000])
-    with soundfile.SoundFile(tmp_path / "r.ogg") as file:  # what the library itself gives is wrong right after the place
+        np.testing.assert_array_equal(
+            table.read(place, place + 1000, ("0", "1")), whole[place : place + 1000]
+        )
+    with soundfile.SoundFile(
+        tmp_path / "r.ogg"
+    ) as file:  # what the library itself gives is wrong right after the place
         bare = [(file.seek(place), file.read(1000, dtype="float32"))[1] for place in places]
-    assert not all(np.array_equal(part, whole[place : place + 1000]) for part, place in zip(bare, places, strict=True))
+    assert not all(
+        np.array_equal(part, whole[place : place + 1000])
+        for part, place in zip(bare, places, strict=True)
+    )
 
 
 def test_sound_that_cannot_be_read_from_the_middle_is_refused(tmp_path: Path) -> None:
@@ -167,26 +203,39 @@ def test_sound_that_cannot_be_read_from_the_middle_is_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"r\.ogg: Opus gives other samples from the middle"):
         open_table(tmp_path / "r.ogg")
     soundfile.write(tmp_path / "r.wav", matrix(1), 8000, subtype="GSM610")
-    with pytest.raises(DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to PCM"):
+    with pytest.raises(
+        DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to PCM"
+    ):
         open_table(tmp_path / "r.wav")
 
 
 def test_edf_signals_of_another_rate_are_refused_together(tmp_path: Path) -> None:
-    signals = [edfio.EdfSignal(np.arange(rate * 3.0), rate, label=f"at{rate}") for rate in (100, 50, 100)]
+    signals = [
+        edfio.EdfSignal(np.arange(rate * 3.0), rate, label=f"at{rate}") for rate in (100, 50, 100)
+    ]
     edfio.Edf(signals).write(tmp_path / "r.edf")
     table = open_table(tmp_path / "r.edf")
     assert table.columns == ("at100", "at50", "at100 (2)")
     assert len(table) == 300
     assert table.read(10, 20, ("at100", "at100 (2)")).shape == (10, 2)
     with pytest.raises(
-        DataError, match=r"r\.edf: 'at50' has 50 samples per second, the first signal 'at100' 100; choose columns of one rate"
+        DataError,
+        match=(
+            r"r\.edf: 'at50' has 50 samples per second, the first signal 'at100' 100; choose"
+            r" columns of one rate"
+        ),
     ):
         table.read(0, 10, table.columns)
 
 
 def test_columns_of_hdf5_are_the_longest_datasets(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "r.h5", "w") as file:
-        file["u"], file["short"], file["cube"], file["scalar"] = np.arange(9), np.arange(3), np.zeros((9, 2, 2)), 1.0
+        file["u"], file["short"], file["cube"], file["scalar"] = (
+            np.arange(9),
+            np.arange(3),
+            np.zeros((9, 2, 2)),
+            1.0,
+        )
         file["in/y"] = np.arange(18, dtype=">i2").reshape(9, 2)
         file["in/text"] = ["a"] * 9
     table = open_table(tmp_path / "r.h5")
@@ -194,7 +243,9 @@ def test_columns_of_hdf5_are_the_longest_datasets(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table.read(4, 6, ["u", "in/y"]), [[4, 8, 9], [5, 10, 11]])
     with h5py.File(tmp_path / "none.h5", "w") as file:
         file["cube"] = np.zeros((9, 2, 2))
-    with pytest.raises(DataError, match=r"none\.h5: holds cube float64 \(9, 2, 2\), expected arrays of numbers"):
+    with pytest.raises(
+        DataError, match=r"none\.h5: holds cube float64 \(9, 2, 2\), expected arrays of numbers"
+    ):
         open_table(tmp_path / "none.h5")
 
 
@@ -205,7 +256,9 @@ def test_a_single_zarr_array_is_a_column(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table.read(3, 5, ["0"]), [[6, 7], [8, 9]])
 
 
-def test_more_files_are_open_than_handles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_are_open_than_handles_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A data set of thousands of files does not use up what the system allows."""
     monkeypatch.setattr("throughtime.stream.formats.handle.OPEN_AT_MOST", 4)
     tables = []
@@ -213,20 +266,27 @@ def test_more_files_are_open_than_handles_are_kept(tmp_path: Path, monkeypatch: 
         soundfile.write(tmp_path / f"{index}.wav", np.full(100, index / 16), 8000, subtype="FLOAT")
         tables.append(open_table(tmp_path / f"{index}.wav"))
     for start in range(0, 100, 10):
-        assert [float(table.read(start, start + 10, ["0"])[0, 0]) for table in tables] == [index / 16 for index in range(12)]
+        assert [float(table.read(start, start + 10, ["0"])[0, 0]) for table in tables] == [
+            index / 16 for index in range(12)
+        ]
     assert sum(table.table.handle._opened is not None for table in tables) == 4
 
 
 def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     FORMATS["wfdb"].make(tmp_path / "r.hea")
     (tmp_path / "r.dat").unlink()
-    with pytest.raises(DataError, match=r"r\.hea: samples 102 to 103 cannot be read .*is a signal file missing or cut short"):
+    with pytest.raises(
+        DataError,
+        match=r"r\.hea: samples 102 to 103 cannot be read .*is a signal file missing or cut short",
+    ):
         open_table(tmp_path / "r.hea")
 
 
 @pytest.mark.parametrize("form", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
 @pytest.mark.parametrize("columns_of_time", [1, 2])
-def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(columns_of_time: int, form: Any, tmp_path: Path) -> None:
+def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(
+    columns_of_time: int, form: Any, tmp_path: Path
+) -> None:
     """NetCDF-C reads zeros past the end of a file: only its header tells."""
     path = tmp_path / "r.nc"
     with netCDF4.Dataset(path, "w", format=form) as file:
@@ -234,7 +294,9 @@ def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(colum
         file.createDimension("time", None)
         file.createDimension("site", 3)
         for index in range(columns_of_time):
-            file.createVariable(f"v{index}", "i2", ("time", "site"))[:] = np.arange(21).reshape(7, 3)
+            file.createVariable(f"v{index}", "i2", ("time", "site"))[:] = np.arange(21).reshape(
+                7, 3
+            )
     table = open_table(path)
     np.testing.assert_array_equal(table.read(2, 4, ["v0"]), [[6, 7, 8], [9, 10, 11]])
     whole = path.read_bytes()

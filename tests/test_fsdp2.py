@@ -1,4 +1,5 @@
-"""Weights spread over ranks by `fully_shard`: real processes give the weights of one process that has them whole.
+"""Weights spread over ranks by `fully_shard`: real processes give the weights of one process that
+has them whole.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -56,14 +57,26 @@ def sharded(*, parts: bool = False, **options: Any) -> tt.Carried:
 
 
 def whole(net: nn.Module) -> dict[str, Tensor]:
-    found = cast("dict[str, Tensor]", get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)))
+    found = cast(
+        "dict[str, Tensor]",
+        get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)),
+    )
     return {name: weight.detach().clone() for name, weight in found.items()}
 
 
 def trained(
-    net: tt.Carried, lanes: int, policy: Policy, accumulate: int = 1, every: int = 1, *, looks: bool = False
+    net: tt.Carried,
+    lanes: int,
+    policy: Policy,
+    accumulate: int = 1,
+    every: int = 1,
+    *,
+    looks: bool = False,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses after so many updates; the net may be looked at between gradient and step."""
+    """Weights and losses after so many updates.
+
+    The net may be looked at between gradient and step.
+    """
     stream, optimizer, losses = (
         tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10),
         torch.optim.Adam(net.parameters(), 0.01),
@@ -94,7 +107,10 @@ def gaps() -> list[dict[str, Any]]:
 
 def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
     """Mean losses of chunks and their backward passes, as people write it for FSDP."""
-    stream, optimizer = tt.Stream(gaps(), lanes, 7, seed=None), torch.optim.SGD(net.parameters(), 0.1)
+    stream, optimizer = (
+        tt.Stream(gaps(), lanes, 7, seed=None),
+        torch.optim.SGD(net.parameters(), 0.1),
+    )
     state = plain().initial_state(lanes)
     for chunk in stream:
         y, state = net(chunk.inputs, tt.state.detach(state))
@@ -108,7 +124,10 @@ def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
 
 
 def by_updates(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
-    stream, optimizer = tt.Stream(gaps(), lanes, 7, seed=None), torch.optim.SGD(net.parameters(), 0.1)
+    stream, optimizer = (
+        tt.Stream(gaps(), lanes, 7, seed=None),
+        torch.optim.SGD(net.parameters(), 0.1),
+    )
     for _ in tt.updates(net, stream, LOSS, gradient=tt.Truncated(7)):
         optimizer.step()
         optimizer.zero_grad()
@@ -119,8 +138,18 @@ def placed() -> tuple[bool, bool, float]:
     """Whether weights and gradients are spread between updates, and the steps of Adam's state that a rank holds."""
     net = sharded(parts=True)
     optimizer = torch.optim.Adam(net.parameters())
-    next(tt.updates(net, tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10), LOSS, gradient=tt.Truncated(7)))
-    spread = [isinstance(w, DTensor) and isinstance(w.grad, DTensor) and w.grad.placements == w.placements for w in net.parameters()]
+    next(
+        tt.updates(
+            net,
+            tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
+            LOSS,
+            gradient=tt.Truncated(7),
+        )
+    )
+    spread = [
+        isinstance(w, DTensor) and isinstance(w.grad, DTensor) and w.grad.placements == w.placements
+        for w in net.parameters()
+    ]
     optimizer.step()
     held = sum(state["exp_avg"].to_local().numel() for state in optimizer.state.values())
     return (
@@ -142,7 +171,10 @@ def resumed(stop: int) -> bool:
             optimizer.step()
             optimizer.zero_grad()
             if done == at:
-                place, stream = run.state_dict(), tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10)
+                place, stream = (
+                    run.state_dict(),
+                    tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
+                )
                 run = tt.updates(net, stream, LOSS, gradient=tt.Truncated(3, 8))
                 run.load_state_dict(place)
         ends.append(whole(net))
@@ -152,7 +184,12 @@ def resumed(stop: int) -> bool:
 def refused() -> str:
     net = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     try:
-        tt.updates(net, tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10), LOSS, gradient=tt.Truncated(7))
+        tt.updates(
+            net,
+            tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
+            LOSS,
+            gradient=tt.Truncated(7),
+        )
     except ModelError as error:
         return str(error)
     return "nothing was refused"
@@ -172,7 +209,12 @@ def few_works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     quiet()
     for name in FEW:
         yield name, trained(sharded(), LANES, POLICIES[name]())
-    yield "evaluated", tt.evaluate(sharded(parts=True), tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10), LOSS).loss
+    yield (
+        "evaluated",
+        tt.evaluate(
+            sharded(parts=True), tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10), LOSS
+        ).loss,
+    )
     yield "gaps", by_updates(sharded(), LANES)
     yield "mutant", by_hand(sharded(), LANES)
     yield "placed", placed()
@@ -197,7 +239,15 @@ def found(works: Work) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in [*POLICIES, "parts", "looked at"] if name not in FEW)]
+    "name",
+    [
+        *FEW,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [*POLICIES, "parts", "looked at"]
+            if name not in FEW
+        ),
+    ],
 )
 def test_spread_weights_become_those_of_one_process(name: str) -> None:
     expected, losses = trained(plain(), 2 * LANES, POLICIES.get(name, POLICIES["horizon"])())
@@ -208,11 +258,15 @@ def test_spread_weights_become_those_of_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("accumulate", (3, 1)), ("every third", (1, 3))])
-def test_gradients_of_several_updates_add_up_as_on_one_process(name: str, options: tuple[int, int]) -> None:
+def test_gradients_of_several_updates_add_up_as_on_one_process(
+    name: str, options: tuple[int, int]
+) -> None:
     expected, _ = trained(plain(), 2 * LANES, tt.Truncated(7), *options)
     for told in found(all_works):
         assert apart(told[name][0], expected) < 1e-10
-    assert apart(expected, trained(plain(), 2 * LANES, tt.Truncated(7))[0]) > 1e-4  # another training than without
+    assert (
+        apart(expected, trained(plain(), 2 * LANES, tt.Truncated(7))[0]) > 1e-4
+    )  # another training than without
 
 
 def test_ranks_weigh_by_their_valid_steps_where_fully_shard_counts_each_the_same() -> None:
@@ -231,7 +285,9 @@ def test_between_updates_weights_gradients_and_optimizer_are_spread() -> None:
 
 
 def test_evaluation_of_spread_weights_is_that_of_one_process() -> None:
-    expected = tt.evaluate(plain(), tt.Stream(recordings(LENGTHS, outputs=1), 2 * LANES, 10), LOSS).loss
+    expected = tt.evaluate(
+        plain(), tt.Stream(recordings(LENGTHS, outputs=1), 2 * LANES, 10), LOSS
+    ).loss
     for told in found(few_works):
         assert told["evaluated"] == pytest.approx(expected, rel=1e-12)
 
@@ -244,15 +300,29 @@ def test_spread_weights_resume_to_the_bit() -> None:
 
 def test_a_precision_of_its_own_is_refused_with_the_line_to_write() -> None:
     for told in found(few_works):
-        assert "the net is sharded with MixedPrecisionPolicy(param_dtype=torch.bfloat16" in told["refused"]
+        assert (
+            "the net is sharded with MixedPrecisionPolicy(param_dtype=torch.bfloat16"
+            in told["refused"]
+        )
         assert "put the loop under torch.autocast(...)" in told["refused"]
 
 
 @pytest.mark.slow
-def test_the_example_stopped_and_resumed_on_two_ranks_gives_the_weights_of_one(tmp_path: Path) -> None:
+def test_the_example_stopped_and_resumed_on_two_ranks_gives_the_weights_of_one(
+    tmp_path: Path,
+) -> None:
     def launched(updates: int, ranks: int, checkpoint: Path) -> dict[str, Tensor]:
-        command = [*torchrun(ranks), str(EXAMPLE), "--updates", str(updates), "--checkpoint", str(checkpoint)]
-        done = subprocess.run(command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False)
+        command = [
+            *torchrun(ranks),
+            str(EXAMPLE),
+            "--updates",
+            str(updates),
+            "--checkpoint",
+            str(checkpoint),
+        ]
+        done = subprocess.run(
+            command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         return torch.load(checkpoint)["net"]
 

@@ -1,4 +1,5 @@
-"""`tt.fuse` changes what runs and nothing else; carried, nets of `tt.nn` are nets of `torch.nn`, their resets inside the call.
+"""`tt.fuse` changes what runs and nothing else; carried, nets of `tt.nn` are nets of `torch.nn`,
+their resets inside the call.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -51,7 +52,9 @@ class Takes(nn.Module):
         self.gru = tt.nn.GRU(FEATURES, HIDDEN, batch_first=batch_first)
         self.seen = 0
 
-    def forward(self, x: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, resets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.seen += resets is not None
         return self.gru(x, state, resets)
 
@@ -62,21 +65,33 @@ class InPieces(HidesLayer):
     def forward(self, x: Tensor) -> Tensor:
         y, state = self.lstm(x[: len(x) // 2 + 1])
         if len(x) > 1:
-            rest, _ = self.lstm(x[len(x) // 2 + 1 :], state) if len(x) // 2 + 1 < len(x) else (y[:0], state)
+            rest, _ = (
+                self.lstm(x[len(x) // 2 + 1 :], state)
+                if len(x) // 2 + 1 < len(x)
+                else (y[:0], state)
+            )
             y = torch.cat([y, rest])
         return self.head(y)
 
 
 FUSED = (
     *NETS,
-    Row("two-layers-deep", lambda: nn.Sequential(nn.GRU(FEATURES, 5, num_layers=2), nn.RNN(5, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2))),
+    Row(
+        "two-layers-deep",
+        lambda: nn.Sequential(
+            nn.GRU(FEATURES, 5, num_layers=2), nn.RNN(5, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2)
+        ),
+    ),
     Row("takes-resets", Takes),
     Row("takes-resets-batch-first", lambda: Takes(batch_first=True)),
     Row("in-pieces", InPieces),
     Row("hidden-in-a-chain", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), HidesTwoLayers())),
 )
 every_fused_net = pytest.mark.parametrize("row", FUSED, ids=lambda row: row.name)
-SPLIT = {row.name for row in NETS if "cell" in row.name or "state" in row.name} | {"learnt-start", "in-pieces"}
+SPLIT = {row.name for row in NETS if "cell" in row.name or "state" in row.name} | {
+    "learnt-start",
+    "in-pieces",
+}
 WHOLE = {row.name for row in FUSED} - SPLIT - {"sequential", "sequential-of-user-modules"}
 
 
@@ -98,7 +113,11 @@ def test_layers_change_their_class_and_nothing_else() -> None:
     calls: list[str] = []
     net.lstm.register_forward_hook(lambda *_: calls.append("hook"))
     before = {name: id(p) for name, p in net.named_parameters()}
-    layers, optimizer, x = [net.lstm, net.block["gru"]], torch.optim.SGD(net.parameters(), lr=0.1), inputs(9, 2)
+    layers, optimizer, x = (
+        [net.lstm, net.block["gru"]],
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        inputs(9, 2),
+    )
     expected, words = net.eval()(x), repr(net)
     assert tt.fuse(net) is net
     assert [net.lstm, net.block["gru"]] == layers
@@ -123,13 +142,20 @@ def test_a_bare_layer_and_one_used_twice_are_fused_once() -> None:
 
 
 class Own(nn.LSTM):
-    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002  # torch's name
+    def forward(self, input: Any, hx: Any = None) -> Any:  # torch's name
         y, state = super().forward(input, hx)
         return 2 * y, state
 
 
 def test_what_is_not_torch_s_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.ModuleDict({"own": Own(FEATURES, HIDDEN), "cell": nn.LSTMCell(3, 4), "wrapped": nn.GRU(3, 4), "gru": nn.GRU(3, 4)})
+    net = nn.ModuleDict(
+        {
+            "own": Own(FEATURES, HIDDEN),
+            "cell": nn.LSTMCell(3, 4),
+            "wrapped": nn.GRU(3, 4),
+            "gru": nn.GRU(3, 4),
+        }
+    )
     wrapped = net["wrapped"]
     wrapped.forward = wrapped.forward  # as a wrapper puts its own there
     kinds = {name: type(m) for name, m in net.items()}
@@ -164,18 +190,27 @@ def test_parametrized_layers_are_fused_with_their_parametrization() -> None:
 def test_fused_net_is_the_net(row: Row) -> None:
     net, mine, x = row.net(), fused(row), inputs(31, 3)
     resets = torch.rand(31, 3) < 0.15
-    (y, state, gradient), (expected, end, full) = everything(mine, x, resets), everything(net, x, resets)
+    (y, state, gradient), (expected, end, full) = (
+        everything(mine, x, resets),
+        everything(net, x, resets),
+    )
     assert (y - expected).abs().max() < EXACT
     assert states_apart(state, end) < EXACT
     assert apart(gradient, full) < EXACT
-    assert [law.name for law in check_carry(mine, x[:28])] == [law.name for law in check_carry(net, x[:28])]
+    assert [law.name for law in check_carry(mine, x[:28])] == [
+        law.name for law in check_carry(net, x[:28])
+    ]
 
 
 @every_fused_net
-def test_resets_inside_the_call_are_resets_between_calls(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resets_inside_the_call_are_resets_between_calls(
+    row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, x, resets = fused(row), inputs(31, 3), torch.rand(31, 3) < 0.15
     resets[7] = True  # one of them at the first step of a chunk
-    everything(net, x, torch.zeros_like(resets))  # a module that hides its layers shows how it calls them
+    everything(
+        net, x, torch.zeros_like(resets)
+    )  # a module that hides its layers shows how it calls them
     whole = net.contract.takes_resets(x)
     found = everything(net, x, resets)
     monkeypatch.setattr(type(net.contract), "takes_resets", lambda *_: False)
@@ -202,7 +237,9 @@ def test_resets_do_not_split_the_call(name: str) -> None:
     torch.manual_seed(0)
     split, counted = row.net(), list[int]()
     if not any(isinstance(m, Recurrent) for m in split.modules()):
-        next(m for m in split.modules() if isinstance(m, nn.RNNBase)).register_forward_pre_hook(lambda *_: counted.append(1))
+        next(m for m in split.modules() if isinstance(m, nn.RNNBase)).register_forward_pre_hook(
+            lambda *_: counted.append(1)
+        )
         split(x, start(split, x), resets)
         assert len(counted) > 5
 
@@ -216,7 +253,10 @@ def test_whether_the_call_stays_whole_does_not_depend_on_the_calls_before(name: 
     for lanes in (1, 2, 3):
         old(inputs(7, lanes), start(old, inputs(7, lanes)))
     drawn = torch.get_rng_state()
-    (y, state, gradient), (again, end, same) = everything(old, x, resets), everything(new, x, resets)
+    (y, state, gradient), (again, end, same) = (
+        everything(old, x, resets),
+        everything(new, x, resets),
+    )
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(y, again)
     assert states_apart(state, end) == apart(gradient, same) == 0
@@ -251,7 +291,9 @@ class WithItsOwn(HidesLayer):
     every = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.lstm(x, None, torch.full(x.shape[:2], self.every)) if self.every else self.lstm(x)
+        y, _ = (
+            self.lstm(x, None, torch.full(x.shape[:2], self.every)) if self.every else self.lstm(x)
+        )
         return self.head(y)
 
 
@@ -282,7 +324,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["lstm", "two-layers-deep", "hides-layer", "takes-resets", "in-pieces"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "two-layers-deep", "hides-layer", "takes-resets", "in-pieces"]
+)
 def test_every_policy_has_the_gradients_of_torch_nn(policy: str, name: str) -> None:
     row = next(row for row in FUSED if row.name == name)
     net, mine = row.net(), fused(row)
@@ -297,7 +341,12 @@ def test_policies_on_fused_nets_are_plain_autograd() -> None:
     """The same against one backward pass for every stretch, written by hand."""
     net, whole = fused(named("hides-layer")), [0, 10, 20, 30]
     data = Given.draw(30, 3, 1, resets=0.1)
-    assert deviation(policy_gradients(net, [data.chunk], tt.Truncated(stride=10)), plain(net, data, whole)) < EXACT
+    assert (
+        deviation(
+            policy_gradients(net, [data.chunk], tt.Truncated(stride=10)), plain(net, data, whole)
+        )
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "hides-layer", "takes-resets"])
@@ -313,7 +362,9 @@ def test_whatever_plays_a_net_plays_a_fused_one(name: str) -> None:
         rolled, _ = tt.rollout(net, x_live, start(net, x), resets=resets, chunk=8)
         (dx,) = torch.autograd.grad(rolled.square().sum(), x_live)
         predictor = tt.Predictor(net, lanes=2)
-        steps = torch.cat([predictor(part, new) for part, new in zip(x.split(4), resets.split(4), strict=True)])
+        steps = torch.cat(
+            [predictor(part, new) for part, new in zip(x.split(4), resets.split(4), strict=True)]
+        )
         scored = tt.evaluate(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss())
         reached = tt.reach(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), max_lag=20)
         audited = tt.audit(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), horizons=(8, 16))
@@ -358,7 +409,9 @@ def updated(module: nn.Module, updates: int) -> None:
         pass
 
 
-def test_advice_comes_once_after_a_while_where_much_is_to_gain(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_comes_once_after_a_while_where_much_is_to_gain(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chain(layer: nn.Module) -> nn.Module:
         return nn.Sequential(layer, nn.Linear(HIDDEN, 2)).double()
 

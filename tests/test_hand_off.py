@@ -47,14 +47,19 @@ def unbroken(net: tt.Carried, source: dict[str, Any]) -> Tensor:
         return net(x, start(net, x))[0][:, 0]
 
 
-def by_hand(net: tt.Carried, source: dict[str, Any], length: int, epochs: int) -> list[list[Tensor]]:
+def by_hand(
+    net: tt.Carried, source: dict[str, Any], length: int, epochs: int
+) -> list[list[Tensor]]:
     """Of every epoch the outputs of every part: each from the state in which the part before it ended an epoch earlier."""
     parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
     ends: list[Any] = [start(net, parts[0])] * len(parts)
     found: list[list[Tensor]] = []
     with torch.no_grad():
         for epoch in range(epochs):
-            entering = [start(net, part) if i == 0 or epoch == 0 else ends[i - 1] for i, part in enumerate(parts)]
+            entering = [
+                start(net, part) if i == 0 or epoch == 0 else ends[i - 1]
+                for i, part in enumerate(parts)
+            ]
             played = [net(part, state) for part, state in zip(parts, entering, strict=True)]
             ends = [state for _, state in played]
             found.append([outputs[:, 0] for outputs, _ in played])
@@ -62,7 +67,10 @@ def by_hand(net: tt.Carried, source: dict[str, Any], length: int, epochs: int) -
 
 
 def check_hand_off(net: tt.Carried, lengths: list[int], lanes: int, epochs: int) -> None:
-    """Every epoch as by hand; and as many epochs as a recording has parts give the outputs of one unbroken run."""
+    """Every epoch as by hand.
+
+    And as many epochs as a recording has parts give the outputs of one unbroken run.
+    """
     sources = recordings(lengths)
     stream = tt.Stream(sources, lanes, 50, hand_off=True)
     length = stream.steps
@@ -71,7 +79,12 @@ def check_hand_off(net: tt.Carried, lengths: list[int], lanes: int, epochs: int)
         played = play(net, stream)
         for i, source in enumerate(sources):
             parts = [played[i, at] for at in range(0, lengths[i], length)]
-            assert max(float((p - q).abs().max()) for p, q in zip(parts, oracle[i][epoch], strict=True)) < 1e-12
+            assert (
+                max(
+                    float((p - q).abs().max()) for p, q in zip(parts, oracle[i][epoch], strict=True)
+                )
+                < 1e-12
+            )
             if epoch >= len(parts) - 1:
                 assert float((torch.cat(parts) - unbroken(net, source)).abs().max()) < 1e-12
 
@@ -82,12 +95,16 @@ def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
     net = row.net()
     stream = tt.Stream(recordings([103]), 4, 50, hand_off=True)
     cold = torch.cat([played for _, played in sorted(play(net, stream).items())])
-    assert float((cold - unbroken(net, recordings([103])[0])).abs().max()) > 1e-3  # the mutant: a single, cold epoch
+    assert (
+        float((cold - unbroken(net, recordings([103])[0])).abs().max()) > 1e-3
+    )  # the mutant: a single, cold epoch
 
 
 @settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
-def test_epochs_with_hand_off_equal_the_recording_played_by_hand(lengths: list[int], wish: int) -> None:
+def test_epochs_with_hand_off_equal_the_recording_played_by_hand(
+    lengths: list[int], wish: int
+) -> None:
     lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
     if lanes > 1:
         check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1)
@@ -98,7 +115,9 @@ def not_rolled() -> AbstractContextManager[Any]:
 
 
 def rolled_the_wrong_way() -> AbstractContextManager[Any]:
-    return mock.patch.object(Ranks, "handed_on", lambda _, state: trees.select(trees.detach(state), [1, 2, 3, 0]))
+    return mock.patch.object(
+        Ranks, "handed_on", lambda _, state: trees.select(trees.detach(state), [1, 2, 3, 0])
+    )
 
 
 def idle_before_it_is_handed_on() -> AbstractContextManager[Any]:
@@ -106,7 +125,9 @@ def idle_before_it_is_handed_on() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("mutant", [not_rolled, rolled_the_wrong_way, idle_before_it_is_handed_on])
-def test_check_of_hand_off_fails_on_mutants(mutant: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_check_of_hand_off_fails_on_mutants(
+    mutant: Callable[[], AbstractContextManager[Any]],
+) -> None:
     net = named("tensor-state").net()
     check_hand_off(net, [103], 4, 3)
     with mutant(), pytest.raises((AssertionError, KeyError)):
@@ -139,7 +160,11 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -
         assert apart(dict(trees.leaves(got)), dict(trees.leaves(end))) < 1e-12
 
 
-@pytest.mark.parametrize("policy", [tt.Truncated(15), tt.Exact(chunk=4), tt.Exact(segment=15)], ids=["truncated", "exact", "segment"])
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(15), tt.Exact(chunk=4), tt.Exact(segment=15)],
+    ids=["truncated", "exact", "segment"],
+)
 def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(policy: Policy) -> None:
     net, sources = named("learnt-start").net(), recordings([60])
     stream = tt.Stream(sources, 4, 50, hand_off=True)
@@ -158,18 +183,28 @@ def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(polic
     assert apart(got, expected) < 1e-12
     assert float(got["module.start"].norm()) > 1e-3
     net.zero_grad()
-    y, _ = net(chunk.inputs, entering, torch.zeros_like(first))  # the mutant: it goes on from the last lane of all
+    y, _ = net(
+        chunk.inputs, entering, torch.zeros_like(first)
+    )  # the mutant: it goes on from the last lane of all
     nn.functional.mse_loss(y.flatten(0, 1), chunk.targets.flatten(0, 1)).backward()
     assert apart(gradients(net), expected) > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("options", "policy"), [({"warm_up": 3}, tt.Truncated(6)), ({}, tt.Truncated(6, warm_up=3)), ({}, tt.Truncated(6, 9, warm_up=3))]
+    ("options", "policy"),
+    [
+        ({"warm_up": 3}, tt.Truncated(6)),
+        ({}, tt.Truncated(6, warm_up=3)),
+        ({}, tt.Truncated(6, 9, warm_up=3)),
+    ],
 )
 def test_warm_up_counts_where_a_state_is_cold_only(options: dict[str, Any], policy: Policy) -> None:
     net = named("tensor-state").net()
     stream = tt.Stream(recordings([50]), 4, 50, hand_off=True, **options)
-    counted = [sum(update.steps for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy)) for _ in range(3)]
+    counted = [
+        sum(update.steps for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy))
+        for _ in range(3)
+    ]
     assert counted == [50 - 4 * 3, 50 - 3, 50 - 3]
 
 
@@ -182,11 +217,18 @@ def test_without_hand_off_every_epoch_is_as_cold_as_the_first() -> None:
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), seed=seeds)
 @settings(max_examples=15)
-def test_recordings_that_are_not_cut_are_played_as_without_hand_off(lengths: list[int], seed: int) -> None:
+def test_recordings_that_are_not_cut_are_played_as_without_hand_off(
+    lengths: list[int], seed: int
+) -> None:
     net = named("hides-layer").net()
-    one, two = (tt.Stream(recordings(lengths), 2, 9, seed=seed, hand_off=handed) for handed in (True, False))
+    one, two = (
+        tt.Stream(recordings(lengths), 2, 9, seed=seed, hand_off=handed) for handed in (True, False)
+    )
     for _ in range(3):
-        losses = [[u.loss.item() for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5))] for stream in (one, two)]
+        losses = [
+            [u.loss.item() for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5))]
+            for stream in (one, two)
+        ]
         assert losses[0] == losses[1]
 
 

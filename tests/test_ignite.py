@@ -1,6 +1,8 @@
-"""Ignite's trainer: scripts written against the original run with the import changed, and its faults are mended.
+"""Ignite's trainer: scripts written against the original run with the import changed, and its
+faults are mended.
 
-Each fault is first shown in the original, which is installed, so that no test can pass for want of it.
+Each fault is first shown in the original, which is installed, so that no test can pass for want of
+it.
 """
 
 import sys
@@ -17,7 +19,11 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.integrations.ignite import Tbptt_Events, _detach_hidden, create_supervised_tbptt_trainer
+from throughtime.integrations.ignite import (
+    Tbptt_Events,
+    _detach_hidden,
+    create_supervised_tbptt_trainer,
+)
 
 SCRIPT = """
 import torch
@@ -52,7 +58,11 @@ class Leaky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.turn, self.out = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 4) / 2), nn.Linear(4, 2)
+        self.into, self.turn, self.out = (
+            nn.Linear(3, 4),
+            nn.Parameter(torch.randn(4, 4) / 2),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
         h = x.new_zeros(x.shape[1], 4) if hidden is None else hidden["memory"][0]
@@ -92,7 +102,10 @@ def made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 def batches(count: int, steps: int = 11, lanes: int = 3, seed: int = 1, dim: int = 0) -> list[Any]:
     draw = torch.Generator().manual_seed(seed)
     shape = (steps, lanes) if dim == 0 else (lanes, steps)
-    return [[torch.randn(*shape, width, generator=draw, dtype=torch.float64) for width in (3, 2)] for _ in range(count)]
+    return [
+        [torch.randn(*shape, width, generator=draw, dtype=torch.float64) for width in (3, 2)]
+        for _ in range(count)
+    ]
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -103,17 +116,27 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-def ran(module: str, make: Callable[[], nn.Module], dim: int, step: int = 4) -> tuple[list[Any], list[Tensor]]:
+def ran(
+    module: str, make: Callable[[], nn.Module], dim: int, step: int = 4
+) -> tuple[list[Any], list[Tensor]]:
     """What the script logged, and the weights that it came to."""
     model = made(make)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "loss_fn": nn.MSELoss(), "data": batches(3, dim=dim), "log": []}
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "loss_fn": nn.MSELoss(),
+        "data": batches(3, dim=dim),
+        "log": [],
+    }
     exec(SCRIPT.format(module=module, step=step, dim=dim), names)
     return names["log"], weights(model)
 
 
 @pytest.mark.parametrize(("make", "dim"), MODELS)
-def test_a_script_runs_with_only_the_import_changed(make: Callable[[], nn.Module], dim: int) -> None:
+def test_a_script_runs_with_only_the_import_changed(
+    make: Callable[[], nn.Module], dim: int
+) -> None:
     log, came_to = ran("ignite.contrib.engines", make, dim)
     mine, mine_came_to = ran("throughtime.integrations.ignite", make, dim)
     assert len(log) > 60
@@ -148,13 +171,22 @@ def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], 
 
 
 def trainer_of(
-    create: Callable[..., Engine], model: nn.Module | None = None, lr: float = 0.1, step: int = 4, **options: Any
+    create: Callable[..., Engine],
+    model: nn.Module | None = None,
+    lr: float = 0.1,
+    step: int = 4,
+    **options: Any,
 ) -> tuple[Any, Any]:
     model = made(lambda: Recurrent(nn.GRU)) if model is None else model
-    return create(model, torch.optim.SGD(model.parameters(), lr=lr), nn.MSELoss(), step, **options), model
+    return (
+        create(model, torch.optim.SGD(model.parameters(), lr=lr), nn.MSELoss(), step, **options),
+        model,
+    )
 
 
-def chunks_trained(trainer: Engine, data: Any, event: Any = Tbptt_Events.TIME_ITERATION_COMPLETED) -> int:
+def chunks_trained(
+    trainer: Engine, data: Any, event: Any = Tbptt_Events.TIME_ITERATION_COMPLETED
+) -> int:
     seen: list[int] = []
     trainer.add_event_handler(event, lambda: seen.append(1))
     trainer.run(data)
@@ -169,18 +201,32 @@ def test_the_mean_of_an_iteration_can_be_over_steps() -> None:
     theirs = trainer_of(original, lr=0.0)[0].run([(x, y)]).output
     assert abs(theirs - true) > 1e-3
     assert trainer_of(create_supervised_tbptt_trainer, lr=0.0)[0].run([(x, y)]).output == theirs
-    assert abs(trainer_of(create_supervised_tbptt_trainer, lr=0.0, weighted=True)[0].run([(x, y)]).output - true) < 1e-12
+    assert (
+        abs(
+            trainer_of(create_supervised_tbptt_trainer, lr=0.0, weighted=True)[0]
+            .run([(x, y)])
+            .output
+            - true
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize(("inputs", "targets"), [(12, 4), (4, 12)])
-def test_unequal_lengths_are_refused_where_the_original_trains_on_a_part(inputs: int, targets: int) -> None:
+def test_unequal_lengths_are_refused_where_the_original_trains_on_a_part(
+    inputs: int, targets: int
+) -> None:
     data = [(torch.randn(inputs, 3, 3).double(), torch.randn(targets, 3, 2).double())]
-    assert chunks_trained(trainer_of(original)[0], data, OriginalEvents.TIME_ITERATION_COMPLETED) == 1
+    assert (
+        chunks_trained(trainer_of(original)[0], data, OriginalEvents.TIME_ITERATION_COMPLETED) == 1
+    )
     with pytest.raises(DataError, match=r"along dim=0 they have \[12, 4\] steps"):
         trainer_of(create_supervised_tbptt_trainer)[0].run(data)
 
 
-def unbroken(data: list[Any], model: nn.Module, lr: float = 0.1, epochs: int = 1, carry: bool = True) -> list[Tensor]:
+def unbroken(
+    data: list[Any], model: nn.Module, lr: float = 0.1, epochs: int = 1, carry: bool = True
+) -> list[Tensor]:
     """The plain loop: the state of each batch enters the next one, and epochs start anew."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for _ in range(epochs):
@@ -196,8 +242,14 @@ def unbroken(data: list[Any], model: nn.Module, lr: float = 0.1, epochs: int = 1
     return weights(model)
 
 
-@pytest.mark.parametrize("make", [lambda: Recurrent(nn.GRU), lambda: Recurrent(nn.LSTM), Leaky], ids=["gru", "lstm", "dict-state"])
-def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Recurrent(nn.GRU), lambda: Recurrent(nn.LSTM), Leaky],
+    ids=["gru", "lstm", "dict-state"],
+)
+def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
+    make: Callable[[], nn.Module],
+) -> None:
     data = batches(4)
     trainer, theirs = trainer_of(original, made(make))
     trainer.run(data, max_epochs=2)
@@ -210,8 +262,12 @@ def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(make: Cal
 
 
 def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    attributes = {event: name for event, name in State.event_to_attr.items() if event not in set(Tbptt_Events)}
-    monkeypatch.setattr(State, "event_to_attr", attributes)  # the original never registers its own, but sees ours
+    attributes = {
+        event: name for event, name in State.event_to_attr.items() if event not in set(Tbptt_Events)
+    }
+    monkeypatch.setattr(
+        State, "event_to_attr", attributes
+    )  # the original never registers its own, but sees ours
     theirs = trainer_of(original)[0]
     theirs.add_event_handler(OriginalEvents.TIME_ITERATION_COMPLETED(every=2), print)
     with pytest.raises(RuntimeError, match="Unknown event name"):
@@ -221,13 +277,24 @@ def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     filters: dict[str, Any] = {
         "every": Tbptt_Events.TIME_ITERATION_COMPLETED(every=2),
         "once": Tbptt_Events.TIME_ITERATION_STARTED(once=3),
-        "filter": Tbptt_Events.TIME_ITERATION_STARTED(event_filter=lambda _, event: event in (1, 5)),
-        "name": OriginalEvents.TIME_ITERATION_STARTED(every=4),  # a script may go on importing the events from there
+        "filter": Tbptt_Events.TIME_ITERATION_STARTED(
+            event_filter=lambda _, event: event in (1, 5)
+        ),
+        "name": OriginalEvents.TIME_ITERATION_STARTED(
+            every=4
+        ),  # a script may go on importing the events from there
     }
     for name, event in filters.items():
-        trainer.add_event_handler(event, lambda engine, name: seen[name].append(engine.state.time_iteration), name)
+        trainer.add_event_handler(
+            event, lambda engine, name: seen[name].append(engine.state.time_iteration), name
+        )
     trainer.run(batches(2), max_epochs=2)
-    assert seen == {"every": [2, 4, 6, 8, 10, 12], "once": [3], "filter": [1, 5], "name": [4, 8, 12]}
+    assert seen == {
+        "every": [2, 4, 6, 8, 10, 12],
+        "once": [3],
+        "filter": [1, 5],
+        "name": [4, 8, 12],
+    }
     trainer.run(batches(1))  # a new run counts from 1
     assert seen["once"] == [3, 3]
 
@@ -242,7 +309,9 @@ def test_terminate_stops_after_the_present_chunk(end: str, event: Any) -> None:
         trainer.add_event_handler(event, lambda engine: getattr(engine, end)())
     assert chunks_trained(theirs[0], [whole], OriginalEvents.TIME_ITERATION_COMPLETED) == 4
     assert chunks_trained(mine[0], [whole]) == 1
-    assert same(weights(mine[1]), unbroken([[part[:4] for part in whole]], made(lambda: Recurrent(nn.GRU))))
+    assert same(
+        weights(mine[1]), unbroken([[part[:4] for part in whole]], made(lambda: Recurrent(nn.GRU)))
+    )
 
 
 @dataclass
@@ -283,14 +352,18 @@ def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry:
     if fails:
         with pytest.raises(TypeError, match="must contain"):
             trainer_of(original, made(lambda: Wrapped(wrap, unwrap)))[0].run(data)
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(lambda: Wrapped(wrap, unwrap)), carry=carry)
+    trainer, model = trainer_of(
+        create_supervised_tbptt_trainer, made(lambda: Wrapped(wrap, unwrap)), carry=carry
+    )
     trainer.run(data)
     assert same(weights(model), unbroken(data, made(Leaky), carry=carry))
 
 
 def test_a_state_that_is_none_stays_none() -> None:
     class Stateless(nn.Linear):
-        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # noqa: A002  # the name of torch  # pyright: ignore[reportIncompatibleMethodOverride]  # another model
+        # the name of torch
+        # another model
+        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().forward(input), None
 
     ends: list[list[Tensor]] = []
@@ -320,7 +393,9 @@ class Speaking(nn.Module):
         self.seen: list[Any] = []
 
     def forward(self, x: Any, hidden: Any = None) -> tuple[Tensor, Any]:
-        self.seen.append({"audio": tuple(x["audio"].shape), "meta": x["meta"], "pair": tuple(x["pair"][0].shape)})
+        self.seen.append(
+            {"audio": tuple(x["audio"].shape), "meta": x["meta"], "pair": tuple(x["pair"][0].shape)}
+        )
         y, hidden = self.gru(x["audio"], hidden)
         return self.out(y + self.voice(x["meta"]["speaker"])) + x["pair"][0], hidden
 
@@ -339,7 +414,9 @@ def parts(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
 def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     with pytest.raises(TypeError):
         trainer_of(original, made(Speaking), prepare_batch=parts)[0].run([speaking()])
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts, static=["x.meta"])
+    trainer, model = trainer_of(
+        create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts, static=["x.meta"]
+    )
     trainer.run([speaking()])
     whole = speaking()["x"]["meta"]
     assert [seen["audio"] for seen in model.seen] == [(4, 3, 3), (3, 3, 3)]
@@ -351,10 +428,19 @@ def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
 
 def test_a_static_part_is_static_because_it_is_named_not_because_of_its_size() -> None:
     as_long_as_time = speaking(steps=3)  # a speaker for each of 3 lanes, and 3 steps
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), 0.1, 2, prepare_batch=parts, static=["x.meta.speaker"])
+    trainer, model = trainer_of(
+        create_supervised_tbptt_trainer,
+        made(Speaking),
+        0.1,
+        2,
+        prepare_batch=parts,
+        static=["x.meta.speaker"],
+    )
     trainer.run([as_long_as_time])
     assert [len(seen["meta"]["speaker"]) for seen in model.seen] == [3, 3]
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts)
+    trainer, model = trainer_of(
+        create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts
+    )
     with pytest.raises(DataError, match=r"'x.meta.speaker' \(3, 2\)"):
         trainer.run([speaking()])
 
@@ -369,24 +455,34 @@ def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:
 ONE = torch.zeros(4, 1, 3)
 WRONG: list[Any] = [
     pytest.param({"x": ONE, "y": ONE}, {}, "the keys", id="other-keys"),
-    pytest.param({"inputs": ONE, "targets": ONE, "more": ONE}, {}, "alone. Say what is what", id="a-key-more"),
+    pytest.param(
+        {"inputs": ONE, "targets": ONE, "more": ONE}, {}, "alone. Say what is what", id="a-key-more"
+    ),
     pytest.param((ONE, ONE, ONE), {}, "tuple of 3 tensors", id="three-parts"),
-    pytest.param((ONE, ONE), {"static": ("2",)}, r"of which \['2'\] are not there", id="no-such-static"),
-    pytest.param((ONE, ONE), {"dim": 5}, r"along dim=5 they have \[None\] steps", id="no-such-dimension"),
+    pytest.param(
+        (ONE, ONE), {"static": ("2",)}, r"of which \['2'\] are not there", id="no-such-static"
+    ),
+    pytest.param(
+        (ONE, ONE), {"dim": 5}, r"along dim=5 they have \[None\] steps", id="no-such-dimension"
+    ),
     pytest.param((ONE[:0], ONE[:0]), {}, r"they have \[0\] steps", id="no-steps"),
     pytest.param(("a", "b"), {}, "has the tensors none", id="no-tensors"),
 ]
 
 
 @pytest.mark.parametrize(("batch", "options", "said"), WRONG)
-def test_a_batch_that_does_not_fit_is_refused(batch: Any, options: dict[str, Any], said: str) -> None:
+def test_a_batch_that_does_not_fit_is_refused(
+    batch: Any, options: dict[str, Any], said: str
+) -> None:
     trainer = trainer_of(create_supervised_tbptt_trainer, nn.GRU(3, 3), **options)[0]
     with pytest.raises(DataError, match=said):
         trainer.run([batch])
 
 
 def test_without_ignite_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("throughtime.integrations.ignite")]:
+    for name in [
+        name for name in sys.modules if name.startswith("throughtime.integrations.ignite")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ignite.engine", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[ignite\]'"):

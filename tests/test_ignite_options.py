@@ -15,7 +15,9 @@ from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.integrations.ignite import Tbptt_Events, create_supervised_tbptt_trainer
 
 
-def trained(data: list[Any], model: nn.Module | None = None, epochs: int = 1, **options: Any) -> list[Tensor]:
+def trained(
+    data: list[Any], model: nn.Module | None = None, epochs: int = 1, **options: Any
+) -> list[Tensor]:
     trainer, own = trainer_of(create_supervised_tbptt_trainer, model, **options)
     trainer.run(data, max_epochs=epochs)
     return weights(own)
@@ -26,7 +28,11 @@ def gru() -> nn.Module:
 
 
 def by_hand(
-    data: list[Any], clip: float | None = None, amp: bool = False, scaler: Any = None, model: nn.Module | None = None
+    data: list[Any],
+    clip: float | None = None,
+    amp: bool = False,
+    scaler: Any = None,
+    model: nn.Module | None = None,
 ) -> list[Tensor]:
     """The loop with every option written out; each batch from the start."""
     model = gru() if model is None else model
@@ -71,7 +77,10 @@ def test_mixed_precision_is_that_of_the_loop_by_hand(clip: float | None, scaled:
 
 
 def windows(data: list[Any], model: nn.Module, stride: int, horizon: int) -> list[Tensor]:
-    """Each window from its first step under the present weights; its last stride counts. The state before it is a value."""
+    """Each window from its first step under the present weights.
+
+    Its last stride counts. The state before it is a value.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in data:
         at, edge = 0, None
@@ -82,7 +91,9 @@ def windows(data: list[Any], model: nn.Module, stride: int, horizon: int) -> lis
             for step in range(at, end):
                 entering[step] = hidden
                 outputs[step], hidden = model(x[step : step + 1], hidden)
-            nn.functional.mse_loss(torch.cat([outputs[step] for step in range(begin, end)]), y[begin:end]).backward()
+            nn.functional.mse_loss(
+                torch.cat([outputs[step] for step in range(begin, end)]), y[begin:end]
+            ).backward()
             optimizer.step()
             entering[end] = hidden
             after = end if horizon == stride else max(0, min(end + stride, len(x)) - horizon)
@@ -95,9 +106,19 @@ def windows(data: list[Any], model: nn.Module, stride: int, horizon: int) -> lis
 def test_credit_flows_back_to_the_horizon(horizon: int) -> None:
     data = batches(3, steps=15)
     mine = trained(data, horizon=horizon)
-    assert max((a - b).abs().max().item() for a, b in zip(mine, windows(data, gru(), 4, horizon), strict=True)) < 1e-12
+    assert (
+        max(
+            (a - b).abs().max().item()
+            for a, b in zip(mine, windows(data, gru(), 4, horizon), strict=True)
+        )
+        < 1e-12
+    )
     others = [by_hand(data) if horizon > 4 else windows(data, gru(), 4, 8)]
-    assert not any(torch.allclose(a, b, atol=1e-7) for other in others for a, b in zip(mine, other, strict=True))
+    assert not any(
+        torch.allclose(a, b, atol=1e-7)
+        for other in others
+        for a, b in zip(mine, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("horizon", [None, 8])
@@ -112,7 +133,9 @@ def test_batches_may_have_their_lanes_first(horizon: int | None) -> None:
 
 def test_a_carried_net_is_played_as_with_a_horizon() -> None:
     data = batches(3)
-    assert same(trained(data, tt.carry(gru()), carry=True), trained(data, gru(), carry=True, horizon=4))
+    assert same(
+        trained(data, tt.carry(gru()), carry=True), trained(data, gru(), carry=True, horizon=4)
+    )
     assert not same(trained(data, tt.carry(gru())), trained(data, gru(), carry=True, horizon=4))
 
 
@@ -144,7 +167,9 @@ def lstm() -> nn.Module:
 def test_rows_that_start_anew_forget_and_the_others_go_on(by_key: bool) -> None:
     data, fresh = batches(5), fresh_rows(5)
     assert any(rows.any() and not rows.all() for rows in fresh[1:])
-    batch_of = [{"inputs": x, "targets": y, "new": rows} for (x, y), rows in zip(data, fresh, strict=True)]
+    batch_of = [
+        {"inputs": x, "targets": y, "new": rows} for (x, y), rows in zip(data, fresh, strict=True)
+    ]
     if by_key:
         mine = trained(batch_of, lstm(), carry=True, resets="new")
     else:
@@ -152,17 +177,28 @@ def test_rows_that_start_anew_forget_and_the_others_go_on(by_key: bool) -> None:
         mine = trained(data, lstm(), carry=True, resets=lambda _: next(answers))
 
     def far(rows: list[Tensor]) -> float:
-        return max((a - b).abs().max().item() for a, b in zip(mine, with_resets(data, rows, lstm()), strict=True))
+        return max(
+            (a - b).abs().max().item()
+            for a, b in zip(mine, with_resets(data, rows, lstm()), strict=True)
+        )
 
     assert far(fresh) < 1e-12
     assert far([torch.zeros(3, dtype=torch.bool)] * 5) > 1e-6
     assert far([rows.roll(1) for rows in fresh]) > 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"dim": -3}, {"horizon": 8}], ids=["plain", "negative-dim", "windows"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dim": -3}, {"horizon": 8}], ids=["plain", "negative-dim", "windows"]
+)
 def test_another_number_of_lanes_is_refused(options: dict[str, Any]) -> None:
-    data = [*batches(1), *batches(1, steps=14), *batches(1, lanes=2)]  # another number of steps is nothing to refuse
-    with pytest.raises(DataError, match=r"the batch has 2 lanes, the carried state 3.*drop_last=True"):
+    data = [
+        *batches(1),
+        *batches(1, steps=14),
+        *batches(1, lanes=2),
+    ]  # another number of steps is nothing to refuse
+    with pytest.raises(
+        DataError, match=r"the batch has 2 lanes, the carried state 3.*drop_last=True"
+    ):
         trained(data, carry=True, **options)
     trained(data, **options)  # nothing is carried
     trainer, _ = trainer_of(create_supervised_tbptt_trainer, carry=True, **options)
@@ -173,12 +209,18 @@ def test_another_number_of_lanes_is_refused(options: dict[str, Any]) -> None:
 REFUSED: list[Any] = [
     pytest.param({"resets": "new"}, "resets without carry=True", id="resets-without-carry"),
     pytest.param({"horizon": 3}, "horizon", id="horizon-below-stride"),
-    pytest.param({"horizon": 8, "dim": 2}, "dim=2 with resets or horizon", id="horizon-with-odd-dim"),
+    pytest.param(
+        {"horizon": 8, "dim": 2}, "dim=2 with resets or horizon", id="horizon-with-odd-dim"
+    ),
     pytest.param({"step": 0}, "tbtt_step=0", id="no-step"),
     pytest.param({"step": 1e2}, "tbtt_step=100.0", id="float-step"),
     pytest.param({"static": "speaker"}, r"static=\('speaker',\)", id="static-string"),
-    pytest.param({"scaler": torch.amp.GradScaler("cpu")}, "amp_mode='amp'", id="scaler-without-amp"),
-    pytest.param({"scaler": True, "amp_mode": "amp"}, "expected a torch.amp.GradScaler", id="scaler-true"),
+    pytest.param(
+        {"scaler": torch.amp.GradScaler("cpu")}, "amp_mode='amp'", id="scaler-without-amp"
+    ),
+    pytest.param(
+        {"scaler": True, "amp_mode": "amp"}, "expected a torch.amp.GradScaler", id="scaler-true"
+    ),
     pytest.param({"amp_mode": "apex"}, "amp_mode='apex'", id="apex"),
     pytest.param({"max_norm": 0.0}, "max_norm=0.0", id="no-norm"),
 ]
@@ -197,12 +239,24 @@ def test_a_model_that_cannot_be_carried_is_refused_where_it_must_be() -> None:
 
 X, Y = torch.zeros(4, 3, 3).double(), torch.zeros(4, 3, 2).double()
 ODD: list[Any] = [
-    pytest.param((X, Y), "new", "names no entry of the batch, which has a tuple", id="key-of-a-tuple"),
+    pytest.param(
+        (X, Y), "new", "names no entry of the batch, which has a tuple", id="key-of-a-tuple"
+    ),
     pytest.param({"inputs": X, "targets": Y}, "new", "the keys", id="no-such-key"),
-    pytest.param((X, Y), lambda _: torch.ones(2, dtype=torch.bool), r"shape \(2,\), expected torch.bool of shape \(3,\)", id="rows"),
+    pytest.param(
+        (X, Y),
+        lambda _: torch.ones(2, dtype=torch.bool),
+        r"shape \(2,\), expected torch.bool of shape \(3,\)",
+        id="rows",
+    ),
     pytest.param((X, Y), lambda _: torch.ones(3), "resets gave torch.float32", id="type"),
     pytest.param((X, Y), lambda _: [True] * 3, "resets gave list", id="list"),
-    pytest.param((X[:, 0, 0], Y[:, 0, 0]), lambda _: None, r"prepare_batch gave a \(4,\) tensor", id="no-lanes"),
+    pytest.param(
+        (X[:, 0, 0], Y[:, 0, 0]),
+        lambda _: None,
+        r"prepare_batch gave a \(4,\) tensor",
+        id="no-lanes",
+    ),
     pytest.param(({"a": X}, Y), lambda _: None, "prepare_batch gave a dict", id="nested-inputs"),
 ]
 
@@ -215,18 +269,25 @@ def test_resets_that_fit_no_batch_are_refused(batch: Any, resets: Any, said: str
 
 @pytest.mark.parametrize("options", [{}, {"horizon": 8}], ids=["plain", "windows"])
 @pytest.mark.parametrize("make", [lambda: Recurrent(nn.LSTM), Leaky], ids=["lstm", "dict-state"])
-def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     data = batches(5)
     whole = trained(data, made(make), carry=True, **options)
 
     def begun() -> tuple[Engine, dict[str, Any]]:
         model = made(make)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = create_supervised_tbptt_trainer(model, optimizer, nn.MSELoss(), 4, carry=True, **options)
+        trainer = create_supervised_tbptt_trainer(
+            model, optimizer, nn.MSELoss(), 4, carry=True, **options
+        )
         return trainer, {"trainer": trainer, "model": model, "optimizer": optimizer}
 
     trainer, kept = begun()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), Checkpoint(kept, DiskSaver(str(tmp_path), require_empty=False)))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2),
+        Checkpoint(kept, DiskSaver(str(tmp_path), require_empty=False)),
+    )
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
     trainer.run(data)
     (saved,) = tmp_path.glob("*.pt")
@@ -235,8 +296,10 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(make: Any, op
         trainer, kept = begun()
         Checkpoint.load_objects(kept, str(saved))
         if cold:
-            getattr(trainer, "state").hidden = None  # noqa: B009  # a state takes any attribute
-        trainer.run(data[2:])  # a loader goes on where it was, which is the user's business in Ignite
+            getattr(trainer, "state").hidden = None  # a state takes any attribute
+        trainer.run(
+            data[2:]
+        )  # a loader goes on where it was, which is the user's business in Ignite
         return weights(kept["model"])
 
     assert same(resumed(cold=False), whole)
@@ -247,7 +310,10 @@ def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one_anew() -> None:
     data = batches(3)
     trainer, model = trainer_of(create_supervised_tbptt_trainer, carry=True)
     saved: list[Any] = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda engine: saved.append((engine.state_dict(), weights(model))))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=3),
+        lambda engine: saved.append((engine.state_dict(), weights(model))),
+    )
     trainer.run(data, max_epochs=2)
     again, other = trainer_of(create_supervised_tbptt_trainer, carry=True)
     state, at_that_time = saved[0]
@@ -277,9 +343,13 @@ def test_a_stride_without_a_target_that_counts_only_carries_the_state_on() -> No
     y[:4] = 1
     model = gru()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_supervised_tbptt_trainer(model, optimizer, nn.CrossEntropyLoss(ignore_index=9), 4, horizon=4, carry=True)
+    trainer = create_supervised_tbptt_trainer(
+        model, optimizer, nn.CrossEntropyLoss(ignore_index=9), 4, horizon=4, carry=True
+    )
     seen: list[float] = []
-    trainer.add_event_handler(Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output))
+    trainer.add_event_handler(
+        Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output)
+    )
     final: Any = trainer.run([(x, y)])
     assert len(seen) == 1
     assert final.output == seen[0]

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint, ProgressBar, TerminateOnNan
+from ignite.handlers import (
+    Checkpoint,
+    DiskSaver,
+    EarlyStopping,
+    ModelCheckpoint,
+    ProgressBar,
+    TerminateOnNan,
+)
 from ignite.metrics import Accuracy, Loss, MeanSquaredError, RunningAverage
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,14 +22,26 @@ from torch.utils.data import DataLoader, TensorDataset
 import throughtime as tt
 from test_ignite import same, weights
 from throughtime.errors import ConfigError, DataError
-from throughtime.integrations.ignite import Loader, StreamEvents, StreamTrainer, create_stream_evaluator, stream_trainer
+from throughtime.integrations.ignite import (
+    Loader,
+    StreamEvents,
+    StreamTrainer,
+    create_stream_evaluator,
+    stream_trainer,
+)
 
 LENGTHS = (61, 34, 50, 45, 38)
 
 
 def recordings(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(seed)
-    return [{"inputs": torch.randn(n, 3, generator=draw).double(), "targets": torch.randn(n, generator=draw).double()} for n in lengths]
+    return [
+        {
+            "inputs": torch.randn(n, 3, generator=draw).double(),
+            "targets": torch.randn(n, generator=draw).double(),
+        }
+        for n in lengths
+    ]
 
 
 def stream(**options: Any) -> tt.Stream:
@@ -53,20 +72,26 @@ POLICIES: dict[str, Callable[[], Any]] = {
 EVERY = pytest.mark.parametrize("policy", list(POLICIES))
 
 
-def by_hand(policy: str, epochs: int, net: tt.Carried | None = None, accumulate: int = 1) -> tuple[list[Tensor], list[tuple[float, int]]]:
+def by_hand(
+    policy: str, epochs: int, net: tt.Carried | None = None, accumulate: int = 1
+) -> tuple[list[Tensor], list[tuple[float, int]]]:
     net = net_of() if net is None else net
     optimizer, played, seen = adam(net), stream(), list[tuple[float, int]]()
     torch.manual_seed(7)
     gradient = POLICIES[policy]()
     for _ in range(epochs):
-        for update in tt.updates(net, played, nn.MSELoss(), gradient=gradient, accumulate=accumulate):
+        for update in tt.updates(
+            net, played, nn.MSELoss(), gradient=gradient, accumulate=accumulate
+        ):
             optimizer.step()
             optimizer.zero_grad()
             seen.append((update.loss.item(), update.steps))
     return weights(net), seen
 
 
-def trainer_of(policy: str = "truncated", net: tt.Carried | None = None, **options: Any) -> tuple[StreamTrainer, tt.Carried, Any]:
+def trainer_of(
+    policy: str = "truncated", net: tt.Carried | None = None, **options: Any
+) -> tuple[StreamTrainer, tt.Carried, Any]:
     net = net_of() if net is None else net
     optimizer = adam(net)
     trainer = stream_trainer(net, optimizer, nn.MSELoss(), gradient=POLICIES[policy](), **options)
@@ -79,7 +104,10 @@ def trainer_of(policy: str = "truncated", net: tt.Carried | None = None, **optio
 def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int) -> None:
     trainer, net, _ = trainer_of(policy, chunks=chunks)
     losses: list[tuple[float, int]] = []
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: losses.append((e.state.update.loss.item(), e.state.update.steps)))
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED,
+        lambda e: losses.append((e.state.update.loss.item(), e.state.update.steps)),
+    )
     state: Any = trainer.run(stream(), max_epochs=3)
     came_to, seen = by_hand(policy, 3)
     assert same(weights(net), came_to)
@@ -94,21 +122,33 @@ def test_fifty_updates_are_those_of_a_loop_without_throughtime() -> None:
     plain, readout = nn.LSTM(3, 6).double(), nn.Linear(6, 1).double()
     recording = recordings([500])[0]
     net = tt.carry(nn.Sequential(nn.LSTM(3, 6), nn.Linear(6, 1)).double())
-    net.load_state_dict({f"module.{i}.{name}": w for i, m in enumerate((plain, readout)) for name, w in m.state_dict().items()})
+    net.load_state_dict(
+        {
+            f"module.{i}.{name}": w
+            for i, m in enumerate((plain, readout))
+            for name, w in m.state_dict().items()
+        }
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = stream_trainer(net, optimizer, nn.MSELoss(), gradient=tt.Truncated(stride=10), chunks=4, max_norm=0.5)
+    trainer = stream_trainer(
+        net, optimizer, nn.MSELoss(), gradient=tt.Truncated(stride=10), chunks=4, max_norm=0.5
+    )
     state: Any = trainer.run(tt.Stream(recording, lanes=1, chunk=10))
     assert state.updates == 50
     mine = [*plain.parameters(), *readout.parameters()]
     optimizer, hidden = torch.optim.SGD(mine, lr=0.1), None
-    for x, y in zip(recording["inputs"].unsqueeze(1).split(10), recording["targets"].split(10), strict=True):
+    for x, y in zip(
+        recording["inputs"].unsqueeze(1).split(10), recording["targets"].split(10), strict=True
+    ):
         optimizer.zero_grad()
         out, hidden = plain(x, hidden)
         nn.functional.mse_loss(readout(out).flatten(), y).backward()
         nn.utils.clip_grad_norm_(mine, 0.5)
         optimizer.step()
         hidden = tt.state.detach(hidden)
-    assert max((a - b).abs().max().item() for a, b in zip(mine, net.parameters(), strict=True)) < 1e-12
+    assert (
+        max((a - b).abs().max().item() for a, b in zip(mine, net.parameters(), strict=True)) < 1e-12
+    )
 
 
 def test_several_updates_are_accumulated_into_one() -> None:
@@ -122,12 +162,17 @@ def test_the_output_of_an_iteration_is_the_mean_over_its_valid_steps() -> None:
     played = tt.Stream(recordings([73, 40]), lanes=1, chunk=10, seed=None)
     trainer, _, _ = trainer_of(chunks=100)
     seen: list[tuple[float, int]] = []
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: seen.append((e.state.update.loss.item(), e.state.update.steps)))
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED,
+        lambda e: seen.append((e.state.update.loss.item(), e.state.update.steps)),
+    )
     output: Any = trainer.run(played).output
     total = sum(steps for _, steps in seen)
     assert total == 113
     assert abs(output - sum(loss * steps for loss, steps in seen) / total) < 1e-12
-    assert abs(output - sum(loss for loss, _ in seen) / len(seen)) > 1e-6  # the ragged tail does not count double
+    assert (
+        abs(output - sum(loss for loss, _ in seen) / len(seen)) > 1e-6
+    )  # the ragged tail does not count double
 
 
 def test_an_iteration_without_an_update_keeps_the_output_of_the_one_before() -> None:
@@ -142,8 +187,12 @@ def test_an_iteration_without_an_update_keeps_the_output_of_the_one_before() -> 
 def test_filters_count_updates() -> None:
     trainer, _, _ = trainer_of(chunks=4)
     order: list[tuple[str, int]] = []
-    trainer.add_event_handler(StreamEvents.GRADIENT_READY(every=5), lambda e: order.append(("ready", e.state.updates)))
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED(once=10), lambda e: order.append(("done", e.state.updates)))
+    trainer.add_event_handler(
+        StreamEvents.GRADIENT_READY(every=5), lambda e: order.append(("ready", e.state.updates))
+    )
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED(once=10), lambda e: order.append(("done", e.state.updates))
+    )
     trainer.run(stream())
     assert order == [("ready", 5), ("ready", 10), ("done", 10)]
     trainer.run(stream())  # a new run counts from 1
@@ -151,11 +200,15 @@ def test_filters_count_updates() -> None:
 
 
 def test_a_gradient_that_is_ready_is_what_the_optimizer_sees() -> None:
-    trainer, net, _ = trainer_of(max_norm=0.01, amp_mode="amp", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    trainer, net, _ = trainer_of(
+        max_norm=0.01, amp_mode="amp", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)
+    )
     norms: list[float] = []
 
     def note() -> None:
-        norms.append(nn.utils.get_total_norm([w.grad for w in net.parameters() if w.grad is not None]).item())
+        norms.append(
+            nn.utils.get_total_norm([w.grad for w in net.parameters() if w.grad is not None]).item()
+        )
 
     trainer.add_event_handler(StreamEvents.GRADIENT_READY, note)
     trainer.run(stream())
@@ -171,29 +224,39 @@ def test_mixed_precision_is_that_of_the_loop_by_hand(scaled: bool) -> None:
         return torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
 
     mine, plain = net_of().float(), net_of().float()
-    stream_trainer(mine, adam(mine), nn.MSELoss(), gradient=tt.Truncated(10), amp_mode="amp", scaler=scaler()).run(tt.Stream(data, 2, 10))
+    stream_trainer(
+        mine, adam(mine), nn.MSELoss(), gradient=tt.Truncated(10), amp_mode="amp", scaler=scaler()
+    ).run(tt.Stream(data, 2, 10))
     optimizer, scale = adam(plain), scaler()
     with torch.autocast("cpu"):
-        for _ in tt.updates(plain, tt.Stream(data, 2, 10), nn.MSELoss(), gradient=tt.Truncated(10), scaler=scale):
+        for _ in tt.updates(
+            plain, tt.Stream(data, 2, 10), nn.MSELoss(), gradient=tt.Truncated(10), scaler=scale
+        ):
             optimizer.step() if scale is None else scale.step(optimizer)
             if scale is not None:
                 scale.update()
             optimizer.zero_grad()
     assert same(weights(mine), weights(plain))
     full = net_of().float()
-    stream_trainer(full, adam(full), nn.MSELoss(), gradient=tt.Truncated(10)).run(tt.Stream(data, 2, 10))
+    stream_trainer(full, adam(full), nn.MSELoss(), gradient=tt.Truncated(10)).run(
+        tt.Stream(data, 2, 10)
+    )
     assert not same(weights(mine), weights(full))
 
 
 @pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
 def test_terminate_stops_after_the_present_update(end: str) -> None:
     trainer, net, _ = trainer_of(chunks=100)
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED(once=4), lambda engine: getattr(engine, end)())
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED(once=4), lambda engine: getattr(engine, end)()
+    )
     state: Any = trainer.run(stream())
     assert state.updates == 4
     plain, optimizer = net_of(), None
     optimizer = adam(plain)
-    for done, _ in enumerate(tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10)), 1):
+    for done, _ in enumerate(
+        tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10)), 1
+    ):
         optimizer.step()
         optimizer.zero_grad()
         if done == 4:
@@ -222,24 +285,36 @@ def test_a_terminated_run_starts_the_epoch_again() -> None:
     stop.remove()
     begun = weights(net)
     losses: list[float] = []
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda e: losses.append(e.state.update.loss.item()))
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED, lambda e: losses.append(e.state.update.loss.item())
+    )
     trainer.run(played)
     assert (played.epoch, played.position, len(losses)) == (1, 0, len(stream()))
     plain = net_of()
     for weight, value in zip(plain.parameters(), begun, strict=True):
         weight.data.copy_(value)
-    assert losses[0] == next(tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10))).loss.item()
+    assert (
+        losses[0]
+        == next(
+            tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10))
+        ).loss.item()
+    )
 
 
 @pytest.mark.parametrize("update", [3, 8, 12, 13, 14, 25])
 def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: int) -> None:
-    """Thirteen updates an epoch, in two iterations; the stretch that was cut short counts as an iteration."""
+    """Thirteen updates an epoch, in two iterations.
+
+    The stretch that was cut short counts as an iteration.
+    """
     whole, first, later = (trainer_of(chunks=7) for _ in range(3))
     state: Any = whole[0].run(stream(), max_epochs=3)
     assert (state.updates, state.iteration) == (39, 6)
     first[0].add_event_handler(StreamEvents.UPDATE_COMPLETED(once=update), first[0].terminate)
     first[0].run(stream(), max_epochs=3)
-    Checkpoint.load_objects(kept(*later), {name: thing.state_dict() for name, thing in kept(*first).items()})
+    Checkpoint.load_objects(
+        kept(*later), {name: thing.state_dict() for name, thing in kept(*first).items()}
+    )
     state = later[0].run(stream(), max_epochs=3)
     assert (state.updates, state.iteration) == (39, 6)
     assert same(weights(later[1]), weights(whole[1]))
@@ -251,7 +326,9 @@ def test_an_update_whose_step_did_not_come_is_made_again(lost: int) -> None:
     saved: dict[str, Any] = {}
 
     def fail() -> None:
-        saved.update(trainer=trainer.state_dict(), net=net.state_dict(), optimizer=optimizer.state_dict())
+        saved.update(
+            trainer=trainer.state_dict(), net=net.state_dict(), optimizer=optimizer.state_dict()
+        )
         raise RuntimeError("enough")
 
     trainer.add_event_handler(StreamEvents.GRADIENT_READY(once=lost), fail)
@@ -295,8 +372,17 @@ RESUMED: list[Any] = [
 
 
 @pytest.mark.parametrize(("policy", "kind", "options"), RESUMED)
-@pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED(once=7), Events.EPOCH_COMPLETED(once=1), StreamEvents.UPDATE_COMPLETED(once=5)])
-def test_a_checkpoint_resumes_anywhere_to_the_bit(policy: str, kind: str, options: dict[str, Any], at: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "at",
+    [
+        Events.ITERATION_COMPLETED(once=7),
+        Events.EPOCH_COMPLETED(once=1),
+        StreamEvents.UPDATE_COMPLETED(once=5),
+    ],
+)
+def test_a_checkpoint_resumes_anywhere_to_the_bit(
+    policy: str, kind: str, options: dict[str, Any], at: Any, tmp_path: Path
+) -> None:
     whole = trainer_of(policy, net_of(kind), chunks=3)
     whole[0].run(stream(**options), max_epochs=3)
     first = trainer_of(policy, net_of(kind), chunks=3)
@@ -311,7 +397,8 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(policy: str, kind: str, option
     later[0].run(stream(**options), max_epochs=3)
     assert same(weights(later[1]), weights(whole[1]))
     assert later[0].state.iteration == whole[0].state.iteration
-    assert getattr(later[0].state, "updates") == getattr(whole[0].state, "updates")  # noqa: B009  # a state takes any attribute
+    # a state takes any attribute
+    assert getattr(later[0].state, "updates") == getattr(whole[0].state, "updates")
 
 
 @pytest.mark.parametrize("lost", ["edge", "stream"])
@@ -358,7 +445,11 @@ def test_the_state_of_another_engine_and_of_another_stream_are_refused() -> None
 
 @pytest.mark.parametrize(
     "data",
-    [lambda: list(stream()), lambda: DataLoader(TensorDataset(torch.zeros(5, 3))), lambda: [torch.zeros(3)]],
+    [
+        lambda: list(stream()),
+        lambda: DataLoader(TensorDataset(torch.zeros(5, 3))),
+        lambda: [torch.zeros(3)],
+    ],
     ids=["chunks", "DataLoader", "tensors"],
 )
 def test_what_is_no_stream_is_refused(data: Callable[[], Any]) -> None:
@@ -368,11 +459,15 @@ def test_what_is_no_stream_is_refused(data: Callable[[], Any]) -> None:
 
 def test_a_stream_set_in_the_middle_of_a_run_needs_its_loader() -> None:
     trainer, _, _ = trainer_of()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.set_data(stream()))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2), lambda: trainer.set_data(stream())
+    )
     with pytest.raises(DataError, match="hands out a Chunk"):
         trainer.run(stream())
     trainer, net, _ = trainer_of()
-    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.set_data(Loader(stream(seed=4))))
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED(once=1), lambda: trainer.set_data(Loader(stream(seed=4)))
+    )
     trainer.run(stream(), max_epochs=2)
     assert not same(weights(net), by_hand("truncated", 2)[0])
 
@@ -394,14 +489,19 @@ def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluate)
     evaluator.add_event_handler(Events.COMPLETED, EarlyStopping(2, lambda _: 1.0, trainer))
-    keeper = ModelCheckpoint(str(tmp_path), "best", n_saved=1, score_function=lambda e: -e.state.metrics["mse"])
+    keeper = ModelCheckpoint(
+        str(tmp_path), "best", n_saved=1, score_function=lambda e: -e.state.metrics["mse"]
+    )
     evaluator.add_event_handler(Events.COMPLETED, keeper, {"net": net})
     RunningAverage(output_transform=lambda loss: loss).attach(trainer, "loss")
     ProgressBar(persist=True).attach(trainer, ["loss"])
     rates: list[float] = []
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())  # noqa: PLW0108  # bare, it would be given the engine as its epoch
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: rates.append(optimizer.param_groups[0]["lr"]))
+    # bare, it would be given the engine as its epoch
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())
+    trainer.add_event_handler(
+        StreamEvents.UPDATE_COMPLETED, lambda: rates.append(optimizer.param_groups[0]["lr"])
+    )
     state: Any = trainer.run(stream(), max_epochs=10)
     assert state.epoch == len(scores) == 3  # of ten: the score never gets better
     assert len(list(tmp_path.glob("best*.pt"))) == 1
@@ -429,15 +529,21 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
     def data(chunk: int = 7) -> tt.Stream:
         return tt.Stream(labelled(missing), lanes=2, chunk=chunk)
 
-    expected = tt.evaluate(net, data(), nn.CrossEntropyLoss(), score=tt.score.Classification(("no", "yes")))
-    evaluator = create_stream_evaluator(net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()})
+    expected = tt.evaluate(
+        net, data(), nn.CrossEntropyLoss(), score=tt.score.Classification(("no", "yes"))
+    )
+    evaluator = create_stream_evaluator(
+        net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()}
+    )
     found = evaluator.run(data()).metrics
     assert abs(found["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
     assert abs(found["accuracy"] - expected.figures["accuracy"]) < 1e-6
     assert all(module.training for module in net.modules())
     again = evaluator.run(data(chunk=3)).metrics  # other chunks, and another number of them
     assert abs(again["loss"] - expected.loss) < 1e-6
-    cold = torch.cat([net(c.inputs, net.initial_state(2))[0][c.mask] for c in data()])  # a state that forgets is seen
+    cold = torch.cat(
+        [net(c.inputs, net.initial_state(2))[0][c.mask] for c in data()]
+    )  # a state that forgets is seen
     targets = torch.cat([c.targets[c.mask] for c in data() if c.targets is not None])
     assert abs(nn.functional.cross_entropy(cold, targets).item() - expected.loss) > 1e-3
 

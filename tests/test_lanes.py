@@ -27,14 +27,20 @@ def check_epoch(table: Timetable, lengths: list[int], chunk: int) -> None:
             assert busy[play.lane] <= stop - begin
             played.update((play.recording, play.position + i) for i in range(play.steps))
         for lane, steps in busy.items():  # nothing to play is nothing to play until the end
-            assert steps == stop - begin or not [p for p in table.plays(stop, table.steps) if p.lane == lane]
+            assert steps == stop - begin or not [
+                p for p in table.plays(stop, table.steps) if p.lane == lane
+            ]
     assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert table.idle == table.steps * len(table.spans) - sum(lengths)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
-def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
-    check_epoch(Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk)
+def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(
+    lengths: list[int], wish: int, seed: int, chunk: int
+) -> None:
+    check_epoch(
+        Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk
+    )
 
 
 class DropsRagged(Timetable):
@@ -69,12 +75,16 @@ def test_check_of_an_epoch_fails_on_mutants(mutant: type[Timetable]) -> None:
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
-def test_plays_do_not_depend_on_where_a_chunk_is_cut(lengths: list[int], wish: int, seed: int, chunk: int) -> None:
+def test_plays_do_not_depend_on_where_a_chunk_is_cut(
+    lengths: list[int], wish: int, seed: int, chunk: int
+) -> None:
     table = Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed))
 
     def flat(begin: int, stop: int) -> set[tuple[int, int, int, int, int]]:
         return {
-            (p.lane, begin + p.at + i, p.recording, p.position + i, p.since + i) for p in table.plays(begin, stop) for i in range(p.steps)
+            (p.lane, begin + p.at + i, p.recording, p.position + i, p.since + i)
+            for p in table.plays(begin, stop)
+            for i in range(p.steps)
         }
 
     cuts = set[tuple[int, int, int, int, int]]()
@@ -84,7 +94,9 @@ def test_plays_do_not_depend_on_where_a_chunk_is_cut(lengths: list[int], wish: i
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes)
-def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(lengths: list[int], wish: int) -> None:
+def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(
+    lengths: list[int], wish: int
+) -> None:
     lanes = draw_lanes(lengths, wish)
     spans = cut(lengths, lanes)
     assert len(spans) == max(lanes, len(lengths))
@@ -98,7 +110,9 @@ def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(lengths: list[in
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds)
-def test_lanes_end_within_the_longest_span_of_each_other(lengths: list[int], wish: int, seed: int) -> None:
+def test_lanes_end_within_the_longest_span_of_each_other(
+    lengths: list[int], wish: int, seed: int
+) -> None:
     lanes = draw_lanes(lengths, wish)
     table = Timetable.plan(lengths, lanes, random.Random(seed))
     ends = [row[-1] for row in table.starts]
@@ -115,7 +129,9 @@ def test_order_comes_from_the_seed_and_none_keeps_the_order_given(seed: int) -> 
 
 
 def test_different_seeds_give_different_orders() -> None:
-    orders = {Timetable.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)}
+    orders = {
+        Timetable.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)
+    }
     assert len(orders) == 20
 
 

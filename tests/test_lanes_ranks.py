@@ -13,32 +13,65 @@ from strategies import draw_lanes, seeds
 from throughtime.errors import DataError
 from throughtime.stream.lanes import Play, Span, Timetable, cut, cut_evenly
 
-long_lengths = st.lists(st.integers(1, 10_000) | st.sampled_from([1, 2, 9_973, 10_000]), min_size=1, max_size=9)
+long_lengths = st.lists(
+    st.integers(1, 10_000) | st.sampled_from([1, 2, 9_973, 10_000]), min_size=1, max_size=9
+)
 lane_wishes = st.sampled_from([1, 2, 3, 7, 16])
 rank_counts = st.integers(1, 4)
 
 
-def plans(lengths: Sequence[int], lanes: int, ranks: int, seed: int, *, offset: int = 0, even: bool = False) -> list[Timetable]:
+def plans(
+    lengths: Sequence[int],
+    lanes: int,
+    ranks: int,
+    seed: int,
+    *,
+    offset: int = 0,
+    even: bool = False,
+) -> list[Timetable]:
     """What every rank plans by itself."""
     found: list[Timetable] = []
     for rank in range(ranks):
         order = random.Random(seed)
-        offsets = [order.randrange(min(offset, length // 2 + 1)) for length in lengths] if offset else None
-        found.append(Timetable.plan(lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even))
+        offsets = (
+            [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
+            if offset
+            else None
+        )
+        found.append(
+            Timetable.plan(
+                lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even
+            )
+        )
     return found
 
 
 def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) -> int:
-    return draw_lanes([(length - min(offset, length // 2)) for length in lengths], wish * ranks) // ranks
+    return (
+        draw_lanes([(length - min(offset, length // 2)) for length in lengths], wish * ranks)
+        // ranks
+    )
 
 
 def plays_of(tables: Sequence[Timetable], start: int, stop: int) -> list[Play]:
     """Those of all ranks, lanes numbered over all of them."""
-    return [play._replace(lane=play.lane + table.mine.start) for table in tables for play in table.plays(start, stop)]
+    return [
+        play._replace(lane=play.lane + table.mine.start)
+        for table in tables
+        for play in table.plays(start, stop)
+    ]
 
 
-def check_ranks(tables: Sequence[Timetable], lengths: Sequence[int], chunk: int, first: Sequence[int] | None = None) -> None:
-    """Every step from `first` on once over all ranks, in order within its lane and span; as many steps on each rank."""
+def check_ranks(
+    tables: Sequence[Timetable],
+    lengths: Sequence[int],
+    chunk: int,
+    first: Sequence[int] | None = None,
+) -> None:
+    """Every step from `first` on once over all ranks, in order within its lane and span.
+
+    As many steps on each rank.
+    """
     assert len({table.steps for table in tables}) == len({table.fresh for table in tables}) == 1
     counts = [np.zeros(length, dtype=int) for length in lengths]
     busy, last = dict[int, int](), dict[int, Play]()
@@ -47,19 +80,35 @@ def check_ranks(tables: Sequence[Timetable], lengths: Sequence[int], chunk: int,
             assert begin + play.at == busy.get(play.lane, 0)  # gapless from the start
             busy[play.lane] = begin + play.at + play.steps
             before = last.get(play.lane)
-            goes_on = before is not None and (before.recording, before.position + before.steps) == (play.recording, play.position)
-            assert play.since == 0 or (goes_on and before is not None and play.since == before.since + before.steps)
+            goes_on = before is not None and (before.recording, before.position + before.steps) == (
+                play.recording,
+                play.position,
+            )
+            assert play.since == 0 or (
+                goes_on and before is not None and play.since == before.since + before.steps
+            )
             counts[play.recording][play.position : play.position + play.steps] += 1
             last[play.lane] = play
     for count, begin in zip(counts, first or [0] * len(lengths), strict=True):
         assert (count[begin:] == 1).all()
         assert not count[:begin].any()
     assert max(busy.values()) == tables[0].steps
-    assert sum(table.idle for table in tables) == tables[0].steps * sum(len(table.mine) for table in tables) - sum(busy.values())
+    assert sum(table.idle for table in tables) == tables[0].steps * sum(
+        len(table.mine) for table in tables
+    ) - sum(busy.values())
 
 
-@given(lengths=long_lengths, wish=lane_wishes, ranks=rank_counts, seed=seeds, pieces=st.integers(1, 40), even=st.booleans())
-def test_ranks_play_every_step_once_in_order(lengths: list[int], wish: int, ranks: int, seed: int, pieces: int, even: bool) -> None:
+@given(
+    lengths=long_lengths,
+    wish=lane_wishes,
+    ranks=rank_counts,
+    seed=seeds,
+    pieces=st.integers(1, 40),
+    even=st.booleans(),
+)
+def test_ranks_play_every_step_once_in_order(
+    lengths: list[int], wish: int, ranks: int, seed: int, pieces: int, even: bool
+) -> None:
     lanes = max(1, lanes_for(lengths, wish, ranks))
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
@@ -69,13 +118,17 @@ def test_ranks_play_every_step_once_in_order(lengths: list[int], wish: int, rank
 MUTANT_RANKS: dict[str, Callable[[list[Timetable]], list[Timetable]]] = {
     "a rank is missing": lambda tables: tables[:-1],
     "all play the same": lambda tables: [tables[0]] * len(tables),
-    "each plans for itself": lambda tables: [Timetable.plan([10, 10, 7, 7, 5], len(t.mine), random.Random(0)) for t in tables],
+    "each plans for itself": lambda tables: [
+        Timetable.plan([10, 10, 7, 7, 5], len(t.mine), random.Random(0)) for t in tables
+    ],
     "the plans are drawn apart": lambda tables: [tables[0], *plans([10, 10, 7, 7, 5], 1, 2, 5)[1:]],
 }
 
 
 @pytest.mark.parametrize("mutant", list(MUTANT_RANKS.values()), ids=list(MUTANT_RANKS))
-def test_check_of_ranks_fails_on_mutants(mutant: Callable[[list[Timetable]], list[Timetable]]) -> None:
+def test_check_of_ranks_fails_on_mutants(
+    mutant: Callable[[list[Timetable]], list[Timetable]],
+) -> None:
     lengths = [10, 10, 7, 7, 5]
     tables = plans(lengths, 1, 2, 1)
     check_ranks(tables, lengths, 7)
@@ -84,7 +137,9 @@ def test_check_of_ranks_fails_on_mutants(mutant: Callable[[list[Timetable]], lis
 
 
 @given(lengths=long_lengths, wish=lane_wishes, ranks=rank_counts, seed=seeds, even=st.booleans())
-def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(lengths: list[int], wish: int, ranks: int, seed: int, even: bool) -> None:
+def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(
+    lengths: list[int], wish: int, ranks: int, seed: int, even: bool
+) -> None:
     lanes = max(1, lanes_for(lengths, wish, ranks))
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
@@ -95,11 +150,22 @@ def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(lengths: list[int], wish
     assert plays_of(tables, 0, whole.steps) == list(whole.plays(0, whole.steps))
 
 
-@given(lengths=long_lengths, wish=lane_wishes, seed=seeds, offset=st.sampled_from([1, 2, 50, 9_000, 20_000]), ranks=rank_counts)
-def test_offset_leaves_out_first_steps_below_it_and_at_most_half(lengths: list[int], wish: int, seed: int, offset: int, ranks: int) -> None:
+@given(
+    lengths=long_lengths,
+    wish=lane_wishes,
+    seed=seeds,
+    offset=st.sampled_from([1, 2, 50, 9_000, 20_000]),
+    ranks=rank_counts,
+)
+def test_offset_leaves_out_first_steps_below_it_and_at_most_half(
+    lengths: list[int], wish: int, seed: int, offset: int, ranks: int
+) -> None:
     order = random.Random(seed)
     offsets = [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
-    assert all(0 <= begin < offset and begin <= length / 2 for begin, length in zip(offsets, lengths, strict=True))
+    assert all(
+        0 <= begin < offset and begin <= length / 2
+        for begin, length in zip(offsets, lengths, strict=True)
+    )
     lanes = max(1, lanes_for(lengths, wish, ranks, offset))
     ranks = max(1, min(ranks, (sum(lengths) - sum(offsets)) // lanes))
     tables = plans(lengths, lanes, ranks, seed, offset=offset)
@@ -110,7 +176,9 @@ def test_offset_leaves_out_first_steps_below_it_and_at_most_half(lengths: list[i
 
 
 @given(lengths=long_lengths, wish=st.integers(1, 40))
-def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(lengths: list[int], wish: int) -> None:
+def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
+    lengths: list[int], wish: int
+) -> None:
     """So that no lane idles before it hands its state on, and the first is as short as it can be."""
     lanes = max(len(lengths), draw_lanes(lengths, wish))
     spans = cut_evenly(lengths, lanes)
@@ -130,8 +198,12 @@ def test_parts_cut_as_equally_as_possible_let_a_handing_lane_idle() -> None:
     assert parts == [[3, 3, 4], [4, 4, 2]]
 
 
-@given(lengths=st.lists(st.integers(1, 10_000), min_size=1, max_size=3), ranks=rank_counts, seed=seeds)
-def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(lengths: list[int], ranks: int, seed: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=1, max_size=3), ranks=rank_counts, seed=seeds
+)
+def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(
+    lengths: list[int], ranks: int, seed: int
+) -> None:
     lanes = max(1, min(4, sum(lengths) // ranks))
     ranks = min(ranks, sum(lengths) // lanes)
     if len(lengths) >= lanes * ranks:
@@ -154,30 +226,51 @@ def in_given_order(lengths: Sequence[int], lanes: int) -> int:
 def best(lengths: Sequence[int], lanes: int) -> int:
     """The longest lane of the best packing of all."""
     return min(
-        max(sum(n for n, lane in zip(lengths, placed, strict=True) if lane == k) for k in range(lanes))
+        max(
+            sum(n for n, lane in zip(lengths, placed, strict=True) if lane == k)
+            for k in range(lanes)
+        )
         for placed in product(range(lanes), repeat=len(lengths))
     )
 
 
-@given(lengths=st.lists(st.integers(1, 10_000), min_size=3, max_size=7), lanes=st.integers(1, 3), seed=seeds)
-def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(lengths: list[int], lanes: int, seed: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=3, max_size=7),
+    lanes=st.integers(1, 3),
+    seed=seeds,
+)
+def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(
+    lengths: list[int], lanes: int, seed: int
+) -> None:
     """Graham's bound, against every packing there is."""
     table = Timetable.plan(lengths, lanes, random.Random(seed))
     assert table.steps * 3 * lanes <= best(lengths, lanes) * (4 * lanes - 1)
 
 
-@given(lengths=st.lists(st.integers(1, 10_000), min_size=8, max_size=80), lanes=st.integers(1, 8), seed=seeds)
-def test_longest_lane_is_within_one_recording_of_the_mean(lengths: list[int], lanes: int, seed: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=8, max_size=80),
+    lanes=st.integers(1, 8),
+    seed=seeds,
+)
+def test_longest_lane_is_within_one_recording_of_the_mean(
+    lengths: list[int], lanes: int, seed: int
+) -> None:
     table = Timetable.plan(lengths, lanes, random.Random(seed))
     ends = [row[-1] for row in table.starts]
-    shortest_on_it = min(min(map(len, row)) for row, end in zip(table.spans, ends, strict=True) if end == max(ends))
+    shortest_on_it = min(
+        min(map(len, row)) for row, end in zip(table.spans, ends, strict=True) if end == max(ends)
+    )
     assert table.steps - min(ends) <= shortest_on_it
     assert table.steps >= max(-(-sum(lengths) // lanes), *lengths)
 
 
 def test_four_thirds_is_reached_so_that_the_bound_can_fail() -> None:
     lengths = [5, 5, 4, 4, 3, 3, 3]
-    assert (Timetable.plan(lengths, 3, random.Random(0)).steps, best(lengths, 3), in_given_order(lengths[::-1], 3)) == (11, 9, 12)
+    assert (
+        Timetable.plan(lengths, 3, random.Random(0)).steps,
+        best(lengths, 3),
+        in_given_order(lengths[::-1], 3),
+    ) == (11, 9, 12)
 
 
 def test_longest_first_wastes_less_than_the_order_given() -> None:
@@ -191,22 +284,40 @@ def test_longest_first_wastes_less_than_the_order_given() -> None:
         steps = in_given_order(lengths, lanes)
         given_order.append((steps * lanes - sum(lengths)) / (steps * lanes))
         unpacked = Timetable.plan(lengths, lanes)
-        assert unpacked.idle == steps * lanes - sum(lengths)  # without a seed the order given is kept
+        assert unpacked.idle == steps * lanes - sum(
+            lengths
+        )  # without a seed the order given is kept
     assert np.mean(longest_first) < 0.5 * np.mean(given_order)
 
 
-@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), wish=st.integers(1, 6), seed=seeds, ranks=rank_counts)
-def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(lengths: list[int], wish: int, seed: int, ranks: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    wish=st.integers(1, 6),
+    seed=seeds,
+    ranks=rank_counts,
+)
+def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
+    lengths: list[int], wish: int, seed: int, ranks: int
+) -> None:
     lanes = max(1, lanes_for(lengths, wish, ranks))
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed)
-    going_on = [any(p.since > 0 for p in plays_of(tables, at, at + 1)) for at in range(tables[0].steps)]
-    assert list(tables[0].fresh) == [at for at, goes in enumerate(going_on) if not goes] + [tables[0].steps]
+    going_on = [
+        any(p.since > 0 for p in plays_of(tables, at, at + 1)) for at in range(tables[0].steps)
+    ]
+    assert list(tables[0].fresh) == [at for at, goes in enumerate(going_on) if not goes] + [
+        tables[0].steps
+    ]
 
 
 @given(length=st.integers(2, 10_000), lanes=st.integers(2, 16), at=st.integers(0, 10_000))
-def test_parts_handed_on_start_at_the_start_of_their_recording_only(length: int, lanes: int, at: int) -> None:
-    cold, warm = (Timetable.plan([length, 1], max(3, min(lanes, length)), handed=handed, even=True) for handed in (False, True))
+def test_parts_handed_on_start_at_the_start_of_their_recording_only(
+    length: int, lanes: int, at: int
+) -> None:
+    cold, warm = (
+        Timetable.plan([length, 1], max(3, min(lanes, length)), handed=handed, even=True)
+        for handed in (False, True)
+    )
     assert cold.spans == warm.spans
     at %= warm.steps
     assert [p.since for p in warm.plays(at, at + 1)] == [p.position for p in warm.plays(at, at + 1)]
@@ -217,6 +328,12 @@ def test_parts_handed_on_start_at_the_start_of_their_recording_only(length: int,
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_offset_and_ranks_count_in_what_lanes_can_play(lanes: int) -> None:
-    with pytest.raises(DataError, match=rf"lanes={4 * lanes} but the recordings have 3 steps in all"):
+    with pytest.raises(
+        DataError, match=rf"lanes={4 * lanes} but the recordings have 3 steps in all"
+    ):
         Timetable.plan([4], lanes, offsets=[1], ranks=4)
-    assert Timetable.plan([4], 1, offsets=[1], ranks=3).spans == ((Span(0, 1, 2),), (Span(0, 2, 3),), (Span(0, 3, 4),))
+    assert Timetable.plan([4], 1, offsets=[1], ranks=3).spans == (
+        (Span(0, 1, 2),),
+        (Span(0, 2, 3),),
+        (Span(0, 3, 4),),
+    )

@@ -39,7 +39,11 @@ class HiddenBeside(TensorState):
         self.kept: Tensor | None = None
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        beside = self.kept if self.kept is not None and self.kept.shape[0] == x.shape[1] else self.zeros(x)
+        beside = (
+            self.kept
+            if self.kept is not None and self.kept.shape[0] == x.shape[1]
+            else self.zeros(x)
+        )
         y, h = super().forward(x, state)
         self.kept = h.detach()
         return y + beside.sum(1, keepdim=True), h
@@ -101,7 +105,10 @@ MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "law"), [pytest.param(make, law, id=getattr(make, "__name__", law)) for make, law in MUTANTS])
+@pytest.mark.parametrize(
+    ("make", "law"),
+    [pytest.param(make, law, id=getattr(make, "__name__", law)) for make, law in MUTANTS],
+)
 def test_check_carry_fails_on_mutants(make: Callable[[], nn.Module], law: str) -> None:
     with pytest.raises(LawError, match=law):
         check_carry(remembering(make()), inputs(28, 3))

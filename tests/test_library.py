@@ -17,7 +17,10 @@ from throughtime import kernels
 from throughtime.errors import ConfigError
 from throughtime.kernels import library as loader
 
-BUILT = pytest.mark.skipif(shutil.which("c++") is None, reason="without a compiler there is no library in an install from the sources")
+BUILT = pytest.mark.skipif(
+    shutil.which("c++") is None,
+    reason="without a compiler there is no library in an install from the sources",
+)
 ALL = ("v4", "v3", "v2", "base")
 
 
@@ -57,7 +60,10 @@ def _python(code: str, **environment: str) -> str:
 
 def _level_elsewhere(asked: str) -> str:
     """The level of a process that has not looked for the library before the variable is set."""
-    code = "import warnings; warnings.simplefilter('error')\nfrom throughtime.kernels import library as l\n"
+    code = (
+        "import warnings; warnings.simplefilter('error')\nfrom throughtime.kernels import library"
+        " as l\n"
+    )
     code += "assert not l._loaded.cache_info().currsize; print(l.level())"
     done = elsewhere(code, THROUGHTIME_LEVEL=asked)
     assert done.code == 0, done.complained
@@ -99,11 +105,15 @@ def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -
     there = loader._levels(_there())
     loader._loaded.cache_clear()
     monkeypatch.setenv("THROUGHTIME_LEVEL", "v9")
-    with pytest.raises(ConfigError, match=rf"THROUGHTIME_LEVEL=v9: .*{there}.*unset THROUGHTIME_LEVEL"):
+    with pytest.raises(
+        ConfigError, match=rf"THROUGHTIME_LEVEL=v9: .*{there}.*unset THROUGHTIME_LEVEL"
+    ):
         loader.library()
 
 
-def test_none_leaves_the_library_alone_and_nobody_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_leaves_the_library_alone_and_nobody_is_warned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("THROUGHTIME_LEVEL", "none")
     assert loader.need("a test") is None
     assert loader.level() is None
@@ -128,7 +138,9 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     loader._loaded.cache_clear()
     monkeypatch.setattr(loader, "VERSION", loader.VERSION + 1)
     assert loader.library() is None
-    assert f"version {loader.VERSION - 1} of the C interface, expected {loader.VERSION}" in (loader.why_missing() or "")
+    assert f"version {loader.VERSION - 1} of the C interface, expected {loader.VERSION}" in (
+        loader.why_missing() or ""
+    )
     loader._loaded.cache_clear()
     monkeypatch.setenv("THROUGHTIME_LIBRARY", path)
     with pytest.raises(ConfigError, match=r"THROUGHTIME_LIBRARY=.*expected .*pip install"):
@@ -136,18 +148,24 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("what", ["nothing", "text", "another library"])
-def test_what_is_no_library_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+def test_what_is_no_library_of_ours_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
     path = tmp_path / loader.NAME
     if what == "text":
         path.write_text("no ELF")
     other = sys.modules["torch._C"].__file__ if what == "another library" else path
     monkeypatch.setenv("THROUGHTIME_LIBRARY", str(other))
-    with pytest.raises(ConfigError, match=r"is not a compiled core that loads here.*unset THROUGHTIME_LIBRARY"):
+    with pytest.raises(
+        ConfigError, match=r"is not a compiled core that loads here.*unset THROUGHTIME_LIBRARY"
+    ):
         loader.library()
 
 
 @BUILT
-def test_a_library_built_elsewhere_runs_in_place_of_the_installed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_built_elsewhere_runs_in_place_of_the_installed_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = shutil.copy(_there()._name, tmp_path / loader.NAME)
     loader._loaded.cache_clear()
     monkeypatch.setenv("THROUGHTIME_LIBRARY", str(path))
@@ -164,7 +182,9 @@ def who_runs(parallel: int) -> set[int]:
         seen.add(threading.get_native_id())
         both.wait()
 
-    ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel)(look, None, 2, 0)
+    ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel)(
+        look, None, 2, 0
+    )
     return seen
 
 
@@ -204,7 +224,9 @@ print("well")
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_threads_are_those_of_torch(tmp_path: Path) -> None:
-    code = OF_TORCH.replace("TESTS", repr(str(Path(__file__).parent))).replace("FOLDER", repr(str(tmp_path)))
+    code = OF_TORCH.replace("TESTS", repr(str(Path(__file__).parent))).replace(
+        "FOLDER", repr(str(tmp_path))
+    )
     assert _python(code, OMP_NUM_THREADS="2").strip() == "well"
 
 
@@ -232,4 +254,6 @@ print(torch.equal(again, before))
 @BUILT
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 def test_a_forked_child_runs_on_the_thread_it_has() -> None:
-    assert _python("import warnings; warnings.simplefilter('ignore')\n" + FORKED, OMP_NUM_THREADS="2").split() == ["0", "True"]
+    assert _python(
+        "import warnings; warnings.simplefilter('ignore')\n" + FORKED, OMP_NUM_THREADS="2"
+    ).split() == ["0", "True"]

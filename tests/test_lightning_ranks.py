@@ -20,11 +20,24 @@ NAMES = ("horizon", "exact", "accumulated")
 @cache
 def found(ranks: int) -> list[dict[str, Any]]:
     """What each rank wrote."""
-    launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(SCRIPT.parent)}
+    launch = (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(SCRIPT.parent),
+    }
     with TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, *launch, SCRIPT, folder, str(ranks)], env=env, capture_output=True, text=True, timeout=240, check=False
+            [sys.executable, *launch, SCRIPT, folder, str(ranks)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

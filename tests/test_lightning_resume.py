@@ -1,4 +1,5 @@
-"""Lightning's checkpoints of a training on a stream: resumed anywhere to the bits of the plain loop, or refused.
+"""Lightning's checkpoints of a training on a stream: resumed anywhere to the bits of the plain
+loop, or refused.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -13,13 +14,22 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 import throughtime as tt
-from lightning_streams import EXPECTED, Module, loader_of_validation, net_of, plain, stream_of, trainer_of, weights
+from lightning_streams import (
+    EXPECTED,
+    Module,
+    loader_of_validation,
+    net_of,
+    plain,
+    stream_of,
+    trainer_of,
+    weights,
+)
 from throughtime.errors import RunError
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from throughtime.integrations.lightning import Loader  # noqa: E402
+from throughtime.integrations.lightning import Loader
 
 pytestmark = EXPECTED
 UPDATES = 24  # of an epoch, in 12 training steps
@@ -38,7 +48,9 @@ def resumed(
     saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
     module, trainer = (
         kind(net_of(0.3), **settings),
-        trainer_of(folder, enable_checkpointing=True, callbacks=[saver], max_epochs=-(-at // UPDATES)),
+        trainer_of(
+            folder, enable_checkpointing=True, callbacks=[saver], max_epochs=-(-at // UPDATES)
+        ),
     )
     torch.manual_seed(5)
     trainer.fit(module, Loader(stream_of(), 2), loader_of_validation())
@@ -48,7 +60,9 @@ def resumed(
     torch.save(saved, path)
     module = kind(net_of(0.3), **settings)
     torch.manual_seed(99)
-    trainer_of(folder, max_epochs=max_epochs).fit(module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path)
+    trainer_of(folder, max_epochs=max_epochs).fit(
+        module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path
+    )
     return weights(module.net)
 
 
@@ -61,9 +75,13 @@ def test_resume_at_the_end_of_an_epoch_gives_the_same_bits(tmp_path: Path) -> No
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
     module = Module(net_of(0.3))
     torch.manual_seed(5)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(module, Loader(stream_of(), 2))
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
+        module, Loader(stream_of(), 2)
+    )
     module = Module(net_of(0.3))
-    trainer_of(tmp_path, max_epochs=3).fit(module, Loader(stream_of(), 2), ckpt_path=tmp_path / "epoch=0.ckpt")
+    trainer_of(tmp_path, max_epochs=3).fit(
+        module, Loader(stream_of(), 2), ckpt_path=tmp_path / "epoch=0.ckpt"
+    )
     assert torch.equal(weights(module.net), plain(epochs=3, dropout=0.3))
 
 
@@ -71,7 +89,9 @@ def test_a_stretch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
     module = Module()
     torch.manual_seed(5)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(module, Loader(stream_of(), 4))
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(
+        module, Loader(stream_of(), 4)
+    )
     assert torch.equal(weights(module.net), plain())
     assert {int(path.stem.split("=")[1]) for path in tmp_path.glob("*.ckpt")} == {10, 20, 30, 40}
 
@@ -84,17 +104,23 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
     "forget",
     [
         lambda saved: of(saved).update(random={"cpu": torch.get_rng_state()}),
-        lambda saved: of(saved)["updates"].update(edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])),
+        lambda saved: of(saved)["updates"].update(
+            edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])
+        ),
     ],
     ids=["random", "state"],
 )
-def test_resume_that_forgets_anything_gives_other_weights(forget: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+def test_resume_that_forgets_anything_gives_other_weights(
+    forget: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
     assert not torch.equal(resumed(tmp_path, 8, forget), plain(dropout=0.3))
 
 
 def test_a_checkpoint_read_for_its_weights_begins_anew(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
+        Module(), Loader(stream_of(), 2)
+    )
     module = Module.load_from_checkpoint(tmp_path / "step=8.ckpt", net=net_of())
     trainer = trainer_of(tmp_path, max_epochs=1)
     trainer.fit(module, Loader(stream_of(), 2))
@@ -116,14 +142,19 @@ def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
     def made(optimizer: Any) -> dict[str, Any]:
         return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
 
-    found = [resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3) for kind in (Module, Overriding)]
+    found = [
+        resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3)
+        for kind in (Module, Overriding)
+    ]
     assert torch.equal(*found)
     trainer = trainer_of(tmp_path)
     trainer.fit(Overriding(), Loader(stream_of(), 4), loader_of_validation())
     assert "val_loss" in trainer.callback_metrics
 
 
-def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     orders: list[tuple[int, ...]] = []
 
     class Noting(Module):
@@ -134,21 +165,37 @@ def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same
     module, options = Noting(), {"limit_train_batches": 0.5, "max_epochs": 3}
     trainer = trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], **options)
     trainer.fit(module, Loader(stream_of(), 4))
-    assert [epoch for epoch, _ in orders] == [0, 0, 0, 0, 1, 1, 1, 2, 2]  # the first batch of an epoch leaves the old one
+    assert [epoch for epoch, _ in orders] == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]  # the first batch of an epoch leaves the old one
     again = Module()
-    trainer_of(tmp_path, **options).fit(again, Loader(stream_of(), 4), ckpt_path=tmp_path / "epoch=0.ckpt")
+    trainer_of(tmp_path, **options).fit(
+        again, Loader(stream_of(), 4), ckpt_path=tmp_path / "epoch=0.ckpt"
+    )
     assert torch.equal(weights(again.net), weights(module.net))
 
 
 @pytest.mark.parametrize(("stop", "chunks"), [(8, 4), (24, 1), (6, 4)])
-def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(stop: int, chunks: int, tmp_path: Path) -> None:
+def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(
+    stop: int, chunks: int, tmp_path: Path
+) -> None:
     trainer = trainer_of(tmp_path, max_steps=stop, max_epochs=-1)
     module = Module()
     torch.manual_seed(5)
     trainer.fit(module, Loader(stream_of(), chunks))
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     again = Module()
-    trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(again, Loader(stream_of(), chunks), ckpt_path=tmp_path / "after.ckpt")
+    trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(
+        again, Loader(stream_of(), chunks), ckpt_path=tmp_path / "after.ckpt"
+    )
     assert torch.equal(weights(again.net), plain(stop=40))
 
 
@@ -162,11 +209,15 @@ class Failing(Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available.*")
-@pytest.mark.filterwarnings("ignore:.*was called without a model.*")  # Lightning, of any fit with OnExceptionCheckpoint
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model.*"
+)  # Lightning, of any fit with OnExceptionCheckpoint
 def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path) -> None:
     saver = OnExceptionCheckpoint(tmp_path, "failed")
     with pytest.raises(RuntimeError, match="enough"):
-        trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(Failing(), Loader(stream_of(), 4))
+        trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(
+            Failing(), Loader(stream_of(), 4)
+        )
     module = Module()
     trainer_of(tmp_path).fit(module, Loader(stream_of(), 4), ckpt_path=tmp_path / "failed.ckpt")
     assert torch.equal(weights(module.net), plain())
@@ -174,7 +225,9 @@ def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path
 
 def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
+        Module(), Loader(stream_of(), 2)
+    )
     saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
     del saved["throughtime"]
     torch.save(saved, tmp_path / "none.ckpt")
@@ -184,7 +237,9 @@ def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
 
 def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(Module(), Loader(stream_of(), 2))
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
+        Module(), Loader(stream_of(), 2)
+    )
     saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
     saved["throughtime"] *= 2
     torch.save(saved, tmp_path / "two.ckpt")

@@ -1,6 +1,6 @@
 """What of a batch is split along time for a module of Lightning 1.9, what is passed whole, and what is refused."""
 
-# ruff: noqa: ARG002  # hooks take what Lightning gives them
+# hooks take what Lightning gives them
 
 import sys
 from collections.abc import Sequence
@@ -27,35 +27,64 @@ def test_the_default_split_is_that_of_1_9() -> None:
     x, y = torch.arange(24.0).view(2, 6, 2), torch.arange(12).view(2, 6)
     found = LightningModule().tbptt_split_batch((x, y, [list("abcdef"), list("ghijkl")]), 4)
     assert all(type(split) is list for split in found)
-    torch.testing.assert_close([split[:2] for split in found], [[x[:, :4], y[:, :4]], [x[:, 4:], y[:, 4:]]])
+    torch.testing.assert_close(
+        [split[:2] for split in found], [[x[:, :4], y[:, :4]], [x[:, 4:], y[:, 4:]]]
+    )
     assert [split[2] for split in found] == [[list("abcd"), list("ghij")], [list("ef"), list("kl")]]
     assert found[0][0].data_ptr() == x.data_ptr()
 
 
 def test_what_has_no_time_is_passed_whole() -> None:
     x, lengths, info = torch.zeros(2, 6, 2), torch.tensor([6, 6]), object()
-    static = {"lengths": lengths, "rate": 0.5, "name": ["a", "b"], "text": "abcdef", "none": None, "info": info, "scalar": torch.zeros(())}
-    found = LightningModule().tbptt_split_batch({"x": x, "deep": {"y": x, "lengths": lengths}, **static}, 4)
-    assert [(split["x"].shape[1], split["deep"]["y"].shape[1]) for split in found] == [(4, 4), (2, 2)]
+    static = {
+        "lengths": lengths,
+        "rate": 0.5,
+        "name": ["a", "b"],
+        "text": "abcdef",
+        "none": None,
+        "info": info,
+        "scalar": torch.zeros(()),
+    }
+    found = LightningModule().tbptt_split_batch(
+        {"x": x, "deep": {"y": x, "lengths": lengths}, **static}, 4
+    )
+    assert [(split["x"].shape[1], split["deep"]["y"].shape[1]) for split in found] == [
+        (4, 4),
+        (2, 2),
+    ]
     assert all(split[name] is item for split in found for name, item in static.items())
     assert all(split["deep"]["lengths"] is lengths for split in found)
-    positional = LightningModule().tbptt_split_batch((7, x, lengths), 4)  # 1.9 gave x's slice for 7, or failed
+    positional = LightningModule().tbptt_split_batch(
+        (7, x, lengths), 4
+    )  # 1.9 gave x's slice for 7, or failed
     assert [(a, b.shape[1], c is lengths) for a, b, c in positional] == [(7, 4, True), (7, 2, True)]
 
 
 def test_a_tensor_and_a_namedtuple_are_batches() -> None:
     x, y = torch.zeros(2, 6, 2), torch.zeros(2, 6)
-    assert [split.shape for split in LightningModule().tbptt_split_batch(x, 4)] == [(2, 4, 2), (2, 2, 2)]
-    assert [split.y.shape for split in LightningModule().tbptt_split_batch(Pair(x, y), 4)] == [(2, 4), (2, 2)]
+    assert [split.shape for split in LightningModule().tbptt_split_batch(x, 4)] == [
+        (2, 4, 2),
+        (2, 2, 2),
+    ]
+    assert [split.y.shape for split in LightningModule().tbptt_split_batch(Pair(x, y), 4)] == [
+        (2, 4),
+        (2, 2),
+    ]
 
 
 def test_items_named_are_passed_whole() -> None:
     x, speaker = torch.zeros(2, 6, 2), torch.zeros(2, 4)
     module = LightningModule()
-    with pytest.raises(MisconfigurationException, match=r"ambiguous.*'x': \[6\], 'speaker': \[4\].*tbptt_whole = \('speaker',\)"):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"ambiguous.*'x': \[6\], 'speaker': \[4\].*tbptt_whole = \('speaker',\)",
+    ):
         module.tbptt_split_batch({"x": x, "speaker": speaker}, 4)
     module.tbptt_whole = ("speaker",)
-    assert all(split["speaker"] is speaker for split in module.tbptt_split_batch({"x": x, "speaker": speaker}, 4))
+    assert all(
+        split["speaker"] is speaker
+        for split in module.tbptt_split_batch({"x": x, "speaker": speaker}, 4)
+    )
     module.tbptt_whole = (1,)
     assert all(split[1] is speaker for split in module.tbptt_split_batch((x, speaker), 4))
     with pytest.raises(ConfigError, match=r"tbptt_whole names \[1\], the batch has \['x'\]"):
@@ -111,7 +140,10 @@ class NoSplits(Mixed):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (NoHiddensTaken, r"training_step\(batch.*, batch_idx.*takes no batch, batch_idx and hiddens"),
+        (
+            NoHiddensTaken,
+            r"training_step\(batch.*, batch_idx.*takes no batch, batch_idx and hiddens",
+        ),
         (OnlyTheBatchTaken, r"training_step\(batch.*takes no batch, batch_idx and hiddens"),
         (NoHiddensReturned, r"no \"hiddens\", got \['loss'\]"),
         (NothingReturned, r"no \"hiddens\", got None"),
@@ -121,7 +153,9 @@ class NoSplits(Mixed):
 )
 # said by Lightning of a training_step that returns None, just before it is refused
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_the_mistakes_that_1_9_refused_are_refused(kind: type[Mixed], message: str, tmp_path: Path) -> None:
+def test_the_mistakes_that_1_9_refused_are_refused(
+    kind: type[Mixed], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(MisconfigurationException, match=message) as raised:
         fitted(kind(), batches(1), tmp_path)
     assert isinstance(raised.value, ConfigError)
@@ -133,7 +167,9 @@ def test_weights_are_one_number_of_steps_per_split(steps: list[int], tmp_path: P
         def tbptt_split_steps(self, batch: Any, parts: Sequence[Any]) -> list[int]:
             return steps
 
-    with pytest.raises(MisconfigurationException, match=r"tbptt_split_steps returned \[.*\] for 5 splits"):
+    with pytest.raises(
+        MisconfigurationException, match=r"tbptt_split_steps returned \[.*\] for 5 splits"
+    ):
         fitted(WrongSteps(), batches(1), tmp_path, accumulate_grad_batches=2)
 
 
@@ -146,12 +182,22 @@ class OwnAccumulation(SingleDeviceStrategy):
 
 
 def test_a_strategy_that_would_count_splits_as_batches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match="OwnAccumulation counts every split's backward as a batch"):
-        fitted(Mixed(), batches(1), tmp_path, accumulate_grad_batches=2, strategy=OwnAccumulation("cpu"))
+    with pytest.raises(
+        MisconfigurationException, match="OwnAccumulation counts every split's backward as a batch"
+    ):
+        fitted(
+            Mixed(),
+            batches(1),
+            tmp_path,
+            accumulate_grad_batches=2,
+            strategy=OwnAccumulation("cpu"),
+        )
 
 
 def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("throughtime.integrations.lightning")]:
+    for name in [
+        name for name in sys.modules if name.startswith("throughtime.integrations.lightning")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[lightning\]'"):

@@ -1,4 +1,5 @@
-"""Training on a stream under Lightning: the plain loop's weights to the bit, whatever a training step spans.
+"""Training on a stream under Lightning: the plain loop's weights to the bit, whatever a training
+step spans.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -15,22 +16,34 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 import throughtime as tt
-from lightning_streams import EXPECTED, LENGTHS, LR, Module, fitted, loader_of_validation, net_of, plain, stream_of, trainer_of, weights
+from lightning_streams import (
+    EXPECTED,
+    LENGTHS,
+    LR,
+    Module,
+    fitted,
+    loader_of_validation,
+    net_of,
+    plain,
+    stream_of,
+    trainer_of,
+    weights,
+)
 from strategies import recordings
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import (  # noqa: E402
+from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 
-from throughtime.integrations.lightning import Loader  # noqa: E402
+from throughtime.integrations.lightning import Loader
 
 pytestmark = EXPECTED
 
@@ -54,21 +67,29 @@ POLICIES: dict[str, Callable[[], Policy]] = {
         if name == "horizon" or chunks == 4
     ],
 )
-def test_weights_are_those_of_the_plain_loop_to_the_bit(policy: Callable[[], Policy], chunks: int, tmp_path: Path) -> None:
+def test_weights_are_those_of_the_plain_loop_to_the_bit(
+    policy: Callable[[], Policy], chunks: int, tmp_path: Path
+) -> None:
     mine = fitted(tmp_path, Module(gradient=policy()), chunks=chunks)
     assert torch.equal(mine, plain(policy))
     assert not torch.equal(mine, weights(net_of()))
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.05}, {"accumulate": 3}, {"clip": 0.05, "accumulate": 2}], ids=str)
-def test_clipping_and_accumulation_are_those_of_the_plain_loop(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"clip": 0.05}, {"accumulate": 3}, {"clip": 0.05, "accumulate": 2}], ids=str
+)
+def test_clipping_and_accumulation_are_those_of_the_plain_loop(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     mine = fitted(tmp_path, Module(**options))
     assert torch.equal(mine, plain(**options))
     assert not torch.equal(mine, plain())
 
 
 def test_global_step_counts_updates_and_a_training_step_spans_many(tmp_path: Path) -> None:
-    updates = sum(1 for _ in tt.updates(net_of(), stream_of(), nn.MSELoss(), gradient=tt.Truncated(10, 25)))
+    updates = sum(
+        1 for _ in tt.updates(net_of(), stream_of(), nn.MSELoss(), gradient=tt.Truncated(10, 25))
+    )
     module, trainer = Module(), trainer_of(tmp_path, max_epochs=1)
     trainer.fit(module, Loader(stream_of(), chunks=4))
     assert trainer.global_step == updates == len(module.rates)
@@ -84,13 +105,21 @@ def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> N
 def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) -> None:
     module, trainer = Module(score=tt.score.Regression()), trainer_of(tmp_path)
     torch.manual_seed(5)
-    trainer.fit(module, Loader(stream_of(), 4), [loader_of_validation(), Loader(stream_of(3, seed=4), 1)])
+    trainer.fit(
+        module, Loader(stream_of(), 4), [loader_of_validation(), Loader(stream_of(3, seed=4), 1)]
+    )
     assert torch.equal(weights(module.net), plain())
     told = trainer.callback_metrics
     for index, (lanes, seed) in enumerate(((1, 3), (3, 4))):
-        expected = tt.evaluate(module.net, stream_of(lanes, seed=seed), nn.MSELoss(), score=tt.score.Regression())
-        assert told[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(expected.loss, rel=1e-6)
-        assert told[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(expected.figures["rmse"], rel=1e-6)
+        expected = tt.evaluate(
+            module.net, stream_of(lanes, seed=seed), nn.MSELoss(), score=tt.score.Regression()
+        )
+        assert told[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(
+            expected.loss, rel=1e-6
+        )
+        assert told[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(
+            expected.figures["rmse"], rel=1e-6
+        )
 
 
 def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
@@ -101,24 +130,33 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     evaluator = tt.Evaluator(module.net, nn.MSELoss())
     for chunk in first:
         evaluator.add(chunk)
-    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(evaluator.found(stream_of(1)).loss, rel=1e-6)
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
+        evaluator.found(stream_of(1)).loss, rel=1e-6
+    )
 
 
 def test_test_and_prediction_are_those_of_evaluate_and_predict(tmp_path: Path) -> None:
     module, trainer = Module(), trainer_of(tmp_path)
     (told,) = trainer.test(module, loader_of_validation(), verbose=False)
-    assert told["test_loss"] == pytest.approx(tt.evaluate(module.net, stream_of(1, seed=3), nn.MSELoss()).loss, rel=1e-6)
+    assert told["test_loss"] == pytest.approx(
+        tt.evaluate(module.net, stream_of(1, seed=3), nn.MSELoss()).loss, rel=1e-6
+    )
     one = recordings([60])[0]
     parts = trainer.predict(module, Loader(tt.Stream({"inputs": one["inputs"]}, 1, 10), 2))
     outputs, _ = tt.predict(module.net, {"inputs": one["inputs"]})
     assert parts is not None
-    assert torch.allclose(torch.cat(parts).squeeze(1), outputs, atol=1e-12)  # pyright: ignore[reportArgumentType]  # one loader
+    # one loader
+    assert torch.allclose(torch.cat(parts).squeeze(1), outputs, atol=1e-12)  # pyright: ignore[reportArgumentType]
 
 
 def test_schedulers_step_after_updates_or_batches_or_epochs(tmp_path: Path) -> None:
     def rates(interval: str, frequency: int = 1, **options: Any) -> list[float]:
         def made(optimizer: Any) -> dict[str, Any]:
-            return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval, "frequency": frequency}
+            return {
+                "scheduler": ExponentialLR(optimizer, 0.5),
+                "interval": interval,
+                "frequency": frequency,
+            }
 
         module = Module(scheduler=made, **options)
         fitted(tmp_path, module, max_epochs=2)
@@ -127,18 +165,25 @@ def test_schedulers_step_after_updates_or_batches_or_epochs(tmp_path: Path) -> N
     assert rates("step") == pytest.approx(range(48))
     assert rates("step", frequency=5) == pytest.approx([i // 5 for i in range(48)])
     assert rates("step", schedule="batch") == pytest.approx([i // 4 for i in range(48)])
-    assert rates("step", frequency=2, schedule="batch") == pytest.approx([i // 8 for i in range(48)])
+    assert rates("step", frequency=2, schedule="batch") == pytest.approx(
+        [i // 8 for i in range(48)]
+    )
     assert rates("epoch") == pytest.approx([i // 24 for i in range(48)])
 
 
 def test_plateau_is_told_what_was_logged(tmp_path: Path) -> None:
     def made(optimizer: Any) -> dict[str, Any]:
-        return {"scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9), "interval": "epoch"}
+        return {
+            "scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9),
+            "interval": "epoch",
+        }
 
     module = Module(scheduler=made, monitor="train_loss_epoch")
     fitted(tmp_path, module, max_epochs=3)
     assert module.rates[::24] == [LR, LR / 2, LR / 4]
-    with pytest.raises(ConfigError, match=r"monitor='val_loss' is not logged; logged are train_loss"):
+    with pytest.raises(
+        ConfigError, match=r"monitor='val_loss' is not logged; logged are train_loss"
+    ):
         fitted(tmp_path, Module(scheduler=made))
 
 
@@ -148,14 +193,23 @@ def test_callbacks_and_loggers_work(tmp_path: Path) -> None:
     rates = LearningRateMonitor("step")
     logger = CSVLogger(tmp_path, name="log", flush_logs_every_n_steps=1)
     trainer = trainer_of(
-        tmp_path, max_epochs=9, callbacks=[stopper, best, rates], enable_checkpointing=True, logger=logger, log_every_n_steps=1
+        tmp_path,
+        max_epochs=9,
+        callbacks=[stopper, best, rates],
+        enable_checkpointing=True,
+        logger=logger,
+        log_every_n_steps=1,
     )
-    module = Module(scheduler=lambda optimizer: {"scheduler": StepLR(optimizer, 10), "interval": "step"})
+    module = Module(
+        scheduler=lambda optimizer: {"scheduler": StepLR(optimizer, 10), "interval": "step"}
+    )
     trainer.fit(module, Loader(stream_of(), 4), loader_of_validation())
     assert trainer.current_epoch == 2
     assert (tmp_path / "best.ckpt").is_file()
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    assert {"train_loss_step", "train_loss_epoch", "val_loss", "lr-Adam", "step"} <= set(lines[0].split(","))
+    assert {"train_loss_step", "train_loss_epoch", "val_loss", "lr-Adam", "step"} <= set(
+        lines[0].split(",")
+    )
 
 
 def test_logged_loss_of_an_epoch_is_the_mean_over_its_valid_steps(tmp_path: Path) -> None:
@@ -167,7 +221,9 @@ def test_logged_loss_of_an_epoch_is_the_mean_over_its_valid_steps(tmp_path: Path
         total, steps = total + update.loss.item() * update.steps, steps + update.steps
         optimizer.step()
         optimizer.zero_grad()
-    assert trainer.callback_metrics["train_loss_epoch"].item() == pytest.approx(total / steps, rel=1e-6)
+    assert trainer.callback_metrics["train_loss_epoch"].item() == pytest.approx(
+        total / steps, rel=1e-6
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*Precision .* is not supported by the model summary")
@@ -195,7 +251,9 @@ def test_true_double_precision_wants_a_stream_of_doubles(tmp_path: Path) -> None
 
 
 def test_progress_bar_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer_of(tmp_path, max_epochs=1, enable_progress_bar=True).fit(Module(), Loader(stream_of(), 4))
+    trainer_of(tmp_path, max_epochs=1, enable_progress_bar=True).fit(
+        Module(), Loader(stream_of(), 4)
+    )
     told = capsys.readouterr()
     assert "6/6" in told.out + told.err
     assert "train_loss" in told.out + told.err
@@ -203,7 +261,11 @@ def test_progress_bar_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"hands out a Chunk, expected a stretch.*Loader\(tt\.Stream\(recordings, lanes, chunk\), chunks=20\)"
+        DataError,
+        match=(
+            r"hands out a Chunk, expected a stretch.*Loader\(tt\.Stream\(recordings, lanes,"
+            r" chunk\), chunks=20\)"
+        ),
     ):
         trainer_of(tmp_path).fit(Module(), stream_of())
     with pytest.raises(DataError, match=r"given a list, expected a tt\.Stream"):
@@ -216,22 +278,34 @@ def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Pat
 def test_settings_that_make_no_sense_are_refused() -> None:
     wrongs: list[dict[str, Any]] = [{"schedule": "step"}, {"clip": 0.0}, {"clip": -1.0}]
     for wrong in wrongs:
-        with pytest.raises(ConfigError, match="expected schedule 'update' or 'batch', and a clip above 0"):
+        with pytest.raises(
+            ConfigError, match="expected schedule 'update' or 'batch', and a clip above 0"
+        ):
             Module(**wrong)
 
 
 def test_a_gradient_scaler_scales_and_the_clip_sees_the_true_gradient(tmp_path: Path) -> None:
     def scaler() -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=3.0e38)  # the first steps overflow, and are left out
+        return torch.amp.GradScaler(
+            "cpu", init_scale=3.0e38
+        )  # the first steps overflow, and are left out
 
     plugin = MixedPrecision("bf16-mixed", "cpu")
     plugin.scaler = scaler()  # as for float16, which few operations of a CPU know
     module = Module(net_of().float(), clip=0.05)
-    trainer_of(tmp_path, max_epochs=1, plugins=[plugin]).fit(module, Loader(stream_of(dtype=torch.float32), 4))
+    trainer_of(tmp_path, max_epochs=1, plugins=[plugin]).fit(
+        module, Loader(stream_of(dtype=torch.float32), 4)
+    )
     net, mine = net_of().float(), scaler()
     optimizer = torch.optim.Adam(net.parameters(), LR)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        for _ in tt.updates(net, stream_of(dtype=torch.float32), nn.MSELoss(), gradient=tt.Truncated(10, 25), scaler=mine):
+        for _ in tt.updates(
+            net,
+            stream_of(dtype=torch.float32),
+            nn.MSELoss(),
+            gradient=tt.Truncated(10, 25),
+            scaler=mine,
+        ):
             mine.unscale_(optimizer)
             nn.utils.clip_grad_norm_(net.parameters(), 0.05)
             mine.step(optimizer)
@@ -253,7 +327,9 @@ class Lines(Module):
 
 def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
     for kind, told in ((Two, "SGD, SGD"), (Lines, "LBFGS")):
-        with pytest.raises(ConfigError, match=rf"configure_optimizers gave {told}, expected one that steps"):
+        with pytest.raises(
+            ConfigError, match=rf"configure_optimizers gave {told}, expected one that steps"
+        ):
             fitted(tmp_path, kind())
     averaged = StochasticWeightAveraging(1e-2)
     net = tt.carry(nn.Sequential(nn.GRU(3, 4), Normed(), nn.Linear(4, 1))).double()
@@ -261,7 +337,9 @@ def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Pa
         trainer_of(tmp_path, callbacks=[averaged]).fit(Module(net), Loader(stream_of(), 4))
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(minutes=1))
     with pytest.raises(ConfigError, match="train_time_interval"):
-        trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(Module(), Loader(stream_of(), 4))
+        trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(
+            Module(), Loader(stream_of(), 4)
+        )
 
 
 class Normed(nn.Module):
@@ -278,8 +356,12 @@ class Normed(nn.Module):
 def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:
     stream, module = stream_of(), Module()
     with pytest.raises(DataError, match="is the one that is trained on"):
-        trainer_of(tmp_path, num_sanity_val_steps=0).fit(module, Loader(stream, 4), Loader(stream, 4))
-    (told,) = trainer_of(tmp_path).validate(module, Loader(stream, 4), verbose=False)  # after the fit it may be played
+        trainer_of(tmp_path, num_sanity_val_steps=0).fit(
+            module, Loader(stream, 4), Loader(stream, 4)
+        )
+    (told,) = trainer_of(tmp_path).validate(
+        module, Loader(stream, 4), verbose=False
+    )  # after the fit it may be played
     assert told["val_loss"] > 0
 
 

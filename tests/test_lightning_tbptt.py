@@ -1,6 +1,6 @@
 """Modules written for Lightning 1.9 train on 2.6 as the loop by hand does: same weights, same counts."""
 
-# ruff: noqa: ARG002  # hooks take what Lightning gives them
+# hooks take what Lightning gives them
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,22 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_old import SPLITS, Batch, Batches, K, Mixed, T, Tagger, Weights, batches, close, fitted, same, trainer, weights
+from lightning_old import (
+    SPLITS,
+    Batch,
+    Batches,
+    K,
+    Mixed,
+    T,
+    Tagger,
+    Weights,
+    batches,
+    close,
+    fitted,
+    same,
+    trainer,
+    weights,
+)
 from processes import in_processes
 from throughtime.integrations.lightning import LightningModule
 
@@ -27,7 +42,12 @@ class Seen(NamedTuple):
 
 
 def by_hand(
-    data: Sequence[Batch], epochs: int = 1, *, fault: str = "", clip: float | None = None, autocast: torch.dtype | None = None
+    data: Sequence[Batch],
+    epochs: int = 1,
+    *,
+    fault: str = "",
+    clip: float | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Seen:
     """TBPTT as anybody writes it; a fault is what an implementation could do instead."""
     net = seeded().to(data[0][0].dtype)
@@ -38,7 +58,9 @@ def by_hand(
             if fault != "carries across batches":
                 hiddens = None
             for t in range(0, T, K):
-                with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
+                with torch.autocast(
+                    "cpu", autocast, enabled=autocast is not None, cache_enabled=False
+                ):
                     out, hiddens = net.lstm(x[:, t : t + K], hiddens)
                     loss = functional.mse_loss(net.linear(out).squeeze(-1), y[:, t : t + K])
                 hiddens = None if fault == "forgets" else tuple(h.detach() for h in hiddens)
@@ -81,7 +103,9 @@ class ThirdByAnyName(Mixed):
 class OtherHooks(Mixed):
     """Overrides that the documentation of 1.9 and 2.x shows, none of which calls super."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -123,7 +147,9 @@ def test_clipping_is_per_split(fault: bool, tmp_path: Path) -> None:
 # torch says so whenever oneDNN is switched
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
-def test_mixed_precision_is_autocast_and_scaler_per_split(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_mixed_precision_is_autocast_and_scaler_per_split(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     data = [(x.float(), y.float()) for x, y in batches()]  # autocast leaves double as it is
     scaler = torch.amp.GradScaler("cpu") if dtype == torch.half else None
     plugin = MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler)
@@ -151,7 +177,10 @@ class Counting(Mixed):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.outputs.append(outputs)
@@ -164,7 +193,9 @@ def test_steps_count_splits_and_everything_else_counts_batches(tmp_path: Path) -
     assert module.counts == [(0, 5), (1, 10), (2, 15)]
     assert module.rates == [1.0] * 5 + [0.5] * 5 + [0.25] * 5
     assert module.hidden_before == [False, True, True, True, True] * 3
-    assert [[sorted(output) for output in outputs] for outputs in module.outputs] == [[["loss"]] * 5] * 3
+    assert [[sorted(output) for output in outputs] for outputs in module.outputs] == [
+        [["loss"]] * 5
+    ] * 3
 
 
 def test_a_batch_of_one_split_gives_one_output(tmp_path: Path) -> None:
@@ -217,7 +248,9 @@ class Gradients(Mixed):
         self.found: list[Weights] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.found.append({name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None})
+        self.found.append(
+            {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -238,7 +271,11 @@ def accumulated(data: Sequence[Batch], count: int, fault: str) -> Weights:
             hiddens = tuple(h.detach() for h in hiddens)
             weight = 1 / SPLITS if fault == "splits count the same" else out.shape[1] / T
             if t >= start:
-                losses.append(weight / count * functional.mse_loss(net.linear(out).squeeze(-1), y[:, t : t + K]))
+                losses.append(
+                    weight
+                    / count
+                    * functional.mse_loss(net.linear(out).squeeze(-1), y[:, t : t + K])
+                )
     torch.stack(losses).sum().backward()
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
@@ -260,10 +297,14 @@ def test_accumulation_loses_no_gradient(kind: type[Gradients], tmp_path: Path) -
 def test_accumulation_over_another_layout_asks_for_the_steps_of_a_split(tmp_path: Path) -> None:
     class TimeFirst(Gradients):
         def training_step(self, batch: Batch, batch_idx: int, hiddens: Any) -> Any:
-            return super().training_step((batch[0].transpose(0, 1), batch[1].transpose(0, 1)), batch_idx, hiddens)
+            return super().training_step(
+                (batch[0].transpose(0, 1), batch[1].transpose(0, 1)), batch_idx, hiddens
+            )
 
         def tbptt_split_batch(self, batch: Batch, split_size: int) -> list[Any]:
-            return [tuple(item[t : t + split_size] for item in batch) for t in range(0, T, split_size)]
+            return [
+                tuple(item[t : t + split_size] for item in batch) for t in range(0, T, split_size)
+            ]
 
     class WithSteps(TimeFirst):
         def tbptt_split_steps(self, batch: Any, parts: Sequence[Any]) -> list[int]:
@@ -311,7 +352,14 @@ def test_a_closure_that_is_called_again_starts_from_the_same_hiddens(tmp_path: P
             return super().training_step(batch, batch_idx, hiddens)
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, max_eval=2, tolerance_grad=0, tolerance_change=0)
+            return torch.optim.LBFGS(
+                self.parameters(),
+                lr=0.1,
+                max_iter=2,
+                max_eval=2,
+                tolerance_grad=0,
+                tolerance_change=0,
+            )
 
     module = Twice()
     fitted(module, batches(1), tmp_path)
@@ -333,7 +381,9 @@ def test_a_logged_mean_is_over_all_splits(between: bool, tmp_path: Path) -> None
             return out
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if between:  # a log from another hook: Lightning then takes the first batch for a new epoch at every split
+            # a log from another hook: Lightning then takes the first batch for a new epoch at every
+            # split
+            if between:
                 self.log("norm", torch.ones(()), on_epoch=True)
 
     module, running = Logging(), trainer(tmp_path, max_epochs=2)
@@ -341,7 +391,9 @@ def test_a_logged_mean_is_over_all_splits(between: bool, tmp_path: Path) -> None
     seen = module.losses[25:]
     found = float(running.callback_metrics["train_loss_epoch"])
     assert found == pytest.approx(sum(seen) / 25, rel=1e-6)
-    assert found != pytest.approx(sum(seen[4:]) / 21, rel=1e-3)  # the splits before the last of the first batch forgotten
+    assert found != pytest.approx(
+        sum(seen[4:]) / 21, rel=1e-3
+    )  # the splits before the last of the first batch forgotten
     assert float(running.callback_metrics["train_loss_step"]) == pytest.approx(seen[-1], rel=1e-6)
 
 
@@ -351,8 +403,15 @@ def test_a_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
     """From the middle of an epoch, after three batches."""
     data = batches()
     torch.manual_seed(1)
-    each: dict[str, Any] = {"every_n_train_steps": 3 * SPLITS, "save_top_k": -1, "filename": "{step}"}
-    saving: dict[str, Any] = {"callbacks": [ModelCheckpoint(tmp_path, **each)], "enable_checkpointing": True}
+    each: dict[str, Any] = {
+        "every_n_train_steps": 3 * SPLITS,
+        "save_top_k": -1,
+        "filename": "{step}",
+    }
+    saving: dict[str, Any] = {
+        "callbacks": [ModelCheckpoint(tmp_path, **each)],
+        "enable_checkpointing": True,
+    }
     fitted(Mixed(), data, tmp_path, **saving)
     torch.manual_seed(2)
     saving["callbacks"] = [ModelCheckpoint(tmp_path, **each)]
@@ -390,7 +449,12 @@ def nothing() -> None:
 
 
 def ranked(rank: int, _: None) -> Iterator[tuple[str, Any]]:
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     data = [(x[rank::2], y[rank::2]) for x, y in batches(10, lanes=4)]
     settings: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     yield "weights", fitted(seeded(), data, Path(), **settings)
@@ -408,4 +472,6 @@ def test_two_processes_train_as_one() -> None:
     for rank in in_processes(2, nothing, ranked):
         assert close(rank["weights"], expected.weights)
         assert close(rank["gradient"], accumulated(data[:2], 2, ""))
-        assert not close(rank["gradient"], accumulated([(x[::2], y[::2]) for x, y in data[:2]], 2, ""))  # one rank's own
+        assert not close(
+            rank["gradient"], accumulated([(x[::2], y[::2]) for x, y in data[:2]], 2, "")
+        )  # one rank's own

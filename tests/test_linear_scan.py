@@ -18,8 +18,18 @@ from throughtime.kernels.scan import linear_scan
 Scan = Callable[..., Tensor]
 
 
-def loop(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
-    """The oracle: what the words say, by plain autograd; resets as `tt.state.reset` applies them."""
+def loop(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
+    """The oracle: what the words say, by plain autograd.
+
+    Resets as `tt.state.reset` applies them.
+    """
     gates, inputs = torch.broadcast_tensors(gates, inputs)
     h, states = state.expand(inputs.shape[1:]), list[Tensor]()
     start = torch.zeros_like(h) if initial is None else initial.expand_as(h)
@@ -33,7 +43,10 @@ def loop(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = N
 
 @dataclass(frozen=True)
 class Case:
-    """What a scan is given. Gates turn or hold what they are given: nothing fades, so no credit is too small to be seen."""
+    """What a scan is given.
+
+    Gates turn or hold what they are given: nothing fades, so no credit is too small to be seen.
+    """
 
     gates: Tensor
     inputs: Tensor
@@ -43,19 +56,33 @@ class Case:
 
     @classmethod
     def draw(
-        cls, steps: int, lanes: int = 2, behind: tuple[int, ...] = (3,), *, often: float = 0.0, complex_: bool = False, seed: int = 0
+        cls,
+        steps: int,
+        lanes: int = 2,
+        behind: tuple[int, ...] = (3,),
+        *,
+        often: float = 0.0,
+        complex_: bool = False,
+        seed: int = 0,
     ) -> "Case":
         torch.manual_seed(seed)
         dtype = torch.complex128 if complex_ else torch.float64
         gates = torch.randn(steps, lanes, *behind, dtype=dtype)
         gates = gates / gates.abs() * (0.97 + 0.06 * torch.rand(gates.shape, dtype=torch.float64))
         gates = gates * (torch.rand(gates.shape) > 0.02)
-        inputs, state, initial = (torch.randn(*shape, *behind, dtype=dtype) for shape in ((steps, lanes), (lanes,), (lanes,)))
+        inputs, state, initial = (
+            torch.randn(*shape, *behind, dtype=dtype)
+            for shape in ((steps, lanes), (lanes,), (lanes,))
+        )
         resets = torch.rand(steps, lanes) < often if often else None
         return cls(gates, inputs, state, resets, initial if often else None)
 
     def leaves(self) -> list[Tensor]:
-        return [leaf.clone().requires_grad_() for leaf in (self.gates, self.inputs, self.state, self.initial) if leaf is not None]
+        return [
+            leaf.clone().requires_grad_()
+            for leaf in (self.gates, self.inputs, self.state, self.initial)
+            if leaf is not None
+        ]
 
     def run(self, method: Scan, leaves: list[Tensor]) -> Tensor:
         gates, inputs, state, *initial = leaves
@@ -70,8 +97,18 @@ def deviation(method: Scan, case: Case) -> float:
     for way in (method, loop):
         leaves = case.leaves()
         states = case.run(way, leaves)
-        found.append([states.detach(), *torch.autograd.grad(states, leaves, weigh, allow_unused=True, materialize_grads=True)])
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in zip(*found, strict=True))
+        found.append(
+            [
+                states.detach(),
+                *torch.autograd.grad(
+                    states, leaves, weigh, allow_unused=True, materialize_grads=True
+                ),
+            ]
+        )
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()
+        for a, b in zip(*found, strict=True)
+    )
 
 
 @pytest.fixture(params=["loop", "blocks of 3", "as chosen"])
@@ -89,59 +126,120 @@ lengths = st.sampled_from([1, 2, 3, 47, 48, 49, 63, 64, 65, 97, 131, 512, 521])
 shapes = st.sampled_from([(), (1,), (3,), (2, 3)])
 
 
-@given(lengths, st.integers(1, 3), shapes, st.sampled_from([0.0, 0.03, 0.5, 1.0]), st.booleans(), st.integers(0, 2**16))
-def test_the_scan_is_the_loop(steps: int, lanes: int, behind: tuple[int, ...], often: float, complex_: bool, seed: int) -> None:
+@given(
+    lengths,
+    st.integers(1, 3),
+    shapes,
+    st.sampled_from([0.0, 0.03, 0.5, 1.0]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_the_scan_is_the_loop(
+    steps: int, lanes: int, behind: tuple[int, ...], often: float, complex_: bool, seed: int
+) -> None:
     case = Case.draw(steps, lanes, behind, often=often, complex_=complex_, seed=seed)
     assert deviation(linear_scan, case) < 1e-11
 
 
 @given(st.integers(6, 60), st.integers(2, 5), st.sampled_from([0.0, 0.1]), st.booleans())
-def test_the_scan_is_the_loop_for_any_length_of_block(steps: int, block: int, often: float, complex_: bool) -> None:
+def test_the_scan_is_the_loop_for_any_length_of_block(
+    steps: int, block: int, often: float, complex_: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "BLOCK", block)
         patch.setattr(scan, "LONG", 1)
-        assert deviation(linear_scan, Case.draw(steps, often=often, complex_=complex_, seed=steps)) < 1e-11
+        assert (
+            deviation(linear_scan, Case.draw(steps, often=often, complex_=complex_, seed=steps))
+            < 1e-11
+        )
 
 
 def no_gate_credit(gates: Tensor, *rest: Any, **more: Any) -> Tensor:
     return loop(gates.detach(), *rest, **more)
 
 
-def late_credit(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+def late_credit(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
     """The gate is blamed with the state after it, where the one before it was due."""
     states = loop(gates, inputs, state, resets, initial=initial)
     before = loop(gates.detach(), inputs, state, resets, initial=initial)
     return before + gates * states.detach() - (gates * states).detach()
 
 
-def cut_credit(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+def cut_credit(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
     """Credit ends in the middle."""
     middle = len(gates) // 2
     halves = [slice(middle), slice(middle, None)]
     parts = [None if resets is None else resets[half] for half in halves]
     first = loop(gates[halves[0]], inputs[halves[0]], state, parts[0], initial=initial)
-    return torch.cat([first, loop(gates[halves[1]], inputs[halves[1]], first[-1].detach(), parts[1], initial=initial)])
+    return torch.cat(
+        [
+            first,
+            loop(
+                gates[halves[1]], inputs[halves[1]], first[-1].detach(), parts[1], initial=initial
+            ),
+        ]
+    )
 
 
-def unconjugated(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+def unconjugated(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
     """Complex credit through the gates as they are."""
     states = loop(gates, inputs, state, resets, initial=initial)
     return torch.complex(states.real, states.imag.detach()) if states.is_complex() else states
 
 
 def resets_forgotten(
-    gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
 ) -> Tensor:
     del resets, initial
     return loop(gates, inputs, state)
 
 
-def start_forgotten(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+def start_forgotten(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
     del initial
     return loop(gates, inputs, state, resets)
 
 
-def quotients(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+def quotients(
+    gates: Tensor,
+    inputs: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+    *,
+    initial: Tensor | None = None,
+) -> Tensor:
     """By cumulative products, which underflow, and divide by gates that are zero."""
     del resets, initial
     products = gates.cumprod(0)
@@ -160,13 +258,17 @@ def test_credit_without_conjugates_is_told_from_the_loop() -> None:
     assert not deviation(unconjugated, Case.draw(97, complex_=True)) < 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward mode compiles with it
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # torch's forward mode compiles with it
 @pytest.mark.parametrize("complex_", [False, True], ids=["real", "complex"])
-def test_gradients_of_first_and_second_order_are_those_of_finite_differences(way: str, complex_: bool) -> None:
+def test_gradients_of_first_and_second_order_are_those_of_finite_differences(
+    way: str, complex_: bool
+) -> None:
     case = Case.draw(8, 2, (1,), often=0.2, complex_=complex_)
     leaves = case.leaves()
     leaves[0] = leaves[0][:, :, :1].detach().requires_grad_()
-    run = lambda *given: case.run(linear_scan, list(given))  # noqa: E731
+    run = lambda *given: case.run(linear_scan, list(given))
     assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, leaves, check_fwd_over_rev=way != "as chosen")
 
@@ -174,8 +276,19 @@ def test_gradients_of_first_and_second_order_are_those_of_finite_differences(way
 def test_gates_and_inputs_broadcast_and_their_gradients_are_summed() -> None:
     case = Case.draw(50, 2, (3,))
     torch.manual_seed(2)
-    for gates, inputs in (((50, 1, 3), (50, 2, 1)), ((1, 2, 3), (50, 2, 3)), ((3,), (50, 2, 3)), ((50, 2, 3), (1, 1, 3))):
-        drawn = Case(torch.rand(gates, dtype=torch.float64), torch.randn(inputs, dtype=torch.float64), case.state[0], None, None)
+    for gates, inputs in (
+        ((50, 1, 3), (50, 2, 1)),
+        ((1, 2, 3), (50, 2, 3)),
+        ((3,), (50, 2, 3)),
+        ((50, 2, 3), (1, 1, 3)),
+    ):
+        drawn = Case(
+            torch.rand(gates, dtype=torch.float64),
+            torch.randn(inputs, dtype=torch.float64),
+            case.state[0],
+            None,
+            None,
+        )
         assert deviation(linear_scan, drawn) < 1e-12
 
 
@@ -183,7 +296,9 @@ def test_gates_and_inputs_broadcast_and_their_gradients_are_summed() -> None:
 def test_the_scan_is_linear_in_inputs_and_state() -> None:
     a, b = Case.draw(61, seed=1), Case.draw(61, seed=2)
     both = linear_scan(a.gates, 2 * a.inputs - 3 * b.inputs, 2 * a.state - 3 * b.state)
-    apart = 2 * linear_scan(a.gates, a.inputs, a.state) - 3 * linear_scan(a.gates, b.inputs, b.state)
+    apart = 2 * linear_scan(a.gates, a.inputs, a.state) - 3 * linear_scan(
+        a.gates, b.inputs, b.state
+    )
     torch.testing.assert_close(both, apart, rtol=0, atol=1e-12)
     assert not torch.allclose(both, linear_scan(a.gates, 2 * a.inputs - 3 * b.inputs, a.state))
 
@@ -192,10 +307,22 @@ def test_the_scan_is_linear_in_inputs_and_state() -> None:
 def test_two_halves_with_the_state_carried_are_the_whole(split: int, often: float) -> None:
     case = Case.draw(100, often=often)
 
-    def halves(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None, *, initial: Tensor | None = None) -> Tensor:
+    def halves(
+        gates: Tensor,
+        inputs: Tensor,
+        state: Tensor,
+        resets: Tensor | None = None,
+        *,
+        initial: Tensor | None = None,
+    ) -> Tensor:
         parts = (resets, resets) if resets is None else (resets[:split], resets[split:])
         first = linear_scan(gates[:split], inputs[:split], state, parts[0], initial=initial)
-        return torch.cat([first, linear_scan(gates[split:], inputs[split:], first[-1], parts[1], initial=initial)])
+        return torch.cat(
+            [
+                first,
+                linear_scan(gates[split:], inputs[split:], first[-1], parts[1], initial=initial),
+            ]
+        )
 
     assert deviation(halves, case) < 1e-12
 
@@ -226,9 +353,20 @@ def test_resets_of_the_scan_are_those_of_carry() -> None:
     module: Any = net.module
     y, _ = net(x, net.initial_state(2), resets)
     by_carry = torch.autograd.grad(y.square().sum(), list(net.parameters()))
-    own = linear_scan(1 + 0.1 * module.gate(x).tanh(), module.into(x), module.initial_state(2), resets, initial=module.start)
+    own = linear_scan(
+        1 + 0.1 * module.gate(x).tanh(),
+        module.into(x),
+        module.initial_state(2),
+        resets,
+        initial=module.start,
+    )
     torch.testing.assert_close(own, y, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(own.square().sum(), list(net.parameters())), by_carry, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(own.square().sum(), list(net.parameters())),
+        by_carry,
+        rtol=1e-10,
+        atol=1e-10,
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -245,10 +383,19 @@ def test_nothing_crosses_a_reset(bad: float) -> None:
     states = linear_scan(gates, inputs, state, resets)
     fresh = loop(gates[30:, 0], inputs[30:, 0], torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(states[30:, 0], fresh, rtol=0, atol=1e-12)
-    torch.testing.assert_close(states[:, 1], loop(gates[:, 1], inputs[:, 1], state[1]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        states[:, 1], loop(gates[:, 1], inputs[:, 1], state[1]), rtol=0, atol=1e-12
+    )
     to_gates, to_inputs, to_state = torch.autograd.grad(states[30:, 0].sum(), leaves)
-    assert to_inputs[:30].count_nonzero() == to_inputs[:, 1].count_nonzero() == to_state.count_nonzero() == 0
-    assert to_gates[:20].count_nonzero() == 0  # later ones stand beside states that are no numbers: zero times NaN, as in the loop
+    assert (
+        to_inputs[:30].count_nonzero()
+        == to_inputs[:, 1].count_nonzero()
+        == to_state.count_nonzero()
+        == 0
+    )
+    assert (
+        to_gates[:20].count_nonzero() == 0
+    )  # later ones stand beside states that are no numbers: zero times NaN, as in the loop
     assert to_gates[30:].isfinite().all()
 
 
@@ -299,27 +446,49 @@ def test_gates_and_states_are_all_that_is_kept() -> None:
 
 
 def test_types_widen_as_in_arithmetic() -> None:
-    gates, inputs, state = torch.rand(60, 2), torch.randn(60, 2, dtype=torch.complex64), torch.zeros(2, dtype=torch.float64)
+    gates, inputs, state = (
+        torch.rand(60, 2),
+        torch.randn(60, 2, dtype=torch.complex64),
+        torch.zeros(2, dtype=torch.float64),
+    )
     leaf = gates.clone().requires_grad_()
     states = linear_scan(leaf, inputs, state)
     assert states.dtype == torch.complex128
     assert torch.autograd.grad(states.abs().sum(), leaf)[0].dtype == torch.float32
-    assert linear_scan(gates.bfloat16(), inputs.real.bfloat16(), torch.zeros(2)).dtype == torch.float32
+    assert (
+        linear_scan(gates.bfloat16(), inputs.real.bfloat16(), torch.zeros(2)).dtype == torch.float32
+    )
 
 
 def test_batches_of_scans_by_vmap() -> None:
     case = Case.draw(60, often=0.1)
     more = torch.randn(5, *case.inputs.shape, dtype=torch.float64)
-    found = torch.func.vmap(lambda inputs: linear_scan(case.gates, inputs, case.state, case.resets))(more)
-    torch.testing.assert_close(found, torch.stack([loop(case.gates, one, case.state, case.resets) for one in more]), rtol=0, atol=1e-12)
-    jacobian = torch.func.jacrev(lambda state: linear_scan(case.gates, case.inputs, state, case.resets)[-1])(case.state)
-    expected = torch.autograd.functional.jacobian(lambda state: loop(case.gates, case.inputs, state, case.resets)[-1], case.state)
+    found = torch.func.vmap(
+        lambda inputs: linear_scan(case.gates, inputs, case.state, case.resets)
+    )(more)
+    torch.testing.assert_close(
+        found,
+        torch.stack([loop(case.gates, one, case.state, case.resets) for one in more]),
+        rtol=0,
+        atol=1e-12,
+    )
+    jacobian = torch.func.jacrev(
+        lambda state: linear_scan(case.gates, case.inputs, state, case.resets)[-1]
+    )(case.state)
+    expected = torch.autograd.functional.jacobian(
+        lambda state: loop(case.gates, case.inputs, state, case.resets)[-1], case.state
+    )
     torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "gradient",
-    [tt.Exact(chunk=7), tt.Truncated(stride=80), tt.Truncated(stride=9, horizon=200), tt.Online(stride=80)],
+    [
+        tt.Exact(chunk=7),
+        tt.Truncated(stride=80),
+        tt.Truncated(stride=9, horizon=200),
+        tt.Online(stride=80),
+    ],
     ids=["exact", "whole", "windows", "online"],
 )
 def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
@@ -327,7 +496,9 @@ def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
     net, x = layer(), torch.randn(80, 3, dtype=torch.float64)
     targets = torch.randn(80, 4, dtype=torch.float64)
     oracle, _ = net(x.unsqueeze(1), net.initial_state(1))
-    expected = torch.autograd.grad(nn.functional.mse_loss(oracle[:, 0], targets), list(net.parameters()))
+    expected = torch.autograd.grad(
+        nn.functional.mse_loss(oracle[:, 0], targets), list(net.parameters())
+    )
     stream = tt.Stream({"inputs": x, "targets": targets}, lanes=1, chunk=11, dtype=torch.float64)
     found = [torch.zeros_like(p) for p in net.parameters()]
     for update in tt.updates(net, stream, nn.MSELoss(), gradient=gradient):
@@ -338,24 +509,54 @@ def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
 
 
 def test_a_module_of_scans_passes_the_laws_of_carrying() -> None:
-    assert max(law.deviation for law in tt.testing.check_carry(layer(), torch.randn(28, 2, 3))) < 1e-12
+    assert (
+        max(law.deviation for law in tt.testing.check_carry(layer(), torch.randn(28, 2, 3))) < 1e-12
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"gates": torch.ones(5, 2)}, DataError, r"gates \(5, 2\) and inputs \(6, 2, 3\) do not broadcast"),
+        (
+            {"gates": torch.ones(5, 2)},
+            DataError,
+            r"gates \(5, 2\) and inputs \(6, 2, 3\) do not broadcast",
+        ),
         ({"gates": torch.ones(3), "inputs": torch.ones(3)}, DataError, "expected .T, B, ...."),
-        ({"inputs": torch.ones(0, 2, 3), "gates": torch.ones(0, 2, 3)}, DataError, "at least one step"),
+        (
+            {"inputs": torch.ones(0, 2, 3), "gates": torch.ones(0, 2, 3)},
+            DataError,
+            "at least one step",
+        ),
         ({"state": torch.ones(4, 3)}, StateError, r"state has shape \(4, 3\), expected \(2, 3\)"),
-        ({"initial": torch.ones(2, 4)}, StateError, r"initial has shape \(2, 4\), expected \(2, 3\)"),
-        ({"resets": torch.ones(6, 3, dtype=torch.bool)}, DataError, r"resets are \(6, 3\) torch.bool, expected \(6, 2\)"),
+        (
+            {"initial": torch.ones(2, 4)},
+            StateError,
+            r"initial has shape \(2, 4\), expected \(2, 3\)",
+        ),
+        (
+            {"resets": torch.ones(6, 3, dtype=torch.bool)},
+            DataError,
+            r"resets are \(6, 3\) torch.bool, expected \(6, 2\)",
+        ),
         ({"resets": torch.ones(6, 2)}, DataError, "torch.float32, expected .6, 2. torch.bool"),
-        ({name: torch.ones(6, 2, 3).long() for name in ("gates", "inputs")} | {"state": torch.ones(2, 3).long()}, DataError, "torch.int64"),
+        (
+            {name: torch.ones(6, 2, 3).long() for name in ("gates", "inputs")}
+            | {"state": torch.ones(2, 3).long()},
+            DataError,
+            "torch.int64",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(given: dict[str, Tensor], error: type[Exception], words: str) -> None:
-    whole: dict[str, Any] = {"gates": torch.ones(6, 2, 3), "inputs": torch.ones(6, 2, 3), "state": torch.ones(2, 3), **given}
+def test_what_does_not_fit_is_refused_by_name(
+    given: dict[str, Tensor], error: type[Exception], words: str
+) -> None:
+    whole: dict[str, Any] = {
+        "gates": torch.ones(6, 2, 3),
+        "inputs": torch.ones(6, 2, 3),
+        "state": torch.ones(2, 3),
+        **given,
+    }
     with pytest.raises(error, match=words):
         linear_scan(**whole)
 
@@ -363,7 +564,9 @@ def test_what_does_not_fit_is_refused_by_name(given: dict[str, Tensor], error: t
 def test_resets_that_differ_within_a_vmap_are_refused() -> None:
     case = Case.draw(6)
     with pytest.raises(DataError, match="resets differ within a vmap"):
-        torch.func.vmap(lambda resets: linear_scan(case.gates, case.inputs, case.state, resets))(torch.zeros(4, 6, 2, dtype=torch.bool))
+        torch.func.vmap(lambda resets: linear_scan(case.gates, case.inputs, case.state, resets))(
+            torch.zeros(4, 6, 2, dtype=torch.bool)
+        )
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="what torch 2.13 does")

@@ -1,4 +1,5 @@
-"""`tt.nn` is `torch.nn`: every argument, layout, state and way of use; and resets are lanes that start anew.
+"""`tt.nn` is `torch.nn`: every argument, layout, state and way of use; and resets are lanes that
+start anew.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -46,12 +47,25 @@ def test_construction_is_torch_s(name: str) -> None:
     made = list[Any]()
     for cls in LAYERS[name]:
         torch.manual_seed(3)
-        made.append(cls(4, 6, num_layers=2, bias=True, batch_first=True, dropout=0.2, bidirectional=True, dtype=torch.float64))
+        made.append(
+            cls(
+                4,
+                6,
+                num_layers=2,
+                bias=True,
+                batch_first=True,
+                dropout=0.2,
+                bidirectional=True,
+                dtype=torch.float64,
+            )
+        )
     plain, fused = made
     assert repr(plain) == repr(fused)
     assert isinstance(fused, LAYERS[name][0])
     assert list(plain.state_dict()) == list(fused.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True)
+    )
     for cls in LAYERS[name]:
         with pytest.raises(ValueError, match="hidden_size must be greater"):
             cls(4, 0)
@@ -87,16 +101,39 @@ def test_every_combination_is_torch_s(
     often: float | None,
 ) -> None:
     steps, lanes, features, hidden = sizes
-    kwargs: dict[str, Any] = {"num_layers": layers, "bias": bias, "batch_first": batch_first, "bidirectional": both, "dtype": dtype}
-    kwargs |= {"proj_size": hidden // 2} if name == "LSTM" else {"nonlinearity": "relu" if relu else "tanh"} if name == "RNN" else {}
+    kwargs: dict[str, Any] = {
+        "num_layers": layers,
+        "bias": bias,
+        "batch_first": batch_first,
+        "bidirectional": both,
+        "dtype": dtype,
+    }
+    kwargs |= (
+        {"proj_size": hidden // 2}
+        if name == "LSTM"
+        else {"nonlinearity": "relu" if relu else "tanh"}
+        if name == "RNN"
+        else {}
+    )
     if not projected:
         kwargs.pop("proj_size", None)
     plain, fused = twins(name, features, hidden, **kwargs)
-    shape = (steps, features) if not batched else (lanes, steps, features) if batch_first else (steps, lanes, features)
-    x, hx = torch.randn(shape, dtype=dtype), a_state(plain, lanes if batched else None) if with_state else None
+    shape = (
+        (steps, features)
+        if not batched
+        else (lanes, steps, features)
+        if batch_first
+        else (steps, lanes, features)
+    )
+    x, hx = (
+        torch.randn(shape, dtype=dtype),
+        (a_state(plain, lanes if batched else None) if with_state else None),
+    )
     assert fused_runs(fused, x, hx)
     if often is None:
-        assert apart(called(fused, x, hx), called(plain.double(), x.double(), _double(hx))) < exact(dtype)
+        assert apart(called(fused, x, hx), called(plain.double(), x.double(), _double(hx))) < exact(
+            dtype
+        )
         return
     resets = torch.rand(shape[:-1]) < often
     by_definition = called(Stepwise(plain.double()), x.double(), _double(hx), resets)
@@ -104,7 +141,13 @@ def test_every_combination_is_torch_s(
 
 
 def _double(hx: Any) -> Any:
-    return None if hx is None else hx.double() if isinstance(hx, Tensor) else tuple(leaf.double() for leaf in hx)
+    return (
+        None
+        if hx is None
+        else hx.double()
+        if isinstance(hx, Tensor)
+        else tuple(leaf.double() for leaf in hx)
+    )
 
 
 class Stepwise(nn.Module):
@@ -119,16 +162,30 @@ class Stepwise(nn.Module):
         x, resets = (x if batched else x.unsqueeze(1)), (resets if batched else resets.unsqueeze(1))
         x, resets = (x.transpose(0, 1), resets.transpose(0, 1)) if turned else (x, resets)
         if hx is not None and not batched:
-            hx = tuple(leaf.unsqueeze(1) for leaf in leaves_of(hx)) if isinstance(hx, tuple) else hx.unsqueeze(1)
+            hx = (
+                tuple(leaf.unsqueeze(1) for leaf in leaves_of(hx))
+                if isinstance(hx, tuple)
+                else hx.unsqueeze(1)
+            )
         lanes = [
-            self._lane(x[:, b], None if hx is None else [leaf[:, b] for leaf in leaves_of(hx)], resets[:, b]) for b in range(x.shape[1])
+            self._lane(
+                x[:, b],
+                None if hx is None else [leaf[:, b] for leaf in leaves_of(hx)],
+                resets[:, b],
+            )
+            for b in range(x.shape[1])
         ]
-        y, ends = torch.stack([y for y, _ in lanes], 1), [torch.stack(leaf, 1) for leaf in zip(*(end for _, end in lanes), strict=True)]
+        y, ends = (
+            torch.stack([y for y, _ in lanes], 1),
+            [torch.stack(leaf, 1) for leaf in zip(*(end for _, end in lanes), strict=True)],
+        )
         if not batched:
             y, ends = y.squeeze(1), [end.squeeze(1) for end in ends]
         return (y.transpose(0, 1) if turned else y), tuple(ends) if len(ends) == 2 else ends[0]
 
-    def _lane(self, x: Tensor, hx: list[Tensor] | None, resets: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _lane(
+        self, x: Tensor, hx: list[Tensor] | None, resets: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
         """Layer by layer: the outputs of one are the inputs of the next, and each direction starts at each recording's end."""
         ways, ends = 1 + self.layer.bidirectional, list[list[Tensor]]()
         for k in range(self.layer.num_layers):
@@ -136,28 +193,46 @@ class Stepwise(nn.Module):
             for way in range(ways):
                 index = ways * k + way
                 y, end = self._way(
-                    x, None if hx is None else [leaf[index] for leaf in hx], resets, self.layer._all_weights[index], way == 1
+                    x,
+                    None if hx is None else [leaf[index] for leaf in hx],
+                    resets,
+                    self.layer._all_weights[index],
+                    way == 1,
                 )
                 outputs.append(y)
                 ends.append(end)
             x = torch.cat(outputs, 1)
         return x, [torch.stack(leaf) for leaf in zip(*ends, strict=True)]
 
-    def _way(self, x: Tensor, hx: list[Tensor] | None, resets: Tensor, names: list[str], back: bool) -> tuple[Tensor, list[Tensor]]:
+    def _way(
+        self, x: Tensor, hx: list[Tensor] | None, resets: Tensor, names: list[str], back: bool
+    ) -> tuple[Tensor, list[Tensor]]:
         """One direction of one layer: torch.nn on each recording; a state given enters the part that is played first."""
         cls = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(self.layer.mode, nn.RNN)
         own: dict[str, Any] = {"proj_size": self.layer.proj_size} if cls is nn.LSTM else {}
         own |= {"nonlinearity": self.layer.mode[4:].lower()} if cls is nn.RNN else {}
         layer = cls(x.shape[1], self.layer.hidden_size, bias=self.layer.bias, dtype=x.dtype, **own)
-        mine = {new: getattr(self.layer, old) for (new, _), old in zip(layer.named_parameters(), names, strict=True)}
+        mine = {
+            new: getattr(self.layer, old)
+            for (new, _), old in zip(layer.named_parameters(), names, strict=True)
+        }
         bounds = [0, *(int(t) for t in resets.nonzero() if t > 0), len(x)]
         parts = [slice(a, b) for a, b in pairwise(bounds)]
         outputs, final = dict[int, Tensor](), list[Tensor]()
-        state = None if hx is None or (bool(resets[0]) and not back) else [leaf.unsqueeze(0) for leaf in hx]
+        state = (
+            None
+            if hx is None or (bool(resets[0]) and not back)
+            else [leaf.unsqueeze(0) for leaf in hx]
+        )
         for part in reversed(parts) if back else parts:
             entering = None if state is None else state[0] if len(state) == 1 else tuple(state)
-            y, end = torch.func.functional_call(layer, mine, (x[part].flip(0) if back else x[part], entering))
-            outputs[part.start], last = (y.flip(0) if back else y), [leaf.squeeze(0) for leaf in leaves_of(end)]
+            y, end = torch.func.functional_call(
+                layer, mine, (x[part].flip(0) if back else x[part], entering)
+            )
+            outputs[part.start], last = (
+                (y.flip(0) if back else y),
+                [leaf.squeeze(0) for leaf in leaves_of(end)],
+            )
             state, final = None, last
         return torch.cat([outputs[part.start] for part in parts]), final
 
@@ -167,12 +242,21 @@ class Stepwise(nn.Module):
 def test_resets_are_steps_from_zeros(name: str, batch_first: bool) -> None:
     """Against the plainest oracle: torch.nn step by step. The mutant, without resets, differs."""
     plain, fused = twins(name, 4, 6, num_layers=2, batch_first=batch_first, dtype=torch.float64)
-    x, resets, hx = torch.randn(23, 3, 4, dtype=torch.float64), torch.rand(23, 3) < 0.2, a_state(plain, 3)
+    x, resets, hx = (
+        torch.randn(23, 3, 4, dtype=torch.float64),
+        torch.rand(23, 3) < 0.2,
+        a_state(plain, 3),
+    )
     step = copy.deepcopy(plain)
     step.batch_first = False
     y, state = reset_by_hand(step, x, resets, hx)
     mine, end = fused(x.transpose(0, 1), hx, resets.T) if batch_first else fused(x, hx, resets)
-    assert apart([mine.transpose(0, 1) if batch_first else mine, *leaves_of(end)], [y, *leaves_of(state)]) < 1e-12
+    assert (
+        apart(
+            [mine.transpose(0, 1) if batch_first else mine, *leaves_of(end)], [y, *leaves_of(state)]
+        )
+        < 1e-12
+    )
     assert apart([reset_by_hand(step, x, torch.zeros_like(resets), hx)[0]], [y]) > 1e-3
 
 
@@ -180,7 +264,9 @@ def test_resets_are_steps_from_zeros(name: str, batch_first: bool) -> None:
 @pytest.mark.parametrize("way", ["autocast", "mode", "bfloat16"])
 def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
     """What the kernel does not take: torch's layer between resets, or the definition."""
-    plain, fused = twins(name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32)
+    plain, fused = twins(
+        name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32
+    )
     x, resets = torch.randn(17, 3, 4, dtype=plain.weight_ih_l0.dtype), torch.rand(17, 3) < 0.3
     expected, _ = reset_by_hand(copy.deepcopy(plain).float(), x.float(), resets)
     if way == "mode":
@@ -207,7 +293,9 @@ def test_no_steps_and_no_lanes_hand_the_state_on(name: str, dtype: torch.dtype) 
         y, end = fused(x, hx, torch.ones(steps, lanes, dtype=torch.bool))
         assert y.shape == (steps, lanes, 6)
         if steps == 0:
-            assert all(torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True)
+            )
 
 
 @every_layer
@@ -230,7 +318,11 @@ def test_copies_and_pickles_play_the_same(name: str) -> None:
     file = io.BytesIO()
     torch.save(fused, file)
     file.seek(0)
-    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), torch.load(file, weights_only=False)):
+    for twin in (
+        copy.deepcopy(fused),
+        pickle.loads(pickle.dumps(fused)),
+        torch.load(file, weights_only=False),
+    ):
         assert type(twin) is type(fused)
         assert apart(called(twin, x), expected) == 0
         with torch.no_grad():
@@ -267,7 +359,9 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
         (good, (state, state, state)),
     ]
     for x, hx in cases:
-        with pytest.raises((RuntimeError, ValueError, TypeError, IndexError, AttributeError)) as expected:
+        with pytest.raises(
+            (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+        ) as expected:
             plain(x, hx)
         with pytest.raises(type(expected.value)) as found:
             fused(x, hx)
@@ -281,8 +375,15 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
 def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) -> None:
     fused = LAYERS[name][1](4, 6)
     x = torch.randn(5, 2, 4)
-    for resets in (torch.zeros(2, 5, dtype=torch.bool), torch.zeros(5, 2), torch.zeros(5, dtype=torch.bool), [[False] * 2] * 5):
-        with pytest.raises(DataError, match=r"resets are .*expected \(5, 2\) torch\.bool on cpu.*resets\.bool\(\)"):
+    for resets in (
+        torch.zeros(2, 5, dtype=torch.bool),
+        torch.zeros(5, 2),
+        torch.zeros(5, dtype=torch.bool),
+        [[False] * 2] * 5,
+    ):
+        with pytest.raises(
+            DataError, match=r"resets are .*expected \(5, 2\) torch\.bool on cpu.*resets\.bool\(\)"
+        ):
             fused(x, None, resets)
     packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
     with pytest.raises(DataError, match="packed sequences start anew by themselves"):
@@ -292,7 +393,9 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
 @every_layer
 def test_packed_sequences_are_torch_s(name: str) -> None:
     plain, fused = twins(name, 4, 6, num_layers=2)
-    packed = rnn.pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False)
+    packed = rnn.pack_padded_sequence(
+        torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False
+    )
     (y, end), (expected, last) = fused(packed), plain(packed)
     assert apart([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
     assert "packed" in tt.nn.which(fused, packed).why
@@ -331,7 +434,12 @@ def test_transforms_of_torch_func_see_through(name: str) -> None:
     direction = torch.randn_like(x[0])
     forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
     given_x = x[0].clone().requires_grad_()
-    assert apart([forward], [(torch.autograd.grad(loss(params, given_x), given_x)[0] * direction).sum()]) < 1e-12
+    assert (
+        apart(
+            [forward], [(torch.autograd.grad(loss(params, given_x), given_x)[0] * direction).sum()]
+        )
+        < 1e-12
+    )
     with torch.autograd.forward_ad.dual_level():
         assert tt.nn.which(fused, x[0]).runs == "reference"
 
@@ -348,12 +456,17 @@ def test_frozen_weights_and_no_graph_give_the_same(name: str) -> None:
     for layer in (plain, fused):
         layer.requires_grad_(False)
         layer.weight_hh_l0.requires_grad_(True)
-    grads = [torch.autograd.grad(layer(x)[0].square().sum(), layer.weight_hh_l0)[0] for layer in (fused, plain)]
+    grads = [
+        torch.autograd.grad(layer(x)[0].square().sum(), layer.weight_hh_l0)[0]
+        for layer in (fused, plain)
+    ]
     assert apart(grads[:1], grads[1:]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")  # in the checks of torch.nn
+@pytest.mark.filterwarnings(
+    "ignore:Converting a tensor to a Python boolean"
+)  # in the checks of torch.nn
 @every_layer
 def test_traced_layer_plays_any_size(name: str) -> None:
     fused = LAYERS[name][1](4, 6)

@@ -1,7 +1,9 @@
-"""Layers of tt.nn under autocast: fused, products in bfloat16 where the processor has them, states in float32 for as long as they live.
+"""Layers of tt.nn under autocast: fused, products in bfloat16 where the processor has them, states
+in float32 for as long as they live.
 
-Where products are bfloat16, a number that lies between two of them may be rounded to the other one (tests/test_bfloat16.py), so whole
-layers are compared to 2 %: what a layer does with products is held to float32 there, and here to the 1e-5 of float32 where there are none.
+Where products are bfloat16, a number that lies between two of them may be rounded to the other one
+(tests/test_bfloat16.py), so whole layers are compared to 2 %: what a layer does with products is
+held to float32 there, and here to the 1e-5 of float32 where there are none.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
@@ -17,7 +19,17 @@ from torch._dynamo import config
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import throughtime as tt
-from recurrences import LAYERS, a_state, apart, blamed, called, every_layer, leaves_of, needs_kernels, twins
+from recurrences import (
+    LAYERS,
+    a_state,
+    apart,
+    blamed,
+    called,
+    every_layer,
+    leaves_of,
+    needs_kernels,
+    twins,
+)
 from throughtime.kernels import dispatch, library, recurrent, reference
 from throughtime.kernels.dispatch import Slower
 from throughtime.kernels.layer import Kind, Weights
@@ -53,9 +65,14 @@ def lower(*, dtype: torch.dtype = torch.bfloat16, on: bool = True) -> torch.auto
     return torch.autocast("cpu", dtype=dtype, enabled=on)
 
 
-def under(layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None) -> list[Tensor]:
+def under(
+    layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
+) -> list[Tensor]:
     """Outputs, state and gradients: the forward pass under autocast, the backward pass outside, dropout as ever drawn."""
-    x, states = x.clone().requires_grad_(), [] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]
+    x, states = (
+        x.clone().requires_grad_(),
+        ([] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]),
+    )
     entering = None if hx is None else states[0] if len(states) == 1 else tuple(states)
     torch.manual_seed(11)
     with lower():
@@ -64,16 +81,29 @@ def under(layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = N
     return [*made, *blamed(made, [x, *states, *layer.parameters()])]
 
 
-def defined(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None) -> Any:
+def defined(
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+) -> Any:
     """The definition of what runs under autocast on this processor."""
-    return reference.run(kind, x, h, c, weights, resets, torch.bfloat16 if ROUNDS else torch.float32)
+    return reference.run(
+        kind, x, h, c, weights, resets, torch.bfloat16 if ROUNDS else torch.float32
+    )
 
 
 @every_layer
 def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
     """An autocast layer before it gives bfloat16; gradients have the type of what they are of."""
     layer = LAYERS[name][1](4, 6, num_layers=2)
-    x, hx, kinds = torch.randn(5, 3, 4), a_state(layer, 3), (torch.float32, torch.bfloat16, torch.float16)
+    x, hx, kinds = (
+        torch.randn(5, 3, 4),
+        a_state(layer, 3),
+        (torch.float32, torch.bfloat16, torch.float16),
+    )
     for kind in kinds:
         for entering in (None, *kinds):
             state = None if entering is None else tuple(leaf.to(entering) for leaf in leaves_of(hx))
@@ -105,7 +135,9 @@ def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
             off = called(layer, x)
         again = called(layer, x)
     after = called(layer, x)
-    assert all(torch.equal(a, b) for found in (off, after) for a, b in zip(found, before, strict=True))
+    assert all(
+        torch.equal(a, b) for found in (off, after) for a, b in zip(found, before, strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(again, inside, strict=True))
     assert (apart(inside, before) > 1e-4) == ROUNDS
     assert apart(inside, before) < 0.05
@@ -147,29 +179,44 @@ def test_a_projected_lstm_is_as_the_definition_plays_it(monkeypatch: pytest.Monk
 
 def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, level = tt.nn.GRU(4, 6), torch.randn(5, 2, 4), library.level()
-    rounds, rest = f"fused ({level}), bfloat16 products, float32 states", "with this instruction set"
-    for there, words in ((True, rounds), (False, f"fused ({level}), float32: no products in bfloat16 {rest}")):
+    rounds, rest = (
+        f"fused ({level}), bfloat16 products, float32 states",
+        "with this instruction set",
+    )
+    for there, words in (
+        (True, rounds),
+        (False, f"fused ({level}), float32: no products in bfloat16 {rest}"),
+    ):
         dispatch.by_table.cache_clear()
         monkeypatch.setattr(dispatch, "bfloat16", lambda there=there: there)
         with lower():
             assert str(tt.nn.which(layer, x)) == str(tt.nn.which(layer, x.bfloat16())) == words
     dispatch.by_table.cache_clear()
     with lower(dtype=torch.float16):
-        assert str(tt.nn.which(layer, x)) == f"fused ({level}), float32: no products in float16 {rest}"
+        assert (
+            str(tt.nn.which(layer, x)) == f"fused ({level}), float32: no products in float16 {rest}"
+        )
     with lower():
-        assert "whose weights are float32" in tt.nn.which(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
+        assert (
+            "whose weights are float32"
+            in tt.nn.which(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
+        )
         assert tt.nn.which(layer, x.double()).runs == "torch.nn"
         assert tt.nn.which(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).runs == "torch.nn"
 
 
 @pytest.mark.skipif(not ROUNDS, reason="the instruction set that runs has no products in bfloat16")
 @every_layer
-def test_few_lanes_take_the_products_of_float32_which_are_faster_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_lanes_take_the_products_of_float32_which_are_faster_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "LANES", LANES)
     layer, x = LAYERS[name][1](4, 6), torch.randn(5, LANES, 4)
     few, plain = x[:, : LANES - 1], [t[..., : LANES - 1, :] for t in called(layer, x)[:1]]
     with lower():
-        assert "float32: products in bfloat16 are faster from 8 lanes on" in str(tt.nn.which(layer, few))
+        assert "float32: products in bfloat16 are faster from 8 lanes on" in str(
+            tt.nn.which(layer, few)
+        )
         assert "bfloat16 products" in str(tt.nn.which(layer, x))
         assert apart(called(layer, few)[:1], plain) < 1e-6
     y = called(layer, x)[:1]
@@ -188,7 +235,9 @@ def test_under_float16_products_are_float32(name: str) -> None:
 
 
 @every_layer
-def test_where_the_table_says_torch_types_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_table_says_torch_types_stay_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row for bfloat16 decides under autocast and nowhere else."""
     layer, kind = LAYERS[name][1](4, 6), {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}[name]
     row = Slower((library.level() or "",), kind, torch.bfloat16, 6, 2, "it was measured")  # pyright: ignore[reportArgumentType]
@@ -240,15 +289,24 @@ def trained(net: Any, updates: Callable[[Any], Any]) -> list[Tensor]:
 
 @every_layer
 @pytest.mark.parametrize(
-    "policy", [tt.Truncated(stride=7), tt.Truncated(stride=7, horizon=14), tt.Exact()], ids=["cut", "overlap", "exact"]
+    "policy",
+    [tt.Truncated(stride=7), tt.Truncated(stride=7, horizon=14), tt.Exact()],
+    ids=["cut", "overlap", "exact"],
 )
-def test_updates_are_those_of_the_definition_under_the_same_autocast(name: str, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_those_of_the_definition_under_the_same_autocast(
+    name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = nn.Sequential(LAYERS[name][1](4, 9), nn.Linear(9, 2))
     data = {"inputs": torch.randn(70, 4), "targets": torch.randint(2, (70,))}
 
     def updates(net: Any) -> Any:
         with lower():
-            yield from tt.updates(net, tt.Stream([data, data], lanes=2, chunk=7), nn.CrossEntropyLoss(), gradient=policy)
+            yield from tt.updates(
+                net,
+                tt.Stream([data, data], lanes=2, chunk=7),
+                nn.CrossEntropyLoss(),
+                gradient=policy,
+            )
 
     found = trained(tt.carry(module), updates)
     with monkeypatch.context() as patch:
@@ -261,7 +319,9 @@ def test_updates_are_those_of_the_definition_under_the_same_autocast(name: str, 
 
 
 @every_layer
-def test_trace_shows_the_gradients_of_the_fused_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_shows_the_gradients_of_the_fused_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The training is the untraced one to the bit, and the norms those of the definition's backward pass."""
     layer, x = LAYERS[name][1](4, 9), torch.randn(11, 3, 4)
     untraced = under(layer, x)
@@ -297,13 +357,19 @@ def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
     direction = torch.randn_like(x[0])
     forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
     given = x[0].clone().requires_grad_()
-    assert apart([forward], [(torch.autograd.grad(loss(params, given), given)[0] * direction).sum()]) < 0.02
+    assert (
+        apart([forward], [(torch.autograd.grad(loss(params, given), given)[0] * direction).sum()])
+        < 0.02
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch")
 @every_layer
 def test_compiled_and_exported_it_takes_the_same_products(name: str) -> None:
-    """The operator is told, since what autocast was is over when it runs; also its backward pass."""
+    """The operator is told, since what autocast was is over when it runs.
+
+    Also its backward pass.
+    """
     plain, x, resets = LAYERS[name][1](4, 33), torch.randn(9, 3, 4), torch.rand(9, 3) < 0.2
 
     class Net(nn.Module):
@@ -339,9 +405,17 @@ def test_a_small_task_is_learned_as_in_float32() -> None:
         net = tt.carry(nn.Sequential(tt.nn.LSTM(2, 24), nn.Linear(24, 2)))
         optimizer, losses = torch.optim.Adam(net.parameters(), lr=0.02), list[float]()
         bits = [torch.randint(2, (2_000,)) for _ in range(8)]
-        data = [{"inputs": nn.functional.one_hot(lane, 2).float(), "targets": lane.roll(3)} for lane in bits]
+        data = [
+            {"inputs": nn.functional.one_hot(lane, 2).float(), "targets": lane.roll(3)}
+            for lane in bits
+        ]
         with lower(on=on):
-            for update in tt.updates(net, tt.Stream(data, lanes=8, chunk=25), nn.CrossEntropyLoss(), gradient=tt.Truncated(stride=25)):
+            for update in tt.updates(
+                net,
+                tt.Stream(data, lanes=8, chunk=25),
+                nn.CrossEntropyLoss(),
+                gradient=tt.Truncated(stride=25),
+            ):
                 losses.append(float(update.loss))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""No recording's outputs depend on another's: what proves it, the nets that break it, and the initial state at every reset.
+"""No recording's outputs depend on another's: what proves it, the nets that break it, and the
+initial state at every reset.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -14,7 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from strategies import FEATURES, HIDDEN, HidesLayer, Row, TensorState, draw_lanes, every_net, inputs, named, recordings, seeds, start
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    Row,
+    TensorState,
+    draw_lanes,
+    every_net,
+    inputs,
+    named,
+    recordings,
+    seeds,
+    start,
+)
 from throughtime.errors import DataError, LawError, ModelError
 from throughtime.testing import Isolated, check_no_leak
 
@@ -45,10 +59,16 @@ def test_state_after_a_reset_is_the_initial_state_to_the_bit(row: Row) -> None:
     with torch.no_grad():
         expected, end = net(x, start(net, x))
         _, used = net(x * 3, start(net, x))
-        for before in (used, tt.state.map_leaves(lambda leaf: torch.full_like(leaf, float("inf")), used)):
+        for before in (
+            used,
+            tt.state.map_leaves(lambda leaf: torch.full_like(leaf, float("inf")), used),
+        ):
             y, state = net(x, before, resets)
             assert torch.equal(y, expected)
-            assert all(torch.equal(a, b) for a, b in zip(tt.state.tensors(state), tt.state.tensors(end), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(tt.state.tensors(state), tt.state.tensors(end), strict=True)
+            )
         unreset, _ = net(x, used)
     assert not torch.equal(unreset, expected)  # the mutant: no reset
 
@@ -89,16 +109,30 @@ def ignoring() -> tt.Carried:
 
 
 MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
-    "ignores resets": (ignoring, 1, "It plays after it on a lane: a reset ignored, or a state kept in the module"),
+    "ignores resets": (
+        ignoring,
+        1,
+        "It plays after it on a lane: a reset ignored, or a state kept in the module",
+    ),
     "keeps a state": (lambda: tt.carry(KeepsState().double()), 1, "a state kept in the module"),
-    "mixes lanes": (lambda: tt.carry(MixesLanes().double()), 5, "It plays on another lane: BatchNorm or another mean over lanes"),
+    "mixes lanes": (
+        lambda: tt.carry(MixesLanes().double()),
+        5,
+        "It plays on another lane: BatchNorm or another mean over lanes",
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "lanes", "cause"), list(MUTANTS.values()), ids=list(MUTANTS))
-def test_net_that_leaks_is_found_with_recordings_place_size_and_cause(make: Callable[[], tt.Carried], lanes: int, cause: str) -> None:
+def test_net_that_leaks_is_found_with_recordings_place_size_and_cause(
+    make: Callable[[], tt.Carried], lanes: int, cause: str
+) -> None:
     with pytest.raises(
-        LawError, match=r"recording 'r\d' leaks into 'r\d'.* move by .* first at its step \d+ \(lane \d, step \d+ of the"
+        LawError,
+        match=(
+            r"recording 'r\d' leaks into 'r\d'.* move by .* first at its step \d+ \(lane \d, step"
+            r" \d+ of the"
+        ),
     ) as e:
         check_no_leak(stream_of(lanes), make())
     assert cause in str(e.value)
@@ -106,9 +140,13 @@ def test_net_that_leaks_is_found_with_recordings_place_size_and_cause(make: Call
 
 def test_leak_is_told_at_the_first_step_it_reaches() -> None:
     stream = tt.Stream(recordings([9, 6]), 1, 4, seed=None)
-    with pytest.raises(LawError, match=r"'r0' leaks into 'r1'.*first at its step 0 \(lane 0, step 9 of the epoch\)"):
+    with pytest.raises(
+        LawError, match=r"'r0' leaks into 'r1'.*first at its step 0 \(lane 0, step 9 of the epoch\)"
+    ):
         check_no_leak(stream, ignoring(), recordings=["r0"])
-    assert check_no_leak(stream, ignoring(), recordings=["r1"])[0].after == 0  # what comes last leaks nowhere
+    assert (
+        check_no_leak(stream, ignoring(), recordings=["r1"])[0].after == 0
+    )  # what comes last leaks nowhere
 
 
 def test_leak_below_the_tolerance_is_allowed_and_told() -> None:
@@ -117,14 +155,31 @@ def test_leak_below_the_tolerance_is_allowed_and_told() -> None:
 
 
 @settings(max_examples=15)
-@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), wish=st.integers(1, 6), seed=seeds, steps=st.integers(1, 120))
-def test_check_neither_moves_the_stream_nor_touches_the_net(lengths: list[int], wish: int, seed: int, steps: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    wish=st.integers(1, 6),
+    seed=seeds,
+    steps=st.integers(1, 120),
+)
+def test_check_neither_moves_the_stream_nor_touches_the_net(
+    lengths: list[int], wish: int, seed: int, steps: int
+) -> None:
     stream = tt.Stream(recordings(lengths), draw_lanes(lengths, wish), 9, seed=seed)
     net = tt.carry(HidesLayer(dropout=0.5).double())
     stream.take(5)
-    before, turn, weights = stream.state_dict(), stream.turn, {k: v.clone() for k, v in net.state_dict().items()}
+    before, turn, weights = (
+        stream.state_dict(),
+        stream.turn,
+        {k: v.clone() for k, v in net.state_dict().items()},
+    )
     random = torch.get_rng_state()
-    if len({i for row in stream.read(0, min(steps, stream.steps)).recording.tolist() for i in row} - {-1}) > 1:
+    if (
+        len(
+            {i for row in stream.read(0, min(steps, stream.steps)).recording.tolist() for i in row}
+            - {-1}
+        )
+        > 1
+    ):
         assert all(found.deviation == 0 for found in check_no_leak(stream, net, steps=steps))
     else:
         with pytest.raises(DataError, match="play one recording only"):
@@ -137,7 +192,9 @@ def test_check_neither_moves_the_stream_nor_touches_the_net(lengths: list[int], 
 
 def tokens(lengths: list[int], kinds: int = 5) -> list[dict[str, Any]]:
     random = np.random.default_rng(0)
-    return [{"inputs": random.integers(0, kinds, n), "name": f"t{i}"} for i, n in enumerate(lengths)]
+    return [
+        {"inputs": random.integers(0, kinds, n), "name": f"t{i}"} for i, n in enumerate(lengths)
+    ]
 
 
 def language_model() -> tt.Carried:
@@ -159,19 +216,28 @@ def test_net_that_draws_random_numbers_is_no_leak() -> None:
         def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
             return super().forward(x + torch.randn_like(x), state)
 
-    assert all(found.deviation == 0 for found in check_no_leak(stream_of(), tt.carry(Noisy().double())))
+    assert all(
+        found.deviation == 0 for found in check_no_leak(stream_of(), tt.carry(Noisy().double()))
+    )
 
 
 def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
     stream = tt.Stream(recordings([40, 9]), 5, 4, hand_off=True)
-    assert check_no_leak(stream, tt.carry(MixesLanes().double()), recordings=[0], tolerance=1e6)[0].steps == 9
+    assert (
+        check_no_leak(stream, tt.carry(MixesLanes().double()), recordings=[0], tolerance=1e6)[
+            0
+        ].steps
+        == 9
+    )
     assert check_no_leak(stream, named("gru").net(), recordings=[0])[0].deviation == 0
 
 
 def test_only_the_first_steps_are_looked_at_on_request() -> None:
     stream = tt.Stream(recordings([9, 30]), 1, 4, seed=None)
     (found,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
-    assert found == Isolated("r0", others=1, after=1, steps=3, moved=found.moved, deviation=0.0, tolerance=0.0)
+    assert found == Isolated(
+        "r0", others=1, after=1, steps=3, moved=found.moved, deviation=0.0, tolerance=0.0
+    )
     assert check_no_leak(stream, named("gru").net(), steps=1000)[0].steps == 30
 
 
@@ -200,7 +266,11 @@ def hoarding() -> tt.Carried:
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
-    "not carried": (ModelError, lambda: check_no_leak(stream_of(), nn.GRU(3, 4)), "the net is a GRU; .*tt.carry"),  # pyright: ignore[reportArgumentType]  # on purpose
+    "not carried": (
+        ModelError,
+        lambda: check_no_leak(stream_of(), nn.GRU(3, 4)),
+        "the net is a GRU; .*tt.carry",
+    ),  # pyright: ignore[reportArgumentType]  # on purpose
     "one recording": (
         DataError,
         lambda: check_no_leak(tt.Stream(recordings([9]), 3, 4), named("gru").net()),
@@ -211,15 +281,37 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
         lambda: check_no_leak(stream_of(1), named("gru").net(), steps=40, recordings=["r9"]),
         r"recordings \['r9'\] are",
     ),
-    "no such one": (DataError, lambda: check_no_leak(stream_of(), named("gru").net(), recordings=[7]), r"recordings \[7\] are not played"),
-    "none": (DataError, lambda: check_no_leak(stream_of(), named("gru").net(), recordings=[]), "expected some of"),
-    "no steps": (DataError, lambda: check_no_leak(stream_of(), named("gru").net(), steps=0), "steps=0: expected at least 1"),
-    "blind": (LawError, lambda: check_no_leak(stream_of(), tt.carry(Blind())), "move none of its own outputs either"),
-    "a graph in it": (ModelError, lambda: check_no_leak(stream_of(), hoarding()), "cannot be copied .* return it as part of the state"),
+    "no such one": (
+        DataError,
+        lambda: check_no_leak(stream_of(), named("gru").net(), recordings=[7]),
+        r"recordings \[7\] are not played",
+    ),
+    "none": (
+        DataError,
+        lambda: check_no_leak(stream_of(), named("gru").net(), recordings=[]),
+        "expected some of",
+    ),
+    "no steps": (
+        DataError,
+        lambda: check_no_leak(stream_of(), named("gru").net(), steps=0),
+        "steps=0: expected at least 1",
+    ),
+    "blind": (
+        LawError,
+        lambda: check_no_leak(stream_of(), tt.carry(Blind())),
+        "move none of its own outputs either",
+    ),
+    "a graph in it": (
+        ModelError,
+        lambda: check_no_leak(stream_of(), hoarding()),
+        "cannot be copied .* return it as part of the state",
+    ),
 }
 
 
 @pytest.mark.parametrize(("kind", "call", "reason"), list(REFUSED.values()), ids=list(REFUSED))
-def test_what_proves_nothing_is_refused(kind: type[Exception], call: Callable[[], object], reason: str) -> None:
+def test_what_proves_nothing_is_refused(
+    kind: type[Exception], call: Callable[[], object], reason: str
+) -> None:
     with pytest.raises(kind, match=reason):
         call()

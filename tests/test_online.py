@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Complex, Found, Given, Marked, deviation, given_for, no_resets, plain, policy_gradients, train
+from givens import (
+    Complex,
+    Found,
+    Given,
+    Marked,
+    deviation,
+    given_for,
+    no_resets,
+    plain,
+    policy_gradients,
+    train,
+)
 from strategies import (
     FEATURES,
     Rotation,
@@ -38,13 +49,26 @@ from throughtime.gradient import Policy
 from throughtime.gradient import online as online_file
 
 EXACT = 1e-10
-NETS = ("lstm", "gru", "rnn", "lstm-cell", "hides-cell", "tensor-state", "dict-state", "namedtuple-state", "learnt-start")
+NETS = (
+    "lstm",
+    "gru",
+    "rnn",
+    "lstm-cell",
+    "hides-cell",
+    "tensor-state",
+    "dict-state",
+    "namedtuple-state",
+    "learnt-start",
+)
 
 
 def summed(found: Found) -> Weights:
     """The gradient of the mean loss over all valid steps, from the updates' means."""
     total = sum(steps for steps, *_ in found)
-    return {name: torch.stack([g[name] * (steps / total) for steps, _, g in found]).sum(0) for name in found[0][2]}
+    return {
+        name: torch.stack([g[name] * (steps / total) for steps, _, g in found]).sum(0)
+        for name in found[0][2]
+    }
 
 
 def exact(net: tt.Carried, data: Given) -> Weights:
@@ -62,7 +86,9 @@ def exact(net: tt.Carried, data: Given) -> Weights:
     masked=st.sampled_from([0.0, 0.3, 0.9]),
 )
 @some_nets(*NETS)
-def test_updates_sum_to_the_exact_gradient(row: Row, steps: int, stride: int, lanes: int, seed: int, resets: float, masked: float) -> None:
+def test_updates_sum_to_the_exact_gradient(
+    row: Row, steps: int, stride: int, lanes: int, seed: int, resets: float, masked: float
+) -> None:
     net = row.net()
     data = given_for(net, steps, lanes, seed, resets, masked)
     assume(bool(data.mask.any()))
@@ -120,7 +146,9 @@ def test_mutant_does_not_sum_to_the_exact_gradient(
     assert apart(summed(policy_gradients(net, [data.chunk], mutant(monkeypatch))), expected) > 1e-6
 
 
-def test_influence_forgotten_at_every_chunk_is_a_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_influence_forgotten_at_every_chunk_is_a_truncation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, data = named("gru").net(), Given.draw(29, 2, 3, resets=0.1, outputs=4)
     mutant = policy_gradients(net, [data.chunk], forgets(monkeypatch))
     assert deviation(mutant, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
@@ -136,7 +164,9 @@ class ComplexAndReal(Complex):
 
 
 @pytest.mark.parametrize("module", [Complex, ComplexAndReal])
-def test_complex_states_hand_back_their_credit_or_are_refused(module: Callable[[], nn.Module]) -> None:
+def test_complex_states_hand_back_their_credit_or_are_refused(
+    module: Callable[[], nn.Module],
+) -> None:
     net, data = tt.carry(module().double()), Given.draw(13, 2, 0)
     try:
         found = policy_gradients(net, [data.chunk], tt.Online(4))
@@ -146,7 +176,10 @@ def test_complex_states_hand_back_their_credit_or_are_refused(module: Callable[[
 
 
 def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> list[Weights]:
-    """Williams and Zipser's recursion with whole Jacobians; the weights go downhill after every stride."""
+    """Williams and Zipser's recursion with whole Jacobians.
+
+    The weights go downhill after every stride.
+    """
     names = list(dict(net.named_parameters()))
     shapes = [w.shape for w in net.parameters()]
     flat = torch.cat([w.detach().flatten() for w in net.parameters()])
@@ -155,7 +188,9 @@ def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> lis
 
     def named_weights(flat: Tensor) -> Weights:
         parts = flat.split([shape.numel() for shape in shapes])
-        return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return {
+            name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
+        }
 
     def shaped(s: Tensor) -> Any:
         parts = iter(s.split(sizes))
@@ -163,15 +198,21 @@ def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> lis
 
     def play(begin: int, flat: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         rows = slice(begin, begin + stride)
-        y, after = torch.func.functional_call(net, named_weights(flat), (data.x[rows], shaped(s), data.resets[rows]))
+        y, after = torch.func.functional_call(
+            net, named_weights(flat), (data.x[rows], shaped(s), data.resets[rows])
+        )
         valid = data.mask[rows]
-        return nn.functional.mse_loss(y[valid], data.targets[rows][valid]), torch.cat([leaf.flatten() for leaf in tt.state.tensors(after)])
+        return nn.functional.mse_loss(y[valid], data.targets[rows][valid]), torch.cat(
+            [leaf.flatten() for leaf in tt.state.tensors(after)]
+        )
 
     s = torch.cat([leaf.flatten() for leaf in tt.state.tensors(first)])
     influence = torch.zeros(len(s), len(flat), dtype=torch.float64)
     found: list[Weights] = []
     for begin in range(0, len(data.x), stride):
-        (dl_dw, dl_ds), (ds_dw, ds_ds) = torch.autograd.functional.jacobian(lambda w, s, begin=begin: play(begin, w, s), (flat, s))
+        (dl_dw, dl_ds), (ds_dw, ds_ds) = torch.autograd.functional.jacobian(
+            lambda w, s, begin=begin: play(begin, w, s), (flat, s)
+        )
         gradient = dl_dw + dl_ds @ influence
         influence = ds_ds @ influence + ds_dw
         s = play(begin, flat, s)[1].detach()
@@ -182,7 +223,9 @@ def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> lis
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @some_nets("tensor-state", "dict-state", "lstm")
-def test_every_update_equals_the_recursion_written_out_while_the_weights_move(row: Row, rate: float) -> None:
+def test_every_update_equals_the_recursion_written_out_while_the_weights_move(
+    row: Row, rate: float
+) -> None:
     net = row.net()
     data = given_for(net, 15, 2, 0, resets=0.1)
     expected = by_definition(net, data, 4, rate)
@@ -227,9 +270,14 @@ def stream(chunk: int = 8) -> tt.Stream:
     stride=st.sampled_from([1, 4, 9]),
 )
 @some_nets("tensor-state", "hides-layer")
-def test_chunk_length_of_the_stream_changes_no_gradient(row: Row, lengths: list[int], chunks: list[int], stride: int) -> None:
+def test_chunk_length_of_the_stream_changes_no_gradient(
+    row: Row, lengths: list[int], chunks: list[int], stride: int
+) -> None:
     lanes = min(2, sum(lengths))
-    first, second = (policy_gradients(row.net(), tt.Stream(recordings(lengths), lanes, c), tt.Online(stride)) for c in chunks)
+    first, second = (
+        policy_gradients(row.net(), tt.Stream(recordings(lengths), lanes, c), tt.Online(stride))
+        for c in chunks
+    )
     assert deviation(first, second) == 0
 
 
@@ -255,7 +303,9 @@ def test_resume_keeps_the_influence_to_the_bit(row: Row, done: int) -> None:
     again, other = resumed(saved[2])
     assert again == losses
     assert apart(weights(other), weights(net)) == 0
-    assert resumed(saved[2] | {"influence": None})[0] != losses  # the mutant: a place without the influence
+    assert (
+        resumed(saved[2] | {"influence": None})[0] != losses
+    )  # the mutant: a place without the influence
 
 
 class Opaque(torch.autograd.Function):
@@ -311,7 +361,9 @@ def test_error_of_the_net_in_its_backward_pass_comes_through() -> None:
             raise RuntimeError("never mind")
 
     with pytest.raises(RuntimeError, match="never mind"):
-        policy_gradients(tt.carry(Custom(Broken.apply).double()), [Given.draw(13, 2, 0).chunk], tt.Online(4))
+        policy_gradients(
+            tt.carry(Custom(Broken.apply).double()), [Given.draw(13, 2, 0).chunk], tt.Online(4)
+        )
 
 
 def test_state_above_max_state_is_refused_naming_the_memory() -> None:
@@ -319,7 +371,8 @@ def test_state_above_max_state_is_refused_naming_the_memory() -> None:
     parameters = sum(w.numel() for w in net.parameters())
     needed = f"{12 * parameters * 8 / 1000:.3g} kB"
     message = (
-        rf"4 numbers in each of 3 lanes, above max_state=11: its dependence on {parameters} weights takes {needed}, "
+        rf"4 numbers in each of 3 lanes, above max_state=11: its dependence on {parameters} weights"
+        rf" takes {needed}, "
         r".*and 12 backward passes for every 5 steps\. .*tt\.Exact or tt\.Randomized.*max_state=12"
     )
     with pytest.raises(ConfigError, match=message):
@@ -330,7 +383,9 @@ def test_state_above_max_state_is_refused_naming_the_memory() -> None:
         policy_gradients(tt.carry(nn.LSTM(FEATURES, 256)), [chunk], tt.Online(5))
 
 
-@pytest.mark.parametrize("setting", [{"stride": 0}, {"stride": 2.5}, {"stride": True}, {"max_state": 0}])
+@pytest.mark.parametrize(
+    "setting", [{"stride": 0}, {"stride": 2.5}, {"stride": True}, {"max_state": 0}]
+)
 def test_setting_out_of_range_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected a whole number of at least 1"):
         tt.Online(**{"stride": 5, **setting})
@@ -342,7 +397,10 @@ def test_gradient_that_is_not_finite_is_refused_and_nothing_touched() -> None:
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Online(5))
     kept = [gradients(net) for _ in itertools.islice(run, 2)]
     before = weights(net)
-    with pytest.raises(RunError, match=r"gradient of '[\w.]+' is not finite .* steps 10 to 14 of the epoch \(recording 0\)"):
+    with pytest.raises(
+        RunError,
+        match=r"gradient of '[\w.]+' is not finite .* steps 10 to 14 of the epoch \(recording 0\)",
+    ):
         next(run)
     assert apart(gradients(net), kept[-1]) == 0
     assert apart(weights(net), before) == 0
@@ -353,9 +411,15 @@ def test_frozen_parameters_take_no_part() -> None:
     net, data = named("tensor-state").net(), Given.draw(13, 2, 0)
     expected = exact(net, data)
     frozen = net.module.get_parameter("turn").requires_grad_(False)
-    run = tt.updates(net, tt.Stream(recordings([13, 13]), 2, 5), nn.MSELoss(), gradient=tt.Online(4))
+    run = tt.updates(
+        net, tt.Stream(recordings([13, 13]), 2, 5), nn.MSELoss(), gradient=tt.Online(4)
+    )
     next(run)
-    assert run.state_dict()["influence"].shape == (2, 4, sum(w.numel() for w in net.parameters()) - frozen.numel())
+    assert run.state_dict()["influence"].shape == (
+        2,
+        4,
+        sum(w.numel() for w in net.parameters()) - frozen.numel(),
+    )
     net.zero_grad()
     found = summed(policy_gradients(net, [data.chunk], tt.Online(4)))
     assert frozen.grad is None
@@ -367,8 +431,12 @@ def test_frozen_parameters_take_no_part() -> None:
 class Counter(Rotation):
     """Besides `h` it counts the steps of each lane, in whole numbers."""
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        h, count = (self.zeros(x), torch.zeros(x.shape[1], dtype=torch.long)) if state is None else state
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, count = (
+            (self.zeros(x), torch.zeros(x.shape[1], dtype=torch.long)) if state is None else state
+        )
         y, h = self.play(x, h)
         phase = (count + torch.arange(1, len(x) + 1).unsqueeze(1)) % 3
         return y * (1 + phase).unsqueeze(2), (h, count + len(x))
@@ -380,7 +448,9 @@ def test_whole_numbers_in_the_state_are_carried() -> None:
     assert [update.steps for update in run] == [8, 8, 8, 2]
     assert run.state[1].dtype == torch.long
     net.zero_grad()
-    assert apart(summed(policy_gradients(net, [data.chunk], tt.Online(4))), exact(net, data)) < EXACT
+    assert (
+        apart(summed(policy_gradients(net, [data.chunk], tt.Online(4))), exact(net, data)) < EXACT
+    )
 
 
 def test_gradients_add_up_until_they_are_zeroed() -> None:

@@ -1,4 +1,5 @@
-"""torch.compile and torch.export pass over a fused layer as one operator, with its values and gradients.
+"""torch.compile and torch.export pass over a fused layer as one operator, with its values and
+gradients.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
@@ -45,11 +46,20 @@ class Net(nn.Module):
 
 def value_and_gradients(net: Any, parameters: list[Tensor], *given: Any) -> list[Tensor]:
     y = net(*given)
-    return [y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), parameters)]
+    return [
+        y,
+        *torch.autograd.grad(
+            (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), parameters
+        ),
+    ]
 
 
 @every_layer
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["f64", "f32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=["f64", "f32"],
+)
 def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) -> None:
     net = Net(name).to(dtype)
     counter = CompileCounterWithBackend("aot_eager")
@@ -59,14 +69,23 @@ def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) 
             x, resets = torch.randn(steps, lanes, 4, dtype=dtype), torch.rand(steps, lanes) < 0.2
             for given in ((x,), (x, resets)):
                 expected = value_and_gradients(net, list(net.parameters()), *given)
-                assert apart(value_and_gradients(compiled, list(net.parameters()), *given), expected) < exact(dtype)
+                assert apart(
+                    value_and_gradients(compiled, list(net.parameters()), *given), expected
+                ) < exact(dtype)
     assert 2 <= counter.frame_count <= 4  # with and without resets, and once more for any size
-    assert any("throughtime.recurrent" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    assert any(
+        "throughtime.recurrent" in str(node.target)
+        for graph in counter.graphs
+        for node in graph.graph.nodes
+    )
 
 
 @every_layer
 def test_where_the_compiler_leaves_the_layer_out_it_runs_as_ever(name: str) -> None:
-    """Without allow_rnn torch compiles what is around the layer; it then tries nothing of what is inside."""
+    """Without allow_rnn torch compiles what is around the layer.
+
+    It then tries nothing of what is inside.
+    """
     net, x, resets = Net(name), torch.randn(9, 2, 4), torch.rand(9, 2) < 0.2
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, backend=counter)
@@ -77,9 +96,17 @@ def test_where_the_compiler_leaves_the_layer_out_it_runs_as_ever(name: str) -> N
 
 @every_layer
 def test_exported_program_is_the_same_for_any_size(name: str) -> None:
-    net, steps, lanes = Net(name).double(), torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
+    net, steps, lanes = (
+        Net(name).double(),
+        torch.export.Dim("T", min=2),
+        torch.export.Dim("B", min=2),
+    )
     shapes = {"x": {0: steps, 1: lanes}, "resets": {0: steps, 1: lanes}}
-    program = torch.export.export(net, (torch.randn(5, 3, 4).double(), torch.zeros(5, 3, dtype=torch.bool)), dynamic_shapes=shapes)
+    program = torch.export.export(
+        net,
+        (torch.randn(5, 3, 4).double(), torch.zeros(5, 3, dtype=torch.bool)),
+        dynamic_shapes=shapes,
+    )
     assert sum("throughtime.recurrent" in str(node.target) for node in program.graph.nodes) == 2
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -92,7 +119,9 @@ def test_exported_program_is_the_same_for_any_size(name: str) -> None:
         assert apart([loaded(x, torch.zeros_like(resets))], [net(x, resets)]) < 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # of every layer of torch.nn
+@pytest.mark.filterwarnings(
+    "ignore:The tensor attributes .*_flat_weights"
+)  # of every layer of torch.nn
 def test_other_layers_are_exported_as_torch_nn() -> None:
     net = Net("GRU").to(torch.bfloat16)
     program = torch.export.export(net, (torch.randn(5, 3, 4, dtype=torch.bfloat16),))
@@ -111,7 +140,9 @@ def test_operator_obeys_the_laws_of_operators(kind: Kind) -> None:
     """Schema, aliasing, shapes of fake tensors, registered gradients: torch's own check."""
     data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
     for resets in (data.resets, None):
-        torch.library.opcheck(torch.ops.throughtime.recurrent.default, (kind, *data.leaves(), resets, True))
+        torch.library.opcheck(
+            torch.ops.throughtime.recurrent.default, (kind, *data.leaves(), resets, True)
+        )
 
 
 @every_kind
@@ -123,7 +154,9 @@ def test_operator_is_the_definition_and_so_are_its_gradients(kind: Kind, project
     assert apart(found[1], found[2]) < 1e-12
 
 
-def exported(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None) -> Any:
+def exported(
+    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None
+) -> Any:
     """As in an exported program, which keeps nothing for a backward pass and so makes it again."""
     y, h_end, c_end, saved = torch.ops.throughtime.recurrent(kind, x, h, c, *weights, resets, False)
     assert saved.numel() == 0
@@ -133,7 +166,9 @@ def exported(kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weight
 def everything(data: Given, run: Any) -> list[Tensor]:
     leaves = data.leaves()
     made = data.run(run, leaves)
-    loss = torch.stack([(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in made]).sum()
+    loss = torch.stack(
+        [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in made]
+    ).sum()
     return [*made, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
 
 
@@ -142,7 +177,10 @@ def test_operator_without_kernels_is_the_definition(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(operators, "library", lambda: None)
     data = Given.draw("gru", 5, 2, 3, 4, often=0.3)
     with torch.no_grad():
-        assert apart(data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves())) < 1e-12
+        assert (
+            apart(data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves()))
+            < 1e-12
+        )
 
 
 @every_layer
@@ -153,7 +191,10 @@ def test_a_compiled_call_that_does_not_fit_is_refused(name: str) -> None:
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for size in ((1, 1, 6), (1, 2, 5)):
             h = torch.zeros(size)
-            with pytest.raises(DataError, match=r"h of a compiled .* is .*expected \(2, 6\) torch\.float32.*initial_state"):
+            with pytest.raises(
+                DataError,
+                match=r"h of a compiled .* is .*expected \(2, 6\) torch\.float32.*initial_state",
+            ):
                 compiled(torch.randn(5, 2, 4), (h, torch.zeros(1, 2, 6)) if name == "LSTM" else h)
 
 
@@ -166,6 +207,8 @@ def test_operator_refuses_what_it_would_misread(kind: Kind) -> None:
     right = [x, h, c, *weights, data.resets]
     torch.ops.throughtime.recurrent(kind, *right, False)
     for k, tensor in enumerate(right):
-        for wrong in () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None]):
+        for wrong in (
+            () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None])
+        ):
             with pytest.raises(DataError, match="of a compiled"):
                 torch.ops.throughtime.recurrent(kind, *right[:k], wrong, *right[k + 1 :], False)

@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from optimizers import BOUNDS, PAIRS, WAYS, apart, compiled, flat, give, grouped, kept, made, needs_core, route
+from optimizers import (
+    BOUNDS,
+    PAIRS,
+    WAYS,
+    apart,
+    compiled,
+    flat,
+    give,
+    grouped,
+    kept,
+    made,
+    needs_core,
+    route,
+)
 from throughtime.kernels.library import library
 
 
@@ -19,11 +32,20 @@ def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def race(
-    rule: str, *, dtype: torch.dtype, steps: int, max_norm: float | None, wrong: float = 1.0, other: Any = None, **options: Any
+    rule: str,
+    *,
+    dtype: torch.dtype,
+    steps: int,
+    max_norm: float | None,
+    wrong: float = 1.0,
+    other: Any = None,
+    **options: Any,
 ) -> float:
     """How far our weights and state are from torch's after some steps."""
     mine, theirs = made(dtype), made(dtype)
-    ours = PAIRS[rule][0](grouped(mine, **(other or {})), max_norm=max_norm and max_norm * wrong, **options)
+    ours = PAIRS[rule][0](
+        grouped(mine, **(other or {})), max_norm=max_norm and max_norm * wrong, **options
+    )
     torchs = PAIRS[rule][1](grouped(theirs, **(other or {})), **options)
     for step in range(steps):
         give(mine, step)
@@ -56,15 +78,35 @@ OF_SGD = st.fixed_dictionaries(
         "nesterov": st.booleans(),
         "maximize": st.booleans(),
     }
-).filter(lambda options: not options["nesterov"] or (options["momentum"] and not options["dampening"]))
-RULED = st.one_of(st.tuples(st.sampled_from(("adam", "adamw")), OF_ADAM), st.tuples(st.just("sgd"), OF_SGD))
+).filter(
+    lambda options: not options["nesterov"] or (options["momentum"] and not options["dampening"])
+)
+RULED = st.one_of(
+    st.tuples(st.sampled_from(("adam", "adamw")), OF_ADAM), st.tuples(st.just("sgd"), OF_SGD)
+)
 
 
 @needs_core
-@given(RULED, st.sampled_from((torch.float32, torch.float64)), st.sampled_from((None, 0.5, 3.0, float("inf"))))
-def test_fifty_steps_are_torchs(ruled: tuple[str, dict[str, Any]], dtype: torch.dtype, max_norm: float | None) -> None:
+@given(
+    RULED,
+    st.sampled_from((torch.float32, torch.float64)),
+    st.sampled_from((None, 0.5, 3.0, float("inf"))),
+)
+def test_fifty_steps_are_torchs(
+    ruled: tuple[str, dict[str, Any]], dtype: torch.dtype, max_norm: float | None
+) -> None:
     rule, options = ruled
-    assert race(rule, dtype=dtype, steps=50, max_norm=max_norm, other={"lr": 0.02, "weight_decay": 0.03}, **options) < BOUNDS[dtype]
+    assert (
+        race(
+            rule,
+            dtype=dtype,
+            steps=50,
+            max_norm=max_norm,
+            other={"lr": 0.02, "weight_decay": 0.03},
+            **options,
+        )
+        < BOUNDS[dtype]
+    )
 
 
 @needs_core
@@ -72,14 +114,28 @@ def test_fifty_steps_are_torchs(ruled: tuple[str, dict[str, Any]], dtype: torch.
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_steps_without_memory_of_squares_are_torchs(rule: str, amsgrad: bool) -> None:
     """A step then divides by the gradient alone, which makes much of rounding where decay nearly cancels it: none of that here."""
-    assert race(rule, dtype=torch.float64, steps=50, max_norm=3.0, betas=(0.6, 0.0), weight_decay=0, amsgrad=amsgrad) < 1e-12
+    assert (
+        race(
+            rule,
+            dtype=torch.float64,
+            steps=50,
+            max_norm=3.0,
+            betas=(0.6, 0.0),
+            weight_decay=0,
+            amsgrad=amsgrad,
+        )
+        < 1e-12
+    )
 
 
 @needs_core
 @pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_norm_that_is_wrong_by_a_hundredth_would_be_seen(rule: str, dtype: torch.dtype) -> None:
-    """The mutant of the test above. Adam divides a scale of all steps away, so only some steps are clipped."""
+    """The mutant of the test above.
+
+    Adam divides a scale of all steps away, so only some steps are clipped.
+    """
     assert race(rule, dtype=dtype, steps=50, max_norm=3.0, lr=0.1) < BOUNDS[dtype]
     assert race(rule, dtype=dtype, steps=50, max_norm=3.0, wrong=1.01, lr=0.1) > 10 * BOUNDS[dtype]
 
@@ -95,7 +151,10 @@ def test_every_instruction_set_takes_torchs_step(rule: str) -> None:
         for level in there:
             assert core.tt_use(level)
             for dtype, bound in BOUNDS.items():
-                assert race(rule, dtype=dtype, steps=10, max_norm=1.0, lr=0.1, weight_decay=0.1) < bound
+                assert (
+                    race(rule, dtype=dtype, steps=10, max_norm=1.0, lr=0.1, weight_decay=0.1)
+                    < bound
+                )
     finally:
         core.tt_use(widest)
     assert there
@@ -137,8 +196,13 @@ def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, r
     before = [(param.grad, param.grad.clone()) for param in params if param.grad is not None]
     optimizer.step()
     assert compiled(optimizer) == (runs == "compiled")
-    assert all(param.grad is grad and torch.equal(grad, copied) for param, (grad, copied) in zip(params, before, strict=True))
-    assert optimizer.norm == pytest.approx(float(torch.cat([copied.flatten() for _, copied in before]).norm()), rel=1e-12)
+    assert all(
+        param.grad is grad and torch.equal(grad, copied)
+        for param, (grad, copied) in zip(params, before, strict=True)
+    )
+    assert optimizer.norm == pytest.approx(
+        float(torch.cat([copied.flatten() for _, copied in before]).norm()), rel=1e-12
+    )
     optimizer.max_norm = None
     optimizer.step()
     assert optimizer.norm is None
@@ -146,7 +210,9 @@ def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, r
 
 @pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_norm_that_is_no_number_does_what_torchs_does(rule: str, number: float, runs: str) -> None:
+def test_a_norm_that_is_no_number_does_what_torchs_does(
+    rule: str, number: float, runs: str
+) -> None:
     mine, theirs = made(), made()
     ours, torchs = PAIRS[rule][0](mine, lr=0.1, max_norm=1.0), PAIRS[rule][1](theirs, lr=0.1)
     for params in (mine, theirs):

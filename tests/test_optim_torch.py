@@ -10,9 +10,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from optimizers import PAIRS, WAYS, apart, compiled, flat, form, give, grouped, kept, made, needs_core, route, steps
+from optimizers import (
+    PAIRS,
+    WAYS,
+    apart,
+    compiled,
+    flat,
+    form,
+    give,
+    grouped,
+    kept,
+    made,
+    needs_core,
+    route,
+    steps,
+)
 from throughtime import optim
 from throughtime.errors import ConfigError
 
@@ -28,10 +45,15 @@ def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize("first", ["ours", "torchs"])
 def test_state_goes_over_between_torch_and_ours(rule: str, first: str, runs: str) -> None:
     """Five steps with one, saved, and five with the other are ten with torch's."""
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if rule == "sgd" else {"amsgrad": True})
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1} | (
+        {"momentum": 0.9} if rule == "sgd" else {"amsgrad": True}
+    )
     params, whole = made(), made()
     start, goal = PAIRS[rule] if first == "ours" else reversed(PAIRS[rule])
-    before, reference = start(grouped(params, lr=0.3), **options), PAIRS[rule][1](grouped(whole, lr=0.3), **options)
+    before, reference = (
+        start(grouped(params, lr=0.3), **options),
+        PAIRS[rule][1](grouped(whole, lr=0.3), **options),
+    )
     steps(before, params, 0, 5)
     steps(reference, whole, 0, 5)
     assert form(before.state_dict()) == form(reference.state_dict())
@@ -55,7 +77,9 @@ def test_loading_another_state_is_seen_at_the_next_step() -> None:
     steps(ours, mine, 0, 3)
     steps(torchs, theirs, 0, 3)
     ours.load_state_dict(copy.deepcopy(torchs.state_dict()))
-    ours.state[mine[0]]["exp_avg"] = torchs.state[theirs[0]]["exp_avg"] = torch.ones(7, 5, dtype=torch.float64)
+    ours.state[mine[0]]["exp_avg"] = torchs.state[theirs[0]]["exp_avg"] = torch.ones(
+        7, 5, dtype=torch.float64
+    )
     del ours.state[mine[1]], torchs.state[theirs[1]]
     ours.state[mine[5]] = dict(ours.state[mine[5]])
     ours.state[mine[6]]["exp_avg_sq"].data = torch.ones(16, 50, dtype=torch.float64)
@@ -71,7 +95,10 @@ def test_loading_another_state_is_seen_at_the_next_step() -> None:
 def test_parameters_that_move_or_change_type_are_followed() -> None:
     mine, theirs = nn.LSTM(3, 4), nn.LSTM(3, 4)
     theirs.load_state_dict(mine.state_dict())
-    ours, torchs = optim.SGD(mine.parameters(), lr=0.1, max_norm=1e9), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    ours, torchs = (
+        optim.SGD(mine.parameters(), lr=0.1, max_norm=1e9),
+        torch.optim.SGD(theirs.parameters(), lr=0.1),
+    )
     for net, optimizer in ((mine, ours), (theirs, torchs)):
         steps(optimizer, list(net.parameters()), 0, 2)
         optimizer.zero_grad()
@@ -89,7 +116,10 @@ def test_parameters_that_move_or_change_type_are_followed() -> None:
 def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, runs: str) -> None:
     mine, theirs = made(), made()
     options = {"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}
-    ours, torchs = PAIRS[rule][0](mine, lr=0.1, **options), PAIRS[rule][1](theirs, lr=0.1, **options)
+    ours, torchs = (
+        PAIRS[rule][0](mine, lr=0.1, **options),
+        PAIRS[rule][1](theirs, lr=0.1, **options),
+    )
     for step in range(6):
         for params, optimizer in ((mine, ours), (theirs, torchs)):
             give(params, step)
@@ -111,7 +141,9 @@ def test_groups_that_join_later_and_schedules_are_followed(rule: str, runs: str)
     """A cycle also moves the momentum of SGD and the first beta of Adam."""
     mine, theirs = made(), made()
     for params, make in ((mine, PAIRS[rule][0]), (theirs, PAIRS[rule][1])):
-        optimizer = make(params[:4], **({"lr": 0.1, "momentum": 0.9} if rule == "sgd" else {"lr": 0.1}))
+        optimizer = make(
+            params[:4], **({"lr": 0.1, "momentum": 0.9} if rule == "sgd" else {"lr": 0.1})
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
         for step in range(5):
             give(params, step)
@@ -165,7 +197,11 @@ def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
         return said
 
     mine, theirs = trace(optim.Adam), trace(torch.optim.Adam)
-    assert mine[:-1] == theirs[:-1] == ["before all", "before", "closure with gradients True", "after", "after all", "0.5"]
+    assert (
+        mine[:-1]
+        == theirs[:-1]
+        == ["before all", "before", "closure with gradients True", "after", "after all", "0.5"]
+    )
     assert mine[-1] == str(runs == "compiled")
 
 
@@ -181,9 +217,14 @@ def test_a_profiler_sees_the_step() -> None:
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(fused: bool | None, runs: str) -> None:
+def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(
+    fused: bool | None, runs: str
+) -> None:
     mine, theirs = made(torch.float32), made(torch.float32)
-    ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1.0, fused=fused), torch.optim.Adam(theirs, lr=0.1)
+    ours, torchs = (
+        optim.Adam(mine, lr=0.1, max_norm=1.0, fused=fused),
+        torch.optim.Adam(theirs, lr=0.1),
+    )
     for params, optimizer in ((mine, ours), (theirs, torchs)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         for step in range(6):
@@ -217,13 +258,18 @@ NOT_OURS: dict[str, Callable[[], list[nn.Parameter]]] = {
     "complex": lambda: [nn.Parameter(torch.randn(5, dtype=torch.complex128))],
     "with gaps": lambda: [nn.Parameter(torch.randn(5, 2, dtype=torch.float64)[:, 0])],
     "a subclass": lambda: [nn.Parameter(torch.randn(5, dtype=torch.float64).as_subclass(Own))],
-    "one memory": lambda: [nn.Parameter(part) for part in torch.randn(8, dtype=torch.float64).as_strided((2, 5), (3, 1))],
+    "one memory": lambda: [
+        nn.Parameter(part)
+        for part in torch.randn(8, dtype=torch.float64).as_strided((2, 5), (3, 1))
+    ],
 }
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("kind", NOT_OURS)
-def test_what_the_core_cannot_take_steps_in_torch_with_the_same_clipping(rule: str, kind: str) -> None:
+def test_what_the_core_cannot_take_steps_in_torch_with_the_same_clipping(
+    rule: str, kind: str
+) -> None:
     torch.manual_seed(3)
     mine = NOT_OURS[kind]()
     torch.manual_seed(3)
@@ -247,7 +293,10 @@ def test_what_the_core_cannot_take_steps_in_torch_with_the_same_clipping(rule: s
 @needs_core
 @pytest.mark.parametrize("odd", ODD)
 def test_a_gradient_of_another_layout_steps_in_torch_until_the_next(odd: str) -> None:
-    mine, theirs = [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))], [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))]
+    mine, theirs = (
+        [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))],
+        [nn.Parameter(torch.ones(4, 4, dtype=torch.float64))],
+    )
     ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1.0), torch.optim.Adam(theirs, lr=0.1)
     went: list[bool] = []
     for step in range(4):
@@ -270,7 +319,11 @@ def test_sparse_gradients_are_refused_in_words_or_go_to_torchs_sgd() -> None:
         table(torch.tensor([1, 4, 1])).square().sum().backward()
         return table.weight
 
-    refused: list[tuple[Any, float | None]] = [(optim.Adam, None), (optim.AdamW, 1.0), (optim.SGD, 1.0)]
+    refused: list[tuple[Any, float | None]] = [
+        (optim.Adam, None),
+        (optim.AdamW, 1.0),
+        (optim.SGD, 1.0),
+    ]
     for make, max_norm in refused:
         with pytest.raises(ConfigError, match=r"sparse.*\(6, 3\).*sparse=False"):
             make([looked_up()], max_norm=max_norm).step()
@@ -347,12 +400,17 @@ def test_zero_grad_leaves_none_or_zeros() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler imports it
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's compiler imports it
 @pytest.mark.parametrize("what", ["the step", "the loop"])
 def test_torch_compile_passes_around_the_step(what: str, runs: str) -> None:
     mine, theirs = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
     theirs.load_state_dict(mine.state_dict())
-    ours, torchs = optim.Adam(mine.parameters(), lr=0.1, max_norm=1.0), torch.optim.Adam(theirs.parameters(), lr=0.1)
+    ours, torchs = (
+        optim.Adam(mine.parameters(), lr=0.1, max_norm=1.0),
+        torch.optim.Adam(theirs.parameters(), lr=0.1),
+    )
     inputs = torch.randn(4, 3, dtype=torch.float64)
     stepped: Any = torch.compile(ours.step, backend="eager") if what == "the step" else ours.step
 

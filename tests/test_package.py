@@ -26,12 +26,21 @@ def isort_style(name: str) -> tuple[int, str]:
 def test_all_is_sorted() -> None:
     assert tt.__all__ == sorted(tt.__all__, key=isort_style)
     assert len(set(tt.__all__)) == len(tt.__all__)
-    assert sorted(["updates", "Chunk", "__version__", "VERSION"], key=isort_style) == ["VERSION", "Chunk", "__version__", "updates"]
+    assert sorted(["updates", "Chunk", "__version__", "VERSION"], key=isort_style) == [
+        "VERSION",
+        "Chunk",
+        "__version__",
+        "updates",
+    ]
 
 
 def public_names(module: types.ModuleType) -> set[str]:
     """Every name without a leading underscore that is no submodule."""
-    return {name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, types.ModuleType)}
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
 
 
 def test_all_is_complete_and_every_name_resolves() -> None:
@@ -49,13 +58,17 @@ def exceptions() -> list[type[Exception]]:
     return [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
 
 
-@pytest.mark.parametrize("error", [e for e in exceptions() if e is not errors.ThroughtimeError], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "error", [e for e in exceptions() if e is not errors.ThroughtimeError], ids=lambda e: e.__name__
+)
 def test_every_exception_has_one_root_and_one_builtin_and_is_drawn(error: type[Exception]) -> None:
     assert error.__bases__[0] is errors.ThroughtimeError
     assert len(error.__bases__) == 2
     builtin = error.__bases__[1]
     assert getattr(builtins, builtin.__name__) is builtin
-    assert re.search(rf"^[├└]── {error.__name__}\s+\({builtin.__name__}\) ", errors.__doc__ or "", re.MULTILINE)
+    assert re.search(
+        rf"^[├└]── {error.__name__}\s+\({builtin.__name__}\) ", errors.__doc__ or "", re.MULTILINE
+    )
     assert error.__doc__
 
 
@@ -67,7 +80,9 @@ def test_the_tree_of_exceptions_draws_nothing_else() -> None:
 def loaded_by(code: str) -> set[str]:
     """The modules that a fresh interpreter has after running `code`."""
     script = f"{code}\nimport sys\nprint('\\n'.join(m.partition('.')[0] for m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return set(done.stdout.split())
 
 
@@ -77,7 +92,9 @@ def test_import_loads_no_optional_dependency() -> None:
     assert not loaded & set(OPTIONAL)
 
 
-@pytest.mark.parametrize("module", ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb"])
+@pytest.mark.parametrize(
+    "module", ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb"]
+)
 def test_the_check_of_optional_dependencies_can_fail(module: str) -> None:
     """Both are installed here, so that the test above would see them."""
     assert module in loaded_by(f"import {module}") & set(OPTIONAL)

@@ -1,4 +1,5 @@
-"""Every policy with every kind of net: uncut, the gradient is that of plain autograd over the whole sequence.
+"""Every policy with every kind of net: uncut, the gradient is that of plain autograd over the whole
+sequence.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -42,7 +43,10 @@ some_rows = some_nets("lstm", "gru", "rnn", "hides-cell", "dict-state")
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy that cuts nothing within `LONG` steps; `scale` is what its weighted sum must be multiplied by."""
+    """A policy that cuts nothing within `LONG` steps.
+
+    `scale` is what its weighted sum must be multiplied by.
+    """
 
     name: str
     make: Callable[[], Policy]
@@ -60,9 +64,17 @@ SETTINGS = (
     Setting("exact", tt.Exact, reads_again=True),
     Setting("exact-in-chunks", lambda: tt.Exact(chunk=7), reads_again=True),
     Setting("exact-segment", lambda: tt.Exact(chunk=7, segment=LONG), reads_again=True),
-    Setting("randomized-no-cut", lambda: tt.Randomized(LONG, grain=LONG), lambda data: LONG * data.mask.shape[1] / int(data.mask.sum())),
+    Setting(
+        "randomized-no-cut",
+        lambda: tt.Randomized(LONG, grain=LONG),
+        lambda data: LONG * data.mask.shape[1] / int(data.mask.sum()),
+    ),
     Setting("adaptive", lambda: tt.Adaptive(0.1, LONG, 2 * LONG), reads_again=True),
-    Setting("adaptive-fixed-stride", lambda: tt.Adaptive(0.1, LONG, LONG, stride=5, every=2), reads_again=True),
+    Setting(
+        "adaptive-fixed-stride",
+        lambda: tt.Adaptive(0.1, LONG, LONG, stride=5, every=2),
+        reads_again=True,
+    ),
     Setting("online", lambda: tt.Online(5)),
     Setting("online-every-step", lambda: tt.Online(1)),
 )
@@ -72,7 +84,10 @@ every_policy = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: 
 def total(found: Found, scale: float = 1.0) -> Weights:
     """The gradient of the mean loss, from the updates weighted by their valid steps."""
     valid = sum(steps for steps, *_ in found)
-    return {name: torch.stack([g[name] * (scale * steps / valid) for steps, _, g in found]).sum(0) for name in found[0][2]}
+    return {
+        name: torch.stack([g[name] * (scale * steps / valid) for steps, _, g in found]).sum(0)
+        for name in found[0][2]
+    }
 
 
 @settings(max_examples=3)
@@ -92,7 +107,9 @@ def test_uncut_updates_sum_to_plain_autograd_over_the_whole_sequence(
     data = given_for(net, steps, lanes, seed, resets, masked)
     together = data.resets.all(dim=1, keepdim=True)
     together[0] = False
-    data = Given(data.x, data.targets, data.resets & ~together, data.mask)  # Exact makes an update where all lanes start
+    data = Given(
+        data.x, data.targets, data.resets & ~together, data.mask
+    )  # Exact makes an update where all lanes start
     assume(bool(data.mask.any()))
     ((_, _, expected),) = plain(net, data)
     found = policy_gradients(net, [data.chunk], setting.make())
@@ -119,7 +136,9 @@ def test_mutant_that_cuts_does_not(row: Row, setting: Setting) -> None:
 
 
 def stream(lengths: list[int], lanes: int, chunk: int, outputs: int) -> tt.Stream:
-    return tt.Stream(recordings(lengths, outputs=outputs), min(lanes, sum(lengths)), chunk, warm_up=1)
+    return tt.Stream(
+        recordings(lengths, outputs=outputs), min(lanes, sum(lengths)), chunk, warm_up=1
+    )
 
 
 OTHERS = (
@@ -128,7 +147,9 @@ OTHERS = (
     Setting("online-short", lambda: tt.Online(4)),
     Setting("randomized", lambda: tt.Randomized(4, grain=2)),
 )
-every_setting = pytest.mark.parametrize("setting", [*SETTINGS, *OTHERS], ids=lambda setting: setting.name)
+every_setting = pytest.mark.parametrize(
+    "setting", [*SETTINGS, *OTHERS], ids=lambda setting: setting.name
+)
 
 
 @settings(max_examples=4)
@@ -192,19 +213,28 @@ def test_losses_weighted_by_valid_steps_are_the_mean_loss(setting: Setting) -> N
     net, data = named("hides-layer").net(), Given.draw(STEPS, 3, 0, masked=0.4)
     ((steps, expected, _),) = plain(net, data)
     found = policy_gradients(net, [data.chunk], setting.make())
-    assert sum(loss * valid for valid, loss, _ in found) / steps == pytest.approx(expected, rel=1e-10)
+    assert sum(loss * valid for valid, loss, _ in found) / steps == pytest.approx(
+        expected, rel=1e-10
+    )
 
 
 def taken(setting: Setting, net: Any = None, chunk: Any = None, loss_fn: Any = None) -> None:
     data = Given.draw(STEPS, 2, 0)
     source = [data.chunk if chunk is None else chunk]
-    for _ in tt.updates(net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=setting.make()):
+    for _ in tt.updates(
+        net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=setting.make()
+    ):
         pass
 
 
 @every_policy
 def test_loss_of_every_row_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match=r"loss_fn returned a tensor of shape \(\d+, 2\), expected one number.*reduction='none'"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"loss_fn returned a tensor of shape \(\d+, 2\), expected one number.*reduction='none'"
+        ),
+    ):
         taken(setting, loss_fn=nn.MSELoss(reduction="none"))
 
 
@@ -216,19 +246,25 @@ def test_summed_loss_is_refused(setting: Setting) -> None:
 
 @every_policy
 def test_loss_that_is_no_tensor_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match="loss_fn returned a float, expected a tensor with one number"):
+    with pytest.raises(
+        ModelError, match="loss_fn returned a float, expected a tensor with one number"
+    ):
         taken(setting, loss_fn=lambda y, t: (y - t).square().mean().item())
 
 
 @every_policy
 def test_frozen_net_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+    with pytest.raises(
+        ModelError, match="the loss depends on no parameter that requires a gradient"
+    ):
         taken(setting, named("hides-layer").net().requires_grad_(False))
 
 
 @every_policy
 def test_loss_that_detaches_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+    with pytest.raises(
+        ModelError, match="the loss depends on no parameter that requires a gradient"
+    ):
         taken(setting, loss_fn=lambda y, t: (y.detach() - t).square().mean())
 
 
@@ -258,7 +294,9 @@ def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(setting: S
     net, data = named("hides-layer").net(), Given.draw(STEPS, 2, 0)
     data.targets[13] = torch.nan
     before = weights(net)
-    with pytest.raises(RunError, match=r"the gradient of '[\w.]+' is not finite \(NaN or infinite\)"):
+    with pytest.raises(
+        RunError, match=r"the gradient of '[\w.]+' is not finite \(NaN or infinite\)"
+    ):
         taken(setting, net, data.chunk)
     assert apart(weights(net), before) == 0
 
@@ -269,14 +307,20 @@ def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead(settin
     once: Any = iter(chunks)
     if setting.reads_again:
         with pytest.raises(
-            DataError, match=r"chunks come from a list_iterator, which gives each of them once: give tt\.updates a tt\.Stream"
+            DataError,
+            match=(
+                r"chunks come from a list_iterator, which gives each of them once: give tt\.updates"
+                r" a tt\.Stream"
+            ),
         ):
             policy_gradients(named("hides-layer").net(), once, setting.make())
         return
     torch.manual_seed(1)
     found = policy_gradients(named("hides-layer").net(), once, setting.make())
     torch.manual_seed(1)
-    assert deviation(found, policy_gradients(named("hides-layer").net(), chunks, setting.make())) == 0
+    assert (
+        deviation(found, policy_gradients(named("hides-layer").net(), chunks, setting.make())) == 0
+    )
 
 
 @every_setting
@@ -298,7 +342,9 @@ def test_training_in_the_loop_changes_the_weights_and_leaves_no_graph(setting: S
     net = named("hides-layer").net()
     before, optimizer = weights(net), torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(2):
-        for update in tt.updates(net, stream([STEPS, STEPS], 2, 5, 2), nn.MSELoss(), gradient=setting.make()):
+        for update in tt.updates(
+            net, stream([STEPS, STEPS], 2, 5, 2), nn.MSELoss(), gradient=setting.make()
+        ):
             optimizer.step()
             optimizer.zero_grad()
             assert update.state is not None
@@ -312,6 +358,11 @@ def test_every_policy_reads_a_stream_to_its_end() -> None:
     for setting, epoch in itertools.product(SETTINGS, range(2)):
         source, valid = stream([14, 9, 11], 2, 5, 2), 0
         for _ in range(epoch + 1):
-            valid = sum(u.steps for u in tt.updates(named("hides-layer").net(), source, nn.MSELoss(), gradient=setting.make()))
+            valid = sum(
+                u.steps
+                for u in tt.updates(
+                    named("hides-layer").net(), source, nn.MSELoss(), gradient=setting.make()
+                )
+            )
         assert valid == whole.valid
         assert (source.epoch, source.position) == (epoch + 1, 0)

@@ -51,9 +51,15 @@ def in_pieces(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"),
+    [(torch.float32, 1e-6), (torch.float64, 1e-12)],
+    ids=["float32", "float64"],
+)
 @some_nets("lstm", "gru", "sequential", "hides-layer")
-def test_long_recording_in_pieces_equals_one_forward(row: Row, dtype: torch.dtype, allowed: float) -> None:
+def test_long_recording_in_pieces_equals_one_forward(
+    row: Row, dtype: torch.dtype, allowed: float
+) -> None:
     net, x = row.net().to(dtype), inputs(LONG, 1).to(dtype)
     whole = one_forward(net, x)
     pieces = in_pieces(net, x, (1, 997, 64, 3, 1500))
@@ -62,7 +68,9 @@ def test_long_recording_in_pieces_equals_one_forward(row: Row, dtype: torch.dtyp
         outputs, state = tt.predict(net, {"inputs": x[:, 0].numpy()}, chunk=chunk)
         assert (outputs - whole[:, 0]).abs().max() <= allowed
         assert tt.state.lanes(state) == 1
-    forgetful = torch.cat([one_forward(net, part) for part in x.split(997)])  # the mutant: the state is not carried
+    forgetful = torch.cat(
+        [one_forward(net, part) for part in x.split(997)]
+    )  # the mutant: the state is not carried
     assert (forgetful - whole).abs().max() > 1e-3
 
 
@@ -77,7 +85,9 @@ def test_one_step_at_a_time_equals_many(row: Row) -> None:
 
 
 @given(chunk=st.sampled_from([1, 2, 7, 31, 100]), cut=st.integers(1, 30), missing=st.booleans())
-def test_predict_goes_on_from_the_state_that_it_returned(chunk: int, cut: int, missing: bool) -> None:
+def test_predict_goes_on_from_the_state_that_it_returned(
+    chunk: int, cut: int, missing: bool
+) -> None:
     net, x = named("sequential").net(), inputs(31, 1)[:, 0].numpy()
     options: dict[str, Any] = {"chunk": chunk, "missing": "mask" if missing else "error"}
     whole, end = tt.predict(net, {"inputs": x}, **options)
@@ -90,11 +100,15 @@ def test_predict_goes_on_from_the_state_that_it_returned(chunk: int, cut: int, m
 def test_predict_writes_into_what_it_is_given(tmp_path: Path) -> None:
     net, x = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy()
     expected, _ = tt.predict(net, {"inputs": x})
-    mapped = np.lib.format.open_memmap(tmp_path / "out.npy", mode="w+", dtype=np.float64, shape=(50, 2))
+    mapped = np.lib.format.open_memmap(
+        tmp_path / "out.npy", mode="w+", dtype=np.float64, shape=(50, 2)
+    )
     found, _ = tt.predict(net, {"inputs": x}, chunk=7, out=mapped)
     assert found is mapped
     mapped.flush()
-    assert (np.load(tmp_path / "out.npy") - expected.numpy() == 0).all() or np.abs(mapped - expected.numpy()).max() < 1e-12
+    assert (np.load(tmp_path / "out.npy") - expected.numpy() == 0).all() or np.abs(
+        mapped - expected.numpy()
+    ).max() < 1e-12
     np.save(tmp_path / "in.npy", x)
     from_file, _ = tt.predict(net, tmp_path / "in.npy", chunk=9)
     assert (from_file - expected).abs().max() < 1e-12
@@ -135,10 +149,14 @@ def test_saved_state_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> No
     assert done == (0, "", "")
     found = torch.from_numpy(np.load(tmp_path / "out.npy"))
     assert torch.equal(found, expected)
-    assert not torch.equal(found, tt.Predictor(net, lanes=2)(x[41:]))  # the mutant: from the initial state
+    assert not torch.equal(
+        found, tt.Predictor(net, lanes=2)(x[41:])
+    )  # the mutant: from the initial state
 
 
-def test_state_is_saved_only_when_there_is_one_and_loaded_only_where_it_fits(tmp_path: Path) -> None:
+def test_state_is_saved_only_when_there_is_one_and_loaded_only_where_it_fits(
+    tmp_path: Path,
+) -> None:
     net = named("lstm").net()
     predictor = tt.Predictor(net, lanes=2)
     with pytest.raises(StateError, match="there is no state to save before the first step"):
@@ -178,7 +196,9 @@ def evaluations(net: tt.Carried) -> list[Callable[[], Any]]:
     source = recordings([30, 11], seed=9)
     predictor = tt.Predictor(net, lanes=2)
     return [
-        lambda: tt.evaluate(net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), score=tt.score.Regression()),
+        lambda: tt.evaluate(
+            net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), score=tt.score.Regression()
+        ),
         lambda: tt.predict(net, source[0], chunk=7),
         lambda: predictor(inputs(4, 2)),
     ]
@@ -260,7 +280,9 @@ def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
 @some_nets("hides-layer", "dict-state")
 def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk: int) -> None:
     sources, net = with_gaps([31, 7, 20, 13]), row.net()
-    found = tt.evaluate(net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), score=tt.score.Regression())
+    found = tt.evaluate(
+        net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), score=tt.score.Regression()
+    )
     pairs = {source["name"]: direct(net, source) for source in sources}
     y, targets = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
     assert found.steps == len(targets)
@@ -269,10 +291,16 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
     assert set(found.recordings) == set(pairs)
     for name, (outputs, wanted) in pairs.items():
         error = (outputs - wanted).square()
-        assert found.recordings[name]["rmse"] == pytest.approx(error.mean().sqrt().item(), rel=1e-12)
-        assert found.recordings[name]["esr"] == pytest.approx((error.sum() / wanted.square().sum()).item(), rel=1e-12)
+        assert found.recordings[name]["rmse"] == pytest.approx(
+            error.mean().sqrt().item(), rel=1e-12
+        )
+        assert found.recordings[name]["esr"] == pytest.approx(
+            (error.sum() / wanted.square().sum()).item(), rel=1e-12
+        )
         spread = (wanted - wanted.mean(0)).square().sum()
-        assert found.recordings[name]["r2"] == pytest.approx((1 - error.sum() / spread).item(), rel=1e-9)
+        assert found.recordings[name]["r2"] == pytest.approx(
+            (1 - error.sum() / spread).item(), rel=1e-9
+        )
 
 
 def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
@@ -290,8 +318,15 @@ def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
 
 def test_classification_by_recording() -> None:
     net = named("hides-layer").net()
-    sources = [r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])]
-    found = tt.evaluate(net, tt.Stream(sources, 2, 6), nn.CrossEntropyLoss(), score=tt.score.Classification(("low", "high")))
+    sources = [
+        r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])
+    ]
+    found = tt.evaluate(
+        net,
+        tt.Stream(sources, 2, 6),
+        nn.CrossEntropyLoss(),
+        score=tt.score.Classification(("low", "high")),
+    )
     for source in sources:
         y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
         expected = (y.argmax(1).numpy() == source["targets"]).mean()
@@ -319,7 +354,9 @@ def test_nothing_asked_and_nothing_valid_give_nan() -> None:
 
 def test_stream_without_targets_is_refused() -> None:
     source = {"inputs": np.zeros((9, FEATURES))}
-    with pytest.raises(DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"):
+    with pytest.raises(
+        DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"
+    ):
         tt.evaluate(named("hides-layer").net(), tt.Stream(source, 1, 4), nn.MSELoss())
 
 
@@ -343,13 +380,24 @@ def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.tensor([0.2, 5.0])), nn.CrossEntropyLoss(ignore_index=1)]
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 5.0])),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ],
 )
 def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropyLoss) -> None:
     draw = np.random.default_rng(0)
-    source = {"inputs": draw.normal(size=(60, FEATURES)), "targets": (draw.random(60) < 0.2).astype(np.int64)}
+    source = {
+        "inputs": draw.normal(size=(60, FEATURES)),
+        "targets": (draw.random(60) < 0.2).astype(np.int64),
+    }
     net, loss_fn = named("hides-layer").net(), loss_fn.double()
-    losses = [tt.evaluate(net, tt.Stream(source, lanes=1, chunk=chunk), loss_fn).loss for chunk in (60, 7, 1)]
+    losses = [
+        tt.evaluate(net, tt.Stream(source, lanes=1, chunk=chunk), loss_fn).loss
+        for chunk in (60, 7, 1)
+    ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
     means = list[float]()
     for c in tt.Stream(source, 1, 7):

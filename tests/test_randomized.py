@@ -1,4 +1,5 @@
-"""Randomized truncation: unbiased, to the last digit where every pattern of cuts can be written down, and by statistics elsewhere.
+"""Randomized truncation: unbiased, to the last digit where every pattern of cuts can be written
+down, and by statistics elsewhere.
 
 Shapes: `T` steps, `B` lanes, `P` weights.
 """
@@ -16,7 +17,19 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Found, Given, deviation, given_for, plain, policy_gradients, train
-from strategies import Row, Weights, apart, gradients, inputs, named, recordings, some_nets, start, states_apart, weights
+from strategies import (
+    Row,
+    Weights,
+    apart,
+    gradients,
+    inputs,
+    named,
+    recordings,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Objective, Policy
 from throughtime.gradient.budget import Room
@@ -28,13 +41,19 @@ Lengths = tuple[int, ...]
 
 
 def cut_at(patch: pytest.MonkeyPatch, lengths: Sequence[int]) -> None:
-    """Stretches of these lengths, one after another, instead of drawn ones; the last one for ever."""
+    """Stretches of these lengths, one after another, instead of drawn ones.
+
+    The last one for ever.
+    """
     coming = itertools.chain(lengths, itertools.repeat(lengths[-1]))
     patch.setattr(Survival, "draw", lambda _: next(coming))
 
 
 def patterns(steps: int, grain: int, survival: Survival) -> Iterator[tuple[Lengths, float]]:
-    """Every way to cut `steps` steps, and its chance; the last stretch may be longer than what is left."""
+    """Every way to cut `steps` steps, and its chance.
+
+    The last stretch may be longer than what is left.
+    """
     places = (steps - 1) // grain
     for cuts in itertools.product((False, True), repeat=places):
         stops = [grain * (i + 1) for i, cut in enumerate(cuts) if cut] + [steps]
@@ -83,12 +102,21 @@ def exact(net: tt.Carried, data: Given) -> Weights:
 )
 @some_nets("tensor-state", "lstm", "dict-state", "learnt-start")
 def test_expectation_over_all_patterns_of_cuts_is_the_exact_gradient(
-    row: Row, size: tuple[int, int], mean: int, alpha: float, lanes: int, seed: int, resets: float, masked: float
+    row: Row,
+    size: tuple[int, int],
+    mean: int,
+    alpha: float,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
     (steps, grain), net = size, row.net()
     data = given_for(net, steps, lanes, seed, resets, masked)
     assume(bool(data.mask.any()))
-    assert apart(expectation(net, data, tt.Randomized(mean, alpha, grain)), exact(net, data)) < EXACT
+    assert (
+        apart(expectation(net, data, tt.Randomized(mean, alpha, grain)), exact(net, data)) < EXACT
+    )
 
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -110,7 +138,10 @@ def memoryless_weights(patch: pytest.MonkeyPatch) -> None:
     """As if every place were cut with the same chance, 1 / mean."""
 
     def gates(policy: tt.Randomized, steps: int) -> dict[int, Gate]:
-        return {at: Gate(1 / (1 - policy._grain / policy.mean_horizon)) for at in range(policy._grain, steps, policy._grain)}
+        return {
+            at: Gate(1 / (1 - policy._grain / policy.mean_horizon))
+            for at in range(policy._grain, steps, policy._grain)
+        }
 
     patch.setattr(tt.Randomized, "_gates", gates)
 
@@ -131,7 +162,11 @@ MUTANTS: dict[str, Change] = {
 @pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
 @pytest.mark.parametrize("grain", [1, 2])
 def test_mutant_is_biased(change: Change, grain: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, data, policy = named("tensor-state").net(), Given.draw(4, 2, 0), tt.Randomized(3, grain=grain)
+    net, data, policy = (
+        named("tensor-state").net(),
+        Given.draw(4, 2, 0),
+        tt.Randomized(3, grain=grain),
+    )
     assert apart(expectation(net, data, policy), exact(net, data)) < EXACT
     law = policy._survival
     chances = [(lengths, chance) for lengths, chance in patterns(4, grain, law)]
@@ -140,13 +175,21 @@ def test_mutant_is_biased(change: Change, grain: int, monkeypatch: pytest.Monkey
     assert apart(expectation(net, data, policy), exact(net, data)) > 1e-3
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["a stretch's mean loss", "a stretch's mean loss times its length"])
+@pytest.mark.parametrize(
+    "masked", [False, True], ids=["a stretch's mean loss", "a stretch's mean loss times its length"]
+)
 def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
     """However short the stretch, or however few of its steps count: each mutant is biased, whatever multiple it is taken for."""
-    net, data, policy = named("tensor-state").net(), Given.draw(4, 1, 5, masked=0.3), tt.Randomized(2, grain=1)
+    net, data, policy = (
+        named("tensor-state").net(),
+        Given.draw(4, 1, 5, masked=0.3),
+        tt.Randomized(2, grain=1),
+    )
     data = data if masked else Given(data.x, data.targets, data.resets, torch.ones_like(data.mask))
     assert data.mask.all() != masked
-    right, mean = ({name: torch.zeros_like(w) for name, w in weights(net).items()} for _ in range(2))
+    right, mean = (
+        {name: torch.zeros_like(w) for name, w in weights(net).items()} for _ in range(2)
+    )
     for lengths, chance in patterns(4, 1, policy._survival):
         with pytest.MonkeyPatch.context() as patch:
             cut_at(patch, lengths)
@@ -163,11 +206,15 @@ def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
 
 def multiple(found: Weights, truth: Weights) -> Weights:
     """The multiple of a gradient that comes nearest to another one."""
-    factor = sum((found[name] * g).sum().item() for name, g in truth.items()) / sum(g.square().sum().item() for g in found.values())
+    factor = sum((found[name] * g).sum().item() for name, g in truth.items()) / sum(
+        g.square().sum().item() for g in found.values()
+    )
     return {name: g * factor for name, g in found.items()}
 
 
-def weighted_oracle(net: tt.Carried, data: Given, lengths: Sequence[int], policy: tt.Randomized) -> Found:
+def weighted_oracle(
+    net: tt.Carried, data: Given, lengths: Sequence[int], policy: tt.Randomized
+) -> Found:
     """Step by step, hooks on the states multiplying what flows back through the places where a cut may fall."""
     survival, grain, state = policy._survival, policy._grain, start(net, data.x)
     found: Found = []
@@ -181,7 +228,9 @@ def weighted_oracle(net: tt.Carried, data: Given, lengths: Sequence[int], policy
                     if leaf.requires_grad:
                         leaf.register_hook(lambda a, factor=factor: a * factor)
             y, state = net(data.x[step : step + 1], state, data.resets[step : step + 1])
-            state = tt.state.map_leaves(lambda leaf: leaf.clone(), state)  # a hook of its own, also where a leaf is passed on
+            state = tt.state.map_leaves(
+                lambda leaf: leaf.clone(), state
+            )  # a hook of its own, also where a leaf is passed on
             outputs.append(y)
         valid = data.mask[begin:end]
         if valid.any():
@@ -206,7 +255,14 @@ def weighted_oracle(net: tt.Carried, data: Given, lengths: Sequence[int], policy
 )
 @some_nets("tensor-state", "gru", "hides-cell", "namedtuple-state", "learnt-start")
 def test_every_update_equals_plain_autograd_with_weighted_states(
-    row: Row, lengths: list[int], grain: int, piece: int | None, lanes: int, seed: int, resets: float, masked: float
+    row: Row,
+    lengths: list[int],
+    grain: int,
+    piece: int | None,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
     """However long the pieces are in which a stretch is run again."""
     net, policy = row.net(), tt.Randomized(6, grain=grain)
@@ -220,7 +276,10 @@ def test_every_update_equals_plain_autograd_with_weighted_states(
 
 
 def z_scores(samples: Sequence[Weights], truth: Weights) -> Tensor:
-    """How many standard errors the mean of each entry is from the truth; entries without variance are left out."""
+    """How many standard errors the mean of each entry is from the truth.
+
+    Entries without variance are left out.
+    """
     rows = torch.stack([torch.cat([g.flatten() for g in sample.values()]) for sample in samples])
     expected = torch.cat([g.flatten() for g in truth.values()])
     varies = rows.std(0) > 1e-9
@@ -228,15 +287,30 @@ def z_scores(samples: Sequence[Weights], truth: Weights) -> Tensor:
     return ((rows.mean(0) - expected) / (rows.std(0) / len(samples) ** 0.5))[varies]
 
 
-def estimates(net: tt.Carried, data: Given, policy: Policy, count: int, factor: float | None) -> list[Weights]:
-    """The gradient of the mean loss that an epoch of each seed says; by `factor`, or weighted by valid steps."""
+def estimates(
+    net: tt.Carried, data: Given, policy: Policy, count: int, factor: float | None
+) -> list[Weights]:
+    """The gradient of the mean loss that an epoch of each seed says.
+
+    By `factor`, or weighted by valid steps.
+    """
     samples: list[Weights] = []
     for seed in range(count):
         torch.manual_seed(seed)
         found = policy_gradients(net, [data.chunk], policy)
         total = sum(steps for steps, *_ in found)
         samples.append(
-            {n: torch.stack([g[n] * (steps / total if factor is None else factor) for steps, _, g in found]).sum(0) for n in found[0][2]}
+            {
+                n: (
+                    torch.stack(
+                        [
+                            g[n] * (steps / total if factor is None else factor)
+                            for steps, _, g in found
+                        ]
+                    ).sum(0)
+                )
+                for n in found[0][2]
+            }
         )
     return samples
 
@@ -244,8 +318,14 @@ def estimates(net: tt.Carried, data: Given, policy: Policy, count: int, factor: 
 def test_mean_over_many_seeds_is_the_exact_gradient_and_that_of_a_truncation_is_not() -> None:
     net, data = named("tensor-state").net(), Given.draw(9, 2, 0)
     truth = exact(net, data)
-    assert z_scores(estimates(net, data, tt.Randomized(3, grain=1), 250, 3 / 9), truth).abs().max() < 4.5
-    assert z_scores(estimates(net, data, tt.Truncated(3, jitter=True), 60, None), truth).abs().max() > 20
+    assert (
+        z_scores(estimates(net, data, tt.Randomized(3, grain=1), 250, 3 / 9), truth).abs().max()
+        < 4.5
+    )
+    assert (
+        z_scores(estimates(net, data, tt.Truncated(3, jitter=True), 60, None), truth).abs().max()
+        > 20
+    )
 
 
 laws = {
@@ -281,7 +361,9 @@ def test_survival_falls_from_one_to_nothing(mean: int, alpha: float, share: floa
     assert policy.inflation(0) == 1
 
 
-@pytest.mark.parametrize(("mean", "alpha", "grain"), [(10, 6.0, 1), (10, 3.0, 4), (50, 6.0, 3), (7, 6.0, 7)])
+@pytest.mark.parametrize(
+    ("mean", "alpha", "grain"), [(10, 6.0, 1), (10, 3.0, 4), (50, 6.0, 3), (7, 6.0, 7)]
+)
 def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> None:
     law, count = Survival.of_mean(mean, alpha, grain), 4000
     drawn = torch.tensor([law.draw() for _ in range(count)], dtype=torch.float64)
@@ -290,7 +372,10 @@ def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> No
     assert abs(drawn.mean() - mean) <= 4.5 * drawn.std() / count**0.5 + 1e-9
     for k in range(1, 6):
         chance = law(k * grain)
-        assert abs((drawn > k * grain).double().mean() - chance) <= 4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
+        assert (
+            abs((drawn > k * grain).double().mean() - chance)
+            <= 4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
+        )
 
 
 def test_grain_of_the_mean_horizon_cuts_everywhere_alike() -> None:
@@ -318,7 +403,9 @@ def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(done: int) -> None
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
     train(optimizer, run, done)
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), run.state_dict(), torch.get_rng_state()))
+    saved = copy.deepcopy(
+        (net.state_dict(), optimizer.state_dict(), run.state_dict(), torch.get_rng_state())
+    )
     losses = train(optimizer, run)
     assert losses
 
@@ -334,39 +421,57 @@ def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(done: int) -> None
     assert states_apart(resumed.state, run.state) == 0
 
 
-def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
     cut_at(monkeypatch, (8, 5, 7, 4))
     run = tt.updates(
-        net, [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)], nn.MSELoss(), gradient=tt.Randomized(5, grain=1)
+        net,
+        [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)],
+        nn.MSELoss(),
+        gradient=tt.Randomized(5, grain=1),
     )
     assert [update.steps for update in run] == [1, 2]
     _, end = net(data.x, start(net, data.x), data.resets)
     assert states_apart(run.state, end) < EXACT
 
 
-def test_gradient_that_is_not_finite_is_refused_and_nothing_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_that_is_not_finite_is_refused_and_nothing_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, data = named("tensor-state").net(), Given.draw(20, 1, 0)
     data.targets[13] = torch.nan
     cut_at(monkeypatch, (5, 5, 10))
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(5, grain=5))
     before, found = weights(net), [gradients(net) for _ in itertools.islice(run, 2)]
-    with pytest.raises(RunError, match=r"gradient of '\w+' is not finite .* steps 10 to 19 of the epoch"):
+    with pytest.raises(
+        RunError, match=r"gradient of '\w+' is not finite .* steps 10 to 19 of the epoch"
+    ):
         next(run)
     assert apart(gradients(net), found[-1]) == 0
     assert apart(weights(net), before) == 0
 
 
 REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
-    "alpha one": ({"alpha": 1.0}, "alpha=1.0: expected a number above 1; with 1 or less the mean stretch has no end"),
+    "alpha one": (
+        {"alpha": 1.0},
+        "alpha=1.0: expected a number above 1; with 1 or less the mean stretch has no end",
+    ),
     "alpha below one": ({"alpha": -2.0}, "alpha=-2.0: expected a number above 1"),
     "alpha no number": ({"alpha": float("nan")}, "alpha=nan: expected a number above 1"),
     "alpha infinite": ({"alpha": float("inf")}, "alpha=inf: expected a number above 1"),
-    "grain above the mean": ({"grain": 101}, "grain=101 is above mean_horizon=100: a stretch has at least one grain"),
+    "grain above the mean": (
+        {"grain": 101},
+        "grain=101 is above mean_horizon=100: a stretch has at least one grain",
+    ),
     "grain zero": ({"grain": 0}, "grain=0: expected a whole number of at least 1"),
-    "mean a float": ({"mean_horizon": 1e3}, r"mean_horizon=1000.0: expected a whole number of at least 1"),
+    "mean a float": (
+        {"mean_horizon": 1e3},
+        r"mean_horizon=1000.0: expected a whole number of at least 1",
+    ),
     "mean zero": ({"mean_horizon": 0}, "mean_horizon=0: expected a whole number of at least 1"),
     "memory of nothing": ({"memory": "0 GB"}, "memory='0 GB': expected an amount"),
 }
@@ -389,13 +494,16 @@ def test_iterator_of_chunks_is_as_good_as_a_list() -> None:
     found: list[Found] = []
     for source in (list(stream()), iter(list(stream()))):
         torch.manual_seed(1)
-        found.append(policy_gradients(named("tensor-state").net(), source, tt.Randomized(6)))  # pyright: ignore[reportArgumentType]  # an iterator
+        # an iterator
+        found.append(policy_gradients(named("tensor-state").net(), source, tt.Randomized(6)))  # pyright: ignore[reportArgumentType]
     assert deviation(found[0], found[1]) == 0
 
 
 def test_description_says_the_mean_and_the_variance() -> None:
     said = tt.Randomized(32).describe()
-    assert said.startswith("an update every 32 steps on average (every 2 steps a cut may fall), credit unbiased")
+    assert said.startswith(
+        "an update every 32 steps on average (every 2 steps a cut may fall), credit unbiased"
+    )
     assert f"{tt.Randomized(32).inflation(512):.3g} times" in said
 
 
@@ -405,9 +513,14 @@ def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
     y, _ = net(data.x, start(net, data.x), data.resets)
     with pytest.MonkeyPatch.context() as patch:
         cut_at(patch, (5, 7))
-        losses = [u.loss.item() for u in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(6, grain=1))]
+        losses = [
+            u.loss.item()
+            for u in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(6, grain=1))
+        ]
     for (a, b), loss in zip(((0, 5), (5, 12)), losses, strict=True):
-        assert loss == pytest.approx(Objective(nn.MSELoss()).loss(y[a:b], data.chunk.between(a, b)).item(), rel=1e-12)
+        assert loss == pytest.approx(
+            Objective(nn.MSELoss()).loss(y[a:b], data.chunk.between(a, b)).item(), rel=1e-12
+        )
 
 
 def test_no_targets_means_no_valid_step() -> None:

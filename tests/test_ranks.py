@@ -1,4 +1,5 @@
-"""Several ranks: real processes over gloo give the weights of one process that plays all of their lanes.
+"""Several ranks: real processes over gloo give the weights of one process that plays all of their
+lanes.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -31,7 +32,9 @@ def with_gaps(lengths: tuple[int, ...], seed: int = 11) -> list[dict[str, Any]]:
     found = recordings(lengths, seed=seed, outputs=1)
     draw = np.random.default_rng(seed + 1)
     for i, one in enumerate(found):
-        missing = np.repeat(draw.random(-(-len(one["targets"]) // 16)) < 0.6, 16)[: len(one["targets"])]
+        missing = np.repeat(draw.random(-(-len(one["targets"]) // 16)) < 0.6, 16)[
+            : len(one["targets"])
+        ]
         one["targets"][missing if i else slice(None)] = np.nan
     return found
 
@@ -40,7 +43,11 @@ def classes(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """Three classes, some steps without one."""
     found = recordings(lengths)
     for one in found:
-        one["targets"] = np.where(one["targets"][:, 0] > 1.2, -100, (one["inputs"][:, 0] > 0) + (one["inputs"][:, 1] > 0.5))
+        one["targets"] = np.where(
+            one["targets"][:, 0] > 1.2,
+            -100,
+            (one["inputs"][:, 0] > 0) + (one["inputs"][:, 1] > 0.5),
+        )
     return found
 
 
@@ -67,12 +74,18 @@ class Case:
 
     def train(self, lanes: int, made: tt.Stream | None = None) -> dict[str, Any]:
         """Weights at the end, and the loss and steps of every update."""
-        net, stream, told = self.net(), self.stream(lanes) if made is None else made, list[tuple[float, int]]()
+        net, stream, told = (
+            self.net(),
+            self.stream(lanes) if made is None else made,
+            list[tuple[float, int]](),
+        )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         policy, loss_fn = self.policy(), self.loss_fn().double()
         torch.manual_seed(11)
         for _ in range(self.epochs):
-            for i, update in enumerate(tt.updates(net, stream, loss_fn, gradient=policy, accumulate=self.accumulate)):
+            for i, update in enumerate(
+                tt.updates(net, stream, loss_fn, gradient=policy, accumulate=self.accumulate)
+            ):
                 told.append((update.loss.item(), update.steps))
                 if i % self.skip == 0:
                     optimizer.step()
@@ -82,7 +95,9 @@ class Case:
 
 def evenly(ranks: Ranks, update: tt.Update, weights: list[Tensor]) -> tt.Update | None:
     """A mutant: every rank counts the same, as under DistributedDataParallel."""
-    total = Ranks.__dict__["unweighted"](ranks, replace(update, steps=1, weight=1.0) if update.steps else update, weights)
+    total = Ranks.__dict__["unweighted"](
+        ranks, replace(update, steps=1, weight=1.0) if update.steps else update, weights
+    )
     return None if total is None else replace(total, steps=update.steps)
 
 
@@ -120,17 +135,28 @@ CASES: dict[str, Case] = {
     "gaps-online": Case(lambda: tt.Online(6), lambda: with_gaps(LENGTHS)),
     "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "classes-segment": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
-    "classes-online": Case(lambda: tt.Online(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
+    "classes-online": Case(
+        lambda: tt.Online(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3
+    ),
     "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
     "unequal-exact": Case(lambda: tt.Exact(chunk=50), lambda: recordings(UNEQUAL, outputs=1)),
-    "handed-on": Case(lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4),
-    "handed-on-exact": Case(lambda: SEGMENT, lambda: recordings([123, 20], outputs=1), {"hand_off": True, "warm_up": 3}, epochs=3),
+    "handed-on": Case(
+        lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4
+    ),
+    "handed-on-exact": Case(
+        lambda: SEGMENT,
+        lambda: recordings([123, 20], outputs=1),
+        {"hand_off": True, "warm_up": 3},
+        epochs=3,
+    ),
     "offset": Case(lambda: tt.Truncated(7), options={"offset": 15}),
     "skipped": Case(lambda: tt.Truncated(7), skip=2),
     "skipped-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), skip=3),
     "accumulated": Case(lambda: tt.Truncated(7, 15), accumulate=3),
     "accumulated-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), accumulate=2),
-    "accumulated-classes": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3, accumulate=2),
+    "accumulated-classes": Case(
+        lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3, accumulate=2
+    ),
     "read-ahead": Case(lambda: tt.Truncated(7), options={"workers": "thread"}),
 }
 MEASURED = Case(lambda: tt.Adaptive(0.1, 5, 40, every=1))
@@ -197,7 +223,12 @@ def frozen_on_the_first(rank: int) -> tt.Carried:
 def plans_apart(rank: int) -> dict[str, tuple[tt.Stream, int]]:
     """Streams and strides that differ between the ranks in one thing."""
     data = CASES["stride"].data()
-    settings: dict[str, Any] = {"lanes": LANES, "chunk": 7, "dtype": torch.float64, "missing": "mask"}
+    settings: dict[str, Any] = {
+        "lanes": LANES,
+        "chunk": 7,
+        "dtype": torch.float64,
+        "missing": "mask",
+    }
     return {
         "other seed": (tt.Stream(data, seed=rank, **settings), 7),
         "other order": (tt.Stream(data[:: 1 - 2 * rank], **settings), 7),
@@ -212,10 +243,22 @@ def one_fails(rank: int) -> tuple[str, bool]:
     for weight in net.parameters():
         weight.grad = torch.full_like(weight, rank + 1.0)
     before = [weight.detach().clone() for weight in net.parameters()]
-    bad = [{"inputs": torch.full((30, 3), torch.nan if i == 0 else 1.0).double(), "targets": torch.zeros(30).double()} for i in range(2)]
-    told = refused(lambda: next(tt.updates(net, tt.Stream(bad, 1, 7, seed=None), nn.MSELoss(), gradient=tt.Truncated(7))))
+    bad = [
+        {
+            "inputs": torch.full((30, 3), torch.nan if i == 0 else 1.0).double(),
+            "targets": torch.zeros(30).double(),
+        }
+        for i in range(2)
+    ]
+    told = refused(
+        lambda: next(
+            tt.updates(net, tt.Stream(bad, 1, 7, seed=None), nn.MSELoss(), gradient=tt.Truncated(7))
+        )
+    )
     kept = all(w.grad is not None and bool((w.grad == rank + 1.0).all()) for w in net.parameters())
-    return told, kept and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    return told, kept and all(
+        torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)
+    )
 
 
 def before_the_group() -> tuple[tt.Stream, tt.Stream]:
@@ -228,7 +271,10 @@ def before_the_group() -> tuple[tt.Stream, tt.Stream]:
 def early_work(case: Case, unplayed: tt.Stream, played: tt.Stream) -> Iterator[tuple[str, Any]]:
     yield "early", case.train(LANES, unplayed)
     yield "early and played", refused(lambda: next(iter(played)))
-    yield "early and played, updates", refused(lambda: tt.updates(case.net(), played, nn.MSELoss(), gradient=tt.Truncated(7)))
+    yield (
+        "early and played, updates",
+        refused(lambda: tt.updates(case.net(), played, nn.MSELoss(), gradient=tt.Truncated(7))),
+    )
 
 
 def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[str, Any]]:
@@ -239,16 +285,46 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
     for name, case in MUTANTS.items():
         with case.inside():
             yield f"mutant {name}", case.train(LANES)
-    yield "resumed", [resumed(CASES[name], stop) for name in ("horizon", "gaps-stride", "handed-on") for stop in (3, 11)]
+    yield (
+        "resumed",
+        [
+            resumed(CASES[name], stop)
+            for name in ("horizon", "gaps-stride", "handed-on")
+            for stop in (3, 11)
+        ],
+    )
     case = CASES["stride"]
-    for name, net in (("seeds", seeded_by_rank(rank)), ("flipped", flipped(rank)), ("frozen", frozen_on_the_first(rank))):
-        yield name, refused(lambda net=net: next(tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7))))
+    for name, net in (
+        ("seeds", seeded_by_rank(rank)),
+        ("flipped", flipped(rank)),
+        ("frozen", frozen_on_the_first(rank)),
+    ):
+        yield (
+            name,
+            refused(
+                lambda net=net: next(
+                    tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7))
+                )
+            ),
+        )
     for name, (stream, stride) in plans_apart(rank).items():
-        yield name, refused(lambda s=stream, k=stride: next(tt.updates(case.net(), s, nn.MSELoss(), gradient=tt.Truncated(k))))
+        yield (
+            name,
+            refused(
+                lambda s=stream, k=stride: next(
+                    tt.updates(case.net(), s, nn.MSELoss(), gradient=tt.Truncated(k))
+                )
+            ),
+        )
     yield (
         "more ranks",
         refused(
-            lambda: tt.updates(case.net(), tt.Stream(case.data(), LANES, 7, rank=rank, ranks=4), nn.MSELoss(), gradient=tt.Truncated(7))
+            lambda: tt.updates(
+                case.net(),
+                tt.Stream(case.data(), LANES, 7, rank=rank, ranks=4),
+                nn.MSELoss(),
+                gradient=tt.Truncated(7),
+            )
         ),
     )
     yield "one fails", one_fails(rank)
@@ -274,7 +350,10 @@ def deviation(told: dict[str, Any], expected: dict[str, Any]) -> float:
     """Of weights, and losses; infinite if the updates differ in number or steps."""
     if [steps for _, steps in told["told"]] != [steps for _, steps in expected["told"]]:
         return float("inf")
-    losses = max(abs(p - q) / max(1.0, abs(q)) for (p, _), (q, _) in zip(told["told"], expected["told"], strict=True))
+    losses = max(
+        abs(p - q) / max(1.0, abs(q))
+        for (p, _), (q, _) in zip(told["told"], expected["told"], strict=True)
+    )
     return max(losses, apart(told["weights"], expected["weights"]))
 
 
@@ -312,7 +391,12 @@ def test_in_some_strides_one_rank_has_no_target_and_another_has() -> None:
     """So that the laws above see ranks that take part with nothing, and none at all."""
     for stride in (5, 7):
         found_steps = valid_steps("gaps-stride", 2, stride)
-        assert {(bool(a), bool(b)) for a, b in found_steps} == {(False, False), (False, True), (True, False), (True, True)}
+        assert {(bool(a), bool(b)) for a, b in found_steps} == {
+            (False, False),
+            (False, True),
+            (True, False),
+            (True, True),
+        }
     idle = valid_steps("unequal", 2, 7)
     assert sum(not min(steps) for steps in idle) > 0.5 * len(idle)
 
@@ -325,7 +409,10 @@ def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
 def test_nets_that_start_apart_are_refused() -> None:
     for told in found(2):
         for way in ("seeds", "flipped", "frozen"):
-            assert "RankError: rank 1 starts with other weights than rank 0 (weight '0.weight_ih_l0' and" in told[way]
+            assert (
+                "RankError: rank 1 starts with other weights than rank 0 (weight"
+                " '0.weight_ih_l0' and" in told[way]
+            )
             assert "Call torch.manual_seed" in told[way]
 
 
@@ -345,7 +432,10 @@ def test_plans_that_differ_are_refused_on_every_rank(way: str, reason: str) -> N
 
 def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> None:
     for rank, told in enumerate(found(2)):
-        assert f"DataError: the stream plays rank {rank} of 4, and this process is rank {rank} of 2" in told["more ranks"]
+        assert (
+            f"DataError: the stream plays rank {rank} of 4, and this process is rank {rank} of 2"
+            in told["more ranks"]
+        )
 
 
 def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
@@ -364,17 +454,24 @@ def test_stream_made_before_the_group_takes_its_place_in_it() -> None:
 def test_stream_that_played_before_the_group_is_refused() -> None:
     for rank, told in enumerate(found(2)):
         for way in ("early and played", "early and played, updates"):
-            assert f"DataError: the stream has played for rank 0 of 1, and this process is rank {rank} of 2 now" in told[way]
+            assert (
+                f"DataError: the stream has played for rank 0 of 1, and this process is rank {rank}"
+                " of 2 now" in told[way]
+            )
             assert "Make a new stream after torch.distributed.init_process_group" in told[way]
 
 
 def test_place_of_another_rank_is_refused() -> None:
     for rank, told in enumerate(found(2)):
-        assert f"belongs to another stream: rank is {1 - rank} there and {rank} here" in told["place"]
+        assert (
+            f"belongs to another stream: rank is {1 - rank} there and {rank} here" in told["place"]
+        )
 
 
 def test_stream_of_one_rank_on_request_plays_everything() -> None:
-    assert {told["alone"] for told in found(2)} == {tt.Stream(CASES["stride"].data(), LANES, 10).steps}
+    assert {told["alone"] for told in found(2)} == {
+        tt.Stream(CASES["stride"].data(), LANES, 10).steps
+    }
 
 
 def test_prediction_on_a_rank_is_of_the_whole_recording() -> None:
@@ -385,7 +482,9 @@ def test_prediction_on_a_rank_is_of_the_whole_recording() -> None:
 
 def test_ranks_without_a_group_are_refused() -> None:
     stream = tt.Stream(recordings(LENGTHS), 1, 10, rank=0, ranks=2)
-    with pytest.raises(DataError, match=r"plays rank 0 of 2, and there is no process group .*init_process_group"):
+    with pytest.raises(
+        DataError, match=r"plays rank 0 of 2, and there is no process group .*init_process_group"
+    ):
         tt.updates(named("gru").net(), stream, nn.MSELoss(), gradient=tt.Truncated(7))
     assert len(list(stream)) > 1  # what is read needs no group
 

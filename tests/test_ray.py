@@ -43,7 +43,12 @@ def cluster() -> Generator[None]:
     """Two processors of this machine, on loopback, with a token and a folder of their own, ended with the tests."""
     import ray
 
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     with mock.patch.dict(os.environ, settings), tempfile.TemporaryDirectory(prefix="ray") as folder:
         ray.init(
             num_cpus=2,
@@ -59,7 +64,9 @@ def cluster() -> Generator[None]:
             ray.shutdown()
 
 
-def fitting(example: ModuleType, storage: Path, name: str, updates: int = UPDATES, every: int = UPDATES) -> Future[Any]:
+def fitting(
+    example: ModuleType, storage: Path, name: str, updates: int = UPDATES, every: int = UPDATES
+) -> Future[Any]:
     """A training on two workers that goes on in a thread, so that a test can give up on it, or look what it does."""
     pool = ThreadPoolExecutor(1)
     started = pool.submit(example.fit, storage, name, 2, updates, every)
@@ -75,13 +82,19 @@ def weights(found: Future[Any]) -> dict[str, Tensor]:
     return saved["net"]
 
 
-def alone(example: ModuleType, lanes: int, cold_after: int = UPDATES) -> tuple[dict[str, Tensor], float]:
+def alone(
+    example: ModuleType, lanes: int, cold_after: int = UPDATES
+) -> tuple[dict[str, Tensor], float]:
     """The weights and the last loss of a plain loop in this process, which forgets its place after so many updates."""
-    with mock.patch.object(example, "get_device", return_value=torch.device("cpu")):  # which Ray tells its workers alone
+    with mock.patch.object(
+        example, "get_device", return_value=torch.device("cpu")
+    ):  # which Ray tells its workers alone
         stream, net, optimizer = example.parts(lanes)
     loss, done = float("nan"), 0
     while done < UPDATES:
-        for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)):
+        for update in tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
+        ):
             optimizer.step()
             optimizer.zero_grad()
             loss, done = update.loss.item(), done + 1
@@ -90,22 +103,31 @@ def alone(example: ModuleType, lanes: int, cold_after: int = UPDATES) -> tuple[d
     return net.state_dict(), loss
 
 
-def test_ray_in_this_process_gives_the_loss_of_the_plain_loop(example: ModuleType, tmp_path: Path) -> None:
+def test_ray_in_this_process_gives_the_loss_of_the_plain_loop(
+    example: ModuleType, tmp_path: Path
+) -> None:
     """With no worker Ray calls the training function here, and starts nothing."""
     result = example.fit(tmp_path, "here", 0, UPDATES, UPDATES)
-    assert result.metrics == {"loss": pytest.approx(alone(example, 4)[1], abs=1e-6), "update": UPDATES}
+    assert result.metrics == {
+        "loss": pytest.approx(alone(example, 4)[1], abs=1e-6),
+        "update": UPDATES,
+    }
     assert abs(result.metrics["loss"] - alone(example, 2)[1]) > 1e-3  # a mutant: half of the lanes
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: None, example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+def whole(
+    cluster: None, example: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Tensor]:
     """The weights of two workers that nothing interrupts."""
     del cluster
     return weights(fitting(example, tmp_path_factory.mktemp("whole"), "whole"))
 
 
 @pytest.mark.slow
-def test_two_workers_give_the_weights_of_one_process(whole: dict[str, Tensor], example: ModuleType) -> None:
+def test_two_workers_give_the_weights_of_one_process(
+    whole: dict[str, Tensor], example: ModuleType
+) -> None:
     assert apart(whole, alone(example, 4)[0]) < 1e-6
     assert apart(whole, alone(example, 2)[0]) > 1e-3  # a mutant: half of the lanes
 
@@ -133,4 +155,6 @@ def test_after_a_kill_and_when_it_is_started_again_a_training_goes_on_to_the_bit
     assert 0 < kill_a_worker(tmp_path / "again", running) < 30
     assert apart(weights(running), whole) > 1e-3
     assert apart(weights(fitting(example, tmp_path, "again")), whole) == 0
-    assert apart(alone(example, 4, cold_after=30)[0], whole) > 1e-4  # a mutant: the weights without the place
+    assert (
+        apart(alone(example, 4, cold_after=30)[0], whole) > 1e-4
+    )  # a mutant: the weights without the place

@@ -17,7 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from strategies import FEATURES, HIDDEN, HidesLayer, Row, TensorState, inputs, named, recordings, seeds, some_nets, start, weights
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    Row,
+    TensorState,
+    inputs,
+    named,
+    recordings,
+    seeds,
+    some_nets,
+    start,
+    weights,
+)
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient.gate import Gate
 from throughtime.gradient.sweep import Piece, Pulled
@@ -48,7 +61,10 @@ def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
 
     def drawing(*given: Any) -> Anchors:
         anchors = draw(*given)
-        found.extend(Anchor(lane, begin[0] + at, begin[0]) for lane, at in zip(anchors.lanes, anchors.at, strict=True))
+        found.extend(
+            Anchor(lane, begin[0] + at, begin[0])
+            for lane, at in zip(anchors.lanes, anchors.at, strict=True)
+        )
         return anchors
 
     patch.setattr(Profile, "look", looking)
@@ -65,7 +81,13 @@ class Brute(NamedTuple):
     loss: float
 
 
-def brute(net: tt.Carried, chunk: tt.Chunk, anchors: Sequence[Anchor], state: State = None, offset: int = 0) -> Brute:
+def brute(
+    net: tt.Carried,
+    chunk: tt.Chunk,
+    anchors: Sequence[Anchor],
+    state: State = None,
+    offset: int = 0,
+) -> Brute:
     """Step by step, and one backward pass for each anchor to every state before it."""
     state = tt.state.detach(start(net, chunk.inputs)) if state is None else state
     entering: list[list[Tensor]] = []
@@ -86,15 +108,33 @@ def brute(net: tt.Carried, chunk: tt.Chunk, anchors: Sequence[Anchor], state: St
         starts = chunk.resets[: step + 1, lane].nonzero().flatten().tolist()
         oldest = max(first - offset, starts[-1] + 1 if starts else 0)
         for place in range(oldest, step + 1):
-            parts = torch.autograd.grad(loss, entering[place], retain_graph=True, materialize_grads=True)
-            found.setdefault(step - place + 1, []).append([part[lane].norm().item() for part in parts])
-    means = {lag: sum(math.hypot(*leaf) for leaf in rows) / len(rows) for lag, rows in found.items()}
-    leaves = [{lag: sum(row[i] for row in rows) / len(rows) for lag, rows in found.items()} for i in range(len(entering[0]))]
-    return Brute(means, leaves, {lag: len(rows) for lag, rows in found.items()}, sum(losses) / len(losses))
+            parts = torch.autograd.grad(
+                loss, entering[place], retain_graph=True, materialize_grads=True
+            )
+            found.setdefault(step - place + 1, []).append(
+                [part[lane].norm().item() for part in parts]
+            )
+    means = {
+        lag: sum(math.hypot(*leaf) for leaf in rows) / len(rows) for lag, rows in found.items()
+    }
+    leaves = [
+        {lag: sum(row[i] for row in rows) / len(rows) for lag, rows in found.items()}
+        for i in range(len(entering[0]))
+    ]
+    return Brute(
+        means, leaves, {lag: len(rows) for lag, rows in found.items()}, sum(losses) / len(losses)
+    )
 
 
-def stream_of(lengths: Sequence[int], lanes: int = 1, warm_up: int = 0, outputs: int = 2) -> tt.Stream:
-    return tt.Stream(recordings(lengths, outputs=outputs), lanes=min(lanes, sum(lengths)), chunk=16, warm_up=warm_up)
+def stream_of(
+    lengths: Sequence[int], lanes: int = 1, warm_up: int = 0, outputs: int = 2
+) -> tt.Stream:
+    return tt.Stream(
+        recordings(lengths, outputs=outputs),
+        lanes=min(lanes, sum(lengths)),
+        chunk=16,
+        warm_up=warm_up,
+    )
 
 
 def width(net: tt.Carried) -> int:
@@ -114,24 +154,40 @@ def width(net: tt.Carried) -> int:
 )
 @some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "namedtuple-state", "learnt-start")
 def test_norms_are_those_of_one_backward_pass_per_loss(
-    row: Row, lengths: list[int], lanes: int, warm_up: int, max_lag: int, anchors: int, piece: Any, seed: int
+    row: Row,
+    lengths: list[int],
+    lanes: int,
+    warm_up: int,
+    max_lag: int,
+    anchors: int,
+    piece: Any,
+    seed: int,
 ) -> None:
-    """Of the whole state and of every leaf, whatever the pieces; credit ends at the start of a recording."""
+    """Of the whole state and of every leaf, whatever the pieces.
+
+    Credit ends at the start of a recording.
+    """
     net = row.net()
     source = stream_of(lengths, lanes, warm_up, width(net))
     assume(bool(source.read(0, source.steps).mask.any()))
     with pytest.MonkeyPatch.context() as patch:
         chosen = looked_at(patch)
         try:
-            found = tt.reach(net, source, nn.MSELoss(), max_lag=max_lag, anchors=anchors, chunk=piece, seed=seed)
+            found = tt.reach(
+                net, source, nn.MSELoss(), max_lag=max_lag, anchors=anchors, chunk=piece, seed=seed
+            )
         except DataError:
-            assert all(bool(source.read(a.step, a.step + 1).resets[0, a.lane]) for a in chosen)  # nothing to look back on
+            assert all(
+                bool(source.read(a.step, a.step + 1).resets[0, a.lane]) for a in chosen
+            )  # nothing to look back on
             assume(False)
             raise
     assert found.anchors == len(chosen)
     assert found.lags == tuple(range(1, len(found.lags) + 1))
     expected = brute(net, source.read(0, source.steps), chosen)
-    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE, abs=1e-12)
+    assert found.norms == pytest.approx(
+        [expected.norms[lag] for lag in found.lags], rel=CLOSE, abs=1e-12
+    )
     assert found.seen == tuple(expected.seen[lag] for lag in found.lags)
     assert len(found.by_leaf) == len(expected.leaves)
     for norms, leaf in zip(found.by_leaf.values(), expected.leaves, strict=True):
@@ -148,7 +204,9 @@ def test_leaf_that_keeps_an_input_has_its_credit_too(piece: int) -> None:
         found = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=3, chunk=piece)
     expected = brute(net, source.read(0, source.steps), chosen)
     assert expected.leaves[1][1] > 0.01
-    assert found.by_leaf["last"] == pytest.approx([expected.leaves[1][lag] for lag in found.lags], rel=CLOSE)
+    assert found.by_leaf["last"] == pytest.approx(
+        [expected.leaves[1][lag] for lag in found.lags], rel=CLOSE
+    )
     assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
 
 
@@ -199,7 +257,9 @@ def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) 
     expected = brute(net, source.read(0, source.steps), chosen)
     assert right.norms == pytest.approx([expected.norms[lag] for lag in right.lags], rel=CLOSE)
     change(monkeypatch)
-    assert tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5).norms != pytest.approx(right.norms, rel=1e-3)
+    assert tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5).norms != pytest.approx(
+        right.norms, rel=1e-3
+    )
 
 
 def linear(rate: float) -> tt.Carried:
@@ -213,7 +273,9 @@ def linear(rate: float) -> tt.Carried:
 @pytest.mark.parametrize("rate", [0.5, 0.9, 0.99, 1.0, 1.05])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: int) -> None:
-    found = tt.reach(linear(rate), stream_of([130] * lanes, lanes), nn.MSELoss(), max_lag=40, anchors=2 * lanes)
+    found = tt.reach(
+        linear(rate), stream_of([130] * lanes, lanes), nn.MSELoss(), max_lag=40, anchors=2 * lanes
+    )
     assert found.lags == tuple(range(1, 41))
     ratios = [b / a for a, b in itertools.pairwise(found.norms)]
     assert ratios == pytest.approx([rate] * 39, rel=CLOSE)
@@ -224,7 +286,10 @@ def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: in
         assert found.decay.rate == pytest.approx(rate, rel=CLOSE)
         assert found.decay.r2 == pytest.approx(1, abs=CLOSE)
         sums = [sum(rate**k for k in range(lag)) for lag in range(1, 41)]
-        within = {share: next(lag for lag, part in enumerate(sums, 1) if part >= share * sums[-1]) for share in (0.5, 0.9, 0.99)}
+        within = {
+            share: next(lag for lag, part in enumerate(sums, 1) if part >= share * sums[-1])
+            for share in (0.5, 0.9, 0.99)
+        }
         assert found.shares == within
         assert (found.reach_50, found.reach_90, found.reach_99) == tuple(within.values())
     assert ("no exponential decay" in found.table()) == (found.decay is None)
@@ -263,11 +328,15 @@ def test_losses_without_a_past_are_refused(lengths: list[int], lanes: int) -> No
 
 
 def test_leaves_are_named_and_apart() -> None:
-    found = tt.reach(named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3)
+    found = tt.reach(
+        named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3
+    )
     assert list(found.by_leaf) == ["h", "c"]
     assert found.by_leaf["c"][-1] > 3 * found.by_leaf["h"][-1]  # the cell remembers
     hypots = [math.hypot(h, c) for h, c in zip(*found.by_leaf.values(), strict=True)]
-    assert all(a <= b + 1e-12 for a, b in zip(hypots, found.norms, strict=True))  # a mean of norms is no less than the norm of means
+    assert all(
+        a <= b + 1e-12 for a, b in zip(hypots, found.norms, strict=True)
+    )  # a mean of norms is no less than the norm of means
 
 
 @pytest.mark.parametrize("every", [2, 5])
@@ -309,7 +378,16 @@ class Delay(nn.Module):
 
 def delayed(steps: int, count: int = 300) -> tt.Stream:
     x = inputs(count, 1)[:, 0]
-    return tt.Stream({"inputs": x, "targets": torch.cat([torch.zeros(steps, FEATURES, dtype=torch.float64), x[:-steps]]) + 0.1}, 1, 16)
+    return tt.Stream(
+        {
+            "inputs": x,
+            "targets": (
+                torch.cat([torch.zeros(steps, FEATURES, dtype=torch.float64), x[:-steps]]) + 0.1
+            ),
+        },
+        1,
+        16,
+    )
 
 
 @pytest.mark.parametrize("delay", [3, 20])
@@ -320,7 +398,9 @@ def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
     assert found.memory_used
     assert found.loss == pytest.approx(0.01)
     assert all((loss > 0.1) == (steps <= delay) for steps, loss in found.contexts.items())
-    assert [lag for lag, norm in zip(found.lags, found.norms, strict=True) if norm > 0] == list(range(1, delay + 1))
+    assert [lag for lag, norm in zip(found.lags, found.norms, strict=True) if norm > 0] == list(
+        range(1, delay + 1)
+    )
     assert found.norms[:delay] == pytest.approx([found.norms[0]] * delay)
     assert found.reach_99 == delay
     assert "plateau" in found.warning()
@@ -334,7 +414,9 @@ class Ignores(TensorState):
 
 
 def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
-    found = tt.reach(tt.carry(Ignores().double()), stream_of([200]), nn.MSELoss(), max_lag=20, anchors=30)
+    found = tt.reach(
+        tt.carry(Ignores().double()), stream_of([200]), nn.MSELoss(), max_lag=20, anchors=30
+    )
     assert not found.memory_used
     assert set(found.norms) == {0.0}
     assert "the net has not learnt to use it" in found.warning()
@@ -352,7 +434,11 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
         losses: list[float] = []
         for lane, step, _ in chosen:
             rows = slice(step - steps + 1, step + 1)
-            y, _ = net(whole.inputs[rows, lane : lane + 1], net.initial_state(1), whole.resets[rows, lane : lane + 1])
+            y, _ = net(
+                whole.inputs[rows, lane : lane + 1],
+                net.initial_state(1),
+                whole.resets[rows, lane : lane + 1],
+            )
             losses.append(nn.functional.mse_loss(y[-1, 0], whole.targets[step, lane]).item())
         assert loss == pytest.approx(sum(losses) / len(losses), rel=CLOSE)
     assert list(found.contexts) == [1, 2, 4, 8, 16]
@@ -361,16 +447,22 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
 @settings(max_examples=8)
 @given(begin=st.integers(0, 30), steps=st.sampled_from([None, 20, 1000]), seed=seeds)
 @some_nets("hides-layer")
-def test_reach_in_the_middle_of_an_epoch_starts_from_the_state_given(row: Row, begin: int, steps: int | None, seed: int) -> None:
+def test_reach_in_the_middle_of_an_epoch_starts_from_the_state_given(
+    row: Row, begin: int, steps: int | None, seed: int
+) -> None:
     net, source = row.net(), stream_of([70, 59], 2)
     if begin:
         source.take(begin)
     like = start(net, inputs(1, 2))
-    state = tt.state.map_leaves(lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape), like)
+    state = tt.state.map_leaves(
+        lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape), like
+    )
     with pytest.MonkeyPatch.context() as patch:
         chosen = looked_at(patch)
         found = tt.reach(net, source, nn.MSELoss(), max_lag=12, anchors=6, state=state, steps=steps)
-    assert all(begin <= anchor.step < min(begin + (steps or 1000), source.steps) for anchor in chosen)
+    assert all(
+        begin <= anchor.step < min(begin + (steps or 1000), source.steps) for anchor in chosen
+    )
     expected = brute(net, source.read(begin, source.steps), chosen, state, begin)
     assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
     assert found.loss == pytest.approx(expected.loss, rel=CLOSE)
@@ -407,8 +499,16 @@ def test_nothing_is_moved_or_changed(training: bool) -> None:
     for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
         if update.chunk.position[0, 0] == 10:
             break
-    kept = [(weight.grad, weight.grad.clone()) for weight in net.parameters() if weight.grad is not None]
-    before = weights(net), {n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state(), source.state_dict(), source.turn
+    kept = [
+        (weight.grad, weight.grad.clone()) for weight in net.parameters() if weight.grad is not None
+    ]
+    before = (
+        weights(net),
+        {n: b.clone() for n, b in net.named_buffers()},
+        torch.get_rng_state(),
+        source.state_dict(),
+        source.turn,
+    )
     first = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6)
     assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
     assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
@@ -427,7 +527,9 @@ def test_frozen_net_has_a_reach_too() -> None:
     free, frozen = named("hides-layer").net(), named("hides-layer").net().requires_grad_(False)
     source = stream_of([60, 50], 2)
     found = tt.reach(frozen, source, nn.MSELoss(), max_lag=10, anchors=6)
-    assert found.norms == pytest.approx(tt.reach(free, source, nn.MSELoss(), max_lag=10, anchors=6).norms, rel=CLOSE)
+    assert found.norms == pytest.approx(
+        tt.reach(free, source, nn.MSELoss(), max_lag=10, anchors=6).norms, rel=CLOSE
+    )
 
 
 def test_figures_are_plain_numbers_for_any_logger() -> None:
@@ -455,7 +557,14 @@ def test_table_and_warning_say_what_was_found() -> None:
     found = tt.reach(linear(0.99), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
     lines = str(found).splitlines()
     assert lines[0] == "3 losses, back through at most 40 steps"
-    assert lines[1].split() == ["reach_50", str(found.reach_50), "reach_90", str(found.reach_90), "reach_99", str(found.reach_99)]
+    assert lines[1].split() == [
+        "reach_50",
+        str(found.reach_50),
+        "reach_90",
+        str(found.reach_90),
+        "reach_99",
+        str(found.reach_99),
+    ]
     assert "x 0.9900 per step" in found.table()
     assert f"Lyapunov {math.log(0.99):+.4f} per step" in found.table()
     if found.memory_used:
@@ -465,7 +574,9 @@ def test_table_and_warning_say_what_was_found() -> None:
 def test_plot_draws_the_norms_over_the_lag() -> None:
     from matplotlib import pyplot as plt
 
-    found = tt.reach(named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3)
+    found = tt.reach(
+        named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3
+    )
     axes = found.plot()
     whole, *leaves = axes.get_lines()
     assert whole.get_xdata().tolist() == list(found.lags)
@@ -476,25 +587,76 @@ def test_plot_draws_the_norms_over_the_lag() -> None:
 
 
 def reached(net: Any = None, source: Any = None, loss_fn: Any = None, **options: Any) -> tt.Reach:
-    return tt.reach(net or named("hides-layer").net(), source or stream_of([20]), loss_fn or nn.MSELoss(), **options)
+    return tt.reach(
+        net or named("hides-layer").net(),
+        source or stream_of([20]),
+        loss_fn or nn.MSELoss(),
+        **options,
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[], tt.Reach], type[Exception], str]] = {
-    "max_lag 0": (lambda: reached(max_lag=0), ConfigError, "max_lag=0: expected a whole number of at least 1"),
-    "max_lag a float": (lambda: reached(max_lag=1e3), ConfigError, r"max_lag=1000\.0: expected a whole number"),
-    "anchors 0": (lambda: reached(anchors=0), ConfigError, "anchors=0: expected a whole number of at least 1"),
-    "every 0": (lambda: reached(every=0), ConfigError, "every=0: expected a whole number of at least 1"),
-    "steps 0": (lambda: reached(steps=0), ConfigError, "steps=0: expected a whole number of at least 1"),
-    "chunk 0": (lambda: reached(chunk=0), ConfigError, "chunk=0: expected a whole number of at least 1"),
-    "no valid step": (lambda: reached(source=stream_of([20], warm_up=20)), DataError, "no step with a target that counts"),
-    "no targets": (lambda: reached(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)), DataError, "no step with a target that counts"),
-    "raw module": (lambda: reached(HidesLayer()), ModelError, r"the net is a HidesLayer; .*net = tt\.carry\(module\)"),
-    "list of chunks": (lambda: reached(source=list(stream_of([20]))), DataError, r"got a list, expected a tt\.Stream"),
-    "loss of every row": (lambda: reached(loss_fn=nn.MSELoss(reduction="none")), ModelError, r"expected one number.*reduction='none'"),
+    "max_lag 0": (
+        lambda: reached(max_lag=0),
+        ConfigError,
+        "max_lag=0: expected a whole number of at least 1",
+    ),
+    "max_lag a float": (
+        lambda: reached(max_lag=1e3),
+        ConfigError,
+        r"max_lag=1000\.0: expected a whole number",
+    ),
+    "anchors 0": (
+        lambda: reached(anchors=0),
+        ConfigError,
+        "anchors=0: expected a whole number of at least 1",
+    ),
+    "every 0": (
+        lambda: reached(every=0),
+        ConfigError,
+        "every=0: expected a whole number of at least 1",
+    ),
+    "steps 0": (
+        lambda: reached(steps=0),
+        ConfigError,
+        "steps=0: expected a whole number of at least 1",
+    ),
+    "chunk 0": (
+        lambda: reached(chunk=0),
+        ConfigError,
+        "chunk=0: expected a whole number of at least 1",
+    ),
+    "no valid step": (
+        lambda: reached(source=stream_of([20], warm_up=20)),
+        DataError,
+        "no step with a target that counts",
+    ),
+    "no targets": (
+        lambda: reached(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
+        DataError,
+        "no step with a target that counts",
+    ),
+    "raw module": (
+        lambda: reached(HidesLayer()),
+        ModelError,
+        r"the net is a HidesLayer; .*net = tt\.carry\(module\)",
+    ),
+    "list of chunks": (
+        lambda: reached(source=list(stream_of([20]))),
+        DataError,
+        r"got a list, expected a tt\.Stream",
+    ),
+    "loss of every row": (
+        lambda: reached(loss_fn=nn.MSELoss(reduction="none")),
+        ModelError,
+        r"expected one number.*reduction='none'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
-def test_what_cannot_be_looked_at_is_refused(call: Callable[[], tt.Reach], kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_looked_at_is_refused(
+    call: Callable[[], tt.Reach], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         call()

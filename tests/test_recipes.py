@@ -14,12 +14,20 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
 COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2}
-SMALLER = (("--updates [0-9]+", "--updates 3"), ("--epochs [0-9]+", "--updates 3"), ("--hidden [0-9]+", "--hidden 4"))
+SMALLER = (
+    ("--updates [0-9]+", "--updates 3"),
+    ("--epochs [0-9]+", "--updates 3"),
+    ("--hidden [0-9]+", "--hidden 4"),
+)
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
     """Kind and text of each, in order."""
-    return re.findall(r"^```(\w+)\n(.*?)^```", (RECIPES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```(\w+)\n(.*?)^```",
+        (RECIPES / f"{page}.md").read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
 
 
 def commands(page: str) -> list[str]:
@@ -30,7 +38,11 @@ def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
     """Runs a command of a page; its exit code."""
     for flag, smaller in SMALLER:
         line = re.sub(flag, smaller, line)
-    quick = ["--horizons", "20", "--steps", "80", "--max-lag", "40"] if line.startswith("throughtime audit") else []
+    quick = (
+        ["--horizons", "20", "--steps", "80", "--max-lag", "40"]
+        if line.startswith("throughtime audit")
+        else []
+    )
     patch.setattr(sys, "argv", [*shlex.split(line), *quick])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -39,7 +51,9 @@ def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not in ../shared/data")
 @pytest.mark.parametrize("page", COMMANDS)
-def test_the_blocks_of_a_recipe_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_blocks_of_a_recipe_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     before = listing()
     for number, (kind, text) in enumerate(blocks(page), 1):
@@ -61,12 +75,17 @@ def listing() -> list[Path]:
 def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
     import typer
 
-    known = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]  # a click group
+    # a click group
+    known = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     assert len(commands(page)) == COMMANDS[page]
     for line in commands(page):
         words = shlex.split(line)
         assert words[0] == "throughtime"
-        flags = {flag for parameter in known[words[1]].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        flags = {
+            flag
+            for parameter in known[words[1]].params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line
 
 

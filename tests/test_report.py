@@ -41,7 +41,14 @@ numbers = st.floats(-1e9, 1e9, allow_nan=False)
 
 
 def curve(*y: float, **more: object) -> str:
-    return lines([Series("s", range(len(y)), y)], title="t", description="d", x_label="x", y_label="y", **more)  # pyright: ignore[reportArgumentType]
+    return lines(
+        [Series("s", range(len(y)), y)],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+        **more,
+    )  # pyright: ignore[reportArgumentType]
 
 
 def warm(rows: list[tuple[str, list[float]]], **more: object) -> str:
@@ -52,7 +59,9 @@ CHARTS = {
     "lines": curve(1, 2, 3, marks=[Mark(2.5, NASTY), Mark(1, NASTY, "x"), Mark(1.1, NASTY, "x")]),
     "lines cut": curve(1, 2, 1e250, y_range=(0, 2)),
     "lines log": curve(1, 2, 3, log_x=True),
-    "lines log both": curve(1e-9, 0, 1e3, log_x=True, log_y=True, marks=[Mark(1e-3, NASTY), Mark(-1, NASTY)]),
+    "lines log both": curve(
+        1e-9, 0, 1e3, log_x=True, log_y=True, marks=[Mark(1e-3, NASTY), Mark(-1, NASTY)]
+    ),
     "lines log hardly moving": curve(3, 3, log_y=True),
     "lines log nothing": curve(0, -1, math.nan, log_y=True),
     "lines log cut": curve(1e-30, 1, 1e-3, log_y=True, y_range=(1e-4, 1)),
@@ -64,19 +73,62 @@ CHARTS = {
     "lines huge": curve(-1e299, 1e299, -math.inf),
     "lines zero": curve(0, 0),
     "lines hardly moving": curve(1e9, 1e9 + 1e-7),
-    "strip": strip([1, 2], [Band(NASTY, [0, 9])], title=NASTY, description=NASTY, x_label=NASTY, y_label=NASTY, classes=[NASTY] * 10),
+    "strip": strip(
+        [1, 2],
+        [Band(NASTY, [0, 9])],
+        title=NASTY,
+        description=NASTY,
+        x_label=NASTY,
+        y_label=NASTY,
+        classes=[NASTY] * 10,
+    ),
     "strip empty": strip([], [], title="t", description="d", x_label="x", y_label="y"),
-    "strip one step": strip([math.nan], [Band("b", [-1])], title="t", description="d", x_label="x", y_label="y", classes=["c"]),
-    "strip overlays": strip([], [], title="t", description="d", x_label="x", y_label="y", overlays=[Series(NASTY, [0, 1], [2, 3])]),
-    "heat": warm([(NASTY, [1, math.nan]), ("b", [0, 1e-30])], marks=[Mark(2, NASTY, "x"), Mark(-1, NASTY, "x"), Mark(1, NASTY)]),
+    "strip one step": strip(
+        [math.nan],
+        [Band("b", [-1])],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+        classes=["c"],
+    ),
+    "strip overlays": strip(
+        [],
+        [],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+        overlays=[Series(NASTY, [0, 1], [2, 3])],
+    ),
+    "heat": warm(
+        [(NASTY, [1, math.nan]), ("b", [0, 1e-30])],
+        marks=[Mark(2, NASTY, "x"), Mark(-1, NASTY, "x"), Mark(1, NASTY)],
+    ),
     "heat log": warm([("a", [1, 2])], log_x=True),
-    "heat cut": warm([("a", [1, 2])], cuts=(NASTY, [2, 3.5, 9]), above=Series(NASTY, [1, 2, 3], [0, math.nan, 1e250])),
-    "heat below nothing": warm([("a", [1, 2])], log_x=True, cuts=("c", []), above=Series("s", [1, -1], [math.inf, math.nan])),
+    "heat cut": warm(
+        [("a", [1, 2])],
+        cuts=(NASTY, [2, 3.5, 9]),
+        above=Series(NASTY, [1, 2, 3], [0, math.nan, 1e250]),
+    ),
+    "heat below nothing": warm(
+        [("a", [1, 2])],
+        log_x=True,
+        cuts=("c", []),
+        above=Series("s", [1, -1], [math.inf, math.nan]),
+    ),
     "heat empty": heat([], [1, 2], title="t", description="d", x_label="x"),
     "heat of nothing": warm([("a", [math.nan, -1])]),
-    "bars": bars([(NASTY, 1), ("b", math.nan), ("c", -3), ("d", -math.inf)], title="t", description="d", x_label="x"),
+    "bars": bars(
+        [(NASTY, 1), ("b", math.nan), ("c", -3), ("d", -math.inf)],
+        title="t",
+        description="d",
+        x_label="x",
+    ),
     "bars empty": bars([], title="t", description="d", x_label="x"),
-    "bars range": bars([("a", 3), ("b", -3)], title="t", description="d", x_label="x", x_range=(0, 1)),
+    "bars range": bars(
+        [("a", 3), ("b", -3)], title="t", description="d", x_label="x", x_range=(0, 1)
+    ),
 }
 
 
@@ -103,7 +155,7 @@ class Balance(HTMLParser):
         self.open: list[str] = []
         self.seen: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002 the parser calls it so
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         if tag not in VOID:
             self.open.append(tag)
@@ -123,7 +175,11 @@ def texts(svg: str) -> list[str]:
 
 def curves(svg: str) -> list[str]:
     """The `d` of what is drawn with the style of a series, without the keys of the legend."""
-    return [e.attrib["d"] for e in drawing(svg).iter(f"{SVG}path") if "style" in e.attrib and e.attrib["d"] != "M0 0h22"]
+    return [
+        e.attrib["d"]
+        for e in drawing(svg).iter(f"{SVG}path")
+        if "style" in e.attrib and e.attrib["d"] != "M0 0h22"
+    ]
 
 
 def points(d: str) -> list[tuple[float, float]]:
@@ -137,8 +193,12 @@ def test_names_are_sorted_and_exist() -> None:
 
 def test_page_asks_nothing_of_the_network() -> None:
     rest = WHOLE.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not re.search(r"https?:|//[a-z]|<script|<link|<iframe|<img|@import|\bsrc=|\bon\w+=", rest)
-    assert set(re.findall(r"url\(([^)]*)\)", rest)) == set(re.findall(r"url\((#chart-[\w-]+)\)", rest))
+    assert not re.search(
+        r"https?:|//[a-z]|<script|<link|<iframe|<img|@import|\bsrc=|\bon\w+=", rest
+    )
+    assert set(re.findall(r"url\(([^)]*)\)", rest)) == set(
+        re.findall(r"url\((#chart-[\w-]+)\)", rest)
+    )
 
 
 def test_page_is_balanced_html_and_well_formed_xml() -> None:
@@ -158,7 +218,9 @@ def test_page_headings_go_down_one_level_at_a_time() -> None:
 def test_ids_are_unique_and_references_meet_them() -> None:
     ids = re.findall(r'\sid="([^"]*)"', WHOLE)
     assert len(ids) == len(set(ids))
-    named = [name for names in re.findall(r'aria-labelledby="([^"]*)"', WHOLE) for name in names.split()]
+    named = [
+        name for names in re.findall(r'aria-labelledby="([^"]*)"', WHOLE) for name in names.split()
+    ]
     assert {*named, *re.findall(r'(?:url\(|href=")#([^)"]*)', WHOLE)} <= set(ids)
 
 
@@ -174,7 +236,12 @@ def test_page_can_be_written_as_utf8() -> None:
 def test_chart_says_in_words_what_it_shows(svg: str) -> None:
     root = drawing(svg)
     title, desc = root[0], root[1]
-    assert (root.tag, root.attrib["role"], title.tag, desc.tag) == (f"{SVG}svg", "img", f"{SVG}title", f"{SVG}desc")
+    assert (root.tag, root.attrib["role"], title.tag, desc.tag) == (
+        f"{SVG}svg",
+        "img",
+        f"{SVG}title",
+        f"{SVG}desc",
+    )
     assert title.text
     assert desc.text
     assert root.attrib["aria-labelledby"].split() == [title.attrib["id"], desc.attrib["id"]]
@@ -183,7 +250,10 @@ def test_chart_says_in_words_what_it_shows(svg: str) -> None:
 @pytest.mark.parametrize("svg", CHARTS.values(), ids=CHARTS.keys())
 def test_chart_never_holds_a_number_that_is_not_finite(svg: str) -> None:
     shown = " ".join(
-        v for e in drawing(svg).iter() for k, v in e.attrib.items() if k in {"d", "x", "y", "width", "height", "cx", "cy", "viewBox"}
+        v
+        for e in drawing(svg).iter()
+        for k, v in e.attrib.items()
+        if k in {"d", "x", "y", "width", "height", "cx", "cy", "viewBox"}
     )
     assert not re.search(r"nan|inf|e[+-]?\d", shown)
     assert not re.search(r"\bnan\b|\binf\b", " ".join(texts(svg)))
@@ -198,7 +268,13 @@ def test_chart_stays_within_its_width(svg: str) -> None:
 def test_text_of_the_user_is_escaped() -> None:
     assert "<b>&" not in WHOLE
     assert "&lt;b&gt;&amp;&quot;" in WHOLE
-    everywhere = [CHARTS["heat"], CHARTS["lines"], CHARTS["strip"], CHARTS["strip overlays"], CHARTS["bars"]]
+    everywhere = [
+        CHARTS["heat"],
+        CHARTS["lines"],
+        CHARTS["strip"],
+        CHARTS["strip overlays"],
+        CHARTS["bars"],
+    ]
     assert all(any("<b>&\"'</title>" in text for text in texts(svg)) for svg in everywhere)
 
 
@@ -296,14 +372,20 @@ def test_ticks_are_round_evenly_spaced_and_cover_the_range(a: float, b: float) -
     decade = 10.0 ** math.floor(math.log10(step) + 1e-6)
     lead = min((1, 2, 5), key=lambda r: abs(step / decade - r))
     assert abs(step / decade - lead) < 1e-3
-    spaces = [t / (lead * decade) for t in found]  # by the round step: that of two ticks is as inexact as they are large beside it
+    spaces = [
+        t / (lead * decade) for t in found
+    ]  # by the round step: that of two ticks is as inexact as they are large beside it
     assert all(abs(s - round(s)) < 1e-3 for s in spaces)
 
 
 @given(st.lists(st.floats(-1e6, 1e6).map(lambda v: round(v, 3)), min_size=2, max_size=5))
 def test_ends_of_the_y_axis_are_ticks_and_hold_the_line(y: list[float]) -> None:
     svg = curve(*y)
-    horizontal = [e.attrib["d"] for e in drawing(svg).iter(f"{SVG}path") if re.fullmatch(r"M\S+ \S+H\S+", e.attrib["d"])]
+    horizontal = [
+        e.attrib["d"]
+        for e in drawing(svg).iter(f"{SVG}path")
+        if re.fullmatch(r"M\S+ \S+H\S+", e.attrib["d"])
+    ]
     rows = [float(d.split()[1].split("H")[0]) for d in horizontal]
     assert all(min(rows) - 0.2 <= at <= max(rows) + 0.2 for d in curves(svg) for _, at in points(d))
 
@@ -317,12 +399,24 @@ def test_runs_cover_each_step_once(classes: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60))
 def test_band_covers_each_step_once(classes: list[int]) -> None:
-    svg = strip([], [Band("b", classes)], title="t", description="d", x_label="x", y_label="y", classes=["a", "b", "c"])
+    svg = strip(
+        [],
+        [Band("b", classes)],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+        classes=["a", "b", "c"],
+    )
     blocks = [e.attrib for e in drawing(svg).iter(f"{SVG}rect") if e.attrib["height"] == "22"]
     assert len(blocks) == len(list(runs(classes)))
     for before, after in pairwise(blocks):
-        assert float(before["x"]) + float(before["width"]) == pytest.approx(float(after["x"]), abs=0.11)
-    assert sum(float(b["width"]) for b in blocks) == pytest.approx(760 - 24 - float(blocks[0]["x"]), abs=0.1 * len(blocks))
+        assert float(before["x"]) + float(before["width"]) == pytest.approx(
+            float(after["x"]), abs=0.11
+        )
+    assert sum(float(b["width"]) for b in blocks) == pytest.approx(
+        760 - 24 - float(blocks[0]["x"]), abs=0.1 * len(blocks)
+    )
 
 
 def cells(svg: str) -> list[tuple[float, float, float]]:
@@ -334,7 +428,9 @@ def cells(svg: str) -> list[tuple[float, float, float]]:
 def test_a_cell_is_as_full_as_its_value_is_large() -> None:
     fills = [fill for *_, fill in cells(warm([("a", [1, 1e-3]), ("b", [1e-5, 1e-7])]))]
     assert fills == [1.0, 0.5, 0.17]  # by decades of six; what is smaller than all of them is empty
-    assert [fill for *_, fill in cells(warm([("a", [1e9, 1e6]), ("b", [1e4, 1e2])]))] == fills  # a matter of ratios
+    assert [
+        fill for *_, fill in cells(warm([("a", [1e9, 1e6]), ("b", [1e4, 1e2])]))
+    ] == fills  # a matter of ratios
 
 
 def test_cells_lie_side_by_side_between_their_edges() -> None:
@@ -349,21 +445,33 @@ def test_a_value_that_is_not_there_has_no_cell() -> None:
 
 
 def test_cells_as_full_as_each_other_are_one() -> None:
-    assert [(x, fill) for x, _, fill in cells(warm([("a", [2, 2])]))] == [(cells(warm([("a", [1, 2])]))[0][0], 1.0)]
+    assert [(x, fill) for x, _, fill in cells(warm([("a", [2, 2])]))] == [
+        (cells(warm([("a", [1, 2])]))[0][0], 1.0)
+    ]
 
 
 def test_a_cut_beyond_the_cells_is_left_out() -> None:
     def cut(svg: str) -> int:
         return sum(e.attrib.get("stroke-width") == "1.4" for e in drawing(svg).iter(f"{SVG}path"))
 
-    assert [cut(warm([("a", [1, 2])], cuts=("c", places))) for places in ([], [2.0], [0.5, 2.0, 3.0, 4.5])] == [0, 2, 3]  # one is the key
+    assert [
+        cut(warm([("a", [1, 2])], cuts=("c", places)))
+        for places in ([], [2.0], [0.5, 2.0, 3.0, 4.5])
+    ] == [0, 2, 3]  # one is the key
 
 
 def test_many_cuts_do_not_hide_the_cells() -> None:
     def lengths(count: int) -> set[float]:
         svg = warm([("a", [1, 2])], cuts=("c", [1 + 3 * i / count for i in range(count)]))
-        paths = [e.attrib["d"] for e in drawing(svg).iter(f"{SVG}path") if e.attrib.get("stroke-width") == "1.4"]
-        return {round(float(b) - float(a)) for a, b in (re.findall(r"M[\d.]+ (-?[\d.]+)V(-?[\d.]+)", d)[0] for d in paths[1:])}
+        paths = [
+            e.attrib["d"]
+            for e in drawing(svg).iter(f"{SVG}path")
+            if e.attrib.get("stroke-width") == "1.4"
+        ]
+        return {
+            round(float(b) - float(a))
+            for a, b in (re.findall(r"M[\d.]+ (-?[\d.]+)V(-?[\d.]+)", d)[0] for d in paths[1:])
+        }
 
     assert lengths(16) == {40}  # 32 of the row, 6 above, 2 below
     assert lengths(17) == {6}
@@ -375,32 +483,58 @@ def test_the_largest_of_each_row_is_written_not_only_coloured() -> None:
 
 
 def test_step_without_a_class_has_no_block() -> None:
-    svg = strip([], [Band("b", [0, -1, 7, 0])], title="t", description="d", x_label="x", y_label="y", classes=["a"])
+    svg = strip(
+        [],
+        [Band("b", [0, -1, 7, 0])],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+        classes=["a"],
+    )
     assert sum(e.attrib["height"] == "22" for e in drawing(svg).iter(f"{SVG}rect")) == 2
 
 
 def test_classes_beyond_the_colours_are_hatched() -> None:
     names = [str(i) for i in range(9)]
-    svg = strip([], [Band("b", [0, 8])], title="t", description="d", x_label="x", y_label="y", classes=names)
-    assert len(re.findall(r'fill="url\(#chart-\w+-hatch\)"', svg)) == 2  # in the legend and in the row
+    svg = strip(
+        [], [Band("b", [0, 8])], title="t", description="d", x_label="x", y_label="y", classes=names
+    )
+    assert (
+        len(re.findall(r'fill="url\(#chart-\w+-hatch\)"', svg)) == 2
+    )  # in the legend and in the row
 
 
 def test_lines_differ_in_dashes_not_only_in_colour() -> None:
-    svg = lines([Series(str(i), [0, 1], [i, i]) for i in range(6)], title="t", description="d", x_label="x", y_label="y")
-    dashes = {re.findall(r"stroke-dasharray:([^;]*)", e.attrib["style"])[0] for e in drawing(svg).iter(f"{SVG}path") if "style" in e.attrib}
+    svg = lines(
+        [Series(str(i), [0, 1], [i, i]) for i in range(6)],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+    )
+    dashes = {
+        re.findall(r"stroke-dasharray:([^;]*)", e.attrib["style"])[0]
+        for e in drawing(svg).iter(f"{SVG}path")
+        if "style" in e.attrib
+    }
     assert len(dashes) == 6
 
 
 def luminance(colour: str) -> float:
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return sum(
-        w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+        for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
     )
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_every_colour_of_text_stands_out_from_the_page(theme: int) -> None:
-    found = {name: (c * 2 if len(c) == 3 else c) for name, c in re.findall(r"--([\w-]+):#(\w+)", _theme().split("@media")[theme])}
+    found = {
+        name: c * 2 if len(c) == 3 else c
+        for name, c in re.findall(r"--([\w-]+):#(\w+)", _theme().split("@media")[theme])
+    }
     paper = luminance("#" + found["paper"])
     for name in ("ink", "soft", "link", "alarm", *(f"series-{i}" for i in range(1, 9))):
         low, high = sorted((paper, luminance("#" + found[name])))
@@ -409,8 +543,18 @@ def test_every_colour_of_text_stands_out_from_the_page(theme: int) -> None:
 
 
 def test_end_labels_do_not_overlap() -> None:
-    svg = lines([Series(str(i), [0, 1], [0, 1 + i / 1e4]) for i in range(6)], title="t", description="d", x_label="x", y_label="y")
-    heights = sorted(float(e.attrib["y"]) for e in drawing(svg).iter(f"{SVG}text") if "--series" in e.attrib.get("style", ""))
+    svg = lines(
+        [Series(str(i), [0, 1], [0, 1 + i / 1e4]) for i in range(6)],
+        title="t",
+        description="d",
+        x_label="x",
+        y_label="y",
+    )
+    heights = sorted(
+        float(e.attrib["y"])
+        for e in drawing(svg).iter(f"{SVG}text")
+        if "--series" in e.attrib.get("style", "")
+    )
     assert len(heights) == 6
     assert all(b - a > 15 for a, b in pairwise(heights))
 
@@ -419,10 +563,10 @@ def test_end_labels_do_not_overlap() -> None:
     ("values", "expected"),
     [
         ([0.98123, 0.5], ["0.9812", "0.5000"]),
-        ([math.nan, -1.5], ["–", "−1.5"]),  # noqa: RUF001 dashes as they are printed
+        ([math.nan, -1.5], ["–", "−1.5"]),
         ([1204312, 3], ["1,204,312", "3"]),
-        ([0.00002, 0.0], ["2e−5", "0"]),  # noqa: RUF001
-        ([10.0, 0.0003], ["10", "3e−4"]),  # noqa: RUF001
+        ([0.00002, 0.0], ["2e−5", "0"]),
+        ([10.0, 0.0003], ["10", "3e−4"]),
         ([], []),
     ],
 )
@@ -450,7 +594,12 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         (lambda: curve(1, y_range=(1, 1)), ConfigError),
         (lambda: curve(1, y_range=(0, math.nan)), ConfigError),
         (lambda: curve(1, y_range=(0, 1), log_y=True), ConfigError),
-        (lambda: strip([], [Band("b", [0])], title="t", description="d", x_label="x", y_label="y"), ConfigError),
+        (
+            lambda: strip(
+                [], [Band("b", [0])], title="t", description="d", x_label="x", y_label="y"
+            ),
+            ConfigError,
+        ),
     ],
     ids=[
         "series of two lengths",

@@ -39,7 +39,13 @@ for policy in (tt.Truncated(20), tt.Truncated(20, 50), tt.Exact(segment=40)):
 """
 
 
-def examine(place: Path, script: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[int, str]:
+def examine(
+    place: Path,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+) -> tuple[int, str]:
     """The command in this process: its exit code, and the page."""
     monkeypatch.chdir(place)
     (place / "train.py").write_text(script, encoding="utf-8")
@@ -62,17 +68,23 @@ def faulty(place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return page
 
 
-def test_the_page_points_at_the_line_and_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_points_at_the_line_and_says_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = faulty(tmp_path, monkeypatch)
     assert marked(page) == ["y, h = gru(x)"]
     said = "".join(ET.fromstring(page).itertext())
     assert "TT201, line 8 of train.py" in said
     assert CODES["TT201"][1] in said
-    assert "→  8      y, h = gru(x)" in said  # an arrow, not colour alone, and the indent of the file
+    assert (
+        "→  8      y, h = gru(x)" in said
+    )  # an arrow, not colour alone, and the indent of the file
     assert 'for x in torch.randn(120, 2, 3).split(int(sys.argv[1])):  # <b> & "quoted"' in said
 
 
-def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = faulty(tmp_path, monkeypatch)
     root = ET.fromstring(page)
     assert not re.search(r"<script|<link|\bsrc=|@import|url\(", page)
@@ -85,7 +97,9 @@ def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(tmp_p
     assert {a[1:] for a in addresses if a.startswith("#")} <= set(ids)
 
 
-def test_a_sound_loop_of_throughtime_has_a_page_without_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_loop_of_throughtime_has_a_page_without_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, page = examine(tmp_path, SOUND, monkeypatch)
     assert code == 0
     assert "Nothing was found." in page
@@ -93,7 +107,9 @@ def test_a_sound_loop_of_throughtime_has_a_page_without_findings(tmp_path: Path,
     assert all(known in page for known in CODES)
 
 
-def test_a_script_that_fails_has_its_page_too_even_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_fails_has_its_page_too_even_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "else").mkdir()
     script = "import os\nos.chdir('else')\n" + FAULTY + "raise ValueError('the disk is <full>')\n"
     monkeypatch.chdir(tmp_path)
@@ -105,18 +121,25 @@ def test_a_script_that_fails_has_its_page_too_even_from_another_folder(tmp_path:
     assert marked(page) == ["y, h = gru(x)"]
 
 
-def test_an_ignored_code_is_not_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_code_is_not_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, page = examine(tmp_path, FAULTY, monkeypatch, "10", flags=("--ignore", "TT201"))
     assert code == 0
     assert "Nothing was found." in page
 
 
 @pytest.mark.parametrize("name", ["train.py", "page", "page.pdf"])
-def test_a_page_never_replaces_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_page_never_replaces_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit(3)", encoding="utf-8")
     said = run("doctor", "--report", name, "train.py", ok=False)
-    assert f"report='{name}': the page is HTML. Write --report {Path(name).with_suffix('.html')}, before the script" in said
+    assert (
+        f"report='{name}': the page is HTML. Write --report {Path(name).with_suffix('.html')},"
+        " before the script" in said
+    )
     assert (tmp_path / "train.py").read_text(encoding="utf-8") == "raise SystemExit(3)"
 
 
@@ -136,7 +159,10 @@ def test_a_loop_in_a_test_or_notebook_can_be_written_as_well(tmp_path: Path) -> 
 
 def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None:
     names: dict[str, Any] = {"torch": torch, "doctor": doctor}
-    loop = "def loop(gru):\n  for x in torch.randn(120, 2, 3).split(10):\n    gru(x)[0].square().mean().backward()\n"
+    loop = (
+        "def loop(gru):\n  for x in torch.randn(120, 2, 3).split(10):\n   "
+        " gru(x)[0].square().mean().backward()\n"
+    )
     exec(compile(loop, str(tmp_path / "gone.py"), "exec"), names)
     with doctor() as d:
         names["loop"](torch.nn.GRU(3, 4))
@@ -154,7 +180,9 @@ def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
 
 
 def test_tabs_keep_their_indent_and_only_one_line_is_marked() -> None:
-    page = render(Page("t", "", [Section("s", [Code(["if a:\n", "\tb < c\n", "d\n"], 9, 10, "f.py")])]))
+    page = render(
+        Page("t", "", [Section("s", [Code(["if a:\n", "\tb < c\n", "d\n"], 9, 10, "f.py")])])
+    )
     (code,) = ET.fromstring(page).iter("code")
     assert "".join(code.itertext()).splitlines() == ["   9  if a:", "→ 10      b < c", "  11  d"]
     assert len(list(code.iter("mark"))) == 1

@@ -25,7 +25,9 @@ CARRIED, CUT, FREE, ORDER, ONCE = range(5)
 def looked(place: Path, lengths: tuple[int, int] = (63, 257), **more: Any) -> Look:
     """A run on recordings that end in the middle of a stride."""
     usual = {"updates": 30, "lr": 0.02, "dtype": "float64"} | more
-    values = settings(write_recordings(place / "data", lengths=(*lengths, 100)), place / "run", **usual)
+    values = settings(
+        write_recordings(place / "data", lengths=(*lengths, 100)), place / "run", **usual
+    )
     folder = finish({key: value for key, value in values.items() if value is not None})
     return look_at(folder, Question(horizons=(10,), max_lag=10), None, None, None, None)
 
@@ -48,7 +50,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "rnn": {"model": "rnn", "horizon": 25},
     "a reset within a stride": {"lanes": 1, "stride": 50, "lengths": (63, 63)},
     "a reset within a horizon": {"lanes": 1, "stride": 25, "horizon": 60, "lengths": (63, 63)},
-    "a reset within a segment": {"lanes": 1, "lengths": (63, 70), "exact": True, "stride": None, "segment": 70},
+    "a reset within a segment": {
+        "lanes": 1,
+        "lengths": (63, 70),
+        "exact": True,
+        "stride": None,
+        "segment": 70,
+    },
     "hand-off": {"lanes": 4, "hand_off": True},
     "segment": {"exact": True, "stride": None, "segment": 30},
     "exact": {"exact": True, "stride": None, "updates": 2},
@@ -95,9 +103,16 @@ def weighed_wrongly(net: Carried, chunk: Chunk, state: Any, plan: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("mutant", "fails"),
-    [(never_carried, {CARRIED, CUT}), (other_lanes, {CARRIED, CUT}), (cut_in_the_middle, {CUT}), (weighed_wrongly, {CUT})],
+    [
+        (never_carried, {CARRIED, CUT}),
+        (other_lanes, {CARRIED, CUT}),
+        (cut_in_the_middle, {CUT}),
+        (weighed_wrongly, {CUT}),
+    ],
 )
-def test_a_loop_with_a_fault_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: Any, fails: set[int]) -> None:
+def test_a_loop_with_a_fault_is_not_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: Any, fails: set[int]
+) -> None:
     look = looked(tmp_path)
     assert broken(look) == set()
     monkeypatch.setattr(truncated, "whole_update", lambda *_: None)  # which runs no window
@@ -105,7 +120,9 @@ def test_a_loop_with_a_fault_is_not_sound(tmp_path: Path, monkeypatch: pytest.Mo
     assert broken(look) == fails
 
 
-def test_a_recording_that_does_not_start_from_zero_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_does_not_start_from_zero_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look = looked(tmp_path, (63, 63), lanes=1, stride=50)
     assert checks(look)[ORDER].seen.endswith("2 recordings or parts begin")
     real = Carried.forward
@@ -159,7 +176,10 @@ def test_a_net_without_a_past_cannot_tell_whether_it_is_carried(tmp_path: Path) 
     assert check.holds is None
     assert "too little of its state to tell" in check.seen
     said = verdict(Replayed(1, 1, (check,)))
-    assert said == "Yes: all that was measured holds, 0 of 1. The others cannot be told by these figures."
+    assert (
+        said
+        == "Yes: all that was measured holds, 0 of 1. The others cannot be told by these figures."
+    )
 
 
 def test_what_does_not_hold_is_said_first_and_by_its_code() -> None:
@@ -169,6 +189,8 @@ def test_what_does_not_hold_is_said_first_and_by_its_code() -> None:
     )
     found = Replayed(4, 400, laws)
     text, table = parts(found)
-    assert str(text).startswith("Text(paragraphs=\"No: 'No graph outlives its update' does not hold (TT104, TT202): 1 of 8.")
+    assert str(text).startswith(
+        "Text(paragraphs=\"No: 'No graph outlives its update' does not hold (TT104, TT202): 1 of 8."
+    )
     assert isinstance(table, Table)
     assert [row[1] for row in table.rows] == ["no", "yes"]

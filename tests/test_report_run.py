@@ -23,7 +23,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A run that has been audited."""
     place = tmp_path_factory.mktemp("reported")
-    found = finish(settings(write_recordings(place / "data"), place / "run", class_weights="balanced"))
+    found = finish(
+        settings(write_recordings(place / "data"), place / "run", class_weights="balanced")
+    )
     run("audit", found.path, "--horizons", "10,40", "--max-lag", "40")
     return found
 
@@ -41,7 +43,9 @@ def descriptions(page: str) -> dict[str, str]:
 def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(folder: Folder) -> None:
     page = page_of(folder)
     assert ET.fromstring(page).tag == "html"
-    assert not re.search(r"https?:|<script|<link|\bsrc=", page.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    assert not re.search(
+        r"https?:|<script|<link|\bsrc=", page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    )
     ids = re.findall(r'\sid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
 
@@ -49,7 +53,13 @@ def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(folde
 def test_every_picture_is_told_in_words(folder: Folder) -> None:
     page = page_of(folder)
     told = descriptions(page)
-    assert {"Loss", "Throughput", "Memory", "How far back the gradient goes", "Gradient by part of the state"} <= set(told)
+    assert {
+        "Loss",
+        "Throughput",
+        "Memory",
+        "How far back the gradient goes",
+        "Gradient by part of the state",
+    } <= set(told)
     assert all(words.strip() for words in told.values())
     assert page.count("<svg") == len(told)
 
@@ -70,7 +80,12 @@ def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path)
     """Ten frames a second between any two lines, but where a validation lies between."""
     rows = folder.read_metrics()
     paced = [
-        row | {"seconds": 10.0 * i + 100 * sum(r["kind"] == "valid" for r in rows[:i]), "frames": 100 * i} for i, row in enumerate(rows)
+        row
+        | {
+            "seconds": 10.0 * i + 100 * sum(r["kind"] == "valid" for r in rows[:i]),
+            "frames": 100 * i,
+        }
+        for i, row in enumerate(rows)
     ]
     copied = Folder(tmp_path / "run")
     copied.path.mkdir()
@@ -79,7 +94,9 @@ def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path)
     copied.metrics.write_text("".join(json.dumps(row) + "\n" for row in paced), encoding="utf-8")
     page = page_of(copied)
     assert "half of them above 10." in descriptions(page)["Throughput"]
-    drawn = ET.fromstring(re.findall(r"<svg.*?</svg>", page)[[*descriptions(page)].index("Throughput")])
+    drawn = ET.fromstring(
+        re.findall(r"<svg.*?</svg>", page)[[*descriptions(page)].index("Throughput")]
+    )
     (line,) = [e.attrib["d"] for e in drawn.iter(f"{SVG}path") if "clip-path" in e.attrib]
     heights = {height for _, height in re.findall(r"[ML]([\d.]+) ([\d.]+)", line)}
     assert len(heights) == 1
@@ -91,7 +108,10 @@ def test_what_an_older_run_did_not_measure_is_left_out(folder: Folder, tmp_path:
     copied.path.mkdir()
     for path in (folder.config, folder.model):
         (copied.path / path.name).write_bytes(path.read_bytes())
-    rows = [{k: v for k, v in row.items() if k != "waiting"} | {"peak_memory": None} for row in folder.read_metrics()]
+    rows = [
+        {k: v for k, v in row.items() if k != "waiting"} | {"peak_memory": None}
+        for row in folder.read_metrics()
+    ]
     copied.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     page = page_of(copied)
     assert "Throughput" in descriptions(page)
@@ -105,7 +125,9 @@ def reach_of(folder: Folder) -> Reach:
 
 def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
     page = page_of(folder)
-    assert page.count("window of training, 10") == 2  # the curves and the heat map; the stride is 10
+    assert (
+        page.count("window of training, 10") == 2
+    )  # the curves and the heat map; the stride is 10
     assert "Training cut it 10 steps back" in page
     assert "window of training" not in of_audit.by_lag(reach_of(folder)).svg
 
@@ -113,7 +135,9 @@ def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
 def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
     """The oracle is the definition: all of it beyond lag 0, none beyond the last, half where half is."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
-    assert of_audit.by_lag(flat, 20).caption.endswith("Training cut it 20 steps back: 50.0% of the sum lies further back.")
+    assert of_audit.by_lag(flat, 20).caption.endswith(
+        "Training cut it 20 steps back: 50.0% of the sum lies further back."
+    )
     assert of_audit.by_lag(flat, 40).caption.endswith("0.0% of the sum lies further back.")
     assert "further back" not in of_audit.by_lag(flat).caption
 
@@ -126,15 +150,26 @@ def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> No
     rows = [g for g in drawn.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     assert len(rows) == len(reach.by_leaf)
     only = replace(reach, by_leaf={"h": reach.norms})
-    assert len(of_audit.pictures(replace(Audited.read(folder.audit), reach=only))) == 3  # the curve says it already
+    assert (
+        len(of_audit.pictures(replace(Audited.read(folder.audit), reach=only))) == 3
+    )  # the curve says it already
 
 
 def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -> None:
     """A part that is blamed at one lag only is coloured there only."""
     lags = tuple(range(1, 41))
     spike = tuple(1.0 if lag == 30 else 0.0 for lag in lags)
-    reach = replace(reach_of(folder), lags=lags, norms=(1.0,) * 40, by_leaf={"flat": (1.0,) * 40, "spike": spike})
-    rows = [g for g in ET.fromstring(of_audit.by_part(reach).svg).iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
+    reach = replace(
+        reach_of(folder),
+        lags=lags,
+        norms=(1.0,) * 40,
+        by_leaf={"flat": (1.0,) * 40, "spike": spike},
+    )
+    rows = [
+        g
+        for g in ET.fromstring(of_audit.by_part(reach).svg).iter(f"{SVG}g")
+        if g.find(f"{SVG}title") is not None
+    ]
     flat, spiked = ([e.attrib for e in row.iter(f"{SVG}rect")] for row in rows)
     assert {cell["fill-opacity"] for cell in flat} == {"1.00"}
     assert len(spiked) == 1

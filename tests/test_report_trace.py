@@ -35,7 +35,11 @@ def looked(folder: Folder) -> Look:
 
 def traced_run(place: Path, **more: Any) -> tuple[Look, Traced]:
     """A run in float64, and what is seen of it."""
-    values = {k: v for k, v in settings(write_recordings(place / "data"), place / "run", **more).items() if v is not None}
+    values = {
+        k: v
+        for k, v in settings(write_recordings(place / "data"), place / "run", **more).items()
+        if v is not None
+    }
     look = looked(finish(values | {"dtype": "float64", "lr": 0.02}))
     found = traced(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert found is not None
@@ -45,10 +49,20 @@ def traced_run(place: Path, **more: Any) -> tuple[Look, Traced]:
 def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Every state and gate of every step, written out."""
     h, c = state
-    w, u, b, d = (layer.get_parameter(f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    w, u, b, d = (
+        layer.get_parameter(f"{name}_l0")
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
     for step in x:
         sums = step @ w.T + b + h @ u.T + d
-        i, f, g, o = (act(part) for act, part in zip((torch.sigmoid, torch.sigmoid, torch.tanh, torch.sigmoid), sums.chunk(4), strict=True))
+        i, f, g, o = (
+            act(part)
+            for act, part in zip(
+                (torch.sigmoid, torch.sigmoid, torch.tanh, torch.sigmoid),
+                sums.chunk(4),
+                strict=True,
+            )
+        )
         c = f * c + i * g
         h = o * c.tanh()
         yield {"h": h, "c": c, "i": i, "f": f, "g": g, "o": o}
@@ -60,21 +74,33 @@ def oracle(look: Look, found: Traced, cut: Cut) -> dict[str, Tensor]:
     layer = net.get_submodule("recurrent")
     assert isinstance(layer, nn.LSTM)
     end = found.start + cut.steps
-    x = net.get_submodule("standardise")(torch.tensor(look.first.read(0, end).inputs, dtype=torch.float64))
+    x = net.get_submodule("standardise")(
+        torch.tensor(look.first.read(0, end).inputs, dtype=torch.float64)
+    )
     targets = torch.tensor(look.first.read(0, end).targets, dtype=torch.long)
     apart = look.config.train_on == "windows"
     sums = {gate: torch.zeros(cut.steps, layer.hidden_size, dtype=x.dtype) for gate in GATES}
     for counted in range(found.start, end, cut.stride):
         stop = min(counted + cut.stride, end)
         begin = max(found.start, stop - cut.horizon) if cut.horizon > cut.stride else counted
-        zero = (torch.zeros(layer.hidden_size, dtype=x.dtype), torch.zeros(layer.hidden_size, dtype=x.dtype))
-        before = [(s["h"].detach(), s["c"].detach()) for s in by_hand(layer, x[: 0 if apart else begin], zero)]
+        zero = (
+            torch.zeros(layer.hidden_size, dtype=x.dtype),
+            torch.zeros(layer.hidden_size, dtype=x.dtype),
+        )
+        before = [
+            (s["h"].detach(), s["c"].detach())
+            for s in by_hand(layer, x[: 0 if apart else begin], zero)
+        ]
         seen = list(by_hand(layer, x[begin:stop], before[-1] if before else zero))
-        outputs = net.get_submodule("readout")(torch.stack([s["h"] for s in seen[counted - begin :]]))
+        outputs = net.get_submodule("readout")(
+            torch.stack([s["h"] for s in seen[counted - begin :]])
+        )
         first = max(0, look.config.warm_up - counted)
         loss = look.loss_fn(outputs[first:], targets[counted + first : stop])
         for gate in GATES:
-            parts = torch.autograd.grad(loss, [s[gate] for s in seen], retain_graph=True, materialize_grads=True)
+            parts = torch.autograd.grad(
+                loss, [s[gate] for s in seen], retain_graph=True, materialize_grads=True
+            )
             sums[gate][begin - found.start : stop - found.start] += torch.stack(parts)
     return {gate: total[: cut.shown].norm(dim=1) for gate, total in sums.items()}
 
@@ -90,18 +116,24 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("more", list(ROWS.values()), ids=list(ROWS))
-def test_every_number_is_the_gradient_that_the_run_trains_with(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_every_number_is_the_gradient_that_the_run_trains_with(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     look, found = traced_run(tmp_path, **more)
     cut = Cut.of(look.config, len(look.first) - found.start)
     expected = oracle(look, found, cut)
     assert found.steps == cut.shown >= 300
     for gate in GATES:
         seen = torch.tensor(found.norms[f"recurrent.layer0.{gate}"], dtype=torch.float64)
-        torch.testing.assert_close(seen, expected[gate], rtol=6e-4, atol=1e-12)  # kept to four digits
+        torch.testing.assert_close(
+            seen, expected[gate], rtol=6e-4, atol=1e-12
+        )  # kept to four digits
     assert all(float(norms.max()) > 1e-4 for norms in expected.values())
 
 
-def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look, found = traced_run(tmp_path, horizon=35)
     begins = Cut.begins
     monkeypatch.setattr(Cut, "begins", lambda cut, stop: begins(cut, stop) + (stop < cut.steps))
@@ -111,14 +143,20 @@ def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(tmp_path: Pat
     assert not np.allclose(found.norms[name], late.norms[name], rtol=1e-2)
 
 
-def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it(tmp_path: Path) -> None:
+def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it(
+    tmp_path: Path,
+) -> None:
     """The last step of a stride is blamed by its own loss alone, unless the horizon is longer."""
     look, long = traced_run(tmp_path, horizon=35)
-    short = traced(look.net, look.spec, look.first, look.loss_fn, replace(look.config, horizon=None))
+    short = traced(
+        look.net, look.spec, look.first, look.loss_fn, replace(look.config, horizon=None)
+    )
     assert short is not None
     last = [edge - short.start - 1 for edge in short.edges]
     name = "recurrent.layer0.c"
-    assert np.mean([short.norms[name][t] for t in last]) < 0.9 * np.mean([long.norms[name][t] for t in last])
+    assert np.mean([short.norms[name][t] for t in last]) < 0.9 * np.mean(
+        [long.norms[name][t] for t in last]
+    )
 
 
 def test_tracing_leaves_the_net_as_it_is(tmp_path: Path) -> None:
@@ -137,9 +175,15 @@ def test_tracing_leaves_the_net_as_it_is(tmp_path: Path) -> None:
     exact=st.booleans(),
     segment=st.none() | st.just(700),
 )
-def test_what_is_shown_is_there_and_cut_as_the_run_cuts(steps: int, stride: int, more: int, exact: bool, segment: int | None) -> None:
+def test_what_is_shown_is_there_and_cut_as_the_run_cuts(
+    steps: int, stride: int, more: int, exact: bool, segment: int | None
+) -> None:
     values = {"data": "d", "task": "classify", "out": "o"}
-    own = {"exact": True, "segment": segment} if exact else {"stride": stride, "horizon": stride + more}
+    own = (
+        {"exact": True, "segment": segment}
+        if exact
+        else {"stride": stride, "horizon": stride + more}
+    )
     config = make_config(values | own)
     cut = Cut.of(config, steps)
     assert 1 <= cut.shown <= cut.steps <= steps
@@ -175,7 +219,9 @@ def regression(place: Path, weight: float, **more: Any) -> tuple[Look, Config]:
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 2.0])
-def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the_net_is(tmp_path: Path, weight: float) -> None:
+def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the_net_is(
+    tmp_path: Path, weight: float
+) -> None:
     """Around zero, tanh is the identity: a step back multiplies by the weight."""
     look, config = regression(tmp_path, weight)
     found = traced(look.net, look.spec, look.first, look.loss_fn, config)
@@ -184,10 +230,16 @@ def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the
     assert life.edge == pytest.approx(min(1, weight) ** 10 * max(1, weight), rel=1e-3)
     norms = found.norms[life.name]
     assert norms[5] / norms[9] == pytest.approx(weight**4, rel=1e-3)
-    assert (life.died, life.lived) == ((found.windows, 3 + 1) if weight == 0.1 else (0, 10))  # 0.1 ** 3 is not below a thousandth
+    assert (life.died, life.lived) == (
+        (found.windows, 3 + 1) if weight == 0.1 else (0, 10)
+    )  # 0.1 ** 3 is not below a thousandth
     assert life.exploded == (found.windows if weight == 2.0 else 0)
     said = [str(cell) for cell in of_trace.lives(found).rows[0]]
-    words = {0.1: "dies 4 steps back in 40 of 40", 0.5: "lives to the first step", 2.0: "blows up 7 steps back in 40 of 40"}
+    words = {
+        0.1: "dies 4 steps back in 40 of 40",
+        0.5: "lives to the first step",
+        2.0: "blows up 7 steps back in 40 of 40",
+    }
     assert said[-1] == words[weight]
 
 
@@ -197,7 +249,9 @@ def test_the_time_constant_is_that_of_the_bias_where_nothing_else_counts(tmp_pat
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-        layer.get_parameter("bias_ih_l0")[8:16] = torch.arange(8.0)  # the forget gate of eight units
+        layer.get_parameter("bias_ih_l0")[8:16] = torch.arange(
+            8.0
+        )  # the forget gate of eight units
     found = traced(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert found is not None
     (memory,) = found.memories
@@ -218,14 +272,24 @@ def drawn(found: Traced, config: Config) -> ET.Element:
 
 def cuts(picture: ET.Element) -> list[float]:
     """Where the edges are, without the one in the key."""
-    paths = [e.attrib["d"] for e in picture.iter(f"{SVG}path") if e.attrib.get("stroke-width") == "1.4"]
-    return [float(x) for x, top in (re.findall(r"^M([\d.]+) (-?[\d.]+)V", d)[0] for d in paths) if float(top) > 0]
+    paths = [
+        e.attrib["d"] for e in picture.iter(f"{SVG}path") if e.attrib.get("stroke-width") == "1.4"
+    ]
+    return [
+        float(x)
+        for x, top in (re.findall(r"^M([\d.]+) (-?[\d.]+)V", d)[0] for d in paths)
+        if float(top) > 0
+    ]
 
 
-def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layers(seen: tuple[Look, Traced]) -> None:
+def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layers(
+    seen: tuple[Look, Traced],
+) -> None:
     look, found = seen
     picture = drawn(found, look.config)
-    rows = [text for e in picture.iter(f"{SVG}text") if (text := e.text or "").startswith("recurrent.")]
+    rows = [
+        text for e in picture.iter(f"{SVG}text") if (text := e.text or "").startswith("recurrent.")
+    ]
     assert rows == [f"recurrent.layer{k}.{gate}" for k in (0, 1) for gate in ("h", "r", "z", "n")]
     described = picture.findtext(f"{SVG}desc") or ""
     assert all(name in described for name in rows)
@@ -242,7 +306,9 @@ def test_every_edge_is_marked_where_an_update_ends(seen: tuple[Look, Traced]) ->
     assert cuts(drawn(alone, look.config)) == []
 
 
-def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(seen: tuple[Look, Traced]) -> None:
+def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
+    seen: tuple[Look, Traced],
+) -> None:
     look, found = seen
     norms = tuple(1.0 if t == 50 else 1e-9 for t in range(found.steps))
     spike = replace(found, norms={"a.h": norms}, start=0, stride=33)
@@ -253,15 +319,24 @@ def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(seen: 
     assert len(cells) == 1  # all others are empty, six powers of ten below
     edges = cuts(picture)
     wide = (edges[1] - edges[0]) / 33
-    assert left[0] == pytest.approx(edges[0] + (50 - 33 - (50 - 33) % 2) * wide, abs=0.3)  # bins of two steps begin at the edge, 33
+    assert left[0] == pytest.approx(
+        edges[0] + (50 - 33 - (50 - 33) % 2) * wide, abs=0.3
+    )  # bins of two steps begin at the edge, 33
     assert cells[0][1] == pytest.approx(2 * wide, abs=0.2)
 
 
-def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(seen: tuple[Look, Traced], tmp_path: Path) -> None:
+def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(
+    seen: tuple[Look, Traced], tmp_path: Path
+) -> None:
     look, found = seen
     name = next(iter(found.norms))
-    broken = replace(found, norms=found.norms | {name: (math.inf, *found.norms[name][1:])}, lives=found.lives)
-    broken = replace(broken, lives=(replace(found.lives[0], largest=math.inf, exploded=1, burst=3.0), *found.lives[1:]))
+    broken = replace(
+        found, norms=found.norms | {name: (math.inf, *found.norms[name][1:])}, lives=found.lives
+    )
+    broken = replace(
+        broken,
+        lives=(replace(found.lives[0], largest=math.inf, exploded=1, burst=3.0), *found.lives[1:]),
+    )
     assert "inf" not in of_trace.over_time(broken, look.config).svg.split("</desc>")[1]
     audited = replace(looked(Folder(Path(look.config.out))).go(), traced=broken)
     audited.write(tmp_path / "audit.json")
@@ -269,7 +344,9 @@ def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(seen: tuple[Look, T
     assert Audited.read(tmp_path / "audit.json") == audited
 
 
-def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(seen: tuple[Look, Traced], tmp_path: Path) -> None:
+def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
+    seen: tuple[Look, Traced], tmp_path: Path
+) -> None:
     look, _ = seen
     looked(Folder(Path(look.config.out))).go().write(tmp_path / "audit.json")
     content = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
@@ -286,8 +363,14 @@ def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(seen: tuple[
     [
         ({}, "Where an update ends credit is cut"),
         ({"horizon": 35}, "Credit crosses the ends of updates, through at most 35 steps."),
-        ({"exact": True, "stride": None, "updates": 2}, "No update of the run ends in between, so nothing is cut here."),
-        ({"train_on": "windows", "stride": 64}, "Each window of 64 steps starts from zero, and no credit leaves it."),
+        (
+            {"exact": True, "stride": None, "updates": 2},
+            "No update of the run ends in between, so nothing is cut here.",
+        ),
+        (
+            {"train_on": "windows", "stride": 64},
+            "Each window of 64 steps starts from zero, and no credit leaves it.",
+        ),
     ],
     ids=["stride", "horizon", "exact", "windows"],
 )

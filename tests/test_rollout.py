@@ -16,7 +16,21 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Complex
-from rollouts import EXACT, LOSSES, Loss, Played, deviation, of_all, of_both, of_last, played, random_resets, random_state, rolled, whole
+from rollouts import (
+    EXACT,
+    LOSSES,
+    Loss,
+    Played,
+    deviation,
+    of_all,
+    of_both,
+    of_last,
+    played,
+    random_resets,
+    random_state,
+    rolled,
+    whole,
+)
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -55,7 +69,15 @@ from throughtime.state import State
 )
 @every_net
 def test_rollout_is_the_net(
-    row: Row, steps: int, chunk: Any, lanes: int, seed: int, resets: bool, given_state: bool, verify: Any, loss: Loss
+    row: Row,
+    steps: int,
+    chunk: Any,
+    lanes: int,
+    seed: int,
+    resets: bool,
+    given_state: bool,
+    verify: Any,
+    loss: Loss,
 ) -> None:
     """Outputs, state, and the gradients to parameters, inputs and the state that enters."""
     net, x = row.net(), inputs(steps, lanes, seed=seed) * 0.3
@@ -68,7 +90,9 @@ def test_rollout_is_the_net(
 def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
     right = Piece.pull
 
-    def pull(piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any) -> Pulled:
+    def pull(
+        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
+    ) -> Pulled:
         return right(piece, weights, roots, None if piece.index == 1 else adjoint, **options)
 
     patch.setattr(Piece, "pull", pull)
@@ -76,7 +100,9 @@ def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @some_nets("lstm", "namedtuple-state", "learnt-start")
-def test_rollout_that_loses_something_is_not_the_net(row: Row, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_that_loses_something_is_not_the_net(
+    row: Row, loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutants: no resets, no state, credit lost at an edge, no credit from the end state."""
     net, x = row.net(), inputs(23, 2) * 0.3
     state, resets = random_state(net, x), torch.zeros(23, 2, dtype=torch.bool)
@@ -84,10 +110,24 @@ def test_rollout_that_loses_something_is_not_the_net(row: Row, loss: Loss, monke
     expected = played(net, whole(net), x, state, resets, loss)
     play = rolled(net, chunk=7)
     assert deviation(played(net, play, x, state, resets, loss), expected) < EXACT
-    assert deviation(played(net, lambda x, state, _: play(x, state, None), x, state, resets, loss), expected) > 1e-6
     assert (
         deviation(
-            played(net, lambda x, state, resets: play(x, tt.state.map_leaves(lambda s: s * 0, state), resets), x, state, resets, loss),
+            played(net, lambda x, state, _: play(x, state, None), x, state, resets, loss), expected
+        )
+        > 1e-6
+    )
+    assert (
+        deviation(
+            played(
+                net,
+                lambda x, state, resets: play(
+                    x, tt.state.map_leaves(lambda s: s * 0, state), resets
+                ),
+                x,
+                state,
+                resets,
+                loss,
+            ),
             expected,
         )
         > 1e-6
@@ -111,13 +151,25 @@ def test_one_unbatched_lane_is_rolled_out(row: Row, resets: Tensor | None) -> No
     state = random_state(net, inputs(1, 1))
     for entering in (state, None):
         found = played(net, rolled(net, chunk=4), x, entering, resets, of_both)
-        one = played(net, rolled(net, chunk=4), x.unsqueeze(1), entering, None if resets is None else resets.unsqueeze(1), of_both)
+        one = played(
+            net,
+            rolled(net, chunk=4),
+            x.unsqueeze(1),
+            entering,
+            None if resets is None else resets.unsqueeze(1),
+            of_both,
+        )
         assert found.y.shape == one.y[:, 0].shape
         assert found.gradients["x"].shape == x.shape
         batched = Played(one.y[:, 0], one.state, one.gradients | {"x": one.gradients["x"][:, 0]})
         assert deviation(found, batched) == 0
         unbatched = played(
-            net, lambda x, s, r: net(x, net.initial_state(1, like=inputs(1, 1)) if s is None else s, r), x, entering, resets, of_both
+            net,
+            lambda x, s, r: net(x, net.initial_state(1, like=inputs(1, 1)) if s is None else s, r),
+            x,
+            entering,
+            resets,
+            of_both,
         )
         assert deviation(found, unbatched) < EXACT
 
@@ -132,8 +184,12 @@ def test_one_unbatched_lane_of_tokens_is_rolled_out() -> None:
 
 def test_module_whose_state_is_not_explicit_is_refused() -> None:
     for module in (nn.LSTM(FEATURES, HIDDEN), named("hides-layer").module()):
-        with pytest.raises(ModelError, match=rf"the net is a {type(module).__name__}; .*: net = tt\.carry\(module\)"):
-            tt.rollout(module, inputs(5, 2))  # pyright: ignore[reportArgumentType]  # what a user may well do
+        with pytest.raises(
+            ModelError,
+            match=rf"the net is a {type(module).__name__}; .*: net = tt\.carry\(module\)",
+        ):
+            # what a user may well do
+            tt.rollout(module, inputs(5, 2))  # pyright: ignore[reportArgumentType]
 
 
 def test_gradient_is_that_of_finite_differences() -> None:
@@ -152,7 +208,14 @@ def test_gradient_is_that_of_finite_differences() -> None:
 def test_offload_changes_no_bit_and_leaves_no_file(offload: str, tmp_path: Path) -> None:
     net, x = named("namedtuple-state").net(), inputs(23, 2)
     kept = played(net, rolled(net, chunk=3), x, None, None, of_both)
-    moved = played(net, rolled(net, chunk=3, offload=tmp_path if offload == "folder" else offload), x, None, None, of_both)
+    moved = played(
+        net,
+        rolled(net, chunk=3, offload=tmp_path if offload == "folder" else offload),
+        x,
+        None,
+        None,
+        of_both,
+    )
     assert deviation(moved, kept) == 0
     y, _ = tt.rollout(net, x, chunk=3, offload=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -166,7 +229,10 @@ def test_memory_changes_no_gradient() -> None:
     net.module.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
     lengths = set[int]()
     for memory in ("10kB", "16kB", 40_000, "512MB"):
-        assert deviation(played(net, rolled(net, memory=memory), x, None, None, of_both), expected) < EXACT
+        assert (
+            deviation(played(net, rolled(net, memory=memory), x, None, None, of_both), expected)
+            < EXACT
+        )
         lengths.add(max(calls[-2:]))
     assert len(lengths) > 2
     with pytest.raises(ConfigError, match="a memory of 100 bytes is too small for 97 steps"):
@@ -181,10 +247,15 @@ class Reads(nn.Module):
         self.embedding = nn.Embedding(11, FEATURES)
         self.rotation = TensorState()
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         embedded = self.embedding(x)
         if state is None:
-            state = {"h": embedded.new_zeros(x.shape[1], HIDDEN), "read": torch.zeros(x.shape[1], dtype=torch.long)}
+            state = {
+                "h": embedded.new_zeros(x.shape[1], HIDDEN),
+                "read": torch.zeros(x.shape[1], dtype=torch.long),
+            }
         y, h = self.rotation(embedded, state["h"])
         return y, {"h": h, "read": state["read"] + len(x)}
 
@@ -220,7 +291,10 @@ def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     now = torch.get_rng_state()
     of_all(y, state).backward()
     assert torch.equal(torch.get_rng_state(), now)
-    assert apart(gradients(net), {name: g for name, g in expected.gradients.items() if name != "x"}) < EXACT
+    assert (
+        apart(gradients(net), {name: g for name, g in expected.gradients.items() if name != "x"})
+        < EXACT
+    )
     torch.manual_seed(4)  # the mutant: other numbers
     assert deviation(played(net, rolled(net, chunk=4), x, None, None, of_all), expected) > 1e-6
 
@@ -248,7 +322,10 @@ def test_buffers_change_once() -> None:
 def test_autocast_is_that_of_the_net_in_chunks() -> None:
     found = list[Weights]()
     for roll in (False, True):
-        net, x = tt.carry(named("hides-layer").module().float()), inputs(24, 2).float().requires_grad_()
+        net, x = (
+            tt.carry(named("hides-layer").module().float()),
+            inputs(24, 2).float().requires_grad_(),
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if roll:
                 y, state = tt.rollout(net, x, chunk=6)
@@ -287,7 +364,10 @@ class RestlessReadout(HidesLayer):
 def test_net_that_does_not_repeat_is_refused(make: Callable[[], nn.Module]) -> None:
     net, x = tt.carry(make().double()), inputs(23, 2)
     for verify in ("first", "all"):
-        with pytest.raises(ModelError, match="the forward pass does not repeat: run again, steps 20 to 22 of the stretch"):
+        with pytest.raises(
+            ModelError,
+            match="the forward pass does not repeat: run again, steps 20 to 22 of the stretch",
+        ):
             of_all(*tt.rollout(net, x, chunk=4, verify=verify)).backward()
     assert all(p.grad is None for p in net.parameters())
     of_all(*tt.rollout(net, x, chunk=4, verify="off")).backward()
@@ -302,16 +382,41 @@ def test_complex_states_hand_back_their_credit() -> None:
 @pytest.mark.parametrize(
     ("x", "options", "error", "reason"),
     [
-        (inputs(23, 2)[:0], {}, DataError, r"inputs have shape \(0, 2, 3\), expected \(T, B, D\) or \(T, B\) with at least one step"),
+        (
+            inputs(23, 2)[:0],
+            {},
+            DataError,
+            (
+                r"inputs have shape \(0, 2, 3\), expected \(T, B, D\) or \(T, B\) with at least one"
+                r" step"
+            ),
+        ),
         (torch.zeros(23), {}, DataError, r"inputs have shape \(23,\), expected \(T, B, D\)"),
-        (inputs(23, 2), {"resets": torch.zeros(22, 2, dtype=torch.bool)}, DataError, r"resets have shape \(22, 2\), expected \(23, 2\)"),
-        (inputs(23, 2), {"chunk": 0}, ConfigError, "chunk=0: expected a whole number of at least 1"),
+        (
+            inputs(23, 2),
+            {"resets": torch.zeros(22, 2, dtype=torch.bool)},
+            DataError,
+            r"resets have shape \(22, 2\), expected \(23, 2\)",
+        ),
+        (
+            inputs(23, 2),
+            {"chunk": 0},
+            ConfigError,
+            "chunk=0: expected a whole number of at least 1",
+        ),
         (inputs(23, 2), {"memory": "much"}, ConfigError, "memory='much'"),
         (inputs(23, 2), {"offload": "/no/such/folder"}, ConfigError, "or a folder that exists"),
-        (inputs(23, 2), {"verify": "some"}, ConfigError, "verify='some': expected 'first', 'all' or 'off'"),
+        (
+            inputs(23, 2),
+            {"verify": "some"},
+            ConfigError,
+            "verify='some': expected 'first', 'all' or 'off'",
+        ),
     ],
     ids=["no steps", "one dimension", "resets", "chunk", "memory", "offload", "verify"],
 )
-def test_what_cannot_be_rolled_out_is_refused(x: Tensor, options: dict[str, Any], error: type[Exception], reason: str) -> None:
+def test_what_cannot_be_rolled_out_is_refused(
+    x: Tensor, options: dict[str, Any], error: type[Exception], reason: str
+) -> None:
     with pytest.raises(error, match=reason):
         tt.rollout(named("hides-layer").net(), x, **options)

@@ -1,4 +1,5 @@
-"""tt.rollout within a larger graph: several losses, weights that changed, hooks, and what is asked for alone.
+"""tt.rollout within a larger graph: several losses, weights that changed, hooks, and what is asked
+for alone.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -9,7 +10,18 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from rollouts import EXACT, deviation, of_all, of_both, of_end, played, random_state, rolled, whole
-from strategies import FEATURES, HIDDEN, Weights, apart, gradients, inputs, named, start, states_apart, weights
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    Weights,
+    apart,
+    gradients,
+    inputs,
+    named,
+    start,
+    states_apart,
+    weights,
+)
 from throughtime.errors import ModelError
 from throughtime.state import State
 
@@ -18,16 +30,35 @@ def test_rollout_is_part_of_a_larger_graph() -> None:
     """An encoder before it, another net after it, its state made from something else and used by another rollout."""
     first, second = named("hides-layer").net(), named("tensor-state").net()
     found = list[Weights]()
-    for play_first, play_second in ((whole(first), whole(second)), (rolled(first, chunk=3), rolled(second, chunk=4))):
+    for play_first, play_second in (
+        (whole(first), whole(second)),
+        (rolled(first, chunk=3), rolled(second, chunk=4)),
+    ):
         torch.manual_seed(1)
-        encoder, starter, link = nn.Linear(FEATURES, FEATURES).double(), nn.Linear(2, HIDDEN).double(), nn.Linear(2, FEATURES).double()
+        encoder, starter, link = (
+            nn.Linear(FEATURES, FEATURES).double(),
+            nn.Linear(2, HIDDEN).double(),
+            nn.Linear(2, FEATURES).double(),
+        )
         x, z = encoder(inputs(30, 2)), starter(torch.ones(2, 2, dtype=torch.float64))
         y, state = play_first(x, None, None)
         more, end = play_second(link(y).tanh(), z, None)
         again, _ = play_first(x.flip(0), state, None)  # the same net once more, from where it was
         (more.square().mean() + again.square().mean() + y[3:5].sum() * end.sum()).backward()
-        parts = {"first": first, "second": second, "encoder": encoder, "starter": starter, "link": link}
-        found.append({f"{name}.{key}": g for name, part in parts.items() for key, g in gradients(part).items()})
+        parts = {
+            "first": first,
+            "second": second,
+            "encoder": encoder,
+            "starter": starter,
+            "link": link,
+        }
+        found.append(
+            {
+                f"{name}.{key}": g
+                for name, part in parts.items()
+                for key, g in gradients(part).items()
+            }
+        )
         first.zero_grad()
         second.zero_grad()
     assert apart(found[1], found[0]) < EXACT
@@ -44,7 +75,13 @@ def test_rollouts_one_after_another_are_one() -> None:
         return torch.cat([y, more]), state
 
     state = random_state(net, x)
-    assert deviation(played(net, in_two, x, state, None, of_both), played(net, whole(net), x, state, None, of_both)) < EXACT
+    assert (
+        deviation(
+            played(net, in_two, x, state, None, of_both),
+            played(net, whole(net), x, state, None, of_both),
+        )
+        < EXACT
+    )
 
 
 def test_several_losses_may_go_back_one_after_another() -> None:
@@ -101,7 +138,13 @@ def test_without_gradients_there_is_no_graph() -> None:
 def test_second_derivatives_are_refused() -> None:
     net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
     y, state = tt.rollout(net, x, chunk=4)
-    with pytest.raises(ModelError, match=r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state, resets\)"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state,"
+            r" resets\)"
+        ),
+    ):
         torch.autograd.grad(of_all(y, state), [x], create_graph=True)
 
 
@@ -112,7 +155,10 @@ def test_weights_changed_before_the_backward_pass_are_refused() -> None:
     of_all(*first).backward()
     kept = gradients(net)
     optimizer.step()
-    with pytest.raises(ModelError, match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first"):
+    with pytest.raises(
+        ModelError,
+        match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first",
+    ):
         of_all(*second).backward()
     assert apart(gradients(net), kept) == 0
     of_all(*tt.rollout(net, x, chunk=4)).backward()
@@ -134,7 +180,13 @@ def test_state_changed_before_the_backward_pass_changes_nothing() -> None:
     for leaf in (*tt.state.tensors(state), *tt.state.tensors(tt.state.detach(after))):
         leaf.zero_()
     of_all(y, after).backward()
-    assert apart(gradients(net), {name: g for name, g in expected.gradients.items() if name.startswith("module")}) < EXACT
+    assert (
+        apart(
+            gradients(net),
+            {name: g for name, g in expected.gradients.items() if name.startswith("module")},
+        )
+        < EXACT
+    )
 
 
 def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:

@@ -1,4 +1,7 @@
-"""A run: its configuration, its data, its checkpoints; killed at any moment it goes on to the bit."""
+"""A run: its configuration, its data, its checkpoints.
+
+Killed at any moment it goes on to the bit.
+"""
 
 import copy
 import json
@@ -26,7 +29,9 @@ from throughtime.run.train import begin, prepare
 from throughtime.stream.recording import as_recording
 
 
-def write_recordings(folder: Path, lengths: tuple[int, ...] = (400, 250, 330), classes: int = 3) -> Path:
+def write_recordings(
+    folder: Path, lengths: tuple[int, ...] = (400, 250, 330), classes: int = 3
+) -> Path:
     """A manifest of npy recordings whose class follows the sign pattern of a slow signal."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
@@ -41,12 +46,24 @@ def write_recordings(folder: Path, lengths: tuple[int, ...] = (400, 250, 330), c
 
 
 def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
-    small = {"task": "classify", "hidden": 8, "lanes": 2, "stride": 10, "updates": 60, "checkpoint_every": 1000.0}
+    small = {
+        "task": "classify",
+        "hidden": 8,
+        "lanes": 2,
+        "stride": 10,
+        "updates": 60,
+        "checkpoint_every": 1000.0,
+    }
     return {"data": str(data), "out": str(out), **small, **more}
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    named = [part for key, value in values.items() if key != "data" for part in (f"--{key.replace('_', '-')}", str(value))]
+    named = [
+        part
+        for key, value in values.items()
+        if key != "data"
+        for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
     return ["train", values["data"], *named]
 
 
@@ -101,7 +118,9 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     broken = np.load(data / "1_x.npy")
     broken[17, 1] = np.nan
     np.save(data / "1_x.npy", broken)
-    with pytest.raises(DataError, match=r"recording '1': 1 steps .* step 17, column 1.*--missing mask"):
+    with pytest.raises(
+        DataError, match=r"recording '1': 1 steps .* step 17, column 1.*--missing mask"
+    ):
         begin(make_config(settings(data, out)))
     assert not out.exists()
     masked = finish(settings(data, out, missing="mask"))
@@ -113,7 +132,10 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
     labels = np.load(data / "2_y.npy")
     labels[200] = 9
     np.save(data / "2_y.npy", labels)
-    with pytest.raises(DataError, match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2"):
+    with pytest.raises(
+        DataError,
+        match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2",
+    ):
         begin(make_config(settings(data, tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
@@ -122,13 +144,22 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
     ("rows", "said"),
     [
         ("id,split,inputs,targets\na,train,no.npy,0_y.npy", "'a': no such file"),
-        ("id,split,inputs,targets\na,train,0_x.npy,0_y.npy\na,valid,1_x.npy,1_y.npy", "'a' is listed twice"),
+        (
+            "id,split,inputs,targets\na,train,0_x.npy,0_y.npy\na,valid,1_x.npy,1_y.npy",
+            "'a' is listed twice",
+        ),
         ("id,split,inputs,labels\na,train,0_x.npy,0_y.npy", "a manifest has the columns"),
         ("id,split,inputs,targets\n", "lists no recording"),
         ("id,split,inputs,targets\na,train,0_x.npy,1_y.npy", "has 400 steps and .*1_y.npy has 250"),
         ("id,split,inputs,targets\na,train,0_x.npy,", "which columns are the targets"),
-        ("id,split,inputs,targets\na,test,0_x.npy,0_y.npy", "no recordings in split 'train'; there are test"),
-        ("id,split,inputs,targets\na,train,0_x.npy,0_y.npy\nb,train,0_y.npy,0_y.npy", "inputs .*asked for, the file has|input columns"),
+        (
+            "id,split,inputs,targets\na,test,0_x.npy,0_y.npy",
+            "no recordings in split 'train'; there are test",
+        ),
+        (
+            "id,split,inputs,targets\na,train,0_x.npy,0_y.npy\nb,train,0_y.npy,0_y.npy",
+            "inputs .*asked for, the file has|input columns",
+        ),
     ],
 )
 def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, said: str) -> None:
@@ -140,7 +171,9 @@ def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, sa
 
 def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lanes=9999 but the recordings have 650 steps"):
-        begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999)))
+        begin(
+            make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999))
+        )
 
 
 def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -151,7 +184,9 @@ def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> None:
-    recordings = [("", as_recording({"inputs": np.zeros(n), "name": str(n)}, 0)) for n in (10, 20, 30)]
+    recordings = [
+        ("", as_recording({"inputs": np.zeros(n), "name": str(n)}, 0)) for n in (10, 20, 30)
+    ]
     several, _ = datasets.split(recordings, 0.2)
     assert [r.name for r in several["valid"]] == ["30"]
     single, _ = datasets.split(recordings[2:], 0.2)
@@ -162,16 +197,32 @@ def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> No
 
 
 def test_training_that_diverges_says_so_and_keeps_the_checkpoint(tmp_path: Path) -> None:
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", lr=1e30)))
+    training = begin(
+        make_config(
+            settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", lr=1e30)
+        )
+    )
     training.save()
     before = training.folder.checkpoint.read_bytes()
-    with pytest.raises(RunError, match=r"((the loss|part of the loss) is (nan|inf)|not finite).*try a lower --lr \(now 1e\+30\)"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"((the loss|part of the loss) is (nan|inf)|not finite).*try a lower --lr \(now"
+            r" 1e\+30\)"
+        ),
+    ):
         list(training.go())
     assert training.folder.checkpoint.read_bytes() == before
 
 
 def test_balanced_weights_are_inverse_frequencies(tmp_path: Path) -> None:
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", class_weights="balanced")))
+    training = begin(
+        make_config(
+            settings(
+                write_recordings(tmp_path / "data"), tmp_path / "run", class_weights="balanced"
+            )
+        )
+    )
     loss = training.loss_fn
     assert isinstance(loss, torch.nn.CrossEntropyLoss)
     assert loss.weight is not None
@@ -180,7 +231,9 @@ def test_balanced_weights_are_inverse_frequencies(tmp_path: Path) -> None:
 
 
 def test_a_regression_model_answers_in_the_units_of_its_targets(tmp_path: Path) -> None:
-    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", updates=300, lr=0.01)
+    values = settings(
+        write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", updates=300, lr=0.01
+    )
     folder = finish(values)
     net, spec = load_model(folder.model)
     assert spec.task == "regress"
@@ -199,7 +252,9 @@ RESUMED = [
 
 @pytest.mark.parametrize("more", RESUMED, ids=lambda more: "-".join(map(str, more.values())))
 @pytest.mark.parametrize("stop_at", [1, 23, 32, 33, 47])
-def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, more: dict[str, Any], stop_at: int) -> None:
+def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
+    tmp_path: Path, more: dict[str, Any], stop_at: int
+) -> None:
     from throughtime.run.train import Training
 
     data = write_recordings(tmp_path / "data")
@@ -228,7 +283,9 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     more = {"updates": 800, "checkpoint_every": 0.2, "horizon": 30}
     whole = finish(settings(data, tmp_path / "whole", **(more | {"checkpoint_every": 1000.0})))
     values = settings(data, tmp_path / "killed", **more)
-    process = subprocess.Popen(command(*flags(values)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(*flags(values)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     folder = Folder(tmp_path / "killed")
     seen = _wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGKILL)
@@ -252,8 +309,12 @@ def _wait_for_checkpoint(folder: Folder, process: "subprocess.Popen[bytes]") -> 
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    values = settings(write_recordings(tmp_path / "data", (4000, 2500, 300)), tmp_path / "run", updates=100_000)
-    process = subprocess.Popen(command(*flags(values)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    values = settings(
+        write_recordings(tmp_path / "data", (4000, 2500, 300)), tmp_path / "run", updates=100_000
+    )
+    process = subprocess.Popen(
+        command(*flags(values)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -273,7 +334,8 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     limit = len(before) // 2
 
     smaller = (
-        f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f" resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"
     )
     run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
     assert run.code == 2
@@ -300,7 +362,9 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
-    Folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run")))
+    Folder.create(
+        Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run"))
+    )
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
     with pytest.raises(RunError, match="no checkpoint to go on from"):
         Training.resume(tmp_path / "run")
@@ -372,25 +436,42 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
     """Two updates of Adam with a tight clip, against the same by hand."""
     import throughtime as tt
 
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, clip=1e-3)))
+    training = begin(
+        make_config(
+            settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, clip=1e-3)
+        )
+    )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
     stream = training._stream()
-    for update, _ in zip(tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)), range(2), strict=False):
+    for update, _ in zip(
+        tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)),
+        range(2),
+        strict=False,
+    ):
         del update
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         assert norm > 1e-3
         optimizer.step()
         optimizer.zero_grad()
     list(training.go())
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), training.net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), training.net.parameters(), strict=True)
+    )
 
 
 def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", train_on="windows")))
+    training = begin(
+        make_config(
+            settings(write_recordings(tmp_path / "data"), tmp_path / "run", train_on="windows")
+        )
+    )
     assert {len(recording) for recording in training.stream.recordings} == {10}
     assert sum(map(len, training.stream.recordings)) == 650
-    assert all(chunk.resets[0].sum() == (chunk.recording[0] >= 0).sum() and not chunk.resets[1:].any() for chunk in training.stream)
+    assert all(
+        chunk.resets[0].sum() == (chunk.recording[0] >= 0).sum() and not chunk.resets[1:].any()
+        for chunk in training.stream
+    )
     carried = begin(make_config(settings(tmp_path / "data", tmp_path / "carried")))
     assert sum(int(chunk.resets.sum()) for chunk in carried.stream) == 2
 
@@ -403,7 +484,9 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
     assert assess(folder, None, "all", None)[1].steps == 980 - 3 * 25
 
 
-def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(tmp_path: Path) -> None:
+def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
+    tmp_path: Path,
+) -> None:
     from throughtime.run.assess import assess
     from throughtime.run.train import Training
 
@@ -425,14 +508,25 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
         np.save(data / f"{name}_x.npy", np.column_stack([inputs[:, 0], np.arange(len(inputs))]))
     said = "; ".join(prepare(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
     assert "splits as in the manifest (train 2, valid 1)" in said
-    assert "cut into 5 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings whole)" in said
+    assert (
+        "cut into 5 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
+        " whole)" in said
+    )
     assert "input 1 only ever rises: a clock?" in said
     quiet = prepare(make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run")))
     assert quiet.remarks == ("splits as in the manifest (train 2, valid 1)",)
 
 
 @pytest.mark.parametrize(
-    ("label", "name"), [("--5", "--5"), ("-5", "-5"), ("007", "7"), ("2.0", "2"), ("nan", ""), (2**53 + 1, str(2**53 + 1))]
+    ("label", "name"),
+    [
+        ("--5", "--5"),
+        ("-5", "-5"),
+        ("007", "7"),
+        ("2.0", "2"),
+        ("nan", ""),
+        (2**53 + 1, str(2**53 + 1)),
+    ],
 )
 def test_classes_are_called_by_one_name(label: object, name: str) -> None:
     assert datasets.class_name(label) == name
@@ -442,11 +536,18 @@ def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_pat
     folder = write_recordings(tmp_path / "data")
     (folder / "recordings.csv").unlink()
     for i in range(3):
-        np.savez(folder / f"{i}.npz", inputs=np.load(folder / f"{i}_x.npy"), targets=np.load(folder / f"{i}_y.npy"))
+        np.savez(
+            folder / f"{i}.npz",
+            inputs=np.load(folder / f"{i}_x.npy"),
+            targets=np.load(folder / f"{i}_y.npy"),
+        )
     for path in folder.glob("*.npy"):
         path.unlink()
     said = "; ".join(prepare(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks)
-    assert "cut into 9 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings whole)" in said
+    assert (
+        "cut into 9 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
+        " whole)" in said
+    )
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -459,7 +560,9 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000)))
+    training = begin(
+        make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000))
+    )
     with pytest.raises(DataError, match="without a single step that counts"):
         list(training.go())
 
@@ -484,7 +587,9 @@ def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     write_report(folder)
     for content in ("{", '{"split": "test"}'):
         folder.scores("test").write_text(content, encoding="utf-8")
-        with pytest.raises(RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"):
+        with pytest.raises(
+            RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"
+        ):
             write_report(folder)
 
 

@@ -38,13 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return finish(settings(data, place / "run", class_weights="balanced", lr=0.01))
 
 
-def look(folder: Folder, question: Question, data: Path | None = None, split: str | None = None) -> Look:
+def look(
+    folder: Folder, question: Question, data: Path | None = None, split: str | None = None
+) -> Look:
     return look_at(folder, question, data, split, None, None)
 
 
 def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
     said = run("audit", folder.path, *QUICK, "--stride", "10")
-    assert "auditing the first 320 of 400 steps of 2 lanes of split 'train': horizons 10, 40, stride 10" in said
+    assert (
+        "auditing the first 320 of 400 steps of 2 lanes of split 'train': horizons 10, 40,"
+        " stride 10" in said
+    )
     assert "what cutting the gradient costs, against the exact one" in said
     assert "whole state" in said
     assert "recurrent.c" in said
@@ -55,9 +60,19 @@ def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
     assert content["update"] == 60
     page = folder.report.read_text(encoding="utf-8")
     assert page.count("Where the gradient goes") == 2  # in the contents and above the section
-    for words in ("How far back the gradient goes", "What cutting the gradient costs", "What the past is worth", "worst parameter"):
+    for words in (
+        "How far back the gradient goes",
+        "What cutting the gradient costs",
+        "What the past is worth",
+        "worst parameter",
+    ):
         assert words in page
-    for words in ("The gradient, step by step", "Gradient over time and layer", "Is the loop sound?", "recurrent.layer0.f"):
+    for words in (
+        "The gradient, step by step",
+        "Gradient over time and layer",
+        "Is the loop sound?",
+        "recurrent.layer0.f",
+    ):
         assert words in page
     found = Audited.read(folder.audit)
     for words in (found.advice(folder.read_config()), found.warning()):
@@ -79,13 +94,25 @@ def test_the_figures_are_those_of_training(folder: Folder) -> None:
 
 
 def test_the_loss_of_a_regression_is_that_of_training(tmp_path: Path) -> None:
-    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", updates=5, dtype="float64"))
+    folder = finish(
+        settings(
+            write_recordings(tmp_path / "data"),
+            tmp_path / "run",
+            task="regress",
+            updates=5,
+            dtype="float64",
+        )
+    )
     loss_fn = look(folder, Question()).loss_fn
     assert isinstance(loss_fn, StandardisedMSE)
-    np.testing.assert_array_equal(loss_fn.scale.numpy(), prepare(folder.read_config()).found.targets.scale)
+    np.testing.assert_array_equal(
+        loss_fn.scale.numpy(), prepare(folder.read_config()).found.targets.scale
+    )
 
 
-def test_the_section_stays_when_the_run_is_evaluated_or_goes_on(folder: Folder, tmp_path: Path) -> None:
+def test_the_section_stays_when_the_run_is_evaluated_or_goes_on(
+    folder: Folder, tmp_path: Path
+) -> None:
     folder = Folder(shutil.copytree(folder.path, tmp_path / "run"))
     run("audit", folder.path, *QUICK)
     run("eval", folder.path, "--split", "valid")
@@ -99,18 +126,29 @@ def test_the_section_stays_when_the_run_is_evaluated_or_goes_on(folder: Folder, 
 
 
 def test_an_audit_leaves_the_run_as_it_is(folder: Folder) -> None:
-    before = [path.read_bytes() for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)]
+    before = [
+        path.read_bytes()
+        for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)
+    ]
     threads = torch.get_num_threads()
     run("audit", folder.path, *QUICK)
-    assert before == [path.read_bytes() for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)]
+    assert before == [
+        path.read_bytes()
+        for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)
+    ]
     assert torch.get_num_threads() == threads
 
 
 def test_the_usual_horizons_are_as_long_as_an_epoch_allows(folder: Folder) -> None:
     usual = look(folder, Question())
-    assert (usual.horizons, usual.steps) == ((10, 50, 200), 400)  # 10 is the run's own, 800 is longer than half of 400
+    assert (usual.horizons, usual.steps) == (
+        (10, 50, 200),
+        400,
+    )  # 10 is the run's own, 800 is longer than half of 400
     assert look(folder, Question(stride=20)).horizons == (50, 200)
-    assert look(folder, Question(lanes=130)).horizons == (2,)  # five steps a lane: nothing usual is short enough, half of them is
+    assert look(folder, Question(lanes=130)).horizons == (
+        2,
+    )  # five steps a lane: nothing usual is short enough, half of them is
     assert look(folder, Question(horizons=(40, 10, 10))).horizons == (10, 40)
     assert look(folder, Question(horizons=(10, 40))).steps == 320
     assert look(folder, Question(horizons=(10,), steps=33)).steps == 33
@@ -119,7 +157,9 @@ def test_the_usual_horizons_are_as_long_as_an_epoch_allows(folder: Folder) -> No
 def test_other_recordings_are_those_that_eval_would_score(folder: Folder) -> None:
     data = Path(folder.read_config().data)
     assert look(folder, Question()).split == "train"
-    with pytest.raises(DataError, match=r"no recordings in split 'test'; there are train \(2\), valid \(1\)"):
+    with pytest.raises(
+        DataError, match=r"no recordings in split 'test'; there are train \(2\), valid \(1\)"
+    ):
         look(folder, Question(), data)
     other = look(folder, Question(), data, "valid")
     assert (other.stream.lanes, other.stream.steps) == (1, 330)  # one recording stays whole
@@ -130,18 +170,35 @@ def test_other_recordings_are_those_that_eval_would_score(folder: Folder) -> Non
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
         (["--horizons", "50,200", "--stride", "100"], "horizon=50 is below stride=100"),
-        (["--horizons", "50;200"], "horizons='50;200': expected whole numbers of steps, separated by commas"),
+        (
+            ["--horizons", "50;200"],
+            "horizons='50;200': expected whole numbers of steps, separated by commas",
+        ),
         (["--horizons", "0"], "horizons=0: expected a whole number of at least 1"),
-        (["--horizons", "500"], "horizon 500 is not shorter than the 400 steps looked at, so it would cut nothing. Take fewer --lanes"),
+        (
+            ["--horizons", "500"],
+            (
+                "horizon 500 is not shorter than the 400 steps looked at, so it would cut nothing."
+                " Take fewer --lanes"
+            ),
+        ),
         (["--horizons", "100", "--steps", "60"], "Take more --steps: there are 400"),
-        (["--stride", "300"], "a lane plays 400 steps in an epoch, too few to cut at a stride of 300. Take fewer --lanes"),
+        (
+            ["--stride", "300"],
+            (
+                "a lane plays 400 steps in an epoch, too few to cut at a stride of 300. Take fewer"
+                " --lanes"
+            ),
+        ),
         (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
         (["--tolerance", "1.5"], "tolerance=1.5: expected a relative bias between 0 and 1"),
         (["--missing", "drop"], "missing='drop': expected one of"),
         (["--device", "meta"], "device=meta: holds no numbers"),
     ],
 )
-def test_bad_questions_get_one_message_that_says_what_to_do(folder: Folder, arguments: list[str], said: str) -> None:
+def test_bad_questions_get_one_message_that_says_what_to_do(
+    folder: Folder, arguments: list[str], said: str
+) -> None:
     before = folder.audit.read_bytes() if folder.audit.is_file() else None
     complained = run("audit", folder.path, *arguments, ok=False)
     assert complained.startswith("error: ")
@@ -159,7 +216,11 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
     other = write_recordings(tmp_path / "other")
     data.rename(tmp_path / "gone")
     with pytest.raises(
-        DataError, match=r"class_weights='balanced' counts the training recordings of the run, which cannot be read: .*data"
+        DataError,
+        match=(
+            r"class_weights='balanced' counts the training recordings of the run, which cannot be"
+            r" read: .*data"
+        ),
     ):
         look(folder, Question(), other, "train")
 
@@ -181,7 +242,19 @@ def truncation(horizon: int, bias: float, stride: int | None = None) -> Truncati
 def audited(*rows: Truncation, memory_used: bool = True, norm: float = 1.0, **more: Any) -> Audited:
     found = tt.Audit(8000, 4, 0.5, norm, rows)
     contexts = {1: 1.0, 2: 0.9}
-    goes = tt.Reach((1, 2), (1.0, 0.5), {"h": (1.0, 0.5)}, 4, (4, 4), {0.5: 1, 0.9: 2, 0.99: 2}, None, -0.1, 0.8, contexts, memory_used)
+    goes = tt.Reach(
+        (1, 2),
+        (1.0, 0.5),
+        {"h": (1.0, 0.5)},
+        4,
+        (4, 4),
+        {0.5: 1, 0.9: 2, 0.99: 2},
+        None,
+        -0.1,
+        0.8,
+        contexts,
+        memory_used,
+    )
     return Audited("train", "d", 7, 100_000, 0.1, found, replace(goes, **more))
 
 
@@ -191,16 +264,47 @@ CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
 @pytest.mark.parametrize(
     ("found", "config", "said"),
     [
-        (audited(truncation(50, 0.4), truncation(200, 0.05)), CONFIG, "Train with --stride 200, or --stride 100 --horizon 200 for more"),
-        (audited(truncation(50, 0.4), truncation(200, 0.05, 50)), CONFIG, "Train with --stride 50 --horizon 200: a bias of 0.05, within"),
-        (audited(truncation(50, 0.02)), CONFIG, "Train with --stride 50: a bias of 0.02, within the tolerance of 0.1. It is the shortest"),
-        (audited(truncation(50, 0.4)), CONFIG, "No audited horizon is enough: the longest, 50 steps, has a bias of 0.4"),
-        (audited(truncation(50, 0.4)), CONFIG, "Audit longer ones, --horizons 200,800, or train with the exact gradient, --exact"),
+        (
+            audited(truncation(50, 0.4), truncation(200, 0.05)),
+            CONFIG,
+            "Train with --stride 200, or --stride 100 --horizon 200 for more",
+        ),
+        (
+            audited(truncation(50, 0.4), truncation(200, 0.05, 50)),
+            CONFIG,
+            "Train with --stride 50 --horizon 200: a bias of 0.05, within",
+        ),
+        (
+            audited(truncation(50, 0.02)),
+            CONFIG,
+            (
+                "Train with --stride 50: a bias of 0.02, within the tolerance of 0.1. It is the"
+                " shortest"
+            ),
+        ),
+        (
+            audited(truncation(50, 0.4)),
+            CONFIG,
+            "No audited horizon is enough: the longest, 50 steps, has a bias of 0.4",
+        ),
+        (
+            audited(truncation(50, 0.4)),
+            CONFIG,
+            "Audit longer ones, --horizons 200,800, or train with the exact gradient, --exact",
+        ),
         (audited(truncation(60_000, 0.4)), CONFIG, "Train with the exact gradient, --exact"),
         (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is enough"),
-        (audited(truncation(50, 0.02), memory_used=False), CONFIG, "No window can be chosen by these figures, since the net makes no use"),
+        (
+            audited(truncation(50, 0.02), memory_used=False),
+            CONFIG,
+            "No window can be chosen by these figures, since the net makes no use",
+        ),
         (audited(truncation(50, 0.0), norm=0.0), CONFIG, "The gradient is zero everywhere"),
-        (audited(truncation(100, 0.4)), CONFIG, "The run was trained with --stride 100, whose bias is 0.4."),
+        (
+            audited(truncation(100, 0.4)),
+            CONFIG,
+            "The run was trained with --stride 100, whose bias is 0.4.",
+        ),
     ],
 )
 def test_the_advice_follows_from_the_figures(found: Audited, config: Config, said: str) -> None:
@@ -209,7 +313,12 @@ def test_the_advice_follows_from_the_figures(found: Audited, config: Config, sai
 
 @pytest.mark.parametrize(
     "config",
-    [replace(CONFIG, exact=True), replace(CONFIG, train_on="windows"), replace(CONFIG, horizon=400), replace(CONFIG, stride=50)],
+    [
+        replace(CONFIG, exact=True),
+        replace(CONFIG, train_on="windows"),
+        replace(CONFIG, horizon=400),
+        replace(CONFIG, stride=50),
+    ],
 )
 def test_a_row_is_that_of_the_run_only_if_its_gradients_were_cut_so(config: Config) -> None:
     found = audited(truncation(100, 0.4))
@@ -225,7 +334,9 @@ def test_a_row_is_that_of_the_run_only_if_its_gradients_were_cut_so(config: Conf
         audited(truncation(50, math.inf), lyapunov=-math.inf),
     ],
 )
-def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(tmp_path: Path, found: Audited) -> None:
+def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
+    tmp_path: Path, found: Audited
+) -> None:
     found.write(tmp_path / "audit.json")
     assert Audited.read(tmp_path / "audit.json") == found
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -236,7 +347,12 @@ def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(tmp_path: 
     [
         audited(truncation(50, math.inf)),
         audited(truncation(50, 7.5), truncation(200, -0.0)),
-        audited(truncation(50, 0.0), norm=0.0, norms=(0.0, 0.0), by_leaf={"h": (0.0, 0.0), "c": (0.0, math.nan)}),
+        audited(
+            truncation(50, 0.0),
+            norm=0.0,
+            norms=(0.0, 0.0),
+            by_leaf={"h": (0.0, 0.0), "c": (0.0, math.nan)},
+        ),
         audited(truncation(1, 0.3), norms=(1e30, 1e-30), contexts={1: 2.0}),
     ],
 )
@@ -252,13 +368,22 @@ def test_whatever_was_found_can_be_drawn(found: Audited) -> None:
 
 
 def test_a_question_out_of_range_is_refused() -> None:
-    wrong: dict[str, Any] = {"stride": 0, "steps": 0, "lanes": 0, "max_lag": 0, "tolerance": 0.0, "horizons": (0,)}
+    wrong: dict[str, Any] = {
+        "stride": 0,
+        "steps": 0,
+        "lanes": 0,
+        "max_lag": 0,
+        "tolerance": 0.0,
+        "horizons": (0,),
+    }
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=name):
             Question(**{name: value})
 
 
-def test_one_thread_for_the_small_and_as_many_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_for_the_small_and_as_many_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:

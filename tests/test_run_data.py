@@ -1,6 +1,8 @@
-"""The command line takes data as they come: each form of labels, inputs and static features is the plain recording it stands for.
+"""The command line takes data as they come: each form of labels, inputs and static features is the
+plain recording it stands for.
 
-Two runs are fed the same if their streams give the same steps; what a stream gives decides every weight.
+Two runs are fed the same if their streams give the same steps; what a stream gives decides every
+weight.
 """
 
 import itertools
@@ -48,18 +50,28 @@ def write(folder: Path, manifest: str, rows: Sequence[str]) -> Path:
 
 
 def write_table(path: Path, columns: dict[str, Sequence[object]]) -> str:
-    lines = [",".join(columns), *(",".join("" if v is None else str(v) for v in row) for row in zip(*columns.values(), strict=True))]
+    lines = [
+        ",".join(columns),
+        *(
+            ",".join("" if v is None else str(v) for v in row)
+            for row in zip(*columns.values(), strict=True)
+        ),
+    ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path.name
 
 
-def per_step(folder: Path, targets: Mapping[str, Sequence[object]], inputs: dict[str, Array] | None = None) -> Path:
+def per_step(
+    folder: Path, targets: Mapping[str, Sequence[object]], inputs: dict[str, Array] | None = None
+) -> Path:
     """The plain form: a matrix of inputs, a row of targets, the column `y`, for every step."""
     folder.mkdir(exist_ok=True)
     for name in NAMES:
         np.save(folder / f"{name}.npy", signal(name) if inputs is None else inputs[name])
         write_table(folder / f"{name}.csv", {"i": range(len(targets[name])), "y": targets[name]})
-    return write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.csv" for n in NAMES])
+    return write(
+        folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.csv" for n in NAMES]
+    )
 
 
 Y = {"targets": ["y"]}
@@ -69,9 +81,15 @@ def chunks(data: Path, **more: Any) -> list[tuple[Tensor, ...]]:
     """What the training stream of a run gives, the targets that do not count left out."""
     out = data.parent / f"run{next(counter)}"
     training = begin(make_config(settings(data, out, **{"updates": 1, "dtype": "float64", **more})))
-    played = [*training.stream, *tt.Stream(training.prepared.valid, 1, 50, seed=None, dtype=torch.float64)]
+    played = [
+        *training.stream,
+        *tt.Stream(training.prepared.valid, 1, 50, seed=None, dtype=torch.float64),
+    ]
     assert all(chunk.targets is not None for chunk in played)
-    return [(c.inputs, c.mask, c.resets, *(() if c.targets is None else (c.targets[c.mask],))) for c in played]
+    return [
+        (c.inputs, c.mask, c.resets, *(() if c.targets is None else (c.targets[c.mask],)))
+        for c in played
+    ]
 
 
 def fed_the_same(one: list[tuple[Tensor, ...]], other: list[tuple[Tensor, ...]]) -> bool:
@@ -84,7 +102,11 @@ def labels_of(name: str) -> list[str]:
     return [("rest", "beat", "pvc")[i // 7 % 3] for i in range(ROWS[name])]
 
 
-SPANS = {"a": [(0, 30, "rest"), (30, 95, "beat"), (200, 403, "pvc")], "b": [(17, 18, "beat"), (99, 250, "rest")], "c": [(5, 300, "pvc")]}
+SPANS = {
+    "a": [(0, 30, "rest"), (30, 95, "beat"), (200, 403, "pvc")],
+    "b": [(17, 18, "beat"), (99, 250, "rest")],
+    "c": [(5, 300, "pvc")],
+}
 
 
 def spans_as_steps(between: str | None, at: str) -> dict[str, Sequence[object]]:
@@ -92,7 +114,9 @@ def spans_as_steps(between: str | None, at: str) -> dict[str, Sequence[object]]:
     for name, spans in SPANS.items():
         steps: list[str | None] = [between] * ROWS[name]
         for start, stop, label in spans:
-            steps[start:stop] = [label if at == "all" or i == stop - 1 else None for i in range(start, stop)]
+            steps[start:stop] = [
+                label if at == "all" or i == stop - 1 else None for i in range(start, stop)
+            ]
         found[name] = steps
     return found
 
@@ -102,14 +126,21 @@ def with_spans(folder: Path, moved: int = 0) -> Path:
     for name, spans in SPANS.items():
         np.save(folder / f"{name}.npy", signal(name))
         starts, stops, labels = zip(*spans, strict=True)
-        write_table(folder / f"{name}.csv", {"start": starts, "stop": [s + moved * (s == 95) for s in stops], "label": labels})
-    return write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.csv" for n in NAMES])
+        write_table(
+            folder / f"{name}.csv",
+            {"start": starts, "stop": [s + moved * (s == 95) for s in stops], "label": labels},
+        )
+    return write(
+        folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.csv" for n in NAMES]
+    )
 
 
 @pytest.mark.parametrize("at", ["all", "last"])
 @pytest.mark.parametrize("outside", [None, "nothing"])
 @pytest.mark.parametrize("frame", [1, 4])
-def test_intervals_are_the_targets_of_the_steps_they_cover(tmp_path: Path, at: str, outside: str | None, frame: int) -> None:
+def test_intervals_are_the_targets_of_the_steps_they_cover(
+    tmp_path: Path, at: str, outside: str | None, frame: int
+) -> None:
     """Within frames an interval is that of the frames whose last row it covers, and its last step the last of these."""
     if frame == 1:
         plain = chunks(per_step(tmp_path / "plain", spans_as_steps(outside, at)), **Y)
@@ -117,14 +148,18 @@ def test_intervals_are_the_targets_of_the_steps_they_cover(tmp_path: Path, at: s
         steps: dict[str, Sequence[object]] = {}
         for name, rows in spans_as_steps(outside, "all").items():
             steps[name] = framed_labels(SPANS[name], list(rows)[frame - 1 :: frame], frame, at)
-        plain = chunks(per_step(tmp_path / "plain", steps, {n: reshaped(signal(n), frame) for n in NAMES}), **Y)
+        plain = chunks(
+            per_step(tmp_path / "plain", steps, {n: reshaped(signal(n), frame) for n in NAMES}), **Y
+        )
     more = {"label_at": at, "outside": outside, "frame": frame}
     assert fed_the_same(plain, chunks(with_spans(tmp_path / "spans"), **more))
     if frame == 1:
         assert not fed_the_same(plain, chunks(with_spans(tmp_path / "moved", moved=1), **more))
 
 
-def framed_labels(spans: Sequence[tuple[int, int, str]], labels: list[object], frame: int, at: str) -> list[object]:
+def framed_labels(
+    spans: Sequence[tuple[int, int, str]], labels: list[object], frame: int, at: str
+) -> list[object]:
     """By hand: an interval's frames are those whose last row lies in it."""
     if at == "last":
         for start, stop, _ in spans:
@@ -146,7 +181,9 @@ def test_an_interval_without_at_covers_all_of_its_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [None, "all", "last"])
 @pytest.mark.parametrize("frame", [1, 5])
-def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(tmp_path: Path, at: str | None, frame: int) -> None:
+def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(
+    tmp_path: Path, at: str | None, frame: int
+) -> None:
     """25 rows a label, and at the end a label for fewer."""
     folder = tmp_path / "every"
     folder.mkdir()
@@ -158,7 +195,9 @@ def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(tmp_path:
         np.save(folder / f"{name}_y.npy", labels)
         steps, every = len(rows) // frame, 25 // frame
         ends = [(i + 1) % every == 0 or i == steps - 1 for i in range(steps)]
-        expected[name] = [labels[i // every] if at == "all" or ends[i] else None for i in range(steps)]
+        expected[name] = [
+            labels[i // every] if at == "all" or ends[i] else None for i in range(steps)
+        ]
     write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}_y.npy" for n in NAMES])
     got = chunks(folder, label_every=25, label_at=at, frame=frame)
     inputs = {n: reshaped(signal(n), frame) for n in NAMES}
@@ -169,15 +208,27 @@ def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(tmp_path:
 
 @pytest.mark.parametrize("task", ["classify", "regress"])
 @pytest.mark.parametrize("at", [None, "all"])
-def test_a_label_is_the_target_of_the_last_step_of_its_recording_or_of_all(tmp_path: Path, task: str, at: str | None) -> None:
-    labels = {"a": "x", "b": "y", "c": "x"} if task == "classify" else {"a": "1.5", "b": "-2", "c": "0"}
+def test_a_label_is_the_target_of_the_last_step_of_its_recording_or_of_all(
+    tmp_path: Path, task: str, at: str | None
+) -> None:
+    labels = (
+        {"a": "x", "b": "y", "c": "x"} if task == "classify" else {"a": "1.5", "b": "-2", "c": "0"}
+    )
     expected: dict[str, Sequence[object]] = {
-        n: [labels[n] if at == "all" or i == ROWS[n] - 1 else None for i in range(ROWS[n])] for n in NAMES
+        n: [labels[n] if at == "all" or i == ROWS[n] - 1 else None for i in range(ROWS[n])]
+        for n in NAMES
     }
     plain = per_step(tmp_path / "plain", expected)
-    labelled = write(plain.parent / "labelled", "id,split,inputs,label", [f"{n},{SPLITS[n]},../plain/{n}.npy,{labels[n]}" for n in NAMES])
+    labelled = write(
+        plain.parent / "labelled",
+        "id,split,inputs,label",
+        [f"{n},{SPLITS[n]},../plain/{n}.npy,{labels[n]}" for n in NAMES],
+    )
     assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task, label_at=at))
-    assert not fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task, label_at="last" if at == "all" else "all"))
+    assert not fed_the_same(
+        chunks(plain, task=task, **Y),
+        chunks(labelled, task=task, label_at="last" if at == "all" else "all"),
+    )
 
 
 def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> None:
@@ -188,7 +239,10 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
         np.save(folder / f"{name}.npy", signal(name))
         np.savez(folder / f"{name}.npz", start=[5, 60], stop=[20, 90], label=[3, 7])
     write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.npz" for n in NAMES])
-    assert dict(prepare(make_config(settings(folder, tmp_path / "r"))).found.classes) == {"3": 30, "7": 60}
+    assert dict(prepare(make_config(settings(folder, tmp_path / "r"))).found.classes) == {
+        "3": 30,
+        "7": 60,
+    }
     found = prepare(make_config(settings(folder, tmp_path / "r", task="regress"))).found
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
     assert found.without_target == ROWS["a"] + ROWS["b"] - 90
@@ -201,15 +255,20 @@ def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
     ends = {n: rows[n][: len(rows[n]) // frame * frame][frame - 1 :: frame] for n in NAMES}
     apart = per_step(tmp_path / "frames", ends, {n: reshaped(signal(n), frame) for n in NAMES})
     starts = per_step(
-        tmp_path / "starts", {n: rows[n][: len(ends[n]) * frame : frame] for n in NAMES}, {n: reshaped(signal(n), frame) for n in NAMES}
+        tmp_path / "starts",
+        {n: rows[n][: len(ends[n]) * frame : frame] for n in NAMES},
+        {n: reshaped(signal(n), frame) for n in NAMES},
     )
     folders = [
-        finish(settings(d, tmp_path / f"r{i}", **m, **Y)) for i, (d, m) in enumerate([(whole, {"frame": frame}), (apart, {}), (starts, {})])
+        finish(settings(d, tmp_path / f"r{i}", **m, **Y))
+        for i, (d, m) in enumerate([(whole, {"frame": frame}), (apart, {}), (starts, {})])
     ]
     (one, spec), (other, _), (wrong, _) = (load_model(folder.model) for folder in folders)
     assert spec.frame == frame
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), wrong.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b) for a, b in zip(one.parameters(), wrong.parameters(), strict=True)
+    )
     scores = [assess(folder, None, "valid", None)[1] for folder in folders[:2]]
     assert scores[0] == scores[1]
     assert scores[0].steps == ROWS["c"] // frame
@@ -242,8 +301,17 @@ def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> N
         assert fed_the_same(chunks(plain, **Y), chunks(folder, **Y))
         assert not fed_the_same(chunks(plain, **Y), chunks(folder, inputs=swapped.split(","), **Y))
         assert prepare(make_config(settings(folder, tmp_path / "r", **Y))).spec.inputs == names
-    trained, whole = finish(settings(folder, tmp_path / "r1", updates=3, **Y)), finish(settings(plain, tmp_path / "r2", updates=3, **Y))
-    run("predict", trained.path, f"{folder}/c_left.npy;{folder}/c_right.npy", "--out", tmp_path / "one.npy")
+    trained, whole = (
+        finish(settings(folder, tmp_path / "r1", updates=3, **Y)),
+        finish(settings(plain, tmp_path / "r2", updates=3, **Y)),
+    )
+    run(
+        "predict",
+        trained.path,
+        f"{folder}/c_left.npy;{folder}/c_right.npy",
+        "--out",
+        tmp_path / "one.npy",
+    )
     run("predict", whole.path, plain / "c.npy", "--out", tmp_path / "other.npy")
     assert np.array_equal(np.load(tmp_path / "one.npy"), np.load(tmp_path / "other.npy"))
 
@@ -252,10 +320,15 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
     age, weight = {"a": 63, "b": 41.5, "c": -2}, {"a": 1, "b": 2, "c": 3}
     plain = per_step(tmp_path / "plain", {n: labels_of(n) for n in NAMES})
     features = {n: np.array([age[n], weight[n]]) for n in NAMES}
-    wide = {n: np.concatenate([signal(n), np.broadcast_to(features[n], (ROWS[n], 2))], axis=1) for n in NAMES}
+    wide = {
+        n: np.concatenate([signal(n), np.broadcast_to(features[n], (ROWS[n], 2))], axis=1)
+        for n in NAMES
+    }
     columns = per_step(tmp_path / "columns", {n: labels_of(n) for n in NAMES}, wide)
     rows = [f"{n},{SPLITS[n]},{n}.npy,{n}.csv,{weight[n]},{age[n]}" for n in NAMES]
-    (plain / "recordings.csv").write_text("id,split,inputs,targets,weight,age\n" + "\n".join(rows), encoding="utf-8")
+    (plain / "recordings.csv").write_text(
+        "id,split,inputs,targets,weight,age\n" + "\n".join(rows), encoding="utf-8"
+    )
     assert fed_the_same(chunks(columns, **Y), chunks(plain, static=["age", "weight"], **Y))
     assert not fed_the_same(chunks(columns, **Y), chunks(plain, static=["weight", "age"], **Y))
     one = finish(settings(plain, tmp_path / "r1", static=["age", "weight"], **Y))
@@ -263,13 +336,44 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
     _, spec = load_model(one.model)
     assert (spec.features, spec.inputs, spec.static) == (4, ("0", "1"), ("age", "weight"))
     assert assess(one, None, "valid", None)[1] == assess(other, None, "valid", None)[1]
-    run("predict", one.path, plain / "c.npy", "--static", "weight=3,age=-2", "--out", tmp_path / "one.npy")
+    run(
+        "predict",
+        one.path,
+        plain / "c.npy",
+        "--static",
+        "weight=3,age=-2",
+        "--out",
+        tmp_path / "one.npy",
+    )
     run("predict", other.path, columns / "c.npy", "--out", tmp_path / "other.npy")
     assert np.array_equal(np.load(tmp_path / "one.npy"), np.load(tmp_path / "other.npy"))
-    said = run("predict", one.path, plain / "c.npy", "--static", "weight=3", "--out", tmp_path / "no.npy", ok=False)
-    assert "trained on the static features age, weight, got weight; say --static age=NUMBER,weight=NUMBER" in said
-    assert "leave out --static" in run("predict", other.path, columns / "c.npy", "--static", "a=3", "--out", tmp_path / "no.npy", ok=False)
-    assert "expected a finite number for each feature" in run("predict", one.path, plain / "c.npy", "--static", "age=old", ok=False)
+    said = run(
+        "predict",
+        one.path,
+        plain / "c.npy",
+        "--static",
+        "weight=3",
+        "--out",
+        tmp_path / "no.npy",
+        ok=False,
+    )
+    assert (
+        "trained on the static features age, weight, got weight; say --static"
+        " age=NUMBER,weight=NUMBER" in said
+    )
+    assert "leave out --static" in run(
+        "predict",
+        other.path,
+        columns / "c.npy",
+        "--static",
+        "a=3",
+        "--out",
+        tmp_path / "no.npy",
+        ok=False,
+    )
+    assert "expected a finite number for each feature" in run(
+        "predict", one.path, plain / "c.npy", "--static", "age=old", ok=False
+    )
 
 
 def test_rows_of_a_csv_are_its_columns_turned(tmp_path: Path) -> None:
@@ -278,13 +382,30 @@ def test_rows_of_a_csv_are_its_columns_turned(tmp_path: Path) -> None:
     plain = per_step(tmp_path / "plain", {n: signal(n, 3)[:, 2].tolist() for n in NAMES})
     for name in NAMES:
         signals = np.column_stack([signal(name), signal(name, 3)[:, 2]])
-        lines = [",".join(repr(float(v)) for v in line) for line in (np.arange(len(signals)), *signals.T)]
+        lines = [
+            ",".join(repr(float(v)) for v in line) for line in (np.arange(len(signals)), *signals.T)
+        ]
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write(folder, "id,split,inputs", [f"{n},{SPLITS[n]},{n}.csv" for n in NAMES])
     more = {"task": "regress", "csv": "rows", "targets": ["-1"]}
-    assert fed_the_same(chunks(plain, task="regress", **Y), chunks(folder, inputs=["-3", "-2"], **more))
-    assert not fed_the_same(chunks(plain, task="regress", **Y), chunks(folder, inputs=["-2", "-3"], **more))
-    flags = ["--csv", "rows", "--inputs=-3,-2", "--targets=-1", "--hidden", "4", "--lanes", "2", "--updates", "3"]
+    assert fed_the_same(
+        chunks(plain, task="regress", **Y), chunks(folder, inputs=["-3", "-2"], **more)
+    )
+    assert not fed_the_same(
+        chunks(plain, task="regress", **Y), chunks(folder, inputs=["-2", "-3"], **more)
+    )
+    flags = [
+        "--csv",
+        "rows",
+        "--inputs=-3,-2",
+        "--targets=-1",
+        "--hidden",
+        "4",
+        "--lanes",
+        "2",
+        "--updates",
+        "3",
+    ]
     run("train", folder, "--task", "regress", *flags, "--out", tmp_path / "run")
     assert "330 frames scored" in run("eval", tmp_path / "run", "--split", "valid")
     run("predict", tmp_path / "run", folder / "c.csv", "--out", tmp_path / "p.npy")
@@ -293,14 +414,18 @@ def test_rows_of_a_csv_are_its_columns_turned(tmp_path: Path) -> None:
 
 def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     data = per_step(tmp_path / "data", {n: labels_of(n) for n in NAMES})
-    training = begin(make_config(settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y)))
+    training = begin(
+        make_config(settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y))
+    )
     classes = training.prepared.spec.classes
     assert classes == ("beat", "pvc", "rest")
     outputs, targets = torch.randn(50, 3), torch.arange(50) % 3
     expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([2.0, 5.0, 1.0]))(outputs, targets)
     torch.testing.assert_close(training.loss_fn(outputs, targets), expected, rtol=0, atol=0)
     assert training.loss_fn(outputs, targets) != torch.nn.CrossEntropyLoss()(outputs, targets)
-    with pytest.raises(ConfigError, match="there is no class 'pcv'; the training split has beat, pvc, rest"):
+    with pytest.raises(
+        ConfigError, match="there is no class 'pcv'; the training split has beat, pvc, rest"
+    ):
         begin(make_config(settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
     assert not (tmp_path / "no").exists()
     trained = finish(settings(data, tmp_path / "audited", class_weights="pvc=5", updates=3, **Y))
@@ -310,19 +435,28 @@ def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
 def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"lanes": 5, "updates": None, "epochs": 2, "stride": 50}
-    handed = begin(make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more)))
+    handed = begin(
+        make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
+    )
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
     list(handed.go())
     assert handed.stream.entering(handed.net) is not None
-    assert "from the state in which the part before it ended the last epoch" in "; ".join(handed.prepared.remarks)
+    assert "from the state in which the part before it ended the last epoch" in "; ".join(
+        handed.prepared.remarks
+    )
     cold = begin(make_config(settings(data, tmp_path / "cold", **more)))
     list(cold.go())
     assert cold.stream.entering(cold.net) is None
-    assert not all(torch.equal(a, b) for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b)
+        for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True)
+    )
     moved = begin(make_config(settings(data, tmp_path / "moved", offset=40)))
     assert moved.stream.offset == 40
     assert sum(int(chunk.mask.sum()) for chunk in moved.stream) < 650
-    assert "hand_off has nothing to hand on" in "; ".join(begin_remarks(data, tmp_path, hand_off=True))
+    assert "hand_off has nothing to hand on" in "; ".join(
+        begin_remarks(data, tmp_path, hand_off=True)
+    )
 
 
 @pytest.mark.parametrize("workers", [2, "thread"])
@@ -331,18 +465,35 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     more: dict[str, Any] = {"outside": "nothing", "frame": 3, "updates": 20}
     asked = begin(make_config(settings(data, tmp_path / "asked", workers=workers, **more))).stream
     assert isinstance(asked._reader.reader, InThread if workers == "thread" else InProcesses)
-    here, ahead = finish(settings(data, tmp_path / "here", **more)), finish(settings(data, tmp_path / "ahead", workers=workers, **more))
+    here, ahead = (
+        finish(settings(data, tmp_path / "here", **more)),
+        finish(settings(data, tmp_path / "ahead", workers=workers, **more)),
+    )
     assert here.model.read_bytes() == ahead.model.read_bytes()
     other = finish(settings(data, tmp_path / "other", seed=1, **more))
     assert here.model.read_bytes() != other.model.read_bytes()
 
 
-@pytest.mark.parametrize("more", [{"horizon": 30}, {"exact": True, "segment": 30, "stride": None}], ids=["truncated", "exact"])
+@pytest.mark.parametrize(
+    "more",
+    [{"horizon": 30}, {"exact": True, "segment": 30, "stride": None}],
+    ids=["truncated", "exact"],
+)
 @pytest.mark.parametrize("stop_at", [1, 8, 9, 10, 14])
-def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(tmp_path: Path, stop_at: int, more: dict[str, Any]) -> None:
+def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
+    tmp_path: Path, stop_at: int, more: dict[str, Any]
+) -> None:
     """Five parts of some 130 steps: the tenth update begins the third epoch."""
     data = write_recordings(tmp_path / "data")
-    more = {"lanes": 5, "stride": 30, "updates": None, "epochs": 4, "hand_off": True, "workers": 1, **more}
+    more = {
+        "lanes": 5,
+        "stride": 30,
+        "updates": None,
+        "epochs": 4,
+        "hand_off": True,
+        "workers": 1,
+        **more,
+    }
     whole = finish(settings(data, tmp_path / "whole", **more))
     stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
     for moment in stopped.go():
@@ -369,7 +520,20 @@ def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Pa
 
 def test_the_time_spent_waiting_for_data_is_told(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
-    said = run("train", data, "--task", "classify", "--hidden", "4", "--lanes", "2", "--updates", "9", "--out", tmp_path / "run")
+    said = run(
+        "train",
+        data,
+        "--task",
+        "classify",
+        "--hidden",
+        "4",
+        "--lanes",
+        "2",
+        "--updates",
+        "9",
+        "--out",
+        tmp_path / "run",
+    )
     assert "% of it waiting for data; model, metrics" in said
     assert "  waiting for data " in said
     rows = Folder(tmp_path / "run").read_metrics()
@@ -391,23 +555,37 @@ def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Pat
     folder.mkdir(exist_ok=True)
     for name, rate in zip(NAMES, rates, strict=True):
         soundfile.write(folder / f"{name}.wav", signal(name) / 10, rate)
-        soundfile.write(folder / f"{name}_y.wav", signal(name)[:, 0] / 10, targets if name == "b" else rate)
-    return write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES])
+        soundfile.write(
+            folder / f"{name}_y.wav", signal(name)[:, 0] / 10, targets if name == "b" else rate
+        )
+    return write(
+        folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES]
+    )
 
 
 def test_all_files_of_a_run_have_one_rate(tmp_path: Path) -> None:
     good = write_sounds(tmp_path / "good", (8000, 8000, 8000))
     folder = finish(settings(good, tmp_path / "run", task="regress", updates=3))
     assert load_model(folder.model)[1].rate == 8000
-    for rates, targets, names in (((8000, 8000, 16000), 8000, ("c.wav", "a.wav")), ((8000, 8000, 8000), 4000, ("b_y.wav", "a.wav"))):
+    for rates, targets, names in (
+        ((8000, 8000, 16000), 8000, ("c.wav", "a.wav")),
+        ((8000, 8000, 8000), 4000, ("b_y.wav", "a.wav")),
+    ):
         bad = write_sounds(tmp_path / "bad", rates, targets)
-        with pytest.raises(DataError, match=r"has (16000|4000) rows per second, .* has 8000; resample one of them") as refused:
+        with pytest.raises(
+            DataError, match=r"has (16000|4000) rows per second, .* has 8000; resample one of them"
+        ) as refused:
             prepare(make_config(settings(bad, tmp_path / "no", task="regress")))
         assert all(f"{bad / name}" in str(refused.value) for name in names)
     fast = write_sounds(tmp_path / "fast", (16000, 16000, 16000), 16000)
-    with pytest.raises(DataError, match="has 16000 rows per second, what the model was trained on has 8000; resample"):
+    with pytest.raises(
+        DataError,
+        match="has 16000 rows per second, what the model was trained on has 8000; resample",
+    ):
         assess(folder, fast, "valid", None)
-    assert "what the model was trained on has 8000" in run("predict", folder.path, fast / "c.wav", "--out", tmp_path / "p.npy", ok=False)
+    assert "what the model was trained on has 8000" in run(
+        "predict", folder.path, fast / "c.wav", "--out", tmp_path / "p.npy", ok=False
+    )
     run("predict", folder.path, good / "c.wav", "--out", tmp_path / "p.npy")
 
 
@@ -440,7 +618,9 @@ def test_models_of_before_frames_and_rates_are_read_and_trained_on(tmp_path: Pat
     older = {key: value for key, value in described.items() if key not in new}
     assert len(older) == len(described) - len(new)
     tensors.write(folder.model, kind, older, weights)
-    assert asdict(load_model(folder.model)[1]) == {key: tuple(v) if isinstance(v, list) else v for key, v in described.items()}
+    assert asdict(load_model(folder.model)[1]) == {
+        key: tuple(v) if isinstance(v, list) else v for key, v in described.items()
+    }
     saved = load_checkpoint(folder.checkpoint)
     saved["spec"] = {key: value for key, value in saved["spec"].items() if key not in new}
     del saved["waited"], saved["entering"]
@@ -476,9 +656,21 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
         class_weights="pvc=3", hidden=4, lanes=2, updates=2,
     )  # fmt: skip
     assert kept == expected
-    run("train", "--config", tmp_path / "run" / "config.toml", "--workers", "0", "--out", tmp_path / "again")
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
-    assert "workers='2x': expected a whole number or 'thread'" in run("train", data, *small, "--workers", "2x", ok=False)
+    run(
+        "train",
+        "--config",
+        tmp_path / "run" / "config.toml",
+        "--workers",
+        "0",
+        "--out",
+        tmp_path / "again",
+    )
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
+    assert "workers='2x': expected a whole number or 'thread'" in run(
+        "train", data, *small, "--workers", "2x", ok=False
+    )
 
 
 def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
@@ -489,6 +681,19 @@ def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
         rows = [f"{n},{SPLITS[n]},{n}.npy,{label}" for n, label in zip(NAMES, labels, strict=True)]
         data = write(tmp_path, "id,split,inputs,label", rows)
         out = tmp_path / task
-        run("train", data, "--task", task, "--hidden", "4", "--lanes", "2", "--updates", "3", "--out", out)
+        run(
+            "train",
+            data,
+            "--task",
+            task,
+            "--hidden",
+            "4",
+            "--lanes",
+            "2",
+            "--updates",
+            "3",
+            "--out",
+            out,
+        )
         assert "1 frames scored" in run("eval", out, "--split", "valid")
         assert "<svg" in (out / "report.html").read_text(encoding="utf-8")

@@ -17,7 +17,11 @@ from throughtime.run.config import make_config
 from throughtime.run.manifest import Files, find
 from throughtime.run.prepared import prepare
 
-IDT, IDT_AGE, IDL = "id,split,inputs,targets\n", "id,split,inputs,targets,age\n", "id,split,inputs,label\n"
+IDT, IDT_AGE, IDL = (
+    "id,split,inputs,targets\n",
+    "id,split,inputs,targets,age\n",
+    "id,split,inputs,label\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,9 @@ IDT, IDT_AGE, IDL = "id,split,inputs,targets\n", "id,split,inputs,targets,age\n"
         (IDT + "a,valid,0_x.npy,0_y.npy", {}, "no recordings in split 'train'; there are valid"),
     ],
 )  # fmt: skip
-def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(tmp_path: Path, rows: str, more: dict[str, Any], said: str) -> None:
+def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(
+    tmp_path: Path, rows: str, more: dict[str, Any], said: str
+) -> None:
     data = write_recordings(tmp_path / "data")
     (data / "recordings.csv").write_text(rows, encoding="utf-8")
     with pytest.raises(DataError, match=said):
@@ -60,44 +66,81 @@ def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(tmp_path: Path,
 
 def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
-    rows = ["id,split,inputs,targets", *(f"{i},train,no{i}.npy,0_y.npy" for i in range(7)), "0,valid,0_x.npy,0_y.npy"]
+    rows = [
+        "id,split,inputs,targets",
+        *(f"{i},train,no{i}.npy,0_y.npy" for i in range(7)),
+        "0,valid,0_x.npy,0_y.npy",
+    ]
     (data / "recordings.csv").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(DataError) as refused:
         prepare(make_config(settings(data, tmp_path / "run")))
     assert str(refused.value).count("no such file") == 5
     assert str(refused.value).endswith("; and 3 more faults")
-    rows = ["id,split,inputs,targets", "a,train,0_x.npy,1_y.npy", "b,train,1_x.npy,2_y.npy", "c,valid,2_x.npy,2_y.npy"]
+    rows = [
+        "id,split,inputs,targets",
+        "a,train,0_x.npy,1_y.npy",
+        "b,train,1_x.npy,2_y.npy",
+        "c,valid,2_x.npy,2_y.npy",
+    ]
     (data / "recordings.csv").write_text("\n".join(rows), encoding="utf-8")
-    with pytest.raises(DataError, match=r"recording 'a': .*0_x.npy has 400 .*; recording 'b': .*1_x.npy has 250"):
+    with pytest.raises(
+        DataError, match=r"recording 'a': .*0_x.npy has 400 .*; recording 'b': .*1_x.npy has 250"
+    ):
         prepare(make_config(settings(data, tmp_path / "run")))
 
 
 @pytest.mark.parametrize(
     ("spans", "task", "said"),
     [
-        ("5,9,x\n2,4,y", "classify", "interval 1 in .*a.csv starts at 2, the one before at 5; sort them"),
-        ("2,9,x\n5,12,y", "classify", "interval 1 in .*a.csv starts at 5, before the one before it stops at 9: they overlap"),
-        ("2,9,x\n300,500,y", "classify", "interval 1 in .*a.csv, 300 to 500, leaves the recording of 403 steps"),
+        (
+            "5,9,x\n2,4,y",
+            "classify",
+            "interval 1 in .*a.csv starts at 2, the one before at 5; sort them",
+        ),
+        (
+            "2,9,x\n5,12,y",
+            "classify",
+            "interval 1 in .*a.csv starts at 5, before the one before it stops at 9: they overlap",
+        ),
+        (
+            "2,9,x\n300,500,y",
+            "classify",
+            "interval 1 in .*a.csv, 300 to 500, leaves the recording of 403 steps",
+        ),
         ("2.5,9,x", "classify", "interval starts in .*a.csv are .*, expected whole steps"),
         ("9,9,x", "classify", "interval 0 in .*a.csv starts at 9 and stops at 9"),
-        ("2,9,x\n20,21,3", "regress", "a.csv: the label 'x' is no number, and --task regress needs one"),
-        ("2,9,1\n20,21,3", "regress --label-every", "label_every=5 belongs to a targets file with fewer rows, but .*a.csv holds intervals"),
+        (
+            "2,9,x\n20,21,3",
+            "regress",
+            "a.csv: the label 'x' is no number, and --task regress needs one",
+        ),
+        (
+            "2,9,1\n20,21,3",
+            "regress --label-every",
+            "label_every=5 belongs to a targets file with fewer rows, but .*a.csv holds intervals",
+        ),
     ],
 )
-def test_intervals_that_do_not_fit_are_refused_with_their_file(tmp_path: Path, spans: str, task: str, said: str) -> None:
+def test_intervals_that_do_not_fit_are_refused_with_their_file(
+    tmp_path: Path, spans: str, task: str, said: str
+) -> None:
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text(f"start,stop,label\n{spans}\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
     more = {"label_every": 5} if "every" in task else {}
     with pytest.raises(DataError, match=said):
-        prepare(make_config(settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0])))
+        prepare(
+            make_config(settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0]))
+        )
 
 
 def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text("start,stop,label\n0,3,x\n40,60,y\n60,80,x\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    assert "1 intervals left out: they cover the last row of no frame of 10" in "; ".join(begin_remarks(data, tmp_path, frame=10))
+    assert "1 intervals left out: they cover the last row of no frame of 10" in "; ".join(
+        begin_remarks(data, tmp_path, frame=10)
+    )
     assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame=3))
 
 
@@ -106,38 +149,69 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
     [
         ({"frame": 0}, "frame=0: expected at least 1"),
         ({"label_every": 0}, "label_every=0: expected at least 1"),
-        ({"label_every": 250, "frame": 80}, "label_every=250 rows are no whole number of frames of 80: expected a multiple"),
+        (
+            {"label_every": 250, "frame": 80},
+            "label_every=250 rows are no whole number of frames of 80: expected a multiple",
+        ),
         ({"label_at": "first"}, "label_at='first': expected one of 'all', 'last'"),
         ({"csv": "lines"}, "csv='lines': expected one of 'columns', 'rows'"),
         ({"outside": "rest", "task": "regress"}, "outside='rest' belongs to classes"),
-        ({"class_weights": "balanced", "task": "regress"}, "class_weights='balanced' belongs to classes"),
-        ({"class_weights": "heavy"}, "class_weights='heavy': expected none, balanced, or a number above 0 for each of some classes"),
+        (
+            {"class_weights": "balanced", "task": "regress"},
+            "class_weights='balanced' belongs to classes",
+        ),
+        (
+            {"class_weights": "heavy"},
+            (
+                "class_weights='heavy': expected none, balanced, or a number above 0 for each of"
+                " some classes"
+            ),
+        ),
         ({"class_weights": "a=0"}, "expected none, balanced, or a number above 0"),
         ({"class_weights": "a=1,a=2"}, "expected none, balanced, or a number above 0"),
         ({"workers": -1}, "workers=-1: expected a number of processes, 0 for none, or 'thread'"),
         ({"workers": "many"}, "workers='many': expected a whole number or 'thread'"),
         ({"offset": -1}, "offset=-1: expected at least 0"),
-        ({"offset": 3, "hand_off": True}, "offset=3 moves the edges between parts .* hand_off hands states over at these edges"),
-        ({"hand_off": True, "train_on": "windows"}, "hand_off and train_on='windows' are both given"),
+        (
+            {"offset": 3, "hand_off": True},
+            "offset=3 moves the edges between parts .* hand_off hands states over at these edges",
+        ),
+        (
+            {"hand_off": True, "train_on": "windows"},
+            "hand_off and train_on='windows' are both given",
+        ),
         ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
         ({"static": 3}, "static=3: expected a list of column names"),
         ({"label_evry": 3}, "unknown key 'label_evry', did you mean 'label_every'"),
     ],
 )
-def test_settings_of_data_that_do_not_go_together_are_refused(more: dict[str, Any], said: str) -> None:
+def test_settings_of_data_that_do_not_go_together_are_refused(
+    more: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         make_config({**settings(Path("d"), Path("o")), **more})
 
 
 def test_static_features_need_a_manifest(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=signal("a"), targets=signal("a")[:, 0])
-    with pytest.raises(DataError, match=r"static=age names columns of a manifest .*, and this is none"):
-        prepare(make_config(settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress")))
+    with pytest.raises(
+        DataError, match=r"static=age names columns of a manifest .*, and this is none"
+    ):
+        prepare(
+            make_config(
+                settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress")
+            )
+        )
 
 
 @given(
     lines=st.lists(
-        st.lists(st.sampled_from(["a", "b", "x.npy", "x.npy;y.npy", "", " ", "0", "nan", "\0", "é" * 300, '"', ";"]), max_size=6)
+        st.lists(
+            st.sampled_from(
+                ["a", "b", "x.npy", "x.npy;y.npy", "", " ", "0", "nan", "\0", "é" * 300, '"', ";"]
+            ),
+            max_size=6,
+        )
     )
 )
 def test_any_manifest_is_read_or_refused_in_words(lines: list[list[str]]) -> None:
@@ -159,8 +233,15 @@ def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> No
     for name in NAMES:
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 8000)
         soundfile.write(tmp_path / f"{name}_y.wav", np.zeros(-(-ROWS[name] // 100)), 80)
-    data = write(tmp_path, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES])
-    assert prepare(make_config(settings(data, tmp_path / "r", task="regress", label_every=100))).spec.rate == 8000
+    data = write(
+        tmp_path, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES]
+    )
+    assert (
+        prepare(
+            make_config(settings(data, tmp_path / "r", task="regress", label_every=100))
+        ).spec.rate
+        == 8000
+    )
     for name in NAMES:
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 16000)
     with pytest.raises(DataError, match=r"a_y.wav has 8000 rows per second, .*a.wav has 16000"):

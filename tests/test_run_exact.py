@@ -23,7 +23,9 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
     data = write_recordings(tmp_path / "data")
     more = {"exact": True, "stride": None, "lanes": 1, "updates": None, "epochs": 4}
     whole = finish(settings(data, tmp_path / "whole", **more))
-    assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(range(1, 9))
+    assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(
+        range(1, 9)
+    )
     stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
     for moment in stopped.go():
         if moment.update >= 3:
@@ -36,8 +38,21 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
 
 def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: Path) -> None:
     """What a graph takes is measured, and differs where recordings start: a piece measured there would round otherwise."""
-    np.savez(tmp_path / "long.npz", inputs=np.random.default_rng(0).normal(size=(30_000, 3)), targets=np.arange(30_000) // 7 % 3)
-    more = {"exact": True, "stride": None, "segment": 500, "lanes": 32, "hidden": 128, "updates": 3, "valid_every": 0, "holdout": 0.0}
+    np.savez(
+        tmp_path / "long.npz",
+        inputs=np.random.default_rng(0).normal(size=(30_000, 3)),
+        targets=np.arange(30_000) // 7 % 3,
+    )
+    more = {
+        "exact": True,
+        "stride": None,
+        "segment": 500,
+        "lanes": 32,
+        "hidden": 128,
+        "updates": 3,
+        "valid_every": 0,
+        "holdout": 0.0,
+    }
     whole = finish(settings(tmp_path / "long.npz", tmp_path / "whole", **more))
     stopped = begin(make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more)))
     for _ in stopped.go():
@@ -53,11 +68,24 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
 
 
 def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
-    more = {"exact": True, "segment": 150, "stride": None, "updates": 3, "clip": 1e3, "dtype": "float64"}
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more)))
+    more = {
+        "exact": True,
+        "segment": 150,
+        "stride": None,
+        "updates": 3,
+        "clip": 1e3,
+        "dtype": "float64",
+    }
+    training = begin(
+        make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
+    )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
-    for _, _ in zip(range(3), updates(net, training._stream(), torch.nn.CrossEntropyLoss(), gradient=Exact(segment=150)), strict=False):
+    for _, _ in zip(
+        range(3),
+        updates(net, training._stream(), torch.nn.CrossEntropyLoss(), gradient=Exact(segment=150)),
+        strict=False,
+    ):
         optimizer.step()
         optimizer.zero_grad()
     list(training.go())
@@ -68,39 +96,65 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"exact": True, "stride": None, "horizon": 50}, "the exact gradient cuts no credit, so it has no horizon"),
-        ({"exact": True, "stride": None, "train_on": "windows"}, "exact and train_on='windows' are both given"),
+        (
+            {"exact": True, "stride": None, "horizon": 50},
+            "the exact gradient cuts no credit, so it has no horizon",
+        ),
+        (
+            {"exact": True, "stride": None, "train_on": "windows"},
+            "exact and train_on='windows' are both given",
+        ),
         ({"exact": True, "stride": 20}, "exact and stride=20 are both given.*segment says"),
         ({"segment": 20}, r"segment=20 belongs to the exact gradient: add exact \(--exact\)"),
         ({"exact": True, "stride": None, "segment": 0}, "segment=0: expected at least 1"),
         ({"exact": "yes"}, "exact='yes': expected true or false"),
     ],
 )
-def test_what_does_not_go_with_the_exact_gradient_is_refused(more: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_with_the_exact_gradient_is_refused(
+    more: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         make_config({**settings(Path("d"), Path("o")), **more})
 
 
 def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
-    config = make_config({**settings(Path("d"), Path("o")), "stride": None, "exact": True, "segment": 50})
+    config = make_config(
+        {**settings(Path("d"), Path("o")), "stride": None, "exact": True, "segment": 50}
+    )
     assert "stride" not in config.to_toml()
     assert make_config(tomllib.loads(config.to_toml())) == config
 
 
 @pytest.mark.parametrize(
     ("lanes", "more", "expected"),
-    [(1, {"exact": True}, 2), (2, {"exact": True}, 1), (2, {"exact": True, "segment": 90}, 5), (2, {"stride": 90}, 5)],
+    [
+        (1, {"exact": True}, 2),
+        (2, {"exact": True}, 1),
+        (2, {"exact": True, "segment": 90}, 5),
+        (2, {"stride": 90}, 5),
+    ],
 )
-def test_an_epoch_makes_as_many_updates_as_are_announced(tmp_path: Path, lanes: int, more: dict[str, Any], expected: int) -> None:
+def test_an_epoch_makes_as_many_updates_as_are_announced(
+    tmp_path: Path, lanes: int, more: dict[str, Any], expected: int
+) -> None:
     values = {"stride": None, "lanes": lanes, "updates": None, "epochs": 1, **more}
-    training = begin(make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values}))
+    training = begin(
+        make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
+    )
     assert training.epoch_updates == expected
     list(training.go())
     assert training.count == expected
 
 
 def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) -> None:
-    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", exact=True, segment=200, stride=None, updates=4)
+    values = settings(
+        write_recordings(tmp_path / "data"),
+        tmp_path / "run",
+        exact=True,
+        segment=200,
+        stride=None,
+        updates=4,
+    )
     write_report(folder := finish(values))
     page = folder.report.read_text(encoding="utf-8")
     assert "Gradient: an update every 200 steps, credit back through all of them." in page

@@ -50,7 +50,9 @@ def on_two_ranks(folder: Path, name: str, way: str = "horizon") -> dict[str, Any
 
 def apart(one: Folder, other: Folder) -> float:
     """The largest difference of a weight."""
-    pairs = zip(load_model(one.model)[0].parameters(), load_model(other.model)[0].parameters(), strict=True)
+    pairs = zip(
+        load_model(one.model)[0].parameters(), load_model(other.model)[0].parameters(), strict=True
+    )
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
@@ -77,11 +79,27 @@ def talking(rank: int) -> Iterator[tuple[str, Any]]:
     yield "first", outcome(lambda: team.first_does(lambda: rank + 10))
     yield "all", outcome(lambda: team.all_do(lambda: rank + 10))
     yield "first fails", outcome(lambda: team.first_does(partial(raising, RunError("full"))))
-    yield "second fails", outcome(lambda: team.all_do(lambda: raising(OSError("gone")) if rank else 3))
+    yield (
+        "second fails",
+        outcome(lambda: team.all_do(lambda: raising(OSError("gone")) if rank else 3)),
+    )
     yield "both fail", outcome(lambda: team.all_do(partial(raising, DataError(f"bad on {rank}"))))
-    yield "unforeseen", outcome(lambda: team.all_do(lambda: raising(ZeroDivisionError("by zero")) if rank else 3))
-    yield "elsewhere", outcome(lambda: team.all_do(lambda: raising(DataError("early"))) if rank else team.gathered(3))
-    yield "within", outcome(lambda: team.all_do(lambda: team.first_does(partial(raising, ConfigError("inner")))))
+    yield (
+        "unforeseen",
+        outcome(lambda: team.all_do(lambda: raising(ZeroDivisionError("by zero")) if rank else 3)),
+    )
+    yield (
+        "elsewhere",
+        outcome(
+            lambda: team.all_do(lambda: raising(DataError("early"))) if rank else team.gathered(3)
+        ),
+    )
+    yield (
+        "within",
+        outcome(
+            lambda: team.all_do(lambda: team.first_does(partial(raising, ConfigError("inner"))))
+        ),
+    )
     yield "settled", outcome(lambda: team.settle(None))
     yield "agreed", team.agreed(rank == 1, False, True)
 
@@ -113,18 +131,29 @@ def test_a_wish_of_any_rank_is_a_wish_of_all(told: list[dict[str, Any]]) -> None
         ("within", "inner", 0),
     ],
 )
-def test_what_fails_on_one_rank_ends_all_and_is_said_once(told: list[dict[str, Any]], case: str, said: str, by: int) -> None:
-    assert [mine[case] for mine in told] == [("ended", said, "mine" if rank == by else "not mine") for rank in range(2)]
+def test_what_fails_on_one_rank_ends_all_and_is_said_once(
+    told: list[dict[str, Any]], case: str, said: str, by: int
+) -> None:
+    assert [mine[case] for mine in told] == [
+        ("ended", said, "mine" if rank == by else "not mine") for rank in range(2)
+    ]
 
 
-def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(told: list[dict[str, Any]]) -> None:
+def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(
+    told: list[dict[str, Any]],
+) -> None:
     assert told[0]["unforeseen"] == ("ended", "rank 1: ZeroDivisionError: by zero", "not mine")
     assert told[1]["unforeseen"] == ("raised", "by zero")
 
 
 def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
     alone = Team()
-    assert (alone.first, alone.gathered(3), alone.all_do(lambda: 4), alone.first_does(lambda: 5)) == (True, [3], 4, 5)
+    assert (
+        alone.first,
+        alone.gathered(3),
+        alone.all_do(lambda: 4),
+        alone.first_does(lambda: 5),
+    ) == (True, [3], 4, 5)
     assert alone.agreed(False, True) == [False, True]
     alone.part()
     for work in (alone.all_do, alone.first_does):
@@ -135,7 +164,12 @@ def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
 
 
 def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
-    with pytest.raises(LostRankError, match=r"another rank has ended.*\(Connection closed\)") as lost, _heard():
+    with (
+        pytest.raises(
+            LostRankError, match=r"another rank has ended.*\(Connection closed\)"
+        ) as lost,
+        _heard(),
+    ):
         raise RuntimeError("Connection closed. Look for bugs\nby peer")
     assert isinstance(lost.value.__cause__, RuntimeError)
     with pytest.raises(ZeroDivisionError), _heard():
@@ -157,20 +191,32 @@ def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     team = Team.here(torch.device("cpu"))
     for way in WAYS:
         through(begin(make_config(on_two_ranks(folder, f"whole-{way}", way)), team))
-        stopped = through(begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team), 13 if rank else None)
+        stopped = through(
+            begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team),
+            13 if rank else None,
+        )
         torch.manual_seed(999 + rank)
         resumed = Training.resume(stopped.folder.path, team=team)
         yield f"stopped-{way}", (stopped.finished, stopped.count, resumed.count)
         through(resumed)
         if way == "horizon":
-            through(begin(make_config(on_two_ranks(folder, "mutant")), team), 7)  # where the lanes of rank 1 still play
+            through(
+                begin(make_config(on_two_ranks(folder, "mutant")), team), 7
+            )  # where the lanes of rank 1 still play
             if team.first:
                 forget_the_state_of_the_second(Folder(folder / "mutant"))
             team.part()
             through(Training.resume(folder / "mutant", team=team))
     yield "again", outcome(lambda: begin(make_config(on_two_ranks(folder, "whole-horizon")), team))
     yield "alone", outcome(lambda: Training.resume(folder / "one-horizon", team=team))
-    yield "apart", outcome(lambda: through(begin(make_config(on_two_ranks(folder, "apart") | {"seed": rank}), team)))
+    yield (
+        "apart",
+        outcome(
+            lambda: through(
+                begin(make_config(on_two_ranks(folder, "apart") | {"seed": rank}), team)
+            )
+        ),
+    )
     broken = begin(make_config(on_two_ranks(folder, "broken")), team)
     if rank:
         broken.loss_fn = NoNumber()
@@ -219,7 +265,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_give_the_weights_of_one_process(ran: Ran, way: str) -> None:
     assert apart(ran.of(f"whole-{way}"), ran.of(f"one-{way}")) < 1e-10
-    assert apart(ran.of("half"), ran.of("one-horizon")) > 1e-4  # a mutant: the lanes of one rank alone
+    assert (
+        apart(ran.of("half"), ran.of("one-horizon")) > 1e-4
+    )  # a mutant: the lanes of one rank alone
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,8 +289,12 @@ def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, way
     assert apart(ran.of("mutant"), ran.of("whole-horizon")) > 1e-6
 
 
-def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their_places(ran: Ran) -> None:
-    alone, together = (load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole"))
+def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their_places(
+    ran: Ran,
+) -> None:
+    alone, together = (
+        load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
+    )
     places = {"updates", "stream", "entering", "random", "waited"}
     common = {"net", "optimizer", "counts", "sum", "finished", "spec"}
     assert set(alone) == common | places
@@ -255,13 +307,22 @@ def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their
     ("case", "said", "by"),
     [
         ("again", "holds a run already; continue it with --resume", 0),
-        ("alone", "holds the places of 1 rank, each in its own share of the recordings, and there are 2 now", 0),
+        (
+            "alone",
+            (
+                "holds the places of 1 rank, each in its own share of the recordings, and there are"
+                " 2 now"
+            ),
+            0,
+        ),
         ("apart", "starts with other weights than rank 0", 0),
         ("broken", "rank 1: training diverged at update 1: the loss is nan", 1),
         ("masked", "an epoch passed without a single step that counts", 0),
     ],
 )
-def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(ran: Ran, case: str, said: str, by: int) -> None:
+def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(
+    ran: Ran, case: str, said: str, by: int
+) -> None:
     for rank, mine in enumerate(ran.told):
         kind, message, speaks = mine[case]
         assert kind == "ended"
@@ -270,7 +331,9 @@ def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(ran: Ran, ca
 
 
 def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
-    with pytest.raises(RunError, match=r"holds the places of 2 ranks.*there is 1 now: go on with as many as before"):
+    with pytest.raises(
+        RunError, match=r"holds the places of 2 ranks.*there is 1 now: go on with as many as before"
+    ):
         Training.resume(ran.of("whole-horizon").path)
 
 
@@ -288,11 +351,17 @@ class Command:
     def __post_init__(self) -> None:
         with self.log.open("w", encoding="utf-8") as said:
             environment = SURROUNDINGS | self.more
-            self.process = subprocess.Popen(self.words, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
+            self.process = subprocess.Popen(
+                self.words, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True
+            )
 
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank that it started."""
-        found = [p for p in psutil.Process(self.process.pid).children() if p.environ().get("LOCAL_RANK") == str(rank)]
+        found = [
+            p
+            for p in psutil.Process(self.process.pid).children()
+            if p.environ().get("LOCAL_RANK") == str(rank)
+        ]
         assert len(found) == 1
         return found[0]
 
@@ -337,13 +406,21 @@ def throughtime_on_two(*arguments: str | Path) -> list[str]:
 
 
 def flags(settings_: dict[str, Any]) -> list[str]:
-    named = [part for key, value in settings_.items() if key != "data" for part in (f"--{key.replace('_', '-')}", str(value))]
+    named = [
+        part
+        for key, value in settings_.items()
+        if key != "data"
+        for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
     return ["train", settings_["data"], *named]
 
 
 def endless(folder: Path, name: str) -> list[str]:
     """A run of two ranks that is to be ended from outside, with a checkpoint every few updates."""
-    return flags(on_two_ranks(folder, name) | {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0})
+    return flags(
+        on_two_ranks(folder, name)
+        | {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0}
+    )
 
 
 def updates_in(folder: Folder) -> int:
@@ -376,7 +453,11 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
     two = Folder(data / "two")
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
-    for line in ("2 ranks of 2 lanes", "scores on the unbroken recordings of 'valid'", "model, metrics and report.html are in"):
+    for line in (
+        "2 ranks of 2 lanes",
+        "scores on the unbroken recordings of 'valid'",
+        "model, metrics and report.html are in",
+    ):
         assert command.said.count(line) == 1
     assert two.report.is_file()
     with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "again.log") as again:
@@ -387,7 +468,9 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_same_bits(data: Path) -> None:
+def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_same_bits(
+    data: Path,
+) -> None:
     folder = Folder(data / "run")
     with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
         killed.wait_for(folder.checkpoint.is_file)
@@ -404,14 +487,18 @@ def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_
     assert stopped.said.count(f"resumed at update {before}") == 1
     assert stopped.said.count("go on with: throughtime train --resume") == 1
     last = updates_in(folder) + 17
-    with started(throughtime("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
+    with started(
+        throughtime("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log"
+    ) as resumed:
         assert resumed.ended() == 0, resumed.said
     assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
     assert apart(folder, uninterrupted(data, last - 1)) > 0  # a mutant: an update less
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(data: Path) -> None:
+def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(
+    data: Path,
+) -> None:
     folder = Folder(data / "run")
     with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
         stopped.wait_for(lambda: "update " in stopped.said and folder.checkpoint.is_file())
@@ -419,7 +506,10 @@ def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits
         stopped.ended()
     assert stopped.said.count("go on with: throughtime train --resume") == 1
     last = updates_in(folder) + 17
-    with started(throughtime_on_two("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log") as resumed:
+    with started(
+        throughtime_on_two("train", "--resume", folder.path, "--updates", str(last)),
+        data / "resumed.log",
+    ) as resumed:
         assert resumed.ended() == 0, resumed.said
     assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
 
@@ -441,8 +531,16 @@ def test_the_first_rank_killed_leaves_no_rank_waiting(data: Path) -> None:
 def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
     """With the variables that srun sets, and loopback in the place of its nodes."""
     one = finish(values(data, "one", "horizon"))
-    words = throughtime(*flags(values(data, "two", "horizon") | {"strategy": "ddp", "devices": 1, "nodes": 2}))
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train"}
+    words = throughtime(
+        *flags(values(data, "two", "horizon") | {"strategy": "ddp", "devices": 1, "nodes": 2})
+    )
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NAME": "train",
+    }
     common |= {"SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
         started(words, data / "0.log", **common, SLURM_PROCID="0", SLURM_NODEID="0") as first,
@@ -456,16 +554,25 @@ def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_of_torchrun_that_do_not_know_of_each_other_are_refused_once(data: Path) -> None:
-    with started(throughtime_on_two(*flags(values(data, "run", "horizon"))), data / "copies.log") as copies:
+    with started(
+        throughtime_on_two(*flags(values(data, "run", "horizon"))), data / "copies.log"
+    ) as copies:
         assert copies.ended() == 1
-    assert copies.said.count("error: torchrun has started 2 processes, and strategy='single' is one") == 1
+    assert (
+        copies.said.count("error: torchrun has started 2 processes, and strategy='single' is one")
+        == 1
+    )
     assert not (data / "run").exists()
 
 
-def test_ranks_without_lightning_are_refused_with_the_line_to_write(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_lightning_are_refused_with_the_line_to_write(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from test_cli import run
 
-    for name in [name for name in sys.modules if name.startswith("throughtime.integrations.lightning")]:
+    for name in [
+        name for name in sys.modules if name.startswith("throughtime.integrations.lightning")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
@@ -475,16 +582,21 @@ def test_ranks_without_lightning_are_refused_with_the_line_to_write(data: Path, 
 
 
 @pytest.mark.slow  # Lightning is imported
-def test_nodes_that_cannot_meet_and_devices_that_are_not_there_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_cannot_meet_and_devices_that_are_not_there_are_refused(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from test_cli import run
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     said = run(*flags(on_two_ranks(data, "run") | {"nodes": 2}), ok=False)
-    assert "nodes=2: nothing says where the other machines are. Start it on each of them with torchrun --nnodes 2" in said
+    assert (
+        "nodes=2: nothing says where the other machines are. Start it on each of them with torchrun"
+        " --nnodes 2" in said
+    )
     if not torch.cuda.is_available():
         said = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
         assert (
-            "strategy='ddp' with device=cuda, devices=2 on each of nodes=1 does not fit how this process was started, or the machine"
-            in said
+            "strategy='ddp' with device=cuda, devices=2 on each of nodes=1 does not fit how this"
+            " process was started, or the machine" in said
         )
     assert not (data / "run").exists()

@@ -10,11 +10,19 @@ import throughtime as tt
 from throughtime.errors import ConfigError
 from throughtime.gradient.schedule import Window, windows
 
-plans = st.tuples(st.integers(1, 200), st.integers(1, 40), st.integers(0, 60), st.integers(0, 30), st.integers(1, 40))
+plans = st.tuples(
+    st.integers(1, 200),
+    st.integers(1, 40),
+    st.integers(0, 60),
+    st.integers(0, 30),
+    st.integers(1, 40),
+)
 
 
 @given(plans)
-def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(plan: tuple[int, int, int, int, int]) -> None:
+def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(
+    plan: tuple[int, int, int, int, int],
+) -> None:
     steps, stride, more, refresh, first = plan
     found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
     assert [step for w in found for step in range(w.counted, w.stop)] == list(range(steps))
@@ -23,7 +31,9 @@ def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(pl
 
 
 @given(plans)
-def test_the_next_window_leads_in_where_a_state_was_kept(plan: tuple[int, int, int, int, int]) -> None:
+def test_the_next_window_leads_in_where_a_state_was_kept(
+    plan: tuple[int, int, int, int, int],
+) -> None:
     steps, stride, more, refresh, first = plan
     found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
     assert all(now.keep == later.lead for now, later in pairwise(found))
@@ -43,8 +53,13 @@ def test_numbers_that_are_not_whole_are_refused() -> None:
 
 
 def test_settings_that_no_plan_can_serve_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"horizon=50 is below stride=100: .*Take horizon >= stride, or stride=50"):
+    with pytest.raises(
+        ConfigError, match=r"horizon=50 is below stride=100: .*Take horizon >= stride, or stride=50"
+    ):
         tt.Truncated(100, 50)
     with pytest.raises(ConfigError, match="stride=0: expected at least 1 step"):
         tt.Truncated(0)
-    assert tt.Truncated(100).describe() == "an update every 100 steps, credit back through 1 to 100 steps (50.5 on average)"
+    assert (
+        tt.Truncated(100).describe()
+        == "an update every 100 steps, credit back through 1 to 100 steps (50.5 on average)"
+    )

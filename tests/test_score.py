@@ -23,7 +23,10 @@ def test_classification_equals_the_formulas(sizes: list[int], seed: int, classes
     score = tt.score.Classification(names)
     truth, guess = list[int](), list[int]()
     for size in sizes:
-        outputs, targets = draw.normal(size=(size, classes)), draw.integers(0, max(1, classes - 1), size)
+        outputs, targets = (
+            draw.normal(size=(size, classes)),
+            draw.integers(0, max(1, classes - 1), size),
+        )
         outputs[:, -1] -= 1
         score.add(torch.from_numpy(outputs), torch.from_numpy(targets))
         truth += targets.tolist()
@@ -47,18 +50,32 @@ def test_macro_f1_leaves_out_classes_that_never_occur() -> None:
     by_hand = (2 / 3 + 2 / 3) / 2
     assert math.isnan(figures["f1[never]"])
     assert figures["macro_f1"] == pytest.approx(by_hand)
-    assert figures["macro_f1"] != pytest.approx((2 / 3 + 2 / 3 + 0) / 3)  # the mutant: zero for a class unseen
-    score.add(torch.tensor([[0.0, 0, 9]]), torch.tensor([0]))  # predicted, though it never occurs: now it counts, as 0
+    assert figures["macro_f1"] != pytest.approx(
+        (2 / 3 + 2 / 3 + 0) / 3
+    )  # the mutant: zero for a class unseen
+    score.add(
+        torch.tensor([[0.0, 0, 9]]), torch.tensor([0])
+    )  # predicted, though it never occurs: now it counts, as 0
     assert score.figures()["f1[never]"] == 0
 
 
 def test_outputs_of_other_width_than_the_classes_are_refused() -> None:
-    with pytest.raises(DataError, match=r"the outputs have 3 columns, expected one for each of the classes \['a', 'b'\]"):
+    with pytest.raises(
+        DataError,
+        match=r"the outputs have 3 columns, expected one for each of the classes \['a', 'b'\]",
+    ):
         tt.score.Classification(("a", "b")).add(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
 
 
-@given(sizes=pieces, seed=seeds, width=st.sampled_from([1, 2, 5]), offset=st.sampled_from([0.0, 3.0, 1e6]))
-def test_regression_on_uneven_pieces_equals_numpy(sizes: list[int], seed: int, width: int, offset: float) -> None:
+@given(
+    sizes=pieces,
+    seed=seeds,
+    width=st.sampled_from([1, 2, 5]),
+    offset=st.sampled_from([0.0, 3.0, 1e6]),
+)
+def test_regression_on_uneven_pieces_equals_numpy(
+    sizes: list[int], seed: int, width: int, offset: float
+) -> None:
     """The offset is what a sum of squares minus a squared sum would drown in."""
     draw = np.random.default_rng(seed)
     truth = draw.normal(size=(sum(sizes), width)) + offset
@@ -82,7 +99,10 @@ def test_regression_on_uneven_pieces_equals_numpy(sizes: list[int], seed: int, w
 
 def test_mean_of_the_pieces_r2_is_not_the_r2_of_the_whole() -> None:
     """The mutant of the law above."""
-    truth, guess = torch.tensor([[0.0], [1.0], [5.0], [6.0]]), torch.tensor([[0.5], [0.5], [5.5], [5.5]])
+    truth, guess = (
+        torch.tensor([[0.0], [1.0], [5.0], [6.0]]),
+        torch.tensor([[0.5], [0.5], [5.5], [5.5]]),
+    )
     parts = [tt.score.Regression() for _ in range(2)]
     whole = tt.score.Regression()
     for i, part in enumerate(parts):

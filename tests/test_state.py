@@ -61,11 +61,16 @@ def same_structure(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(same_structure(a[k], b[k]) for k in a)
     parts = [(t.fast, t.slow) if isinstance(t, Memory) else t for t in (a, b)]
-    return len(parts[0]) == len(parts[1]) and all(same_structure(p, q) for p, q in zip(*parts, strict=True))
+    return len(parts[0]) == len(parts[1]) and all(
+        same_structure(p, q) for p, q in zip(*parts, strict=True)
+    )
 
 
 def equal(a: Any, b: Any) -> bool:
-    return same_structure(a, b) and all(torch.equal(p, q) for (_, p), (_, q) in zip(tt.state.leaves(a), tt.state.leaves(b), strict=True))
+    return same_structure(a, b) and all(
+        torch.equal(p, q)
+        for (_, p), (_, q) in zip(tt.state.leaves(a), tt.state.leaves(b), strict=True)
+    )
 
 
 @every_tree
@@ -82,20 +87,32 @@ def test_map_keeps_structure_and_sees_every_leaf(make: Callable[[int], Any]) -> 
     assert not any(leaf.any() for leaf in tt.state.tensors(zeros))
     assert not equal(tree, zeros)
     twice = tt.state.map_leaves(lambda a, b: a * 1 + b * 0, tree, zeros)
-    assert states_apart(tt.state.map_leaves(Tensor.double, twice), tt.state.map_leaves(Tensor.double, tree)) == 0
+    assert (
+        states_apart(
+            tt.state.map_leaves(Tensor.double, twice), tt.state.map_leaves(Tensor.double, tree)
+        )
+        == 0
+    )
     assert same_structure(tree, twice)
 
 
 def test_leaves_are_named_by_their_path() -> None:
     tree = {"cell": Pair(numbers(1), [numbers(1), None]), "m": Memory(numbers(1), (numbers(1),))}
-    assert [name for name, _ in tt.state.leaves(tree)] == ["cell.h", "cell.c.0", "m.fast", "m.slow.0"]
+    assert [name for name, _ in tt.state.leaves(tree)] == [
+        "cell.h",
+        "cell.c.0",
+        "m.fast",
+        "m.slow.0",
+    ]
     assert [name for name, _ in tt.state.leaves(numbers(1))] == ["state"]
     assert len(tt.state.tensors(tree)) == 4
 
 
 @every_tree
 def test_detach_shares_values_and_drops_the_graph(make: Callable[[int], Any]) -> None:
-    tree = tt.state.map_leaves(lambda leaf: leaf.requires_grad_() * 2 if leaf.is_floating_point() else leaf, make(3))
+    tree = tt.state.map_leaves(
+        lambda leaf: leaf.requires_grad_() * 2 if leaf.is_floating_point() else leaf, make(3)
+    )
     values = tt.state.detach(tree)
     assert equal(tree, values)
     assert not any(leaf.requires_grad for leaf in tt.state.tensors(values))
@@ -104,8 +121,13 @@ def test_detach_shares_values_and_drops_the_graph(make: Callable[[int], Any]) ->
 
 
 @every_tree
-def test_reset_takes_marked_lanes_from_the_initial_state_and_no_others(make: Callable[[int], Any]) -> None:
-    state, initial = make(5), tt.state.map_leaves(lambda leaf: leaf + 1 if leaf.dtype != torch.bool else ~leaf, make(5))
+def test_reset_takes_marked_lanes_from_the_initial_state_and_no_others(
+    make: Callable[[int], Any],
+) -> None:
+    state, initial = (
+        make(5),
+        tt.state.map_leaves(lambda leaf: leaf + 1 if leaf.dtype != torch.bool else ~leaf, make(5)),
+    )
     before = tt.state.map_leaves(torch.clone, state)
     where = torch.tensor([True, False, False, True, False])
     after = tt.state.reset(state, initial, where)
@@ -186,7 +208,9 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_load_lists_every_difference(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    tt.state.save({"a": numbers(2, 3), "b": numbers(2, 3), "extra": numbers(2), "same": numbers(1)}, path)
+    tt.state.save(
+        {"a": numbers(2, 3), "b": numbers(2, 3), "extra": numbers(2), "same": numbers(1)}, path
+    )
     like = {"a": numbers(4, 3), "b": numbers(2, 3).float(), "gone": numbers(2), "same": numbers(1)}
     with pytest.raises(StateError) as caught:
         tt.state.load(path, like)
@@ -200,13 +224,18 @@ def test_load_lists_every_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"], ids=["missing", "empty", "text", "cut"]
+    "content",
+    [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"],
+    ids=["missing", "empty", "text", "cut"],
 )
 def test_unreadable_file_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "s"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(StateError, match=rf"{re.escape(str(path))}: cannot be read as a state .* that tt\.state\.save wrote"):
+    with pytest.raises(
+        StateError,
+        match=rf"{re.escape(str(path))}: cannot be read as a state .* that tt\.state\.save wrote",
+    ):
         tt.state.load(path, numbers(2, 3))
 
 
@@ -220,11 +249,19 @@ def test_state_cut_short_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tree", "where"),
-    [(3, "the state is a int"), ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str"), ((1.5,), "state leaf '0' is a float")],
+    [
+        (3, "the state is a int"),
+        ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str"),
+        ((1.5,), "state leaf '0' is a float"),
+    ],
     ids=["root", "nested", "tuple"],
 )
 def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> None:
-    expected = where + r", expected a tensor or a tuple, list, dict, namedtuple or dataclass of tensors\. Keep counters"
+    expected = (
+        where
+        + r", expected a tensor or a tuple, list, dict, namedtuple or dataclass of tensors\. Keep"
+        r" counters"
+    )
     with pytest.raises(StateError, match=expected):
         list(tt.state.leaves(tree))
     with pytest.raises(StateError, match=expected):
@@ -235,8 +272,14 @@ def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> Non
     ("other", "where"),
     [
         ({"cell": (torch.ones(2),)}, r"two states differ at 'cell': \['0', '1'\] and \['0'\]"),
-        ({"cell": (torch.ones(2), (torch.ones(2),))}, r"state leaf 'cell\.1' is a tensor in one state and a tuple in another"),
-        ({"core": (torch.ones(2), torch.ones(2))}, r"two states differ at 'the root': \['cell'\] and \['core'\]"),
+        (
+            {"cell": (torch.ones(2), (torch.ones(2),))},
+            r"state leaf 'cell\.1' is a tensor in one state and a tuple in another",
+        ),
+        (
+            {"core": (torch.ones(2), torch.ones(2))},
+            r"two states differ at 'the root': \['cell'\] and \['core'\]",
+        ),
         ({"cell": torch.ones(2)}, r"two states differ at 'cell'|state leaf 'cell'"),
     ],
     ids=["shorter", "deeper", "renamed", "shallower"],
@@ -254,7 +297,10 @@ def test_states_of_different_structure_are_refused_by_path(other: Any, where: st
 def test_lanes_that_disagree_are_refused_by_path() -> None:
     with pytest.raises(StateError, match=r"state leaf 'b\.0' has 3 lanes, leaf 'a' has 2"):
         tt.state.lanes({"a": numbers(2, 3), "b": [numbers(3, 3)]})
-    with pytest.raises(StateError, match=r"state leaf 'a' has no lane dimension: got shape \(\), expected \(B, \.\.\.\)"):
+    with pytest.raises(
+        StateError,
+        match=r"state leaf 'a' has no lane dimension: got shape \(\), expected \(B, \.\.\.\)",
+    ):
         tt.state.lanes({"a": torch.tensor(1.0)})
     assert tt.state.lanes(()) is None
 

@@ -19,7 +19,14 @@ from torch import Tensor
 
 import throughtime as tt
 import throughtime.stream.stream as stream_module
-from strategies import chunk_lengths, draw_lanes, few_short_recordings, lengths_of_recordings, recordings, seeds
+from strategies import (
+    chunk_lengths,
+    draw_lanes,
+    few_short_recordings,
+    lengths_of_recordings,
+    recordings,
+    seeds,
+)
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
@@ -31,11 +38,24 @@ lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 
 def same(a: tt.Chunk, b: tt.Chunk) -> bool:
     """To the bit; NaN equals NaN."""
-    pairs = [(a.inputs, b.inputs), (a.resets, b.resets), (a.mask, b.mask), (a.recording, b.recording), (a.position, b.position)]
+    pairs = [
+        (a.inputs, b.inputs),
+        (a.resets, b.resets),
+        (a.mask, b.mask),
+        (a.recording, b.recording),
+        (a.position, b.position),
+    ]
     if a.targets is not None and b.targets is not None:
         pairs.append((a.targets, b.targets))
-    alike = (a.targets is None) == (b.targets is None) and a.valid == b.valid and a.any_reset == b.any_reset
-    return alike and all(torch.equal(p.nan_to_num(nan=1e300), q.nan_to_num(nan=1e300)) and p.dtype == q.dtype for p, q in pairs)
+    alike = (
+        (a.targets is None) == (b.targets is None)
+        and a.valid == b.valid
+        and a.any_reset == b.any_reset
+    )
+    return alike and all(
+        torch.equal(p.nan_to_num(nan=1e300), q.nan_to_num(nan=1e300)) and p.dtype == q.dtype
+        for p, q in pairs
+    )
 
 
 def all_same(a: Sequence[tt.Chunk], b: Sequence[tt.Chunk]) -> bool:
@@ -48,12 +68,17 @@ def whole(stream: tt.Stream) -> tt.Chunk:
 
 
 def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chunk: int) -> None:
-    """Every step once, in order, with a reset at each start, idle lanes only at their end; ragged at the end only."""
+    """Every step once, in order, with a reset at each start, idle lanes only at their end.
+
+    Ragged at the end only.
+    """
     assert [c.steps for c in chunks[:-1]] == [chunk] * (len(chunks) - 1)
     epoch = join(chunks)
     assert len(chunks) == math.ceil(epoch.steps / chunk)
     played, starts = Counter[tuple[int, int]](), 0
-    for row, position, reset in zip(epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True):
+    for row, position, reset in zip(
+        epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True
+    ):
         busy = sum(r >= 0 for r in row)
         assert row[busy:] == [-1] * (len(row) - busy) == position[busy:]
         assert not any(reset[busy:])
@@ -67,13 +92,19 @@ def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chun
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
-def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
+def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(
+    lengths: list[int], wish: int, chunk: int, seed: int
+) -> None:
     lanes = draw_lanes(lengths, wish)
-    check_epoch(list(tt.Stream(recordings(lengths), lanes, chunk, seed=seed)), lengths, lanes, chunk)
+    check_epoch(
+        list(tt.Stream(recordings(lengths), lanes, chunk, seed=seed)), lengths, lanes, chunk
+    )
 
 
 def without_resets(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
-    return [tt.Chunk.of(c.inputs, c.targets, recording=c.recording, position=c.position) for c in chunks]
+    return [
+        tt.Chunk.of(c.inputs, c.targets, recording=c.recording, position=c.position) for c in chunks
+    ]
 
 
 def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
@@ -81,7 +112,11 @@ def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
     for c in chunks:
         resets = c.resets.clone()
         resets[0] = True
-        found.append(tt.Chunk.of(c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position))
+        found.append(
+            tt.Chunk.of(
+                c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position
+            )
+        )
     return found
 
 
@@ -95,7 +130,9 @@ MUTANT_EPOCHS: dict[str, Callable[[list[tt.Chunk]], list[tt.Chunk]]] = {
 
 
 @pytest.mark.parametrize("mutant", list(MUTANT_EPOCHS.values()), ids=list(MUTANT_EPOCHS))
-def test_check_of_an_epoch_fails_on_mutants(mutant: Callable[[list[tt.Chunk]], list[tt.Chunk]]) -> None:
+def test_check_of_an_epoch_fails_on_mutants(
+    mutant: Callable[[list[tt.Chunk]], list[tt.Chunk]],
+) -> None:
     lengths = [31, 7, 20, 5]
     chunks = list(tt.Stream(recordings(lengths), 2, 7))
     check_epoch(chunks, lengths, 2, 7)
@@ -104,7 +141,9 @@ def test_check_of_an_epoch_fails_on_mutants(mutant: Callable[[list[tt.Chunk]], l
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, chunk=chunk_lengths, seed=seeds)
-def test_delivered_numbers_are_those_of_the_source(lengths: list[int], wish: int, chunk: int, seed: int) -> None:
+def test_delivered_numbers_are_those_of_the_source(
+    lengths: list[int], wish: int, chunk: int, seed: int
+) -> None:
     sources = recordings(lengths)
     for c in tt.Stream(sources, draw_lanes(lengths, wish), chunk, seed=seed):
         assert c.targets is not None
@@ -123,7 +162,9 @@ def test_order_is_that_of_the_seed_and_new_in_every_epoch() -> None:
 
     def orders(seed: int | None) -> list[tuple[int, ...]]:
         stream = tt.Stream(sources, lanes=1, chunk=50, seed=seed)
-        return [tuple(whole(stream).recording.flatten().unique_consecutive().tolist()) for _ in range(3)]
+        return [
+            tuple(whole(stream).recording.flatten().unique_consecutive().tolist()) for _ in range(3)
+        ]
 
     assert orders(5) == orders(5)
     assert len({*orders(5), *orders(6)}) == 6
@@ -150,8 +191,16 @@ def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
     return [chunk for _ in range(epochs) for chunk in stream]
 
 
-@given(lengths=few_short_recordings, wish=lane_wishes, chunk=st.sampled_from([1, 3, 7, 100]), seed=seeds, stop=st.integers(0, 40))
-def test_resume_anywhere_yields_the_same_stream(lengths: list[int], wish: int, chunk: int, seed: int, stop: int) -> None:
+@given(
+    lengths=few_short_recordings,
+    wish=lane_wishes,
+    chunk=st.sampled_from([1, 3, 7, 100]),
+    seed=seeds,
+    stop=st.integers(0, 40),
+)
+def test_resume_anywhere_yields_the_same_stream(
+    lengths: list[int], wish: int, chunk: int, seed: int, stop: int
+) -> None:
     """Also between chunks, through `take` with other lengths, and on into the epochs that follow."""
     lanes, sources = draw_lanes(lengths, wish), recordings(lengths)
     stream = tt.Stream(sources, lanes, chunk, seed=seed)
@@ -201,13 +250,23 @@ def test_chunk_length_is_no_part_of_the_place() -> None:
     [
         ({"lanes": 3}, "lanes is 2 there and 3 here"),
         ({"seed": 1}, "seed is 0 there and 1 here"),
-        ({"recordings": recordings([13, 5])}, "recordings is 3 there and 2 here; total_steps is 26 there and 18 here"),
+        (
+            {"recordings": recordings([13, 5])},
+            "recordings is 3 there and 2 here; total_steps is 26 there and 18 here",
+        ),
         ({"recordings": recordings([13, 6, 7])}, "names_and_lengths is"),
     ],
     ids=["lanes", "seed", "fewer recordings", "other lengths"],
 )
-def test_place_in_another_stream_is_refused_naming_the_difference(change: dict[str, Any], difference: str) -> None:
-    setting: dict[str, Any] = {"recordings": recordings([13, 5, 8]), "lanes": 2, "chunk": 7, "seed": 0}
+def test_place_in_another_stream_is_refused_naming_the_difference(
+    change: dict[str, Any], difference: str
+) -> None:
+    setting: dict[str, Any] = {
+        "recordings": recordings([13, 5, 8]),
+        "lanes": 2,
+        "chunk": 7,
+        "seed": 0,
+    }
     place = tt.Stream(**setting).state_dict()
     other = tt.Stream(**{**setting, **change})
     with pytest.raises(DataError, match=rf"belongs to another stream: .*{difference}"):
@@ -228,7 +287,9 @@ class Counting:
 
     def read(self, start: int, stop: int) -> Steps:
         self.reads.append((start, stop))
-        return Steps(np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start))
+        return Steps(
+            np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start)
+        )
 
 
 def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +308,10 @@ def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     assert (first.reads[2:], second.reads) == ([(80, 100)], [(0, 20), (20, 60)])
 
 
-@given(takes=st.lists(st.sampled_from([1, 3, 10, 17, 50]), min_size=1, max_size=30), ahead=st.sampled_from([1, 16, 40, 1000]))
+@given(
+    takes=st.lists(st.sampled_from([1, 3, 10, 17, 50]), min_size=1, max_size=30),
+    ahead=st.sampled_from([1, 16, 40, 1000]),
+)
 def test_reading_ahead_changes_no_number(takes: list[int], ahead: int) -> None:
     sources = recordings([37, 11, 29])
     with pytest.MonkeyPatch.context() as patch:
@@ -281,7 +345,9 @@ def one(inputs: Any, targets: Any = None, **options: Any) -> tt.Chunk:
 
 def test_warm_up_masks_the_first_steps_of_every_recording_and_part() -> None:
     stream = tt.Stream(recordings([9, 2, 6]), lanes=1, chunk=4, warm_up=3, seed=None)
-    assert whole(stream).mask.flatten().tolist() == [i >= 3 for i in (*range(9), *range(2), *range(6))]
+    assert whole(stream).mask.flatten().tolist() == [
+        i >= 3 for i in (*range(9), *range(2), *range(6))
+    ]
     parts = tt.Stream(recordings([10]), lanes=2, chunk=4, warm_up=3)
     assert whole(parts).mask.sum(0).tolist() == [2, 2]
     assert whole(tt.Stream(recordings([9]), lanes=1, chunk=4)).mask.all()  # the mutant: no warm-up
@@ -297,7 +363,9 @@ def test_targets_that_are_missing_are_masked_and_counted() -> None:
     stream = tt.Stream({"inputs": np.ones((5, 2)), "targets": classes}, lanes=1, chunk=5)
     list(stream)
     assert stream.without_target == 2
-    assert one(np.ones((3, 2)), np.array([1.0, -100.0, 2.0])).mask.all()  # -100 is a number among floating targets
+    assert one(
+        np.ones((3, 2)), np.array([1.0, -100.0, 2.0])
+    ).mask.all()  # -100 is a number among floating targets
 
 
 def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> None:
@@ -305,7 +373,11 @@ def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> No
     values[4, 2] = values[6, 0] = np.nan
     values[7, 1] = np.inf
     with pytest.raises(
-        DataError, match=r"recording 'it' has 3 inputs that are NaN or infinite .* the first at step 4, column 2.*missing='mask'"
+        DataError,
+        match=(
+            r"recording 'it' has 3 inputs that are NaN or infinite .* the first at step 4, column"
+            r" 2.*missing='mask'"
+        ),
     ):
         one(values, chunk=9)
     first = recordings([9])[0] | {"name": "good"}
@@ -315,7 +387,9 @@ def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> No
 
 
 @pytest.mark.parametrize("writeable", [True, False])
-def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch(writeable: bool) -> None:
+def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch(
+    writeable: bool,
+) -> None:
     values = np.ones((9, 3), dtype=np.float32)
     values[4, 2], values[7, 1] = np.nan, -np.inf
     values.flags.writeable = writeable
@@ -332,16 +406,61 @@ def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch
 @pytest.mark.parametrize(
     ("inputs", "targets", "dtype", "expected"),
     [
-        (np.ones((6, 2), np.float32), np.ones(6, np.float32), None, (torch.float32, (6, 1, 2), torch.float32, (6, 1))),
-        (np.ones((6, 2), np.float64), np.ones((6, 1)), None, (torch.float64, (6, 1, 2), torch.float64, (6, 1, 1))),
-        (np.ones((6, 2), np.float64), np.ones((6, 3)), torch.float32, (torch.float32, (6, 1, 2), torch.float32, (6, 1, 3))),
-        (np.ones(6, np.float32), np.ones(6, np.uint8), None, (torch.float32, (6, 1, 1), torch.int64, (6, 1))),
-        (np.ones(6, np.int16), np.ones(6, np.bool_), None, (torch.int64, (6, 1), torch.int64, (6, 1))),
-        (np.ones(6, np.int16), np.ones(6, np.int64), torch.float32, (torch.float32, (6, 1, 1), torch.int64, (6, 1))),
+        (
+            np.ones((6, 2), np.float32),
+            np.ones(6, np.float32),
+            None,
+            (torch.float32, (6, 1, 2), torch.float32, (6, 1)),
+        ),
+        (
+            np.ones((6, 2), np.float64),
+            np.ones((6, 1)),
+            None,
+            (torch.float64, (6, 1, 2), torch.float64, (6, 1, 1)),
+        ),
+        (
+            np.ones((6, 2), np.float64),
+            np.ones((6, 3)),
+            torch.float32,
+            (torch.float32, (6, 1, 2), torch.float32, (6, 1, 3)),
+        ),
+        (
+            np.ones(6, np.float32),
+            np.ones(6, np.uint8),
+            None,
+            (torch.float32, (6, 1, 1), torch.int64, (6, 1)),
+        ),
+        (
+            np.ones(6, np.int16),
+            np.ones(6, np.bool_),
+            None,
+            (torch.int64, (6, 1), torch.int64, (6, 1)),
+        ),
+        (
+            np.ones(6, np.int16),
+            np.ones(6, np.int64),
+            torch.float32,
+            (torch.float32, (6, 1, 1), torch.int64, (6, 1)),
+        ),
         (np.ones((6, 2), np.int32), None, None, (torch.int64, (6, 1, 2), None, None)),
-        (torch.ones(6, 2), torch.ones(6, requires_grad=True), None, (torch.float32, (6, 1, 2), torch.float32, (6, 1))),
-        (np.ones((6, 2), ">f8"), np.ones(6)[::-1], None, (torch.float64, (6, 1, 2), torch.float64, (6, 1))),
-        (np.ones((6, 2, 4)), np.ones(6), None, (torch.float64, (6, 1, 2, 4), torch.float64, (6, 1))),
+        (
+            torch.ones(6, 2),
+            torch.ones(6, requires_grad=True),
+            None,
+            (torch.float32, (6, 1, 2), torch.float32, (6, 1)),
+        ),
+        (
+            np.ones((6, 2), ">f8"),
+            np.ones(6)[::-1],
+            None,
+            (torch.float64, (6, 1, 2), torch.float64, (6, 1)),
+        ),
+        (
+            np.ones((6, 2, 4)),
+            np.ones(6),
+            None,
+            (torch.float64, (6, 1, 2, 4), torch.float64, (6, 1)),
+        ),
     ],
     ids=[
         "float32",
@@ -356,16 +475,22 @@ def test_inputs_that_are_missing_are_zeroed_and_masked_on_request_in_every_epoch
         "images",
     ],
 )
-def test_types_and_shapes_follow_the_rules(inputs: Any, targets: Any, dtype: torch.dtype | None, expected: tuple[Any, ...]) -> None:
+def test_types_and_shapes_follow_the_rules(
+    inputs: Any, targets: Any, dtype: torch.dtype | None, expected: tuple[Any, ...]
+) -> None:
     chunk = one(inputs, targets, dtype=dtype)
     got = (chunk.inputs.dtype, tuple(chunk.inputs.shape))
-    got += (None, None) if chunk.targets is None else (chunk.targets.dtype, tuple(chunk.targets.shape))
+    got += (
+        (None, None) if chunk.targets is None else (chunk.targets.dtype, tuple(chunk.targets.shape))
+    )
     assert got == expected
     assert chunk.mask.all() == (targets is not None)
 
 
 @given(lengths=few_short_recordings, length=st.sampled_from([1, 2, 7, 31, 50]))
-def test_windows_are_the_recordings_cut_each_with_a_start_of_its_own(lengths: list[int], length: int) -> None:
+def test_windows_are_the_recordings_cut_each_with_a_start_of_its_own(
+    lengths: list[int], length: int
+) -> None:
     sources = recordings(lengths)
     parts = windows([as_recording(source, i) for i, source in enumerate(sources)], length)
     assert sum(map(len, parts)) == sum(lengths)
@@ -373,7 +498,10 @@ def test_windows_are_the_recordings_cut_each_with_a_start_of_its_own(lengths: li
     assert sum(len(part) < length for part in parts) <= len(lengths)
     chunk = whole(tt.Stream(parts, lanes=1, chunk=9, seed=None))
     assert int(chunk.resets.sum()) == len(parts) == sum(math.ceil(n / length) for n in lengths)
-    assert torch.equal(chunk.inputs[:, 0], torch.from_numpy(np.concatenate([source["inputs"] for source in sources])))
+    assert torch.equal(
+        chunk.inputs[:, 0],
+        torch.from_numpy(np.concatenate([source["inputs"] for source in sources])),
+    )
     assert parts[-1].name.startswith(f"r{len(lengths) - 1}[")
 
 
@@ -389,7 +517,12 @@ def test_chunks_by_hand_are_checked_and_filled_in() -> None:
     with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
         tt.Chunk.of(torch.zeros(5))
     with pytest.raises(DataError) as caught:
-        tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(2, 5), resets=torch.zeros(4, 2, dtype=torch.bool), mask=torch.ones(5, 2))
+        tt.Chunk.of(
+            torch.zeros(5, 2, 3),
+            torch.zeros(2, 5),
+            resets=torch.zeros(4, 2, dtype=torch.bool),
+            mask=torch.ones(5, 2),
+        )
     message = str(caught.value)
     for part in (
         "targets have shape (2, 5), expected (5, 2) first",

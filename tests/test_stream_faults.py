@@ -13,7 +13,10 @@ import throughtime as tt
 from throughtime.errors import DataError
 from throughtime.gradient import Update
 
-LONG = {"inputs": np.random.default_rng(0).normal(size=(120, 3)), "targets": np.random.default_rng(1).normal(size=120)}
+LONG = {
+    "inputs": np.random.default_rng(0).normal(size=(120, 3)),
+    "targets": np.random.default_rng(1).normal(size=120),
+}
 
 
 def net() -> tt.Carried:
@@ -40,11 +43,20 @@ def test_states_of_an_epoch_that_somebody_else_played_on_are_refused() -> None:
     stream, mine = handing(), net()
     play(mine, stream)
     tt.evaluate(mine, stream, nn.MSELoss())
-    with pytest.raises(DataError, match=r"handed on are for epoch 1, and the stream stands in epoch 2: .* a Stream of its own"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"handed on are for epoch 1, and the stream stands in epoch 2: .* a Stream of its own"
+        ),
+    ):
         play(mine, stream)
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))], ids=["copied", "pickled"])
+@pytest.mark.parametrize(
+    "twin",
+    [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))],
+    ids=["copied", "pickled"],
+)
 def test_a_copy_of_a_stream_starts_cold(twin: Any) -> None:
     stream, mine = handing(), net()
     play(mine, stream)
@@ -53,13 +65,26 @@ def test_a_copy_of_a_stream_starts_cold(twin: Any) -> None:
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [nn.CrossEntropyLoss(ignore_index=255), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 0.0]).double())],
+    [
+        nn.CrossEntropyLoss(ignore_index=255),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 0.0]).double()),
+    ],
     ids=["ignored", "without weight"],
 )
 @pytest.mark.parametrize(
-    "policy", [tt.Truncated(5), tt.Truncated(5, 12), tt.Truncated(5, 12, graphs="retain"), tt.Online(5), tt.Exact(segment=5)], ids=str
+    "policy",
+    [
+        tt.Truncated(5),
+        tt.Truncated(5, 12),
+        tt.Truncated(5, 12, graphs="retain"),
+        tt.Online(5),
+        tt.Exact(segment=5),
+    ],
+    ids=str,
 )
-def test_steps_that_weigh_nothing_in_the_loss_make_no_update(loss_fn: nn.CrossEntropyLoss, policy: Any) -> None:
+def test_steps_that_weigh_nothing_in_the_loss_make_no_update(
+    loss_fn: nn.CrossEntropyLoss, policy: Any
+) -> None:
     labels = np.full(20, 255 if loss_fn.weight is None else 2)
     labels[:5] = 1
     stream = tt.Stream({"inputs": LONG["inputs"][:20], "targets": labels}, lanes=1, chunk=5)
@@ -71,7 +96,9 @@ def test_steps_that_weigh_nothing_in_the_loss_make_no_update(loss_fn: nn.CrossEn
 
 def test_static_features_that_the_inputs_type_cannot_hold_are_refused() -> None:
     source = {"inputs": np.zeros((9, 2), dtype=np.int16), "static": [0.7, 2.9]}
-    with pytest.raises(DataError, match=r"static features are float64 and the inputs int64, .*floating dtype"):
+    with pytest.raises(
+        DataError, match=r"static features are float64 and the inputs int64, .*floating dtype"
+    ):
         next(iter(tt.Stream(source, lanes=1, chunk=4)))
     chunk = next(iter(tt.Stream(source, lanes=1, chunk=4, dtype=torch.float32)))
     torch.testing.assert_close(chunk.inputs[0, 0], torch.tensor([0.0, 0.0, 0.7, 2.9]))
@@ -80,14 +107,26 @@ def test_static_features_that_the_inputs_type_cannot_hold_are_refused() -> None:
 def test_a_missing_input_leaves_the_others_of_its_step() -> None:
     values = np.ones((6, 2))
     values[2, 1] = np.nan
-    chunk = next(iter(tt.Stream({"inputs": values, "targets": np.zeros(6), "static": [0.7]}, lanes=1, chunk=6, missing="mask")))
+    chunk = next(
+        iter(
+            tt.Stream(
+                {"inputs": values, "targets": np.zeros(6), "static": [0.7]},
+                lanes=1,
+                chunk=6,
+                missing="mask",
+            )
+        )
+    )
     assert chunk.inputs[2, 0].tolist() == [1.0, 0.0, 0.7]
     assert chunk.mask[:, 0].tolist() == [True, True, False, True, True, True]
 
 
 def test_a_recording_without_events_stands_beside_those_with_some() -> None:
     inputs = np.zeros((4, 1))
-    sources = [{"inputs": inputs, "intervals": ([], [], [])}, {"inputs": inputs, "intervals": ([1], [3], [2])}]
+    sources = [
+        {"inputs": inputs, "intervals": ([], [], [])},
+        {"inputs": inputs, "intervals": ([1], [3], [2])},
+    ]
     for order in (sources, sources[::-1]):
         chunk = next(iter(tt.Stream(order, lanes=2, chunk=4, seed=None)))
         assert chunk.targets is not None

@@ -1,4 +1,5 @@
-"""The stream over ranks, with offsets and with parts that hand on: every step once per epoch, whoever plays it.
+"""The stream over ranks, with offsets and with parts that hand on: every step once per epoch,
+whoever plays it.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -15,12 +16,22 @@ import throughtime as tt
 from strategies import draw_lanes, recordings, seeds
 from test_stream import whole
 
-MODES: dict[str, dict[str, Any]] = {"plain": {}, "offset": {"offset": 13}, "hand-off": {"hand_off": True}, "warm-up": {"warm_up": 4}}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offset": {"offset": 13},
+    "hand-off": {"hand_off": True},
+    "warm-up": {"warm_up": 4},
+}
 modes = st.sampled_from(list(MODES.values()))
 
 
-def on_ranks(lengths: Sequence[int], lanes: int, ranks: int, seed: int = 0, **options: Any) -> list[tt.Stream]:
-    return [tt.Stream(recordings(lengths), lanes, 7, seed=seed, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+def on_ranks(
+    lengths: Sequence[int], lanes: int, ranks: int, seed: int = 0, **options: Any
+) -> list[tt.Stream]:
+    return [
+        tt.Stream(recordings(lengths), lanes, 7, seed=seed, rank=rank, ranks=ranks, **options)
+        for rank in range(ranks)
+    ]
 
 
 def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int = 0) -> None:
@@ -28,7 +39,12 @@ def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int 
     played, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     assert len({epoch.steps for epoch in epochs}) == 1
     for epoch in epochs:
-        for row, at, reset in zip(epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True):
+        for row, at, reset in zip(
+            epoch.recording.T.tolist(),
+            epoch.position.T.tolist(),
+            epoch.resets.T.tolist(),
+            strict=True,
+        ):
             busy = sum(r >= 0 for r in row)
             assert row[busy:] == [-1] * (len(row) - busy)
             assert not any(reset[busy:])
@@ -38,8 +54,13 @@ def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int 
                 played[row[t], at[t]] += 1
                 starts[row[t], at[t]] += reset[t]
     first = [min((t for i, t in played if i == index), default=0) for index in range(len(lengths))]
-    assert all(begin < max(1, offset) and begin <= length / 2 for begin, length in zip(first, lengths, strict=True))
-    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(first[i], length))
+    assert all(
+        begin < max(1, offset) and begin <= length / 2
+        for begin, length in zip(first, lengths, strict=True)
+    )
+    assert played == Counter(
+        (i, t) for i, length in enumerate(lengths) for t in range(first[i], length)
+    )
     assert max(starts.values()) == 1
 
 
@@ -51,25 +72,35 @@ def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int 
     seed=seeds,
     mode=modes,
 )
-def test_ranks_play_every_step_once_in_every_epoch(lengths: list[int], wish: int, ranks: int, seed: int, mode: dict[str, Any]) -> None:
+def test_ranks_play_every_step_once_in_every_epoch(
+    lengths: list[int], wish: int, ranks: int, seed: int, mode: dict[str, Any]
+) -> None:
     lanes = max(1, draw_lanes([n - min(12, n // 2) for n in lengths], wish * ranks) // ranks)
     ranks = max(1, min(ranks, sum(n - min(12, n // 2) for n in lengths) // lanes))
     streams = on_ranks(lengths, lanes, ranks, seed, **mode)
     for _ in range(2):
         check_epoch([whole(stream) for stream in streams], lengths, mode.get("offset", 0))
-    assert len({stream.state_dict()["epoch"] for stream in streams}) == len({len(stream) for stream in streams}) == 1
+    assert (
+        len({stream.state_dict()["epoch"] for stream in streams})
+        == len({len(stream) for stream in streams})
+        == 1
+    )
 
 
 MUTANTS: dict[str, Callable[[list[tt.Stream]], list[tt.Stream]]] = {
     "a rank is missing": lambda streams: streams[1:],
     "a rank plays twice": lambda streams: [*streams, streams[0]],
-    "every rank plays everything": lambda streams: [tt.Stream(s.recordings, s.lanes, 7) for s in streams],
+    "every rank plays everything": lambda streams: [
+        tt.Stream(s.recordings, s.lanes, 7) for s in streams
+    ],
     "seeds differ": lambda streams: [streams[0], *on_ranks([30, 30, 20, 20, 5], 1, 2, seed=1)[1:]],
 }
 
 
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
-def test_check_of_ranks_fails_on_mutants(mutant: Callable[[list[tt.Stream]], list[tt.Stream]]) -> None:
+def test_check_of_ranks_fails_on_mutants(
+    mutant: Callable[[list[tt.Stream]], list[tt.Stream]],
+) -> None:
     lengths = [30, 30, 20, 20, 5]
     streams = on_ranks(lengths, 1, 2)
     check_epoch([whole(stream) for stream in streams], lengths)
@@ -80,7 +111,11 @@ def test_check_of_ranks_fails_on_mutants(mutant: Callable[[list[tt.Stream]], lis
 
 
 @given(
-    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5), ranks=st.integers(1, 3), seed=seeds, mode=modes, at=st.integers(0, 200)
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5),
+    ranks=st.integers(1, 3),
+    seed=seeds,
+    mode=modes,
+    at=st.integers(0, 200),
 )
 @settings(max_examples=25)
 def test_ranks_agree_on_steps_and_on_where_all_start_together(

@@ -1,4 +1,5 @@
-"""What a stream refuses: recordings and settings that make no sense, and everything that would tear its lanes apart.
+"""What a stream refuses: recordings and settings that make no sense, and everything that would tear
+its lanes apart.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -19,14 +20,30 @@ from throughtime.stream.recording import Steps
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"input": np.ones(4)}, {}, r"recording '0' has the keys \['input'\], expected 'inputs'"),
-    ({"inputs": np.ones(4), "label": 3, "name": "x"}, {}, r"recording 'x' has the keys \['inputs', 'label', 'name'\]"),
+    (
+        {"inputs": np.ones(4), "label": 3, "name": "x"},
+        {},
+        r"recording 'x' has the keys \['inputs', 'label', 'name'\]",
+    ),
     ({"inputs": np.ones(4), "targets": np.ones(5)}, {}, "4 steps of inputs and 5 of targets"),
     ({"inputs": np.ones((0, 2)), "name": "x"}, {}, "recording 'x' is empty"),
     ([], {}, "no recordings"),
-    ({"inputs": [1, 2, 3]}, {}, "recording '0': inputs are a list, expected a NumPy array or a torch tensor"),
-    ({"inputs": np.array(["a", "b"])}, {}, r"inputs have shape \(2,\) and type <U1, expected numbers"),
+    (
+        {"inputs": [1, 2, 3]},
+        {},
+        "recording '0': inputs are a list, expected a NumPy array or a torch tensor",
+    ),
+    (
+        {"inputs": np.array(["a", "b"])},
+        {},
+        r"inputs have shape \(2,\) and type <U1, expected numbers",
+    ),
     ({"inputs": np.float64(3)}, {}, r"inputs are a float64|inputs have shape \(\)"),
-    ({"inputs": np.ones(4), "targets": np.array([None] * 4)}, {}, "targets have shape .* and type object"),
+    (
+        {"inputs": np.ones(4), "targets": np.array([None] * 4)},
+        {},
+        "targets have shape .* and type object",
+    ),
     ([3], {}, "recording 0 is a int, expected a mapping with 'inputs'"),
     ({"inputs": np.ones(4)}, {"lanes": 5}, "lanes=5 but the recordings have 4 steps in all"),
     ({"inputs": np.ones(4)}, {"lanes": 0}, "lanes=0: expected at least 1"),
@@ -34,12 +51,20 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"inputs": np.ones(4)}, {"warm_up": -1}, "warm_up=-1"),
     ({"inputs": np.ones(4)}, {"missing": "drop"}, "missing='drop'"),
     ("nowhere.csv", {}, "nowhere.csv: no such file"),
-    (Path("nowhere.mp3"), {}, "nowhere.mp3: the format '.mp3' is unknown, expected one of .arrow, .csv"),
+    (
+        Path("nowhere.mp3"),
+        {},
+        "nowhere.mp3: the format '.mp3' is unknown, expected one of .arrow, .csv",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("source", "options", "reason"), BAD, ids=[reason[:40] for _, _, reason in BAD])
-def test_bad_recordings_and_settings_are_refused(source: Any, options: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "options", "reason"), BAD, ids=[reason[:40] for _, _, reason in BAD]
+)
+def test_bad_recordings_and_settings_are_refused(
+    source: Any, options: dict[str, Any], reason: str
+) -> None:
     setting: dict[str, Any] = {"lanes": 1, "chunk": 2} | options
     with pytest.raises(DataError, match=reason):
         tt.Stream(source, **setting)
@@ -52,9 +77,18 @@ def test_bad_recordings_and_settings_are_refused(source: Any, options: dict[str,
             {"inputs": np.ones((4, 3)), "targets": np.ones(4)},
             r"'b' has inputs of 3 columns of float64 numbers, recording 'a' of 2 columns",
         ),
-        ({"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)}, "'b' has inputs of 2 columns of integer numbers"),
-        ({"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))}, r"'b' has targets of 1 columns .* of 1 column \(a vector\)"),
-        ({"inputs": np.ones((4, 2)), "targets": np.ones(4, np.int64)}, "'b' has targets of 1 column .* of integer numbers"),
+        (
+            {"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)},
+            "'b' has inputs of 2 columns of integer numbers",
+        ),
+        (
+            {"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))},
+            r"'b' has targets of 1 columns .* of 1 column \(a vector\)",
+        ),
+        (
+            {"inputs": np.ones((4, 2)), "targets": np.ones(4, np.int64)},
+            "'b' has targets of 1 column .* of integer numbers",
+        ),
         ({"inputs": np.ones((4, 2))}, "'b' has targets of no columns, recording 'a' of 1 column"),
     ],
     ids=["features", "kind", "target shape", "target kind", "no targets"],
@@ -71,7 +105,12 @@ def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
         def read(self, start: int, stop: int) -> Steps:
             return super().read(start, min(stop, 7))
 
-    with pytest.raises(DataError, match=r"recording 'counting' gave 7 of the 9 steps asked for at step 0; it said that it has 9"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"recording 'counting' gave 7 of the 9 steps asked for at step 0; it said that it has 9"
+        ),
+    ):
         list(tt.Stream(Shrunk(9), lanes=1, chunk=9))
 
 
@@ -81,7 +120,13 @@ def sharded(batch_size: int, **options: Any) -> Callable[[Any], Any]:
 
     def load(stream: Any) -> Any:
         loader = DataLoader(stream, batch_size=batch_size)
-        return next(iter(prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False, **options)))
+        return next(
+            iter(
+                prepare_data_loader(
+                    loader, num_processes=2, process_index=1, put_on_device=False, **options
+                )
+            )
+        )
 
     return load
 
@@ -97,8 +142,12 @@ LOADS: dict[str, Callable[[Any], Any]] = {
     "shuffle one by one": lambda stream: next(iter(DataLoader(stream, shuffle=True))),
     "in order": lambda stream: next(iter(DataLoader(stream, batch_size=None))),
     "in batches": lambda stream: next(iter(DataLoader(stream))),
-    "distributed in a loader": lambda stream: next(iter(DataLoader(stream, sampler=DistributedSampler(stream, num_replicas=2, rank=0)))),
-    "distributed": lambda stream: [stream[i] for i in DistributedSampler(stream, num_replicas=2, rank=0)],
+    "distributed in a loader": lambda stream: next(
+        iter(DataLoader(stream, sampler=DistributedSampler(stream, num_replicas=2, rank=0)))
+    ),
+    "distributed": lambda stream: [
+        stream[i] for i in DistributedSampler(stream, num_replicas=2, rank=0)
+    ],
     "accelerate": prepared,
     "accelerate, two processes": sharded(1),
     "accelerate, split batches": sharded(2, split_batches=True),
@@ -109,20 +158,42 @@ LOADS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("load", list(LOADS.values()), ids=list(LOADS))
-def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(load: Callable[[Any], Any]) -> None:
+def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(
+    load: Callable[[Any], Any],
+) -> None:
     stream = tt.Stream(recordings([40]), lanes=2, chunk=5)
-    with pytest.raises(DataError, match=r"a Stream is not indexed: its chunks follow one another.*would tear its lanes apart") as told:
+    with pytest.raises(
+        DataError,
+        match=r"a Stream is not indexed: its chunks follow one another.*would tear its lanes apart",
+    ) as told:
         load(stream)
-    for call in ("for chunk in stream", "tt.updates", "workers=...", "plays on each rank of torch.distributed its own"):
+    for call in (
+        "for chunk in stream",
+        "tt.updates",
+        "workers=...",
+        "plays on each rank of torch.distributed its own",
+    ):
         assert call in str(told.value)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offset below 0": ({"offset": -1}, "offset=-1: expected a number of steps"),
-    "offset without a seed": ({"offset": 3, "seed": None}, "offset=3 is drawn from the seed, and seed=None draws nothing; give a seed"),
-    "offset and hand-off": ({"offset": 3, "hand_off": True}, "offset=3 moves the edges between parts .* leave one of them out"),
-    "offset that leaves too little": ({"offset": 9, "lanes": 8}, "offset=9 can leave 7 steps of the recordings, and there are 8 lanes"),
-    "lanes of all ranks": ({"lanes": 7, "rank": 0, "ranks": 2}, "lanes=14 but the recordings have 13 steps in all"),
+    "offset without a seed": (
+        {"offset": 3, "seed": None},
+        "offset=3 is drawn from the seed, and seed=None draws nothing; give a seed",
+    ),
+    "offset and hand-off": (
+        {"offset": 3, "hand_off": True},
+        "offset=3 moves the edges between parts .* leave one of them out",
+    ),
+    "offset that leaves too little": (
+        {"offset": 9, "lanes": 8},
+        "offset=9 can leave 7 steps of the recordings, and there are 8 lanes",
+    ),
+    "lanes of all ranks": (
+        {"lanes": 7, "rank": 0, "ranks": 2},
+        "lanes=14 but the recordings have 13 steps in all",
+    ),
     "lanes that are no number": ({"lanes": 2.0}, "expected"),
     "offset that is no number": ({"offset": 1e3}, "expected"),
 }
@@ -133,7 +204,9 @@ def stream_of(source: Any, options: dict[str, Any]) -> tt.Stream:
 
 
 @pytest.mark.parametrize(("options", "reason"), list(REFUSED.values()), ids=list(REFUSED))
-def test_settings_that_fit_no_epoch_are_refused_at_once(options: dict[str, Any], reason: str) -> None:
+def test_settings_that_fit_no_epoch_are_refused_at_once(
+    options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(DataError, match=reason):
         stream_of(recordings([9, 4]), {"lanes": 1, "chunk": 4} | options)
 

@@ -1,4 +1,5 @@
-"""Resume with hand-off, offsets and workers, and what else a training in progress must not notice: to the bit.
+"""Resume with hand-off, offsets and workers, and what else a training in progress must not notice:
+to the bit.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -31,8 +32,14 @@ OPTIONS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "offset-of-parts": (LONG, {"offset": 20}),
     "thread": (LENGTHS, {"workers": "thread"}),
 }
-POLICIES: dict[str, Policy] = {"horizon": tt.Truncated(6, 15), "segment": tt.Exact(segment=9, chunk=4), "online": tt.Online(7)}
-settings_of = pytest.mark.parametrize(("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS))
+POLICIES: dict[str, Policy] = {
+    "horizon": tt.Truncated(6, 15),
+    "segment": tt.Exact(segment=9, chunk=4),
+    "online": tt.Online(7),
+}
+settings_of = pytest.mark.parametrize(
+    ("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS)
+)
 
 
 def stream_of(lengths: list[int], options: dict[str, Any]) -> tt.Stream:
@@ -50,15 +57,31 @@ class Training:
     done: int = 0
 
     @classmethod
-    def of(cls, lengths: list[int], options: dict[str, Any], policy: Policy, make: Callable[[], nn.Module] = HidesLayer) -> "Training":
+    def of(
+        cls,
+        lengths: list[int],
+        options: dict[str, Any],
+        policy: Policy,
+        make: Callable[[], nn.Module] = HidesLayer,
+    ) -> "Training":
         net = tt.carry(make().double())
-        return cls(stream_of(lengths, options), policy, net, torch.optim.Adam(net.parameters(), lr=0.02))
+        return cls(
+            stream_of(lengths, options), policy, net, torch.optim.Adam(net.parameters(), lr=0.02)
+        )
 
     def updates(self) -> tt.Updates:
         return tt.updates(self.net, self.stream, nn.MSELoss(), gradient=self.policy)
 
-    def until(self, stop: int | None, run: tt.Updates | None = None, between: Callable[["Training"], object] | None = None) -> bytes:
-        """Goes on to update `stop`, or to the end of epoch `-stop`, or of the last; returns a checkpoint."""
+    def until(
+        self,
+        stop: int | None,
+        run: tt.Updates | None = None,
+        between: Callable[["Training"], object] | None = None,
+    ) -> bytes:
+        """Goes on to update `stop`, or to the end of epoch `-stop`, or of the last.
+
+        Returns a checkpoint.
+        """
         run = run or self.updates()
         while True:
             for _ in run:
@@ -75,7 +98,11 @@ class Training:
 
     def saved(self, run: tt.Updates) -> bytes:
         file = io.BytesIO()
-        place = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": run.state_dict()}
+        place = {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "updates": run.state_dict(),
+        }
         torch.save(place, file)
         return file.getvalue()
 
@@ -92,7 +119,9 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def uninterrupted(lengths: list[int], options: dict[str, Any], policy: Policy) -> tuple[Training, dict[str, Tensor]]:
+def uninterrupted(
+    lengths: list[int], options: dict[str, Any], policy: Policy
+) -> tuple[Training, dict[str, Tensor]]:
     torch.manual_seed(1)
     training = Training.of(lengths, options, policy)
     training.until(None)
@@ -117,7 +146,9 @@ def test_resume_after_an_update_of_any_epoch_gives_the_same_weights_to_the_bit(
 
 
 @pytest.mark.parametrize(("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS))
-def test_resume_between_epochs_gives_the_same_weights_to_the_bit(lengths: list[int], options: dict[str, Any]) -> None:
+def test_resume_between_epochs_gives_the_same_weights_to_the_bit(
+    lengths: list[int], options: dict[str, Any]
+) -> None:
     """With hand-off the states that enter the next epoch are part of the place."""
     _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
     for epoch in (1, 2):
@@ -146,10 +177,16 @@ def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) ->
     lengths, options = OPTIONS["hand-off"]
     training, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
     torch.manual_seed(1)
-    checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(training.done // EPOCHS + 1)
+    checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(
+        training.done // EPOCHS + 1
+    )
     found = torch.load(io.BytesIO(checkpoint), weights_only=True)
     place = found["updates"]
-    found["updates"] = place | ({"state": None, "edge": None} if lost == "entering" else {"stream": place["stream"] | {"handed": False}})
+    found["updates"] = place | (
+        {"state": None, "edge": None}
+        if lost == "entering"
+        else {"stream": place["stream"] | {"handed": False}}
+    )
     file = io.BytesIO()
     torch.save(found, file)
     second = Training.of(lengths, options, tt.Truncated(6, 15))
@@ -181,16 +218,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": None}, "seed is 0 there and None here"),
     "missing": ({"missing": "mask"}, "missing is 'error' there and 'mask' here"),
     "dtype": ({"dtype": torch.float32}, "dtype is 'None' there and 'torch.float32' here"),
-    "recordings": ({"recordings": recordings([17, 5, 11, 2])}, "recordings is 5 there and 4 here; total_steps is 42 there and 35 here"),
-    "names": ({"recordings": [one | {"name": "x"} for one in recordings(LENGTHS)]}, "names_and_lengths is '[0-9a-f]+' there and"),
+    "recordings": (
+        {"recordings": recordings([17, 5, 11, 2])},
+        "recordings is 5 there and 4 here; total_steps is 42 there and 35 here",
+    ),
+    "names": (
+        {"recordings": [one | {"name": "x"} for one in recordings(LENGTHS)]},
+        "names_and_lengths is '[0-9a-f]+' there and",
+    ),
 }
 
 
 @pytest.mark.parametrize(("change", "difference"), list(REFUSED.values()), ids=list(REFUSED))
-def test_place_in_another_stream_is_refused_naming_the_difference(change: dict[str, Any], difference: str) -> None:
+def test_place_in_another_stream_is_refused_naming_the_difference(
+    change: dict[str, Any], difference: str
+) -> None:
     setting: dict[str, Any] = {"recordings": recordings(LENGTHS), "lanes": 3, "chunk": 8}
     place = tt.Stream(**setting).state_dict()
-    with pytest.raises(DataError, match=f"the saved place belongs to another stream: .*{difference}"):
+    with pytest.raises(
+        DataError, match=f"the saved place belongs to another stream: .*{difference}"
+    ):
         tt.Stream(**{**setting, **change}).load_state_dict(place)
     setting |= {"chunk": 5, "workers": "thread"}
     tt.Stream(**setting).load_state_dict(place)
@@ -209,12 +256,19 @@ OTHERS: dict[str, Callable[[Training], object]] = {
 
 @pytest.mark.parametrize("between", list(OTHERS.values()), ids=list(OTHERS))
 @pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
-def test_what_is_measured_between_updates_leaves_the_training_untouched(between: Callable[[Training], object], policy: Policy) -> None:
+def test_what_is_measured_between_updates_leaves_the_training_untouched(
+    between: Callable[[Training], object], policy: Policy
+) -> None:
     """Dropout and a learnt start, two epochs: weights are those of a training that was left alone, to the bit."""
 
     def trained(between: Callable[[Training], object] | None) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        training = Training.of([19, 7, 12, 3], {}, policy, lambda: nn.Sequential(HidesLayer(outputs=3, dropout=0.3), LearntStart()))
+        training = Training.of(
+            [19, 7, 12, 3],
+            {},
+            policy,
+            lambda: nn.Sequential(HidesLayer(outputs=3, dropout=0.3), LearntStart()),
+        )
         training.until(None, None, between)
         return weights(training.net)
 
@@ -249,13 +303,17 @@ def test_saving_a_place_between_updates_leaves_the_training_untouched() -> None:
     mode=st.sampled_from([{}, {"offset": 7}, {"hand_off": True}]),
     stop=st.integers(1, 40),
 )
-def test_resume_anywhere_of_any_stream_gives_the_same_weights(lengths: list[int], wish: int, mode: dict[str, Any], stop: int) -> None:
+def test_resume_anywhere_of_any_stream_gives_the_same_weights(
+    lengths: list[int], wish: int, mode: dict[str, Any], stop: int
+) -> None:
     lanes = draw_lanes([n - n // 2 for n in lengths], wish)
 
     def training() -> Training:
         net = tt.carry(HidesLayer().double())
         stream = tt.Stream(recordings(lengths), lanes, 5, **mode)
-        return Training(stream, tt.Truncated(4, 6), net, torch.optim.Adam(net.parameters(), lr=0.02))
+        return Training(
+            stream, tt.Truncated(4, 6), net, torch.optim.Adam(net.parameters(), lr=0.02)
+        )
 
     torch.manual_seed(1)
     through = training()

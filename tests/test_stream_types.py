@@ -11,27 +11,58 @@ from throughtime.errors import DataError
 
 
 def test_missing_targets_are_counted_once_however_often_they_are_read() -> None:
-    stream = tt.Stream({"inputs": np.zeros((40_000, 1)), "targets": np.full(40_000, np.nan)}, lanes=1, chunk=100, seed=None)
-    for _ in tt.updates(tt.carry(torch.nn.GRU(1, 1).double()), stream, torch.nn.MSELoss(), gradient=tt.Truncated(stride=777)):
+    stream = tt.Stream(
+        {"inputs": np.zeros((40_000, 1)), "targets": np.full(40_000, np.nan)},
+        lanes=1,
+        chunk=100,
+        seed=None,
+    )
+    for _ in tt.updates(
+        tt.carry(torch.nn.GRU(1, 1).double()),
+        stream,
+        torch.nn.MSELoss(),
+        gradient=tt.Truncated(stride=777),
+    ):
         raise AssertionError("no step counts")
     assert stream.without_target == 40_000
 
 
 def test_floating_types_are_not_mixed_unless_a_type_is_asked_for() -> None:
     pair = [{"inputs": np.zeros((4, 1), dtype)} for dtype in (np.float32, np.float64)]
-    with pytest.raises(DataError, match=r"float64 numbers, recording '0' of 1 columns of float32 numbers.*give the stream a dtype"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"float64 numbers, recording '0' of 1 columns of float32 numbers.*give the stream a"
+            r" dtype"
+        ),
+    ):
         list(tt.Stream(pair, lanes=2, chunk=4, seed=None))
-    assert next(iter(tt.Stream(pair, lanes=2, chunk=4, dtype=torch.float64))).inputs.dtype == torch.float64
+    assert (
+        next(iter(tt.Stream(pair, lanes=2, chunk=4, dtype=torch.float64))).inputs.dtype
+        == torch.float64
+    )
 
 
 def test_layouts_are_looked_at_for_every_recording_however_many_have_fitted() -> None:
     fitting = [{"inputs": np.zeros((4, 2), np.float32), "static": np.zeros(3)} for _ in range(20)]
-    for wrong in ({"static": np.zeros(2)}, {}, {"static": np.zeros(3), "inputs": np.zeros((4, 3), np.float32)}):
-        stream = tt.Stream([*fitting, {"inputs": np.zeros((4, 2), np.float32)} | wrong], lanes=1, chunk=4, seed=None)
+    for wrong in (
+        {"static": np.zeros(2)},
+        {},
+        {"static": np.zeros(3), "inputs": np.zeros((4, 3), np.float32)},
+    ):
+        stream = tt.Stream(
+            [*fitting, {"inputs": np.zeros((4, 2), np.float32)} | wrong],
+            lanes=1,
+            chunk=4,
+            seed=None,
+        )
         for _ in range(2):  # what was refused once is refused again
             with pytest.raises(DataError, match="recording '20' has"):
                 list(stream)
-    mixed = [{"inputs": np.full((4, 1), i, dtype)} for i, dtype in enumerate((np.float32, np.float64, np.float32, np.float64))]
+    mixed = [
+        {"inputs": np.full((4, 1), i, dtype)}
+        for i, dtype in enumerate((np.float32, np.float64, np.float32, np.float64))
+    ]
     chunk = next(iter(tt.Stream(mixed, lanes=1, chunk=16, dtype=torch.float32, seed=None)))
     assert chunk.inputs.flatten().tolist() == [i for i in range(4) for _ in range(4)]
 
@@ -66,9 +97,11 @@ def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> Non
 
 
 def test_what_is_printed_is_short() -> None:
-    stream = tt.Stream({"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, lanes=1, chunk=20)
+    stream = tt.Stream(
+        {"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, lanes=1, chunk=20
+    )
     net = tt.carry(torch.nn.GRU(3, 1))
-    (first, *_) = tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(20))
+    first, *_ = tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(20))
     assert repr(first).startswith("Update(loss=")
     assert repr(first.chunk) == "Chunk(inputs (20, 1, 3), targets (20, 1), valid=20, resets=1)"
     assert repr(stream) == "Stream(1 recordings, 50 steps, lanes=1, at step 0 of epoch 1)"

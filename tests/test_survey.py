@@ -9,7 +9,10 @@ from throughtime.stream.recording import as_recording
 def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
     random = np.random.default_rng(0)
     parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
-    found = survey([as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)], classify=True)
+    found = survey(
+        [as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)],
+        classify=True,
+    )
     whole = np.concatenate(parts)
     np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
@@ -21,5 +24,8 @@ def test_survey_counts_missing_inputs_and_names_the_first() -> None:
     inputs[40, 1] = np.nan
     inputs[70, :] = np.inf
     found = survey([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
-    assert found.faults == ["recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40, column 1"]
+    assert found.faults == [
+        "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
+        " column 1"
+    ]
     np.testing.assert_array_equal(found.inputs.scale, np.ones(3))

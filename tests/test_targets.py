@@ -1,4 +1,5 @@
-"""Targets as they come: at a lower rate, for intervals, for a whole recording; and static features, given at every step.
+"""Targets as they come: at a lower rate, for intervals, for a whole recording; and static features,
+given at every step.
 
 Shapes: `n` steps, `S` static features, `C` target columns.
 """
@@ -64,19 +65,34 @@ def check_rows(rows: Rows, expected: list[Any], cut: tuple[float, float]) -> Non
     start = min(int(cut[0] * len(expected)), len(expected) - 1)
     stop = start + 1 + int(cut[1] * (len(expected) - start - 1))
     for begin, end in ((0, len(expected)), (start, stop), (len(expected) - 1, len(expected))):
-        got, wanted = rows.read(begin, end), np.stack([np.asarray(row) for row in expected[begin:end]])
+        got, wanted = (
+            rows.read(begin, end),
+            np.stack([np.asarray(row) for row in expected[begin:end]]),
+        )
         assert got.shape == wanted.shape
-        assert (got == wanted).all() if wanted.dtype.kind in "US" else np.array_equal(got, wanted, equal_nan=wanted.dtype.kind == "f")
-        assert got.dtype.kind in {wanted.dtype.kind, "i", "u", "b"} - ({"f"} if wanted.dtype.kind != "f" else set())
+        assert (
+            (got == wanted).all()
+            if wanted.dtype.kind in "US"
+            else np.array_equal(got, wanted, equal_nan=wanted.dtype.kind == "f")
+        )
+        assert got.dtype.kind in {wanted.dtype.kind, "i", "u", "b"} - (
+            {"f"} if wanted.dtype.kind != "f" else set()
+        )
 
 
-@given(steps=st.integers(1, 200), count=st.integers(1, 70), kind=kinds, at=ats, cut=cuts, seed=seeds)
+@given(
+    steps=st.integers(1, 200), count=st.integers(1, 70), kind=kinds, at=ats, cut=cuts, seed=seeds
+)
 def test_a_label_for_every_few_steps_is_the_same_as_one_written_for_each(
     steps: int, count: int, kind: str, at: Any, cut: tuple[float, float], seed: int
 ) -> None:
     labels = KINDS[kind](-(-steps // count), np.random.default_rng(seed))
     spans = [(i * count, min((i + 1) * count, steps), labels[i]) for i in range(len(labels))]
-    check_rows(every("it", Held("targets", labels), count, steps, at), spread(spans, steps, at, labels[0]), cut)
+    check_rows(
+        every("it", Held("targets", labels), count, steps, at),
+        spread(spans, steps, at, labels[0]),
+        cut,
+    )
 
 
 def drawn_spans(steps: int, bounds: list[int], keep: int) -> tuple[list[int], list[int]]:
@@ -96,7 +112,13 @@ def drawn_spans(steps: int, bounds: list[int], keep: int) -> tuple[list[int], li
     seed=seeds,
 )
 def test_labels_of_intervals_are_the_same_as_one_written_for_each_step(
-    steps: int, bounds: list[int], keep: int, kind: str, at: Any, cut: tuple[float, float], seed: int
+    steps: int,
+    bounds: list[int],
+    keep: int,
+    kind: str,
+    at: Any,
+    cut: tuple[float, float],
+    seed: int,
 ) -> None:
     starts, stops = drawn_spans(steps, bounds, keep)
     labels = KINDS[kind](len(starts) + 1, np.random.default_rng(seed))
@@ -107,7 +129,9 @@ def test_labels_of_intervals_are_the_same_as_one_written_for_each_step(
 
 MUTANTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "one step late": lambda rows: [rows[0], *rows[:-1]],
-    "at all steps instead of the last": lambda _: spread([(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "all", 1),
+    "at all steps instead of the last": lambda _: spread(
+        [(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "all", 1
+    ),
     "no label for a shorter last span": lambda rows: [*rows[:-1], IGNORED],
 }
 
@@ -123,13 +147,22 @@ def test_check_of_targets_fails_on_mutants(mutant: Callable[[list[Any]], list[An
 
 Source = dict[str, Any]
 WAYS: dict[str, tuple[Source, list[Any]]] = {
-    "every": ({"targets": np.array([3, 1, 2]), "every": 4}, spread([(0, 4, 3), (4, 8, 1), (8, 10, 2)], 10, "last", 1)),
+    "every": (
+        {"targets": np.array([3, 1, 2]), "every": 4},
+        spread([(0, 4, 3), (4, 8, 1), (8, 10, 2)], 10, "last", 1),
+    ),
     "every, all": (
         {"targets": np.array([3.0, np.nan, 2.0]), "every": 4, "at": "all"},
         spread([(0, 4, 3.0), (8, 10, 2.0)], 10, "all", 1.0),
     ),
-    "intervals": ({"intervals": ([1, 6], [4, 10], [2, 5])}, spread([(1, 4, 2), (6, 10, 5)], 10, "all", 1)),
-    "intervals, last": ({"intervals": ([1, 6], [4, 10], [2.0, 5.0]), "at": "last"}, spread([(1, 4, 2.0), (6, 10, 5.0)], 10, "last", 1.0)),
+    "intervals": (
+        {"intervals": ([1, 6], [4, 10], [2, 5])},
+        spread([(1, 4, 2), (6, 10, 5)], 10, "all", 1),
+    ),
+    "intervals, last": (
+        {"intervals": ([1, 6], [4, 10], [2.0, 5.0]), "at": "last"},
+        spread([(1, 4, 2.0), (6, 10, 5.0)], 10, "last", 1.0),
+    ),
     "no interval": ({"intervals": ([], [], np.zeros(0, int))}, [IGNORED] * 10),
     "one label": ({"targets": 7}, [IGNORED] * 9 + [7]),
     "one label, all": ({"targets": 7.5, "at": "all"}, [7.5] * 10),
@@ -140,7 +173,9 @@ WAYS: dict[str, tuple[Source, list[Any]]] = {
 
 @pytest.mark.parametrize(("source", "expected"), list(WAYS.values()), ids=list(WAYS))
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_stream_masks_steps_without_a_label_and_counts_them(source: Source, expected: list[Any], lanes: int) -> None:
+def test_stream_masks_steps_without_a_label_and_counts_them(
+    source: Source, expected: list[Any], lanes: int
+) -> None:
     inputs = np.arange(20.0).reshape(10, 2)
     got = tt.Stream({"inputs": inputs, **source}, lanes, 4)
     plain = tt.Stream({"inputs": inputs, "targets": np.array(expected)}, lanes, 4)
@@ -158,7 +193,12 @@ def test_training_on_labels_at_a_lower_rate_is_training_on_the_array_written_out
     spans = [(i * 7, min(i * 7 + 7, 60), labels[i]) for i in range(9)]
     written = {"inputs": one["inputs"], "targets": np.stack(spread(spans, 60, "last", labels[0]))}
     both = [
-        [(u.loss.item(), u.steps) for u in tt.updates(net, tt.Stream(source, 2, 9), nn.MSELoss(), gradient=tt.Truncated(5))]
+        [
+            (u.loss.item(), u.steps)
+            for u in tt.updates(
+                net, tt.Stream(source, 2, 9), nn.MSELoss(), gradient=tt.Truncated(5)
+            )
+        ]
         for source in ({"inputs": one["inputs"], "targets": labels, "every": 7}, written)
     ]
     assert both[0] == both[1]
@@ -169,7 +209,10 @@ def test_intervals_come_from_a_file_too(tmp_path: Path) -> None:
     (tmp_path / "beats.csv").write_text("start,stop,label\n1,4,2\n6,10,5\n", encoding="utf-8")
     inputs = np.ones((10, 2))
     chunk = whole(tt.Stream({"inputs": inputs, "intervals": tmp_path / "beats.csv"}, 1, 4))
-    assert same(chunk, whole(tt.Stream({"inputs": inputs, "intervals": ([1, 6], [4, 10], [2.0, 5.0])}, 1, 4))) or same(
+    assert same(
+        chunk,
+        whole(tt.Stream({"inputs": inputs, "intervals": ([1, 6], [4, 10], [2.0, 5.0])}, 1, 4)),
+    ) or same(
         chunk, whole(tt.Stream({"inputs": inputs, "intervals": ([1, 6], [4, 10], [2, 5])}, 1, 4))
     )
 
@@ -179,30 +222,81 @@ REFUSED: dict[str, tuple[Source, str]] = {
         {"targets": np.ones(2), "every": 4},
         "recording 'it': targets has 2 labels, one for every 4 of 10 steps, expected 3",
     ),
-    "too many labels": ({"targets": np.ones(10), "every": 4}, "has 10 labels, one for every 4 of 10 steps, expected 3"),
-    "every 0": ({"targets": np.ones(2), "every": 0}, "every=0, expected how many steps a label is for, at least 1"),
+    "too many labels": (
+        {"targets": np.ones(10), "every": 4},
+        "has 10 labels, one for every 4 of 10 steps, expected 3",
+    ),
+    "every 0": (
+        {"targets": np.ones(2), "every": 0},
+        "every=0, expected how many steps a label is for, at least 1",
+    ),
     "every 2.5": ({"targets": np.ones(4), "every": 2.5}, "every=2.5, expected how many steps"),
     "every True": ({"targets": np.ones(10), "every": True}, "every=True, expected how many steps"),
     "every without targets": ({"every": 3}, "has 'every' and no targets that it could belong to"),
-    "at without spans": ({"targets": np.ones(10), "at": "last"}, "has 'at' and a target for every step; it belongs to 'every'"),
-    "at a place of its own": ({"targets": 3, "at": "first"}, "at='first', expected 'all' .* or 'last'"),
-    "lengths": ({"targets": np.ones(5)}, "10 steps of inputs and 5 of targets; .* say how many steps each target is for: 'every'"),
-    "both": ({"targets": np.ones(10), "intervals": ([0], [1], [2])}, "has targets and intervals, expected one of them"),
-    "no triple": ({"intervals": ([0], [1])}, r"intervals are a tuple, expected \(starts, stops, labels\), or a path"),
-    "uneven": ({"intervals": ([0, 3], [1], [2, 3])}, "have 2 starts, 1 stops, 2 labels; expected one each"),
-    "fractions": ({"intervals": ([0.5], [1.0], [2])}, "interval starts in the mapping are .*, expected whole steps, such as 1200"),
-    "not finite": ({"intervals": ([0.0], [np.inf], [2])}, "interval stops in the mapping are .*, expected whole steps"),
-    "text": ({"intervals": (["a"], [1], [2])}, "interval starts in the mapping are <U1, expected whole steps"),
-    "before": ({"intervals": ([-1], [3], [2])}, "interval 0 in the mapping, -1 to 3, leaves the recording of 10 steps"),
-    "beyond": ({"intervals": ([0, 5], [3, 11], [2, 2])}, "interval 1 in the mapping, 5 to 11, leaves the recording of 10 steps"),
-    "empty": ({"intervals": ([4], [4], [2])}, "interval 0 in the mapping starts at 4 and stops at 4; a stop is after its start"),
-    "unsorted": ({"intervals": ([5, 0], [7, 3], [2, 2])}, "interval 1 in the mapping starts at 0, the one before at 5; sort them"),
+    "at without spans": (
+        {"targets": np.ones(10), "at": "last"},
+        "has 'at' and a target for every step; it belongs to 'every'",
+    ),
+    "at a place of its own": (
+        {"targets": 3, "at": "first"},
+        "at='first', expected 'all' .* or 'last'",
+    ),
+    "lengths": (
+        {"targets": np.ones(5)},
+        "10 steps of inputs and 5 of targets; .* say how many steps each target is for: 'every'",
+    ),
+    "both": (
+        {"targets": np.ones(10), "intervals": ([0], [1], [2])},
+        "has targets and intervals, expected one of them",
+    ),
+    "no triple": (
+        {"intervals": ([0], [1])},
+        r"intervals are a tuple, expected \(starts, stops, labels\), or a path",
+    ),
+    "uneven": (
+        {"intervals": ([0, 3], [1], [2, 3])},
+        "have 2 starts, 1 stops, 2 labels; expected one each",
+    ),
+    "fractions": (
+        {"intervals": ([0.5], [1.0], [2])},
+        "interval starts in the mapping are .*, expected whole steps, such as 1200",
+    ),
+    "not finite": (
+        {"intervals": ([0.0], [np.inf], [2])},
+        "interval stops in the mapping are .*, expected whole steps",
+    ),
+    "text": (
+        {"intervals": (["a"], [1], [2])},
+        "interval starts in the mapping are <U1, expected whole steps",
+    ),
+    "before": (
+        {"intervals": ([-1], [3], [2])},
+        "interval 0 in the mapping, -1 to 3, leaves the recording of 10 steps",
+    ),
+    "beyond": (
+        {"intervals": ([0, 5], [3, 11], [2, 2])},
+        "interval 1 in the mapping, 5 to 11, leaves the recording of 10 steps",
+    ),
+    "empty": (
+        {"intervals": ([4], [4], [2])},
+        "interval 0 in the mapping starts at 4 and stops at 4; a stop is after its start",
+    ),
+    "unsorted": (
+        {"intervals": ([5, 0], [7, 3], [2, 2])},
+        "interval 1 in the mapping starts at 0, the one before at 5; sort them",
+    ),
     "overlapping": (
         {"intervals": ([0, 2], [3, 5], [2, 2])},
         "interval 1 .* starts at 2, before the one before it stops at 3.*Cut or join them",
     ),
-    "twice": ({"intervals": ([0, 0], [3, 3], [2, 2])}, "interval 1 .* they overlap, and a step has one label"),
-    "static of two dimensions": ({"static": np.ones((2, 2))}, r"static has shape \(2, 2\) .*, expected \(S,\) finite numbers"),
+    "twice": (
+        {"intervals": ([0, 0], [3, 3], [2, 2])},
+        "interval 1 .* they overlap, and a step has one label",
+    ),
+    "static of two dimensions": (
+        {"static": np.ones((2, 2))},
+        r"static has shape \(2, 2\) .*, expected \(S,\) finite numbers",
+    ),
     "static NaN": ({"static": np.array([np.nan])}, r"expected \(S,\) finite numbers"),
     "static text": ({"static": np.array(["a"])}, r"expected \(S,\) finite numbers"),
     "inputs of other lengths": (
@@ -214,7 +308,9 @@ REFUSED: dict[str, tuple[Source, str]] = {
 
 
 @pytest.mark.parametrize(("source", "reason"), list(REFUSED.values()), ids=list(REFUSED))
-def test_targets_that_make_no_sense_are_refused_with_what_to_do(source: Source, reason: str) -> None:
+def test_targets_that_make_no_sense_are_refused_with_what_to_do(
+    source: Source, reason: str
+) -> None:
     with pytest.raises(DataError, match=reason):
         as_recording({"name": "it", "inputs": np.ones((10, 2)), **source}, 0)
     assert not re.search(r"\\d", reason)
@@ -238,9 +334,14 @@ def with_static(lengths: list[int], width: int, seed: int, *, written: bool) -> 
     seed=seeds,
     dtype=st.sampled_from([None, torch.float32]),
 )
-def test_static_features_are_the_columns_written_out(lengths: list[int], lanes: int, width: int, seed: int, dtype: Any) -> None:
+def test_static_features_are_the_columns_written_out(
+    lengths: list[int], lanes: int, width: int, seed: int, dtype: Any
+) -> None:
     lanes = min(lanes, sum(lengths))
-    chunk, expected = (whole(tt.Stream(with_static(lengths, width, seed, written=w), lanes, 9, dtype=dtype)) for w in (False, True))
+    chunk, expected = (
+        whole(tt.Stream(with_static(lengths, width, seed, written=w), lanes, 9, dtype=dtype))
+        for w in (False, True)
+    )
     assert same(chunk, expected)
 
 
@@ -259,25 +360,37 @@ def test_static_features_are_never_written_out_for_a_recording() -> None:
 
 @pytest.mark.parametrize(
     ("second", "reason"),
-    [({}, "'b' has static features of none, recording 'a' of 2 numbers"), ({"static": np.ones(3)}, "'b' has static features of 3 numbers")],
+    [
+        ({}, "'b' has static features of none, recording 'a' of 2 numbers"),
+        ({"static": np.ones(3)}, "'b' has static features of 3 numbers"),
+    ],
     ids=["none", "more"],
 )
 def test_recordings_with_other_static_features_are_refused(second: Source, reason: str) -> None:
     first = {"name": "a", "inputs": np.ones((4, 2)), "static": np.ones(2)}
     with pytest.raises(DataError, match=reason):
-        list(tt.Stream([first, {"name": "b", "inputs": np.ones((4, 2)), **second}], 1, 8, seed=None))
+        list(
+            tt.Stream([first, {"name": "b", "inputs": np.ones((4, 2)), **second}], 1, 8, seed=None)
+        )
 
 
-@pytest.mark.parametrize("inputs", [np.ones(4, np.int64), np.ones((4, 2, 2))], ids=["tokens", "images"])
+@pytest.mark.parametrize(
+    "inputs", [np.ones(4, np.int64), np.ones((4, 2, 2))], ids=["tokens", "images"]
+)
 def test_static_features_beside_what_has_no_columns_are_refused(inputs: Array) -> None:
     with pytest.raises(DataError, match=r"static features go beside inputs \(T, D\)"):
         list(tt.Stream({"inputs": inputs, "static": np.ones(2)}, 1, 4))
 
 
-@given(widths=st.lists(st.integers(1, 3), min_size=1, max_size=4), steps=st.integers(1, 30), seed=seeds)
+@given(
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=4), steps=st.integers(1, 30), seed=seeds
+)
 def test_several_inputs_stand_side_by_side(widths: list[int], steps: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
-    parts = [draw.normal(size=(steps, width)) if width > 1 else draw.normal(size=steps) for width in widths]
+    parts = [
+        draw.normal(size=(steps, width)) if width > 1 else draw.normal(size=steps)
+        for width in widths
+    ]
     chunk = whole(tt.Stream({"inputs": parts}, 1, 7))
     expected = np.concatenate([part.reshape(steps, -1) for part in parts], axis=1)
     assert torch.equal(chunk.inputs[:, 0], torch.from_numpy(expected))

@@ -1,4 +1,5 @@
-"""Ranks started by torchrun, through `examples/torchrun.py`: the weights of one process, and a rank that is killed.
+"""Ranks started by torchrun, through `examples/torchrun.py`: the weights of one process, and a rank
+that is killed.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -56,7 +57,9 @@ def group_of_one() -> Generator[None]:
         distributed.destroy_process_group()
 
 
-def launched(checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: str = "truncated") -> list[str]:
+def launched(
+    checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: str = "truncated"
+) -> list[str]:
     """The command: torchrun, two ranks, on loopback."""
     given = ["--checkpoint", str(checkpoint), "--updates", str(updates), "--gradient", gradient]
     return [*torchrun(2, *flags), str(EXAMPLE), *given]
@@ -72,15 +75,24 @@ def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated"
 
 def on_two_forked(checkpoint: Path, updates: int) -> dict[str, Any]:
     """The same in a second instead of eight: agent and ranks are forked where torch is loaded already."""
-    python, _, module, *arguments = launched(checkpoint, "--run-path", "--start-method", "fork", updates=updates)
+    python, _, module, *arguments = launched(
+        checkpoint, "--run-path", "--start-method", "fork", updates=updates
+    )
     assert python == sys.executable
-    agent = f"import runpy, torch; torch.set_num_threads(1); runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    done = elsewhere(agent, *arguments, patience=PATIENCE, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    agent = (
+        f"import runpy, torch; torch.set_num_threads(1); runpy.run_module({module!r},"
+        " run_name='__main__', alter_sys=True)"
+    )
+    done = elsewhere(
+        agent, *arguments, patience=PATIENCE, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
+    )
     assert done.code == 0, done.complained
     return torch.load(checkpoint)
 
 
-def alone(checkpoint: Path, gradient: str, lanes: int = 4, updates: int = UPDATES) -> dict[str, Any]:
+def alone(
+    checkpoint: Path, gradient: str, lanes: int = 4, updates: int = UPDATES
+) -> dict[str, Any]:
     """What it holds after training in this process, on as many lanes."""
     example = loaded(EXAMPLE)
     with group_of_one(), mock.patch.object(example, "LANES", lanes):
@@ -88,39 +100,83 @@ def alone(checkpoint: Path, gradient: str, lanes: int = 4, updates: int = UPDATE
     return torch.load(checkpoint)
 
 
-def test_the_two_ranks_that_an_agent_of_torchrun_starts_give_the_weights_of_one_process(tmp_path: Path) -> None:
-    found, expected = on_two_forked(tmp_path / "two.pt", 10), alone(tmp_path / "one.pt", "truncated", updates=10)
+def test_the_two_ranks_that_an_agent_of_torchrun_starts_give_the_weights_of_one_process(
+    tmp_path: Path,
+) -> None:
+    found, expected = (
+        on_two_forked(tmp_path / "two.pt", 10),
+        alone(tmp_path / "one.pt", "truncated", updates=10),
+    )
     assert found["done"] == expected["done"] == 10
     assert apart(found["net"], expected["net"]) < 1e-6
     assert len(found["places"]) == 2
-    assert apart(found["net"], alone(tmp_path / "half.pt", "truncated", 2, 10)["net"]) > 1e-3  # a mutant: half of the lanes
+    assert (
+        apart(found["net"], alone(tmp_path / "half.pt", "truncated", 2, 10)["net"]) > 1e-3
+    )  # a mutant: half of the lanes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["truncated", "exact"])
-def test_two_ranks_of_torchrun_give_the_weights_of_one_process(gradient: str, tmp_path: Path) -> None:
-    found, expected = on_two(tmp_path / "two.pt", gradient=gradient), alone(tmp_path / "one.pt", gradient)
+def test_two_ranks_of_torchrun_give_the_weights_of_one_process(
+    gradient: str, tmp_path: Path
+) -> None:
+    found, expected = (
+        on_two(tmp_path / "two.pt", gradient=gradient),
+        alone(tmp_path / "one.pt", gradient),
+    )
     assert found["done"] == expected["done"] == UPDATES
     assert apart(found["net"], expected["net"]) < 1e-6
     assert len(found["places"]) == 2
-    assert apart(found["net"], alone(tmp_path / "half.pt", gradient, lanes=2)["net"]) > 1e-3  # a mutant: half of the lanes
+    assert (
+        apart(found["net"], alone(tmp_path / "half.pt", gradient, lanes=2)["net"]) > 1e-3
+    )  # a mutant: half of the lanes
 
 
 @pytest.mark.slow
-def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process(tmp_path: Path) -> None:
-    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "7", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(EXAMPLE)]
+def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process(
+    tmp_path: Path,
+) -> None:
+    meeting = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "7",
+        "--local-addr",
+        "127.0.0.1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        str(EXAMPLE),
+    ]
     command += ["--checkpoint", str(tmp_path / "two.pt"), "--updates", str(UPDATES)]
     with started(command) as one, started(command) as other:
         ends = [ended(one), ended(other)]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert apart(torch.load(tmp_path / "two.pt")["net"], alone(tmp_path / "one.pt", "truncated")["net"]) < 1e-6
+    assert (
+        apart(
+            torch.load(tmp_path / "two.pt")["net"], alone(tmp_path / "one.pt", "truncated")["net"]
+        )
+        < 1e-6
+    )
 
 
 def test_the_scripts_that_the_page_starts_exist_and_know_its_flags() -> None:
     page = (EXAMPLE.parent.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
     started = re.findall(r"(examples/\w+\.py)((?: --\w+(?: \d+)?)*)", page)
-    assert {script for script, _ in started} >= {"examples/torchrun.py", "examples/fsdp2.py", "examples/accelerate_train.py"}
+    assert {script for script, _ in started} >= {
+        "examples/torchrun.py",
+        "examples/fsdp2.py",
+        "examples/accelerate_train.py",
+    }
     for script, flags in started:
         known = (EXAMPLE.parent.parent / script).read_text(encoding="utf-8")
         assert all(f'"{flag}"' in known for flag in re.findall(r"--\w+", flags)), flags
@@ -149,25 +205,44 @@ def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> Non
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
     """The checkpoint of two ranks of which the second was killed in the middle, and how each ended."""
     checkpoint = tmp_path_factory.mktemp("killed") / "checkpoint.pt"
-    command = [sys.executable, str(EXAMPLE), "--checkpoint", str(checkpoint), "--updates", "1000000"]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--checkpoint",
+        str(checkpoint),
+        "--updates",
+        "1000000",
+    ]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with started(command, RANK="0", **place) as first, started(command, RANK="1", **place) as second:
+    with (
+        started(command, RANK="0", **place) as first,
+        started(command, RANK="1", **place) as second,
+    ):
         wait_for(checkpoint.exists, first)
         second.send_signal(signal.SIGKILL)
         return checkpoint, [ended(first), ended(second)]
 
 
-def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(killed: tuple[Path, list[tuple[int, str]]]) -> None:
+def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(
+    killed: tuple[Path, list[tuple[int, str]]],
+) -> None:
     _, ((first, said), (second, _)) = killed
     assert second == -signal.SIGKILL
     assert first == 1
     assert "throughtime.ranks.RankError: another rank did not answer: it has ended" in said
     assert "Start all ranks again from the last checkpoint" in said
-    assert "Connection closed by peer" in said or "Connection reset by peer" in said  # what gloo said, kept as the cause
+    assert (
+        "Connection closed by peer" in said or "Connection reset by peer" in said
+    )  # what gloo said, kept as the cause
 
 
 def test_only_what_the_process_group_says_is_told_as_a_lost_rank() -> None:
-    with pytest.raises(RunError, match=r"another rank did not answer.*\(Connection closed\)") as told, answered():
+    with (
+        pytest.raises(
+            RunError, match=r"another rank did not answer.*\(Connection closed\)"
+        ) as told,
+        answered(),
+    ):
         raise RuntimeError("Connection closed\nby peer")
     assert isinstance(told.value.__cause__, RuntimeError)
     with pytest.raises(ZeroDivisionError), answered():
@@ -193,19 +268,29 @@ def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) 
     command = launched(checkpoint, "--max-restarts", "3", updates=last)
     with started(command) as agent:
         wait_for(checkpoint.exists, agent)
-        (second,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
+        (second,) = [
+            child
+            for child in psutil.Process(agent.pid).children()
+            if child.environ().get("RANK") == "1"
+        ]
         second.kill()
         code, said = ended(agent)
     assert code == 0, said
     assert "Signal 9 (SIGKILL)" in said or "exitcode: -9" in said
-    assert apart(torch.load(checkpoint)["net"], on_two(tmp_path / "whole.pt", updates=last)["net"]) == 0
+    assert (
+        apart(torch.load(checkpoint)["net"], on_two(tmp_path / "whole.pt", updates=last)["net"])
+        == 0
+    )
 
 
 def addresses_after(store: HashStore, restarts: int, machines: int) -> int:
     """How many there are in a store once a rank has met itself in it."""
     counted = {"GROUP_WORLD_SIZE": str(machines), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     example = loaded(EXAMPLE)
-    with mock.patch.dict(os.environ, counted), mock.patch.object(example, "rendezvous", return_value=iter([(store, 0, 1)])):
+    with (
+        mock.patch.dict(os.environ, counted),
+        mock.patch.object(example, "rendezvous", return_value=iter([(store, 0, 1)])),
+    ):
         example.meet(timedelta(seconds=60))
     distributed.destroy_process_group()
     return store.num_keys()
@@ -216,7 +301,9 @@ def test_ranks_that_are_started_again_find_no_address_of_those_that_ended() -> N
     first = addresses_after(store, 0, machines=1)
     assert first > 0
     assert addresses_after(store, 1, machines=1) == 2 * first
-    assert addresses_after(store, 1, machines=1) == 2 * first  # a mutant: the count stands still, and so does the store
+    assert (
+        addresses_after(store, 1, machines=1) == 2 * first
+    )  # a mutant: the count stands still, and so does the store
 
 
 def test_ranks_on_several_machines_which_count_restarts_apart_meet_all_the_same() -> None:
@@ -225,13 +312,20 @@ def test_ranks_on_several_machines_which_count_restarts_apart_meet_all_the_same(
 
 
 def test_what_a_command_has_started_ends_with_it() -> None:
-    begins = "subprocess.Popen(['sleep', '600'], start_new_session=True); print(file=sys.stderr, flush=True)"
-    code = f"import signal, subprocess, sys; {begins}; signal.pause()"  # until it is killed: its standard input may be at its end already
+    begins = (
+        "subprocess.Popen(['sleep', '600'], start_new_session=True); print(file=sys.stderr,"
+        " flush=True)"
+    )
+    code = (  # until it is killed: its standard input may be at its end already
+        f"import signal, subprocess, sys; {begins}; signal.pause()"
+    )
     with started([sys.executable, "-c", code]) as command:
         assert command.stderr is not None
         command.stderr.readline()
         (child,) = psutil.Process(command.pid).children()
-        assert os.getpgid(child.pid) == child.pid  # as torchrun's ranks are: what is sent to the command's group does not reach it
+        assert (
+            os.getpgid(child.pid) == child.pid
+        )  # as torchrun's ranks are: what is sent to the command's group does not reach it
     deadline = time.monotonic() + PATIENCE
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
@@ -271,8 +365,17 @@ POLICIES: dict[str, Policy] = {
 UNEQUAL, EQUAL = (40, 25, 53, 8, 3, 29, 15), (40, 40, 40, 40)
 
 
-def messages(policy: Policy, accumulate: int = 1, lengths: tuple[int, ...] = UNEQUAL, *, every_backward: bool = False) -> list[int]:
-    """How many times ranks added something up for each update; a mutant adds gradients up at every backward pass."""
+def messages(
+    policy: Policy,
+    accumulate: int = 1,
+    lengths: tuple[int, ...] = UNEQUAL,
+    *,
+    every_backward: bool = False,
+) -> list[int]:
+    """How many times ranks added something up for each update.
+
+    A mutant adds gradients up at every backward pass.
+    """
     torch.manual_seed(0)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
     stream = tt.Stream(recordings(lengths, outputs=1), 2, 10)
@@ -280,7 +383,10 @@ def messages(policy: Policy, accumulate: int = 1, lengths: tuple[int, ...] = UNE
         if every_backward:
             for weight in net.parameters():
                 weight.register_hook(lambda gradient: distributed.all_reduce(gradient.contiguous()))
-        counts = [0] + [sent.call_count for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)]
+        counts = [0] + [
+            sent.call_count
+            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
+        ]
     return [after - before for before, after in pairwise(counts)]
 
 
@@ -289,7 +395,10 @@ def counting(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     for name, policy in POLICIES.items():
         yield name, messages(policy)
     yield "accumulated", messages(POLICIES["horizon"], accumulate=4)
-    yield "mutant", messages(POLICIES["horizon"], 4, EQUAL, every_backward=True)  # of unequal lengths the ranks would not even meet
+    yield (
+        "mutant",
+        messages(POLICIES["horizon"], 4, EQUAL, every_backward=True),
+    )  # of unequal lengths the ranks would not even meet
 
 
 def test_gradients_are_added_up_once_per_update_however_many_backward_passes_made_them() -> None:
@@ -304,7 +413,11 @@ def test_gradients_are_added_up_once_per_update_however_many_backward_passes_mad
 def wrapped(kind: str, module: nn.Module) -> nn.Module:
     if kind == "DistributedDataParallel":
         return nn.parallel.DistributedDataParallel(module)
-    return nn.DataParallel(module) if kind == "DataParallel" else FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+    return (
+        nn.DataParallel(module)
+        if kind == "DataParallel"
+        else FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+    )
 
 
 def lstm() -> nn.Module:
@@ -321,7 +434,9 @@ def check_refused(kind: str) -> None:
         for make in (
             lambda: tt.carry(wrapped(kind, lstm())),
             lambda: tt.carry(nn.Sequential(wrapped(kind, nn.LSTM(3, 4)), nn.Linear(4, 1))),
-            lambda: tt.updates(wrapped(kind, tt.carry(lstm())), stream(), nn.MSELoss(), gradient=tt.Truncated(10)),  # pyright: ignore[reportArgumentType]  # what is refused
+            lambda: tt.updates(
+                wrapped(kind, tt.carry(lstm())), stream(), nn.MSELoss(), gradient=tt.Truncated(10)
+            ),  # pyright: ignore[reportArgumentType]  # what is refused
         ):
             with pytest.raises(ModelError, match=refused) as told:
                 make()
@@ -340,5 +455,12 @@ def test_the_first_kind_of_fsdp_is_refused_too() -> None:
     """In a process of its own: torch keeps such nets, and nodes of their graphs, for ever."""
     code = "import test_torchrun; test_torchrun.check_refused('FullyShardedDataParallel')"
     around = LOOPBACK | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=around,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -35,9 +35,17 @@ def layer(kind: str, **options: Any) -> nn.RNNBase:
 
 
 def play(
-    kind: str, x: Sequence[Tensor], h: Tensor, c: Tensor | None, weights: Mapping[str, Tensor], seen: dict[str, list[Tensor]]
+    kind: str,
+    x: Sequence[Tensor],
+    h: Tensor,
+    c: Tensor | None,
+    weights: Mapping[str, Tensor],
+    seen: dict[str, list[Tensor]],
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """One direction of one layer, step by step, as the documentation of torch.nn defines it; notes every tensor by its letter."""
+    """One direction of one layer, step by step, as the documentation of torch.nn defines it.
+
+    Notes every tensor by its letter.
+    """
     w_ih, w_hh, w_hr = weights["weight_ih"], weights["weight_hh"], weights.get("weight_hr")
     b_ih, b_hh = weights.get("bias_ih", 0.0), weights.get("bias_hh", 0.0)
     hidden: list[Tensor] = []
@@ -83,16 +91,26 @@ def unrolled(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) 
         y = torch.dropout(y, net.dropout, net.training) if k else y
         sides: list[Tensor] = []
         for end in ("", "_reverse") if net.bidirectional else ("",):
-            weights = {name.removesuffix(f"_l{k}{end}"): w for name, w in named.items() if name.endswith(f"_l{k}{end}")}
+            weights = {
+                name.removesuffix(f"_l{k}{end}"): w
+                for name, w in named.items()
+                if name.endswith(f"_l{k}{end}")
+            }
             at, found = len(ends), dict[str, list[Tensor]]()
             steps = list(y.unbind(0))
             entering = states[0][at], states[1][at] if kind == "lstm" else None
             hidden, h, c = play(kind, steps[::-1] if end else steps, *entering, weights, found)
-            seen |= {f"layer{k}{end}.{letter}": values[::-1] if end else values for letter, values in found.items()}
+            seen |= {
+                f"layer{k}{end}.{letter}": values[::-1] if end else values
+                for letter, values in found.items()
+            }
             sides.append(torch.stack(hidden[::-1] if end else hidden))
             ends.append((h, c))
         y = torch.cat(sides, 2)
-    after = torch.stack([h for h, _ in ends]), *([torch.stack([torch.as_tensor(c) for _, c in ends])] if kind == "lstm" else [])
+    after = (
+        torch.stack([h for h, _ in ends]),
+        *([torch.stack([torch.as_tensor(c) for _, c in ends])] if kind == "lstm" else []),
+    )
     return Whole(y, after, seen)
 
 
@@ -105,7 +123,9 @@ def mixed(y: Tensor, after: Sequence[Tensor]) -> Tensor:
 def states_for(net: nn.RNNBase, lanes: int = LANES) -> tuple[Tensor, ...]:
     rows = net.num_layers * (2 if net.bidirectional else 1)
     sizes = [net.proj_size or HIDDEN, HIDDEN] if isinstance(net, nn.LSTM) else [HIDDEN]
-    return tuple(torch.randn(rows, lanes, size, dtype=torch.float64).requires_grad_() for size in sizes)
+    return tuple(
+        torch.randn(rows, lanes, size, dtype=torch.float64).requires_grad_() for size in sizes
+    )
 
 
 def called(net: nn.RNNBase, x: Any, states: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
@@ -114,9 +134,14 @@ def called(net: nn.RNNBase, x: Any, states: tuple[Tensor, ...]) -> tuple[Any, tu
 
 
 def apart(found: Trace, expected: Seen, loss: Tensor) -> float:
-    """How far every traced gradient is from autograd's of the unrolled loop; names and steps must be the same."""
+    """How far every traced gradient is from autograd's of the unrolled loop.
+
+    Names and steps must be the same.
+    """
     flat = [(name, t, value) for name, values in expected.items() for t, value in enumerate(values)]
-    gradients = torch.autograd.grad(loss, [value for *_, value in flat], retain_graph=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss, [value for *_, value in flat], retain_graph=True, materialize_grads=True
+    )
     assert set(found.names) == set(expected)
     worst = 0.0
     for (name, t, _), gradient in zip(flat, gradients, strict=True):
@@ -139,14 +164,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @every_kind
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
+    kind: str, options: dict[str, Any]
+) -> None:
     net = layer(kind, **options)
     check_layer(kind, net)
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # said by torch
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"])
-def test_every_gradient_of_a_projected_lstm_is_that_of_the_unrolled_loop(options: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:LSTM with projections is not supported with oneDNN"
+)  # said by torch
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"]
+)
+def test_every_gradient_of_a_projected_lstm_is_that_of_the_unrolled_loop(
+    options: dict[str, Any],
+) -> None:
     check_layer("lstm", layer("lstm", proj_size=2, **options))
 
 
@@ -160,7 +193,9 @@ def check_layer(kind: str, net: nn.RNNBase) -> None:
         return y, after
 
     y, after = plain()
-    untraced = torch.autograd.grad(mixed(y.transpose(0, 1) if net.batch_first else y, after), leaves)
+    untraced = torch.autograd.grad(
+        mixed(y.transpose(0, 1) if net.batch_first else y, after), leaves
+    )
     with trace(net, tensors=True) as found:
         y_traced, after_traced = plain()
         loss = mixed(y_traced.transpose(0, 1) if net.batch_first else y_traced, after_traced)
@@ -180,7 +215,9 @@ def test_a_gate_off_by_a_factor_fails_the_law(monkeypatch: pytest.MonkeyPatch) -
 
     def wrong(steps: Steps, given: Cotangents) -> Pulled:
         found = exact(steps, given)
-        return found._replace(told=found.told._replace(seen={**found.told.seen, "f": found.told.seen["c"]}))
+        return found._replace(
+            told=found.told._replace(seen={**found.told.seen, "f": found.told.seen["c"]})
+        )
 
     monkeypatch.setitem(PULLS, "lstm", wrong)
     with pytest.raises(AssertionError):
@@ -213,7 +250,10 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     cell = remembering(CELLS[kind]())
     kind = "lstm" if kind == "no-bias" else kind
     x = inputs(STEPS, LANES).requires_grad_()
-    states = tuple(torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_() for _ in range(2 if kind == "lstm" else 1))
+    states = tuple(
+        torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_()
+        for _ in range(2 if kind == "lstm" else 1)
+    )
     leaves = [x, *states, *cell.parameters()]
 
     def looped() -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -230,10 +270,15 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
         y_traced, after_traced = looped()
         traced = torch.autograd.grad(mixed(y_traced, after_traced), leaves)
     assert torch.equal(y, y_traced)
-    assert all(torch.equal(a, b) for a, b in zip((*after, *untraced), (*after_traced, *traced), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((*after, *untraced), (*after_traced, *traced), strict=True)
+    )
     seen: dict[str, list[Tensor]] = {}
     weights = dict(cell.named_parameters())
-    hidden, h, c = play(kind, list(x.unbind(0)), states[0], states[-1] if kind == "lstm" else None, weights, seen)
+    hidden, h, c = play(
+        kind, list(x.unbind(0)), states[0], states[-1] if kind == "lstm" else None, weights, seen
+    )
     loss = mixed(torch.stack(hidden), (h,) if c is None else (h, c))
     assert apart(found, {f"cell.{letter}": values for letter, values in seen.items()}, loss) < EXACT
 
@@ -241,14 +286,18 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
 @every_kind
 @pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["as-they-come", "longest-first"])
-def test_every_gradient_of_packed_lanes_is_that_of_each_lane_alone(kind: str, ways: bool, ordered: bool) -> None:
+def test_every_gradient_of_packed_lanes_is_that_of_each_lane_alone(
+    kind: str, ways: bool, ordered: bool
+) -> None:
     net = layer(kind, bidirectional=ways, num_layers=2)
     lengths = [11, 8, 8, 1] if ordered else [8, 1, 11, 8]
     x, states = inputs(11, 4), states_for(net, 4)
     leaves = [*states, *net.parameters()]
 
     def played() -> tuple[PackedSequence, tuple[Tensor, ...], Tensor]:
-        y, after = called(net, pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=ordered), states)
+        y, after = called(
+            net, pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=ordered), states
+        )
         padded, _ = pad_packed_sequence(y)
         return y, after, (padded * padded).sum() + sum((leaf**3).sum() for leaf in after)
 
@@ -260,7 +309,12 @@ def test_every_gradient_of_packed_lanes_is_that_of_each_lane_alone(kind: str, wa
     assert torch.equal(y.data, y_traced.data)
     assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
     for lane, length in enumerate(lengths):
-        whole = unrolled(kind, net, x[:length, lane : lane + 1], tuple(leaf[:, lane : lane + 1] for leaf in states))
+        whole = unrolled(
+            kind,
+            net,
+            x[:length, lane : lane + 1],
+            tuple(leaf[:, lane : lane + 1] for leaf in states),
+        )
         alone = (whole.y * whole.y).sum() + sum((leaf**3).sum() for leaf in whole.after)
         for name, values in whole.seen.items():
             expected = torch.autograd.grad(alone, values, retain_graph=True, materialize_grads=True)
@@ -281,14 +335,21 @@ def test_an_unbatched_sequence_is_one_lane() -> None:
 @every_kind
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_layers": 2, "dropout": 0.4, "batch_first": True}, {"num_layers": 2, "bidirectional": True}],
+    [
+        {},
+        {"num_layers": 2, "dropout": 0.4, "batch_first": True},
+        {"num_layers": 2, "bidirectional": True},
+    ],
     ids=["plain", "dropout", "both-ways"],
 )
 @pytest.mark.parametrize("sizes", [(5, 1, 3, 4), (20, 20, 16, 32)], ids=["small", "large"])
 def test_outputs_are_the_untraced_ones_to_the_bit_in_single_precision_too(
     kind: str, options: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    """torch's LSTM for CPUs rounds otherwise when it keeps no graph; the trace must run it as if it did."""
+    """torch's LSTM for CPUs rounds otherwise when it keeps no graph.
+
+    The trace must run it as if it did.
+    """
     steps, lanes, features, hidden = sizes
     net, x = KINDS[kind](features, hidden, **options), torch.randn(steps, lanes, features)
 
@@ -379,7 +440,10 @@ def test_names_that_do_not_fit_are_refused() -> None:
         trace(net)
     with pytest.raises(ModelError, match="'cel', the net only"):
         trace(net, names={"cel": ("h",)})
-    with trace(net, names={"cell": ("h",)}), pytest.raises(ModelError, match="returns 3 tensors, names says 1"):
+    with (
+        trace(net, names={"cell": ("h",)}),
+        pytest.raises(ModelError, match="returns 3 tensors, names says 1"),
+    ):
         net(x, net.initial_state(1))
 
 
@@ -401,7 +465,9 @@ def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
         y, _ = net(x, states)
         mixed(y, ()).backward()
         seen = found.last.edges("layer0.h"), found.last.edges("layer0.c")
-        mixed(net(x, tuple(leaf.detach() for leaf in states))[0], ()).backward()  # what is cut off is told as well
+        mixed(
+            net(x, tuple(leaf.detach() for leaf in states))[0], ()
+        ).backward()  # what is cut off is told as well
     expected = [{0: torch.as_tensor(leaf.grad).norm().item()} for leaf in states]
     for edges in (seen, (found.last.edges("layer0.h"), found.last.edges("layer0.c"))):
         assert edges[0] == pytest.approx(expected[0], rel=1e-12)
@@ -412,14 +478,19 @@ def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_the_edge_of_a_cell_is_the_gradient_of_the_state_that_enters(kind: str) -> None:
     cell, x = remembering(CELLS[kind]()), inputs(STEPS, LANES)
-    entering = tuple(torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_() for _ in range(2 if kind == "lstm" else 1))
+    entering = tuple(
+        torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_()
+        for _ in range(2 if kind == "lstm" else 1)
+    )
     with trace(cell) as found:
         state: Any = entering if kind == "lstm" else entering[0]
         for step in x.unbind(0):
             state = cell(step, state)
         (state[0] if kind == "lstm" else state).square().sum().backward()
     for leaf, letter in zip(entering, "hc", strict=False):
-        assert found.last.edges(f"cell.{letter}") == pytest.approx({0: torch.as_tensor(leaf.grad).norm().item()}, rel=1e-12)
+        assert found.last.edges(f"cell.{letter}") == pytest.approx(
+            {0: torch.as_tensor(leaf.grad).norm().item()}, rel=1e-12
+        )
 
 
 def test_the_edges_within_a_pass_are_those_between_calls() -> None:
@@ -434,7 +505,9 @@ def test_the_edges_within_a_pass_are_those_between_calls() -> None:
         mixed(torch.cat(outputs), ()).backward()
     edges = found.last.edges("layer0.h")
     assert list(edges) == [0, 4, 8]
-    assert [edges[4], edges[8]] == pytest.approx([torch.as_tensor(leaf.grad).norm().item() for leaf in carried[:-1]], rel=1e-12)
+    assert [edges[4], edges[8]] == pytest.approx(
+        [torch.as_tensor(leaf.grad).norm().item() for leaf in carried[:-1]], rel=1e-12
+    )
 
 
 def test_a_reset_stops_the_gradient_of_its_lane_only() -> None:

@@ -1,4 +1,5 @@
-"""What the trace says: where a gradient dies or blows up, what crosses the edge, time constants, and how it is logged.
+"""What the trace says: where a gradient dies or blows up, what crosses the edge, time constants,
+and how it is logged.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -21,7 +22,12 @@ STEPS = 60
 
 
 def linear(
-    factor: float, loss: Callable[[Tensor], Tensor] = lambda y: y[-1], *, steps: int = STEPS, vanished: float = 1e-3, exploded: float = 10.0
+    factor: float,
+    loss: Callable[[Tensor], Tensor] = lambda y: y[-1],
+    *,
+    steps: int = STEPS,
+    vanished: float = 1e-3,
+    exploded: float = 10.0,
 ) -> Trace:
     """A linear RNN of one unit, whose gradient is multiplied by `factor` at every step on its way back."""
     net = nn.RNN(1, 1, nonlinearity="relu", bias=False).double()
@@ -113,7 +119,10 @@ def test_time_constants_are_those_of_the_gates_seen(kind: Any) -> None:
     h, c = x.new_zeros(2, 3, 4)
     kept: list[Tensor] = []
     for step in x:
-        a, b = step @ weights["weight_ih"].T + weights["bias_ih"], h @ weights["weight_hh"].T + weights["bias_hh"]
+        a, b = (
+            step @ weights["weight_ih"].T + weights["bias_ih"],
+            h @ weights["weight_hh"].T + weights["bias_hh"],
+        )
         if kind is nn.GRU:
             (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
             z = (az + bz).sigmoid()
@@ -147,7 +156,18 @@ def example() -> Trace:
 def test_the_table_says_it_in_words() -> None:
     told = str(example())
     lines = told.splitlines()
-    assert lines[0].split() == ["gradient", "of", "largest", "at", "step", "at", "the", "end", "lives", "edge"]
+    assert lines[0].split() == [
+        "gradient",
+        "of",
+        "largest",
+        "at",
+        "step",
+        "at",
+        "the",
+        "end",
+        "lives",
+        "edge",
+    ]
     assert [line.split()[0] for line in lines[1:7]] == [f"layer0.{letter}" for letter in "hcifgo"]
     assert "layer0: its gates keep 1/e for" in told
     assert all(len(line) < 140 for line in lines)
@@ -155,7 +175,14 @@ def test_the_table_says_it_in_words() -> None:
 
 def test_the_dictionary_holds_plain_finite_numbers() -> None:
     told = example().as_dict()
-    assert {"layer0.h/largest", "layer0.h/last", "layer0.h/lived", "layer0.h/exploded", "layer0.c/edge", "layer0/tau_median"} <= told.keys()
+    assert {
+        "layer0.h/largest",
+        "layer0.h/last",
+        "layer0.h/lived",
+        "layer0.h/exploded",
+        "layer0.c/edge",
+        "layer0/tau_median",
+    } <= told.keys()
     assert all(type(value) is float and math.isfinite(value) for value in told.values())
 
 
@@ -169,10 +196,15 @@ def test_a_writer_of_tensorboard_gets_it_all(tmp_path: Path) -> None:
     data, events, at = path.read_bytes(), dict[str, Any](), 0
     while at < len(data):  # length (8), its checksum (4), the event, its checksum (4)
         length = int.from_bytes(data[at : at + 8], "little")
-        event = getattr(event_pb2, "Event").FromString(data[at + 12 : at + 12 + length])  # noqa: B009  # made at run time
+        # made at run time
+        event = getattr(event_pb2, "Event").FromString(data[at + 12 : at + 12 + length])
         events |= {value.tag: (event.step, value) for value in event.summary.value}
         at += 16 + length
-    scalars = {tag.removeprefix("trace/"): value.simple_value for tag, (_, value) in events.items() if not value.HasField("histo")}
+    scalars = {
+        tag.removeprefix("trace/"): value.simple_value
+        for tag, (_, value) in events.items()
+        if not value.HasField("histo")
+    }
     assert scalars == pytest.approx(found.as_dict(), rel=1e-6)
     assert {"trace/layer0.c/log10_norm", "trace/layer0/tau"} <= events.keys()
     assert events["trace/layer0.c/log10_norm"][1].histo.num == 20

@@ -1,4 +1,5 @@
-"""The trace of fused layers: what the compiled kernel tells, against plain autograd over an unrolled loop, and against torch.nn traced.
+"""The trace of fused layers: what the compiled kernel tells, against plain autograd over an
+unrolled loop, and against torch.nn traced.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
@@ -20,7 +21,20 @@ import throughtime as tt
 from givens import Given
 from recurrences import needs_kernels
 from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
-from test_trace import EXACT, KINDS, LANES, OPTIONS, STEPS, called, check_layer, every_kind, layer, mixed, states_for, unrolled
+from test_trace import (
+    EXACT,
+    KINDS,
+    LANES,
+    OPTIONS,
+    STEPS,
+    called,
+    check_layer,
+    every_kind,
+    layer,
+    mixed,
+    states_for,
+    unrolled,
+)
 from throughtime.errors import ConfigError
 from throughtime.gradient import Policy
 from throughtime.kernels import recurrent, reference
@@ -31,8 +45,13 @@ from throughtime.probe.trace import watch as watching
 from throughtime.probe.trace.fused import captured
 
 pytestmark = needs_kernels
-PROJECTED = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # said by torch
-MANY: dict[str, dict[str, Any]] = {**OPTIONS, "no-bias-both-ways": {"bias": False, "bidirectional": True}}
+PROJECTED = pytest.mark.filterwarnings(
+    "ignore:LSTM with projections is not supported with oneDNN"
+)  # said by torch
+MANY: dict[str, dict[str, Any]] = {
+    **OPTIONS,
+    "no-bias-both-ways": {"bias": False, "bidirectional": True},
+}
 every_option = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
 
 
@@ -47,10 +66,16 @@ def differs(found: Trace, expected: Trace) -> float:
     for name in expected.names:
         edges = expected.last.edges(name)
         assert found.last.edges(name).keys() >= edges.keys()
-        worst = max(worst, *(abs(found.last.edges(name)[at] - norm) for at, norm in edges.items()), 0.0)
+        worst = max(
+            worst, *(abs(found.last.edges(name)[at] - norm) for at, norm in edges.items()), 0.0
+        )
     kept = expected.last.kept()
     assert found.last.kept().keys() == kept.keys()
-    return max(worst, *((found.last.kept()[name] - mean).abs().max().item() for name, mean in kept.items()), 0.0)
+    return max(
+        worst,
+        *((found.last.kept()[name] - mean).abs().max().item() for name, mean in kept.items()),
+        0.0,
+    )
 
 
 def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
@@ -65,11 +90,16 @@ def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
 def loss_of(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], *given: Any) -> Tensor:
     hx = states if isinstance(net, nn.LSTM) else states[0]
     y, after = net(x.transpose(0, 1) if net.batch_first else x, hx, *given)
-    return mixed(y.transpose(0, 1) if net.batch_first else y, after if isinstance(after, tuple) else (after,))
+    return mixed(
+        y.transpose(0, 1) if net.batch_first else y, after if isinstance(after, tuple) else (after,)
+    )
 
 
 def check_norms(kind: str, net: nn.RNNBase, x: Tensor) -> None:
-    """The norms are those of plain autograd, and all else as torch.nn traced has it; training goes on as untraced."""
+    """The norms are those of plain autograd, and all else as torch.nn traced has it.
+
+    Training goes on as untraced.
+    """
     net = fused(net)
     states = states_for(net, x.shape[1])
     leaves = [x.requires_grad_(), *states, *net.parameters()]
@@ -82,28 +112,44 @@ def check_norms(kind: str, net: nn.RNNBase, x: Tensor) -> None:
     assert all(torch.equal(a, b) for a, b in zip(untraced, during, strict=True))
     torch.manual_seed(5)
     whole = unrolled(kind, net, x, states)
-    flat = [(name, t, value) for name, values in whole.seen.items() for t, value in enumerate(values)]
-    gradients = torch.autograd.grad(mixed(whole.y, whole.after), [value for *_, value in flat], materialize_grads=True)
+    flat = [
+        (name, t, value) for name, values in whole.seen.items() for t, value in enumerate(values)
+    ]
+    gradients = torch.autograd.grad(
+        mixed(whole.y, whole.after), [value for *_, value in flat], materialize_grads=True
+    )
     assert set(found.names) == set(whole.seen)
     for (name, t, _), gradient in zip(flat, gradients, strict=True):
         assert (found[f"{name}[{t}]"] - gradient.norm(dim=1)).abs().max() < EXACT
-    assert torch.stack([found[name].amin() for name in found.names if name[-1] == "h"]).amin() > 1e-6  # there was something to see
+    assert (
+        torch.stack([found[name].amin() for name in found.names if name[-1] == "h"]).amin() > 1e-6
+    )  # there was something to see
 
 
 @every_kind
 @every_option
-def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(
+    kind: str, options: dict[str, Any]
+) -> None:
     check_norms(kind, layer(kind, **options), inputs(STEPS, LANES))
 
 
 @PROJECTED
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"])
-def test_every_norm_of_a_projected_lstm_is_that_of_the_unrolled_loop(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"]
+)
+def test_every_norm_of_a_projected_lstm_is_that_of_the_unrolled_loop(
+    options: dict[str, Any],
+) -> None:
     check_norms("lstm", layer("lstm", proj_size=2, **options), inputs(STEPS, LANES))
 
 
 @every_kind
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 9, 33), (67, 2, 50), (13, 33, 17)], ids=lambda s: "T{}-B{}-H{}".format(*s))
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), (2, 9, 33), (67, 2, 50), (13, 33, 17)],
+    ids=lambda s: "T{}-B{}-H{}".format(*s),
+)
 def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
     steps, lanes, hidden = sizes
     net = KINDS[kind](FEATURES, hidden).double()
@@ -116,7 +162,9 @@ def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None
 @every_kind
 @every_option
 @pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
-def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(kind: str, options: dict[str, Any], tensors: bool) -> None:
+def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(
+    kind: str, options: dict[str, Any], tensors: bool
+) -> None:
     net = layer(kind, **options)
     x, states = inputs(STEPS, LANES), states_for(net)
     plain = traced(net, lambda: loss_of(net, x, states))
@@ -126,7 +174,9 @@ def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(kind: str, options: di
 
 @every_kind
 @every_option
-def test_every_gradient_of_a_fused_layer_is_that_of_the_unrolled_loop(kind: str, options: dict[str, Any]) -> None:
+def test_every_gradient_of_a_fused_layer_is_that_of_the_unrolled_loop(
+    kind: str, options: dict[str, Any]
+) -> None:
     check_layer(kind, fused(layer(kind, **options)))
 
 
@@ -166,7 +216,9 @@ def reset_at(often: float = 0.25) -> Tensor:
     return resets
 
 
-def with_resets(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor) -> dict[str, Tensor]:
+def with_resets(
+    kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor
+) -> dict[str, Tensor]:
     """Each lane by itself, a sequence for each recording: norms `(T, B)`, by plain autograd."""
     found: dict[str, Tensor] = {}
     for lane in range(x.shape[1]):
@@ -178,8 +230,12 @@ def with_resets(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...
             last = whole.after if stop == STEPS else ()
             loss = (whole.y**3).sum() + sum((leaf * leaf).sum() for leaf in last)
             for name, values in whole.seen.items():
-                gradients = torch.autograd.grad(loss, values, retain_graph=True, materialize_grads=True)
-                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[start:stop, lane] = torch.cat(gradients).norm(dim=1)
+                gradients = torch.autograd.grad(
+                    loss, values, retain_graph=True, materialize_grads=True
+                )
+                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
+                    start:stop, lane
+                ] = torch.cat(gradients).norm(dim=1)
     return found
 
 
@@ -187,7 +243,9 @@ def with_resets(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...
 @pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
 @pytest.mark.parametrize("runs", ["fused", "torch.nn"])
 @pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
-def test_no_gradient_crosses_a_reset(kind: str, tensors: bool, runs: Any, ways: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_crosses_a_reset(
+    kind: str, tensors: bool, runs: Any, ways: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if runs == "torch.nn":  # as in half precision, or where the kernels are missing
         monkeypatch.setattr(layers, "choose", lambda *_: Choice("torch.nn", "for this test"))
     net = fused(layer(kind, bidirectional=ways))
@@ -201,7 +259,9 @@ def test_no_gradient_crosses_a_reset(kind: str, tensors: bool, runs: Any, ways: 
         return (y**3).sum() + (0 if ways else sum((leaf * leaf).sum() for leaf in ends))
 
     found = traced(net, loss, tensors=tensors)
-    wanted = with_resets(kind, net, x, states, resets) if not ways else both_ways(kind, net, x, resets)
+    wanted = (
+        with_resets(kind, net, x, states, resets) if not ways else both_ways(kind, net, x, resets)
+    )
     assert set(found.names) == set(wanted)
     assert max((found[name] - norms).abs().max().item() for name, norms in wanted.items()) < EXACT
     if not ways and runs == "fused":
@@ -221,14 +281,20 @@ def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str
             zeros = tuple(leaf.detach() * 0 for leaf in states_for(net, 1))
             whole = unrolled(kind, net, x[start:stop, lane : lane + 1], zeros)
             for name, values in whole.seen.items():
-                gradients = torch.autograd.grad((whole.y**3).sum(), values, retain_graph=True, materialize_grads=True)
-                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[start:stop, lane] = torch.cat(gradients).norm(dim=1)
+                gradients = torch.autograd.grad(
+                    (whole.y**3).sum(), values, retain_graph=True, materialize_grads=True
+                )
+                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
+                    start:stop, lane
+                ] = torch.cat(gradients).norm(dim=1)
     return found
 
 
 def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: resets that the layer does not apply."""
-    monkeypatch.setattr(watching, "captured", lambda turns, kind, x, h, c, w, _: captured(turns, kind, x, h, c, w))
+    monkeypatch.setattr(
+        watching, "captured", lambda turns, kind, x, h, c, w, _: captured(turns, kind, x, h, c, w)
+    )
     with pytest.raises(AssertionError):
         test_no_gradient_crosses_a_reset("lstm", False, "fused", False, monkeypatch)
 
@@ -242,7 +308,10 @@ def test_packed_lanes_are_traced_as_by_torch_nn() -> None:
 
 
 def test_autocast_is_traced_as_by_torch_nn() -> None:
-    """To the rounding of bfloat16, which the two apply in other places; in itself the layer is told of exactly."""
+    """To the rounding of bfloat16, which the two apply in other places.
+
+    In itself the layer is told of exactly.
+    """
     torch.manual_seed(0)
     net, x, h = nn.GRU(16, 32), torch.randn(20, 4, 16), torch.randn(1, 4, 32, requires_grad=True)
 
@@ -256,13 +325,15 @@ def test_autocast_is_traced_as_by_torch_nn() -> None:
     found = traced(other, lambda: loss(other))
     for name in plain.names:
         assert (found[name] - plain[name]).abs().max() < 2**-6 * plain[name].max()
-    assert found.last.edges("layer0.h")[0] == pytest.approx(torch.as_tensor(h.grad).norm().item(), rel=1e-5)
+    assert found.last.edges("layer0.h")[0] == pytest.approx(
+        torch.as_tensor(h.grad).norm().item(), rel=1e-5
+    )
 
 
 class Doubling(tt.nn.LSTM):
     """A layer of one's own, whose forward is not torch's."""
 
-    def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:  # noqa: A002
+    def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:
         y, after = super().forward(2 * input, hx, resets)
         return 3 * y, after
 
@@ -279,7 +350,9 @@ def test_a_subclass_keeps_its_own_forward() -> None:
 def test_a_checkpoint_shows_the_same(reentrant: bool) -> None:
     net, x = fused(layer("lstm", num_layers=2)), inputs(STEPS, LANES).requires_grad_()
     plain = traced(net, lambda: net(x)[0].square().sum())
-    again = traced(net, lambda: checkpoint(lambda x: net(x)[0], x, use_reentrant=reentrant).square().sum())
+    again = traced(
+        net, lambda: checkpoint(lambda x: net(x)[0], x, use_reentrant=reentrant).square().sum()
+    )
     assert differs(again, plain) < EXACT
 
 
@@ -326,7 +399,10 @@ POLICIES: dict[str, Policy] = {
 
 def carried(kind: str, fused: bool) -> tt.Carried:
     torch.manual_seed(0)
-    return tt.carry(nn.Sequential(remembering(KINDS[kind](FEATURES, HIDDEN)), nn.Linear(HIDDEN, 2)).double(), fused=fused)
+    return tt.carry(
+        nn.Sequential(remembering(KINDS[kind](FEATURES, HIDDEN)), nn.Linear(HIDDEN, 2)).double(),
+        fused=fused,
+    )
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

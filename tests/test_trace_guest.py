@@ -1,4 +1,5 @@
-"""The trace as a guest: names, what is kept, and a net that is the same before, while and after it is traced.
+"""The trace as a guest: names, what is kept, and a net that is the same before, while and after it
+is traced.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -167,8 +168,16 @@ def test_weights_that_are_frozen_stay_without_gradient() -> None:
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     net, x = lstm(), inputs(3, 1).requires_grad_()
-    for loss in (lambda y: y.square().sum(), lambda y: y.sum()):  # a cotangent with a graph, and one without
-        with trace(net), pytest.raises(ModelError, match=r"a second derivative through a traced layer.*trace\.close\(\)"):
+    for loss in (
+        lambda y: y.square().sum(),
+        lambda y: y.sum(),
+    ):  # a cotangent with a graph, and one without
+        with (
+            trace(net),
+            pytest.raises(
+                ModelError, match=r"a second derivative through a traced layer.*trace\.close\(\)"
+            ),
+        ):
             torch.autograd.grad(loss(net(x)[0]), x, create_graph=True)
 
 
@@ -263,7 +272,10 @@ def test_half_types_are_summed_wider_than_they_are(kind: Any) -> None:
         again = looped(net, x)
         again.square().sum().backward()
     assert torch.equal(y, again)
-    assert all(weight.grad is not None and weight.grad.dtype == torch.bfloat16 for weight in net.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.dtype == torch.bfloat16
+        for weight in net.parameters()
+    )
     assert all(found[name].dtype == torch.float64 for name in found.names)
 
 

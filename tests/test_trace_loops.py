@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Given
-from strategies import HIDDEN, TensorState, apart, gradients, inputs, named, recordings, some_nets, start
+from strategies import (
+    HIDDEN,
+    TensorState,
+    apart,
+    gradients,
+    inputs,
+    named,
+    recordings,
+    some_nets,
+    start,
+)
 from throughtime.gradient import Policy
 from throughtime.probe.trace import Trace, trace
 from throughtime.probe.trace.passes import Run
@@ -61,10 +71,14 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
     assert all(found[name].isfinite().all() for name in found.names)
 
 
-def expected(net: tt.Carried, data: Given, counted: int, stop: int, state: Any = None) -> dict[str, Tensor]:
+def expected(
+    net: tt.Carried, data: Given, counted: int, stop: int, state: Any = None
+) -> dict[str, Tensor]:
     """The norms of one plain graph over the first steps of `data`, the mean loss over those from `counted` on."""
     with trace(net) as found:
-        y, _ = net(data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop])
+        y, _ = net(
+            data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop]
+        )
         nn.MSELoss()(y[counted:].flatten(0, 1), data.targets[counted:stop].flatten(0, 1)).backward()
     net.zero_grad()
     return {name: found[name] for name in found.names}
@@ -80,7 +94,9 @@ def furthest(found: Trace, wanted: dict[str, Tensor]) -> float:
 def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
     net, data = row.net(), Given.draw(30, LANES, 0, resets=0.1)
     with trace(net, keep=3) as found:
-        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30, graphs=graphs)):
+        for _ in tt.updates(
+            net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30, graphs=graphs)
+        ):
             net.zero_grad()
     assert len(found.passes) == found.count == 3
     assert furthest(found, expected(net, data, 20, 30)) < EXACT
@@ -88,7 +104,10 @@ def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
 
 @CARRIED
 def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
-    """`tt.Exact` runs many backward passes, the last piece first; the trace puts them together again."""
+    """`tt.Exact` runs many backward passes, the last piece first.
+
+    The trace puts them together again.
+    """
     net, data = row.net(), Given.draw(45, LANES, 0, resets=0.03)
     with trace(net, keep=9) as found:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
@@ -153,7 +172,12 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
         nn.init.constant_(weight, 0.3 if name == "bias_ih_l0" else 0.0)
     carried = tt.carry(net)
     with trace(net, keep=9) as found:
-        for _ in tt.updates(carried, [data.chunk], lambda y, t: (y[:, :2] - t).square().mean(), gradient=tt.Truncated(10)):
+        for _ in tt.updates(
+            carried,
+            [data.chunk],
+            lambda y, t: (y[:, :2] - t).square().mean(),
+            gradient=tt.Truncated(10),
+        ):
             carried.zero_grad()
     assert [len(one["layer0.h"]) for one in found.passes] == [10, 10, 10, 10]
 
@@ -163,7 +187,9 @@ def test_online_learning_shows_the_gradient_of_its_losses_only(kind: Any) -> Non
     """The rows of the Jacobian that `tt.Online` takes besides are no gradients of a loss."""
     net, data = tt.carry(kind(3, 2).double()), Given.draw(40, LANES, 0)
     with trace(net, keep=99) as found:
-        updates = sum(1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Online(stride=10)))
+        updates = sum(
+            1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Online(stride=10))
+        )
     assert found.count == updates == 4
 
 
@@ -182,7 +208,9 @@ def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
             net.zero_grad()
             del y
             alive += [tensors_alive()] if round_ in (5, 29) else []
-    assert alive[1] <= alive[0]  # what other tests left behind may go meanwhile; a tensor for each round would be 24 more
+    assert (
+        alive[1] <= alive[0]
+    )  # what other tests left behind may go meanwhile; a tensor for each round would be 24 more
 
 
 def test_a_checkpointed_net_is_seen_as_it_is() -> None:
@@ -193,9 +221,16 @@ def test_a_checkpointed_net_is_seen_as_it_is() -> None:
     def run(recomputed: bool) -> dict[str, Tensor]:
         lstm.zero_grad()
         with trace(lstm) as found:
-            outputs, state = list[Tensor](), (torch.zeros(1, LANES, HIDDEN, dtype=torch.float64),) * 2
+            outputs, state = (
+                list[Tensor](),
+                (torch.zeros(1, LANES, HIDDEN, dtype=torch.float64),) * 2,
+            )
             for part in x.split(5):
-                y, state = checkpoint(lstm, part, state, use_reentrant=False) if recomputed else lstm(part, state)
+                y, state = (
+                    checkpoint(lstm, part, state, use_reentrant=False)
+                    if recomputed
+                    else lstm(part, state)
+                )
                 outputs.append(y)
             torch.cat(outputs).square().mean().backward()
         return {name: found[name] for name in found.names} | gradients(lstm)

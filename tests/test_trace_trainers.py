@@ -21,7 +21,10 @@ class Plain(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.lstm, self.read = nn.LSTM(3, HIDDEN, num_layers=2, batch_first=True).double(), nn.Linear(HIDDEN, 1).double()
+        self.lstm, self.read = (
+            nn.LSTM(3, HIDDEN, num_layers=2, batch_first=True).double(),
+            nn.Linear(HIDDEN, 1).double(),
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, *_: Any) -> Tensor:
@@ -34,11 +37,18 @@ class Plain(LightningModule):
 
 
 def test_lightning_trains_the_same_and_is_seen() -> None:
-    loader = DataLoader(TensorDataset(inputs(12, 20), inputs(12, 20, features=1, seed=1)), batch_size=4)
+    loader = DataLoader(
+        TensorDataset(inputs(12, 20), inputs(12, 20, features=1, seed=1)), batch_size=4
+    )
 
     def fitted(module: Plain) -> None:
         Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         ).fit(module, loader)
 
     plain, traced = Plain(), Plain()
@@ -55,7 +65,9 @@ def test_ignite_trains_the_same_and_is_seen() -> None:
     def trained(steps: list[dict[str, float]] | None) -> list[float]:
         torch.manual_seed(0)
         net = named("hides-cell").net().module
-        trainer: Engine = create_supervised_trainer(net, torch.optim.Adam(net.parameters()), nn.MSELoss())
+        trainer: Engine = create_supervised_trainer(
+            net, torch.optim.Adam(net.parameters()), nn.MSELoss()
+        )
         losses: list[float] = []
         found = None if steps is None else trace(net)
 
@@ -65,7 +77,10 @@ def test_ignite_trains_the_same_and_is_seen() -> None:
                 steps.append(found.as_dict())
 
         trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
-        trainer.run([(inputs(9, 2, seed=i), inputs(9, 2, seed=i + 9, features=2)) for i in range(5)], max_epochs=2)
+        trainer.run(
+            [(inputs(9, 2, seed=i), inputs(9, 2, seed=i + 9, features=2)) for i in range(5)],
+            max_epochs=2,
+        )
         if found is not None:
             found.close()
         return losses

@@ -1,4 +1,5 @@
-"""The trace of updates in one call: what the kernels write into frames that are used again is what a graph would show.
+"""The trace of updates in one call: what the kernels write into frames that are used again is what
+a graph would show.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -44,7 +45,9 @@ def stacked() -> tt.Carried:
 def fronted() -> tt.Carried:
     """Behind a front that learns."""
     torch.manual_seed(3)
-    return tt.carry(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double())
+    return tt.carry(
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double()
+    )
 
 
 NETS["stacked"], NETS["behind a front"] = stacked, fronted
@@ -52,8 +55,12 @@ NETS["stacked"], NETS["behind a front"] = stacked, fronted
 
 def updates(net: tt.Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
     """An epoch, with a step of plain descent after each: recordings of several lengths, so resets, masks and a ragged end."""
-    stream = tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64)
-    for update in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=policy or tt.Truncated(6)):
+    stream = tt.Stream(
+        recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+    )
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=policy or tt.Truncated(6)
+    ):
         yield update
         with torch.no_grad():
             for weight in net.parameters():
@@ -76,20 +83,29 @@ def differs(one: Pass, other: Pass) -> float:
         assert mine.keys() == theirs.keys()
         worst = max(worst, *(abs(mine[at] - theirs[at]) for at in mine), 0.0)
     assert one.kept().keys() == other.kept().keys()
-    return max(worst, *((one.kept()[name] - mean).abs().max().item() for name, mean in other.kept().items()), 0.0)
+    return max(
+        worst,
+        *((one.kept()[name] - mean).abs().max().item() for name, mean in other.kept().items()),
+        0.0,
+    )
 
 
 def check_same(told: Trace, seen: Trace) -> None:
     """Every pass of two traces, and what they say of the last."""
     assert told.count == seen.count
     assert len(told.passes) == len(seen.passes) > 0
-    assert max(differs(one, other) for one, other in zip(told.passes, seen.passes, strict=True)) < EXACT
+    assert (
+        max(differs(one, other) for one, other in zip(told.passes, seen.passes, strict=True))
+        < EXACT
+    )
     mine, theirs = told.as_dict(), seen.as_dict()
     assert mine.keys() == theirs.keys()
     assert all(mine[key] == pytest.approx(theirs[key], rel=1e-9) for key in mine)
 
 
-def check_told(make: Callable[[], tt.Carried], made: list[int], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def check_told(
+    make: Callable[[], tt.Carried], made: list[int], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
     """An epoch in single calls is told as by graphs, where passes are kept and where the oldest are forgotten."""
     for keep in (100, 3):
         before = len(made)
@@ -106,22 +122,30 @@ def check_told(make: Callable[[], tt.Carried], made: list[int], monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", NETS)
-def test_an_update_in_one_call_is_told_as_the_graph_shows_it(kind: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_one_call_is_told_as_the_graph_shows_it(
+    kind: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_told(NETS[kind], calls, monkeypatch)
 
 
-def test_gradients_that_are_added_up_are_told_one_by_one(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_added_up_are_told_one_by_one(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_told(NETS["lstm"], calls, monkeypatch, zero=False)
 
 
-def test_a_frame_that_is_written_to_while_it_is_kept_fails_the_law(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_is_written_to_while_it_is_kept_fails_the_law(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutant: one frame for all."""
     monkeypatch.setattr(Reel, "keep", lambda self: self._history().add(self._now))
     with pytest.raises(AssertionError):
         check_told(NETS["gru"], calls, monkeypatch)
 
 
-def test_states_in_each_other_s_place_fail_the_law(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_in_each_other_s_place_fail_the_law(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutant: the h and c that enter, exchanged, which the graph tells of in its own way."""
     plain = recurrent.Captured.of.__func__
 
@@ -134,7 +158,9 @@ def test_states_in_each_other_s_place_fail_the_law(calls: list[int], monkeypatch
         check_told(NETS["lstm"], calls, monkeypatch)
 
 
-def _with(read: Callable[[Frame], Pass], of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Frame], Pass]:
+def _with(
+    read: Callable[[Frame], Pass], of: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Frame], Pass]:
     def wrong(frame: Frame) -> Pass:
         with monkeypatch.context() as patch:
             patch.setattr(recurrent.Captured, "of", classmethod(of))
@@ -164,7 +190,11 @@ def check_lasting(monkeypatch: pytest.MonkeyPatch) -> None:
                         read.append(told.last)
                         first.append(copied(told.last))
         assert len(read) > 3
-        assert all(torch.equal(seen[name], norms) for seen, then in zip(read, first, strict=True) for name, norms in then.items())
+        assert all(
+            torch.equal(seen[name], norms)
+            for seen, then in zip(read, first, strict=True)
+            for name, norms in then.items()
+        )
         found.append(read)
     assert max(differs(one, other) for one, other in zip(*found, strict=True)) < EXACT
 
@@ -194,7 +224,9 @@ def test_memory_stays_as_it_is(keep: int, monkeypatch: pytest.MonkeyPatch) -> No
     with trace(net, keep=keep) as told:
         for _ in range(6):
             train(net)
-            assert 0 < len(rooms) <= keep + 4  # of both sizes of update one that is written to, and one that is free
+            assert (
+                0 < len(rooms) <= keep + 4
+            )  # of both sizes of update one that is written to, and one that is free
         assert told.count > 40
         assert len(made) < told.count / 3
         assert len(told.passes) == keep
@@ -204,8 +236,13 @@ def test_memory_stays_as_it_is(keep: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert not rooms
 
 
-def test_an_error_leaves_the_passes_that_were_made(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that writes to its frame and then finds no memory; a class that is not there; a gradient that is not finite."""
+def test_an_error_leaves_the_passes_that_were_made(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that writes to its frame and then finds no memory.
+
+    A class that is not there; a gradient that is not finite.
+    """
     net, true = make("lstm"), kernel.step
     with trace(net, keep=2) as told:
         train(net)
@@ -220,11 +257,20 @@ def test_an_error_leaves_the_passes_that_were_made(calls: list[int], monkeypatch
             with pytest.raises(MemoryError):
                 train(net)
         net.zero_grad()
-        wrong = tt.Stream({"inputs": torch.randn(12, 5), "targets": torch.full((12,), 4)}, lanes=1, chunk=12, dtype=torch.float64)
+        wrong = tt.Stream(
+            {"inputs": torch.randn(12, 5), "targets": torch.full((12,), 4)},
+            lanes=1,
+            chunk=12,
+            dtype=torch.float64,
+        )
         with pytest.raises(IndexError):
             next(tt.updates(net, wrong, nn.CrossEntropyLoss(), gradient=tt.Truncated(12)))
         assert told.count == count
-        assert all(torch.equal(one[name], norms) for one, then in zip(told.passes, seen, strict=True) for name, norms in then.items())
+        assert all(
+            torch.equal(one[name], norms)
+            for one, then in zip(told.passes, seen, strict=True)
+            for name, norms in then.items()
+        )
         with torch.no_grad():
             next(net.parameters())[1, 2] = torch.nan
         with pytest.raises(RunError, match="is not finite"):
@@ -234,9 +280,14 @@ def test_an_error_leaves_the_passes_that_were_made(calls: list[int], monkeypatch
     assert calls
 
 
-def test_updates_and_passes_of_one_s_own_come_in_turn(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_and_passes_of_one_s_own_come_in_turn(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def course() -> Trace:
-        net, x = make("gru"), torch.randn(7, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        net, x = (
+            make("gru"),
+            torch.randn(7, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
+        )
         with trace(net, keep=9) as told:
             for at, _ in enumerate(updates(net)):
                 if at in {2, 3}:
@@ -250,7 +301,9 @@ def test_updates_and_passes_of_one_s_own_come_in_turn(calls: list[int], monkeypa
     check_same(told, course())
 
 
-def test_each_layer_may_have_a_trace_of_its_own(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_may_have_a_trace_of_its_own(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def course() -> tuple[Trace, Trace]:
         net = stacked()
         _, below, above, _ = net.module.children()
@@ -298,7 +351,9 @@ MORE: dict[str, Callable[[tt.Carried], Trace]] = {
 
 
 @pytest.mark.parametrize("opened", MORE)
-def test_a_trace_that_must_see_more_is_shown_a_graph(opened: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_must_see_more_is_shown_a_graph(
+    opened: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = make("lstm")
     with MORE[opened](net) as told:
         train(net)
@@ -307,7 +362,10 @@ def test_a_trace_that_must_see_more_is_shown_a_graph(opened: str, calls: list[in
     net = make("lstm")
     with MORE[opened](net) as seen:
         train(net)
-    assert max(differs(one, other) for one, other in zip(told.passes, seen.passes, strict=True)) < EXACT
+    assert (
+        max(differs(one, other) for one, other in zip(told.passes, seen.passes, strict=True))
+        < EXACT
+    )
     assert "1.y" in told.names or opened != "another-module"
 
 
@@ -317,7 +375,9 @@ def test_both_edges_of_a_window_that_is_cut_in_two_are_shown(calls: list[int]) -
         train(net, policy=tt.Truncated(7, horizon=20))
         edges = [told.last.edges("0.layer0.h") for _ in updates(net, tt.Truncated(7, horizon=20))]
     assert max(map(len, edges)) == 2
-    assert len(calls) < told.count  # the first window and the last begin nowhere but at their first step
+    assert (
+        len(calls) < told.count
+    )  # the first window and the last begin nowhere but at their first step
 
 
 def test_a_closed_trace_is_told_no_more_and_its_memory_is_free(calls: list[int]) -> None:
@@ -356,10 +416,15 @@ def test_another_thread_reads_whole_passes() -> None:
         finally:
             over.set()
             reader.join()
-    assert all(any(all(torch.equal(seen[name], norms) for name, norms in one.items()) for one in true) for seen in set(read))
+    assert all(
+        any(all(torch.equal(seen[name], norms) for name, norms in one.items()) for one in true)
+        for seen in set(read)
+    )
 
 
-def test_an_error_while_memory_is_laid_out_costs_that_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_memory_is_laid_out_costs_that_update_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = stacked()
     seen, real = trace(net, keep=50), kernel.room_for
 
@@ -383,7 +448,9 @@ def test_what_a_trace_has_captured_ends_with_it_although_nobody_holds_it() -> No
     del seen
     gc.collect()
     train(net)
-    assert not any(work._captures or any(call.squares for call in work._each) for work in works(net))
+    assert not any(
+        work._captures or any(call.squares for call in work._each) for work in works(net)
+    )
 
 
 def works(net: tt.Carried) -> list[Any]:

@@ -62,29 +62,56 @@ EXACT = 1e-11
 )
 @ORACLES
 def test_gradient_equals_plain_autograd(
-    row: Row, step: Step, leaves: int, steps: int, stride: int, further: int, lanes: int, seed: int, resets: float, masked: float
+    row: Row,
+    step: Step,
+    leaves: int,
+    steps: int,
+    stride: int,
+    further: int,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
     net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
     found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
-    assert deviation(found, oracle(step, leaves, dict(net.named_parameters()), data, stride, stride + further)) < EXACT
+    assert (
+        deviation(
+            found,
+            oracle(step, leaves, dict(net.named_parameters()), data, stride, stride + further),
+        )
+        < EXACT
+    )
 
 
 class CountsWindow(tt.Truncated):
     """The mutant that counts every loss of the window."""
 
-    def update(self, net: tt.Carried, source: Source, objective: Objective, progress: Progress) -> tuple[tt.Update | None, Progress]:
+    def update(
+        self, net: tt.Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[tt.Update | None, Progress]:
         chunk = source.take(self.stride)
         if chunk is None:
             return None, progress
         whole = join((*progress.past, chunk))
-        start = net.initial_state(whole.lanes, like=whole.inputs) if progress.edge is None else progress.edge
+        start = (
+            net.initial_state(whole.lanes, like=whole.inputs)
+            if progress.edge is None
+            else progress.edge
+        )
         y, end = net(whole.inputs, start, whole.resets)
         objective.loss(y, whole).backward()
         past = whole.between(max(0, whole.steps - self._horizon + self.stride), whole.steps)
         with torch.no_grad():
-            _, edge = net(whole.inputs[: whole.steps - past.steps], start) if past.steps < whole.steps else (None, progress.edge)
+            _, edge = (
+                net(whole.inputs[: whole.steps - past.steps], start)
+                if past.steps < whole.steps
+                else (None, progress.edge)
+            )
         state = tt.state.detach(end)
-        return tt.Update(torch.zeros(()), chunk.valid, state, y.detach(), chunk), Progress(state, edge, (past,))
+        return tt.Update(torch.zeros(()), chunk.valid, state, y.detach(), chunk), Progress(
+            state, edge, (past,)
+        )
 
 
 MUTANTS: dict[str, Policy] = {
@@ -101,7 +128,9 @@ MUTANTS: dict[str, Policy] = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 @ORACLES
-def test_mutant_is_not_the_gradient_of_plain_autograd(row: Row, step: Step, leaves: int, mutant: Policy) -> None:
+def test_mutant_is_not_the_gradient_of_plain_autograd(
+    row: Row, step: Step, leaves: int, mutant: Policy
+) -> None:
     net, data = row.net(), Given.draw(29, 2, 3, resets=0.03)
     assert data.resets[1:].any()
     expected = oracle(step, leaves, dict(net.named_parameters()), data, 5, 11)
@@ -122,11 +151,18 @@ def blamed(net: tt.Carried, data: Given, policy: tt.Truncated) -> list[Tensor]:
 
 @pytest.mark.parametrize(("stride", "horizon"), [(1, 1), (10, 10), (10, 17), (10, 60), (7, 50)])
 @every_net
-def test_gradient_is_zero_beyond_the_horizon_and_alive_within(row: Row, stride: int, horizon: int) -> None:
+def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
+    row: Row, stride: int, horizon: int
+) -> None:
     """Only the last step of every stride has a loss: it sees `horizon` steps and not one more."""
     net, data = row.net(), Given.draw(61, 2, 0)
     width = net(data.x, start(net, data.x))[0].shape[2]
-    data = Given(data.x, inputs(61, 2, features=width), data.resets, torch.arange(61).unsqueeze(1).expand(61, 2) % stride == stride - 1)
+    data = Given(
+        data.x,
+        inputs(61, 2, features=width),
+        data.resets,
+        torch.arange(61).unsqueeze(1).expand(61, 2) % stride == stride - 1,
+    )
     found = blamed(net, data, tt.Truncated(stride, horizon))
     assert len(found) == 61 // stride
     for i, norms in enumerate(found):
@@ -146,7 +182,9 @@ def test_gradient_is_zero_across_a_reset(row: Row) -> None:
     resets[13, 1] = True
     mask = torch.zeros(30, 2, dtype=torch.bool)
     mask[19] = True
-    (norms,) = blamed(net, Given(data.x, inputs(30, 2, features=width), resets, mask), tt.Truncated(10, 20))
+    (norms,) = blamed(
+        net, Given(data.x, inputs(30, 2, features=width), resets, mask), tt.Truncated(10, 20)
+    )
     assert norms[:13, 1].abs().sum() == 0
     assert norms[13:20, 1].min() > 1e-9
     assert norms[:20, 0].min() > 1e-9
@@ -155,7 +193,9 @@ def test_gradient_is_zero_across_a_reset(row: Row) -> None:
 @settings(max_examples=6)
 @given(stride=st.sampled_from([1, 3, 7, 23, 40]), masked=st.sampled_from([0.0, 0.4]), seed=seeds)
 @every_net
-def test_horizon_as_long_as_the_recording_gives_full_bptt(row: Row, stride: int, masked: float, seed: int) -> None:
+def test_horizon_as_long_as_the_recording_gives_full_bptt(
+    row: Row, stride: int, masked: float, seed: int
+) -> None:
     """Weighted by valid steps, the updates sum to the gradient of one backward pass: each loss counts once."""
     net, data = row.net(), Given.draw(23, 2, seed, resets=0.1, masked=masked)
     y, _ = net(data.x, start(net, data.x), data.resets)
@@ -166,7 +206,12 @@ def test_horizon_as_long_as_the_recording_gives_full_bptt(row: Row, stride: int,
     net.zero_grad()
     data = Given(data.x, targets, data.resets, data.mask)
     found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + 23))
-    sums = {name: sum((g[name] * steps * y.shape[2] for steps, _, g in found), torch.zeros_like(full[name])) for name in full}
+    sums = {
+        name: sum(
+            (g[name] * steps * y.shape[2] for steps, _, g in found), torch.zeros_like(full[name])
+        )
+        for name in full
+    }
     assert sum(steps for steps, *_ in found) == int(data.mask.sum())
     assert apart(sums, full) < EXACT
 
@@ -179,10 +224,17 @@ def test_loss_is_the_mean_over_the_valid_steps() -> None:
     for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(7, 9)):
         rows = slice(7 * len(losses), 7 * len(losses) + 7)
         assert update.steps == int(data.mask[rows].sum())
-        assert update.loss.item() == pytest.approx(errors[rows][data.mask[rows]].mean().item(), rel=1e-12)
+        assert update.loss.item() == pytest.approx(
+            errors[rows][data.mask[rows]].mean().item(), rel=1e-12
+        )
         lanes = [errors[rows, lane][data.mask[rows, lane]].mean().item() for lane in range(3)]
-        assert update.loss.item() != pytest.approx(np.mean(lanes), rel=1e-3)  # the mutant: a mean of means
-        assert torch.equal(update.outputs, y[rows].detach()) or (update.outputs - y[rows]).abs().max() < EXACT
+        assert update.loss.item() != pytest.approx(
+            np.mean(lanes), rel=1e-3
+        )  # the mutant: a mean of means
+        assert (
+            torch.equal(update.outputs, y[rows].detach())
+            or (update.outputs - y[rows]).abs().max() < EXACT
+        )
         assert (update.chunk.steps, update.chunk.valid) == (min(7, 23 - rows.start), update.steps)
         losses.append(update.loss.item())
     assert len(losses) == 4
@@ -204,7 +256,9 @@ def test_chunk_length_of_the_stream_changes_no_gradient(
     streams = [tt.Stream(recordings(lengths), lanes, chunk, warm_up=1) for chunk in chunks]
     first, second = (policy_gradients(net, stream, policy) for stream in streams)
     assert deviation(first, second) == 0
-    queue = policy_gradients(net, list(tt.Stream(recordings(lengths), lanes, chunks[0], warm_up=1)), policy)
+    queue = policy_gradients(
+        net, list(tt.Stream(recordings(lengths), lanes, chunks[0], warm_up=1)), policy
+    )
     assert deviation(first, queue) == 0
 
 
@@ -215,7 +269,11 @@ def test_gradient_on_a_stream_equals_plain_autograd(row: Row, step: Step, leaves
     stream = tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2)
     data = Given.of(join(list(stream)))
     assert (data.mask.sum(1) < 3).any()
-    found = policy_gradients(net, tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2), tt.Truncated(4, 10))
+    found = policy_gradients(
+        net,
+        tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2),
+        tt.Truncated(4, 10),
+    )
     assert deviation(found, oracle(step, leaves, dict(net.named_parameters()), data, 4, 10)) < EXACT
 
 
@@ -252,7 +310,14 @@ def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> No
 
 
 def refused(source: Any, net: Any = None, loss_fn: Any = None) -> None:
-    list(tt.updates(net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=tt.Truncated(5)))
+    list(
+        tt.updates(
+            net or named("hides-layer").net(),
+            source,
+            loss_fn or nn.MSELoss(),
+            gradient=tt.Truncated(5),
+        )
+    )
 
 
 def some_chunks() -> list[tt.Chunk]:
@@ -268,12 +333,23 @@ def loader(**options: Any) -> Any:
 def test_chunks_that_are_not_adjacent_are_refused_naming_the_lane() -> None:
     chunks = some_chunks()
     refused(chunks[:6])
-    with pytest.raises(DataError, match=r"lane 0 jumps from recording 0, step 4 to recording 0, step 10 without a reset.*not adjacent"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"lane 0 jumps from recording 0, step 4 to recording 0, step 10 without a reset.*not"
+            r" adjacent"
+        ),
+    ):
         refused([chunks[0], *chunks[2:]])
     other = tt.Chunk.of(
-        chunks[1].inputs, chunks[1].targets, recording=chunks[1].recording, position=chunks[1].position + torch.tensor([0, 1])
+        chunks[1].inputs,
+        chunks[1].targets,
+        recording=chunks[1].recording,
+        position=chunks[1].position + torch.tensor([0, 1]),
     )
-    with pytest.raises(DataError, match="lane 1 jumps from recording 1, step 4 to recording 1, step 6"):
+    with pytest.raises(
+        DataError, match="lane 1 jumps from recording 1, step 4 to recording 1, step 6"
+    ):
         refused([chunks[0], other])
 
 
@@ -286,21 +362,37 @@ def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (lambda: [some_chunks()[0], list(tt.Stream(recordings([40]), 1, 5))[1]], "a chunk of 1 lanes follows one of 2"),
-        (lambda: [(torch.zeros(5, 2, 3), torch.zeros(5, 2))], r"the stream gave a tuple, expected a Chunk: .*tt\.Chunk\.of"),
-        (list, "the stream gave no chunk at all"),
-        (lambda: loader(shuffle=True, batch_size=2), "picks its samples with a RandomSampler: .*not adjacent"),
         (
-            lambda: loader(shuffle=True, batch_size=None, generator=torch.Generator().manual_seed(0)),
+            lambda: [some_chunks()[0], list(tt.Stream(recordings([40]), 1, 5))[1]],
+            "a chunk of 1 lanes follows one of 2",
+        ),
+        (
+            lambda: [(torch.zeros(5, 2, 3), torch.zeros(5, 2))],
+            r"the stream gave a tuple, expected a Chunk: .*tt\.Chunk\.of",
+        ),
+        (list, "the stream gave no chunk at all"),
+        (
+            lambda: loader(shuffle=True, batch_size=2),
+            "picks its samples with a RandomSampler: .*not adjacent",
+        ),
+        (
+            lambda: loader(
+                shuffle=True, batch_size=None, generator=torch.Generator().manual_seed(0)
+            ),
             "jumps from recording",
         ),
         (lambda: tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5), None),
     ],
     ids=["other lanes", "tuples", "nothing", "shuffled batches", "shuffled", "no targets"],
 )
-def test_source_that_is_no_stream_of_chunks_is_refused(source: Callable[[], Any], reason: str | None) -> None:
+def test_source_that_is_no_stream_of_chunks_is_refused(
+    source: Callable[[], Any], reason: str | None
+) -> None:
     if reason is None:  # no targets means no valid step, so no update and no error
-        assert list(tt.updates(named("lstm").net(), source(), nn.MSELoss(), gradient=tt.Truncated(5))) == []
+        assert (
+            list(tt.updates(named("lstm").net(), source(), nn.MSELoss(), gradient=tt.Truncated(5)))
+            == []
+        )
         return
     with pytest.raises(DataError, match=reason):
         refused(source())
@@ -308,7 +400,13 @@ def test_source_that_is_no_stream_of_chunks_is_refused(source: Callable[[], Any]
 
 def test_chunks_in_order_through_a_data_loader_are_as_good_as_a_list() -> None:
     net, policy = named("hides-layer").net(), tt.Truncated(4, 6)
-    assert deviation(policy_gradients(net, loader(batch_size=None), policy), policy_gradients(net, some_chunks(), policy)) == 0
+    assert (
+        deviation(
+            policy_gradients(net, loader(batch_size=None), policy),
+            policy_gradients(net, some_chunks(), policy),
+        )
+        == 0
+    )
 
 
 def test_raw_module_is_refused_with_the_line_to_write() -> None:
@@ -318,13 +416,20 @@ def test_raw_module_is_refused_with_the_line_to_write() -> None:
 
 
 def test_loss_of_every_row_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"loss_fn returned a tensor of shape \(10, 2\), expected one number.*reduction='none'"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"loss_fn returned a tensor of shape \(10, 2\), expected one number.*reduction='none'"
+        ),
+    ):
         refused(some_chunks(), loss_fn=nn.MSELoss(reduction="none"))
 
 
 def test_frozen_net_is_refused() -> None:
     net = named("hides-layer").net().requires_grad_(requires_grad=False)
-    with pytest.raises(ModelError, match="the loss depends on no parameter that requires a gradient"):
+    with pytest.raises(
+        ModelError, match="the loss depends on no parameter that requires a gradient"
+    ):
         refused(some_chunks(), net)
 
 
@@ -348,12 +453,18 @@ def test_one_column_matches_with_and_without_its_dimension(column: bool, masked:
     ((_, _, found),) = policy_gradients(net, [chunk], tt.Truncated(10))
     expected = by_hand(net, chunk, lambda y, t: (y.flatten() - t.flatten()).square().mean())
     assert apart(found, expected) < EXACT
-    broadcast = by_hand(net, chunk, lambda y, t: (y - t.flatten()).square().mean())  # the mutant: (N, 1) against (N,)
+    broadcast = by_hand(
+        net, chunk, lambda y, t: (y - t.flatten()).square().mean()
+    )  # the mutant: (N, 1) against (N,)
     assert apart(found, broadcast) > 1e-6
 
 
 LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor], bool]] = {
-    "CrossEntropyLoss": (nn.CrossEntropyLoss(), lambda y, t: -y.log_softmax(1).gather(1, t.unsqueeze(1)).mean(), True),
+    "CrossEntropyLoss": (
+        nn.CrossEntropyLoss(),
+        lambda y, t: -y.log_softmax(1).gather(1, t.unsqueeze(1)).mean(),
+        True,
+    ),
     "MSELoss": (nn.MSELoss(), lambda y, t: (y - t).square().mean(), False),
     "function": (nn.functional.l1_loss, lambda y, t: (y - t).abs().mean(), False),
     "lambda": (lambda y, t: ((y - t) ** 4).mean(), lambda y, t: ((y - t) ** 4).mean(), False),
@@ -361,7 +472,9 @@ LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize(("loss_fn", "formula", "classes"), list(LOSSES.values()), ids=list(LOSSES))
-def test_plain_losses_work_unchanged(loss_fn: Any, formula: Callable[[Tensor, Tensor], Tensor], classes: bool) -> None:
+def test_plain_losses_work_unchanged(
+    loss_fn: Any, formula: Callable[[Tensor, Tensor], Tensor], classes: bool
+) -> None:
     net, data = named("hides-layer").net(), Given.draw(10, 3, 0, masked=0.3)
     targets = (data.targets[:, :, 0] > 0).long() if classes else data.targets
     chunk = tt.Chunk.of(data.x, targets, mask=data.mask)
@@ -376,9 +489,13 @@ def test_ignored_classes_do_not_count() -> None:
     labels[3:9] = -100
     source = {"inputs": draw.normal(size=(20, FEATURES)), "targets": labels}
     net = named("hides-layer").net()
-    found = policy_gradients(net, tt.Stream(source, lanes=1, chunk=4), tt.Truncated(20), nn.CrossEntropyLoss())
+    found = policy_gradients(
+        net, tt.Stream(source, lanes=1, chunk=4), tt.Truncated(20), nn.CrossEntropyLoss()
+    )
     (chunk,) = tt.Stream(source, lanes=1, chunk=20)
-    expected = by_hand(net, tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets), nn.CrossEntropyLoss())
+    expected = by_hand(
+        net, tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets), nn.CrossEntropyLoss()
+    )
     assert found[0][0] == 14
     assert apart(found[0][2], expected) < EXACT
 

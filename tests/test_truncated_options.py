@@ -1,4 +1,5 @@
-"""The options of truncated backpropagation: jitter, refresh, kept graphs, warm-up; and the forum's loop.
+"""The options of truncated backpropagation: jitter, refresh, kept graphs, warm-up; and the forum's
+loop.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -16,7 +17,19 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from givens import Found, Given, deviation, given_for, policy_gradients
-from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start, states_apart, weights
+from strategies import (
+    Row,
+    Weights,
+    apart,
+    gradients,
+    named,
+    recordings,
+    seeds,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
 from throughtime.errors import ConfigError, DataError
 from throughtime.state import State
 
@@ -36,7 +49,9 @@ def windowed(net: tt.Carried, data: Given, windows: Sequence[Window]) -> Found:
         y, _ = net(data.x[begin:stop], state, data.resets[begin:stop])
         valid = data.mask[counted:stop]
         if valid.any():
-            loss = nn.functional.mse_loss(y[counted - begin :][valid], data.targets[counted:stop][valid])
+            loss = nn.functional.mse_loss(
+                y[counted - begin :][valid], data.targets[counted:stop][valid]
+            )
             loss.backward()
             found.append((int(valid.sum()), loss.item(), gradients(net)))
     net.zero_grad()
@@ -50,7 +65,10 @@ def strides(steps: int, stride: int, first: int | None = None) -> list[tuple[int
 
 
 def looking_back(counts: Sequence[tuple[int, int]], stride: int, horizon: int) -> list[Window]:
-    return [(counted if horizon == stride else max(0, stop - horizon), counted, stop) for counted, stop in counts]
+    return [
+        (counted if horizon == stride else max(0, stop - horizon), counted, stop)
+        for counted, stop in counts
+    ]
 
 
 def jittered_first(seed: int, stride: int) -> int:
@@ -74,14 +92,23 @@ sizes = {
 @given(**sizes)
 @some_nets("tensor-state", "hides-layer", "learnt-start")
 def test_jittered_gradient_equals_plain_autograd_of_its_windows(
-    row: Row, steps: int, stride: int, further: int, lanes: int, seed: int, resets: float, masked: float
+    row: Row,
+    steps: int,
+    stride: int,
+    further: int,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
     """The first stride is as drawn, the others are regular."""
     net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
     first = jittered_first(seed, stride)
     torch.manual_seed(seed)
     found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further, jitter=True))
-    expected = windowed(net, data, looking_back(strides(steps, stride, min(first, steps)), stride, stride + further))
+    expected = windowed(
+        net, data, looking_back(strides(steps, stride, min(first, steps)), stride, stride + further)
+    )
     assert deviation(found, expected) < EXACT
 
 
@@ -95,7 +122,9 @@ def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
         assert next(run).chunk.steps == 5
     counts = [firsts.count(length) for length in range(1, 6)]
     assert sum(counts) == 250
-    assert sum((count - 50) ** 2 / 50 for count in counts) < 18.5  # chi squared, 4 degrees of freedom: one in a thousand
+    assert (
+        sum((count - 50) ** 2 / 50 for count in counts) < 18.5
+    )  # chi squared, 4 degrees of freedom: one in a thousand
 
 
 def test_every_epoch_begins_anew_and_only_its_start_is_jittered() -> None:
@@ -103,7 +132,12 @@ def test_every_epoch_begins_anew_and_only_its_start_is_jittered() -> None:
     net, firsts = named("hides-layer").net(), set[int]()
     for epoch in range(12):
         torch.manual_seed(epoch)
-        lengths = [u.chunk.steps for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(6, 10, jitter=True))]
+        lengths = [
+            u.chunk.steps
+            for u in tt.updates(
+                net, stream, nn.MSELoss(), gradient=tt.Truncated(6, 10, jitter=True)
+            )
+        ]
         assert lengths[0] == jittered_first(epoch, 6)
         assert set(lengths[1:-1]) == {6}
         assert sum(lengths) == 40
@@ -130,10 +164,16 @@ def test_resuming_in_the_middle_of_an_epoch_does_not_jitter_again(done: int) -> 
 def _training(policy: tt.Truncated) -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates]:
     net = named("hides-layer").net()
     stream = tt.Stream(recordings([40, 33]), lanes=2, chunk=8)
-    return net, torch.optim.SGD(net.parameters(), lr=0.3), tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+    return (
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.3),
+        tt.updates(net, stream, nn.MSELoss(), gradient=policy),
+    )
 
 
-def _train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[tuple[int, float]]:
+def _train(
+    optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000
+) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
@@ -146,12 +186,27 @@ def _train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) 
 @given(refresh=st.sampled_from([1, 2, 5, 40]), **sizes)
 @some_nets("tensor-state", "hides-layer", "learnt-start", "namedtuple-state")
 def test_refresh_changes_nothing_at_fixed_weights(
-    row: Row, refresh: int, steps: int, stride: int, further: int, lanes: int, seed: int, resets: float, masked: float
+    row: Row,
+    refresh: int,
+    steps: int,
+    stride: int,
+    further: int,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
     net = row.net()
     data = given_for(net, steps, lanes, seed, resets, masked)
-    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further, refresh=refresh))
-    assert deviation(found, policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))) < EXACT
+    found = policy_gradients(
+        net, [data.chunk], tt.Truncated(stride, stride + further, refresh=refresh)
+    )
+    assert (
+        deviation(
+            found, policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
+        )
+        < EXACT
+    )
 
 
 def downhill(net: tt.Carried, rate: float) -> None:
@@ -162,8 +217,11 @@ def downhill(net: tt.Carried, rate: float) -> None:
     net.zero_grad()
 
 
-def refreshed(net: tt.Carried, data: Given, stride: int, horizon: int, refresh: int, rate: float) -> list[Weights]:
-    """By the definition, the weights going downhill: `refresh` steps before each window run again from where the state is known.
+def refreshed(
+    net: tt.Carried, data: Given, stride: int, horizon: int, refresh: int, rate: float
+) -> list[Weights]:
+    """By the definition, the weights going downhill: `refresh` steps before each window run again
+    from where the state is known.
 
     That state is the one that the update before passed there, under the weights of then.
     """
@@ -182,7 +240,9 @@ def refreshed(net: tt.Carried, data: Given, stride: int, horizon: int, refresh: 
             y, state = net(data.x[step : step + 1], state, data.resets[step : step + 1])
             states[step + 1] = tt.state.detach(state)
             outputs.append(y)
-        nn.functional.mse_loss(torch.cat(outputs)[counted - begin :], data.targets[counted:stop]).backward()
+        nn.functional.mse_loss(
+            torch.cat(outputs)[counted - begin :], data.targets[counted:stop]
+        ).backward()
         known = states
         found.append(gradients(net))
         downhill(net, rate)
@@ -192,22 +252,32 @@ def refreshed(net: tt.Carried, data: Given, stride: int, horizon: int, refresh: 
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 3), (3, 7), (5, 11)])
 @pytest.mark.parametrize("refresh", [1, 4, 100])
 @some_nets("tensor-state", "hides-cell")
-def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(row: Row, stride: int, horizon: int, refresh: int) -> None:
+def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(
+    row: Row, stride: int, horizon: int, refresh: int
+) -> None:
     rate, found = 0.05, list[Weights]()
     net, data = row.net(), Given.draw(29, 2, 0, resets=0.05)
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, refresh=refresh)):
+    for _ in tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, refresh=refresh)
+    ):
         found.append(gradients(net))
         downhill(net, rate)
     expected = refreshed(row.net(), data, stride, horizon, refresh, rate)
     assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
     for other in (refresh - 1, refresh + 1):  # the mutants: a step less, a step more
         fresh = refreshed(row.net(), data, stride, horizon, other, rate)
-        assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (min(other, refresh) < 29 - horizon)
+        assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (
+            min(other, refresh) < 29 - horizon
+        )
 
 
-def test_state_carried_with_refresh_is_that_of_the_present_weights_over_all_steps_if_it_reaches_the_start() -> None:
+def test_state_carried_with_refresh_is_that_of_the_present_weights_over_all_steps_if_it_reaches_the_start() -> (
+    None
+):
     net, data = named("tensor-state").net(), Given.draw(29, 2, 0)
-    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, refresh=100)):
+    for update in tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, refresh=100)
+    ):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
         assert states_apart(update.state, expected) < EXACT
@@ -230,13 +300,27 @@ def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
     """Whatever `auto` chooses, for a last stride of a single step as for the others."""
     data = Given.draw(steps, 1, 0, resets=0.05)
     expected = policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32))
-    assert deviation(expected, windowed(row.net(), data, looking_back(strides(steps, 5), 5, 32))) < EXACT
+    assert (
+        deviation(expected, windowed(row.net(), data, looking_back(strides(steps, 5), 5, 32)))
+        < EXACT
+    )
     for graphs in ("retain", "auto"):
-        assert deviation(policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32, graphs=graphs)), expected) < EXACT
+        assert (
+            deviation(
+                policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32, graphs=graphs)),
+                expected,
+            )
+            < EXACT
+        )
 
 
-def with_old_graphs(net: tt.Carried, data: Given, stride: int, horizon: int, rate: float) -> list[Weights]:
-    """Every step has its own copy of the weights as they were when it was run; an update sums over those of the last `horizon` steps."""
+def with_old_graphs(
+    net: tt.Carried, data: Given, stride: int, horizon: int, rate: float
+) -> list[Weights]:
+    """Every step has its own copy of the weights as they were when it was run.
+
+    An update sums over those of the last `horizon` steps.
+    """
     state = start(net, data.x)
     copies: list[Weights] = []
     found: list[Weights] = []
@@ -244,12 +328,24 @@ def with_old_graphs(net: tt.Carried, data: Given, stride: int, horizon: int, rat
         outputs: list[Tensor] = []
         for step in range(counted, stop):
             copies.append({name: w.requires_grad_() for name, w in weights(net).items()})
-            y, state = torch.func.functional_call(net, copies[-1], (data.x[step : step + 1], state, data.resets[step : step + 1]))
+            y, state = torch.func.functional_call(
+                net, copies[-1], (data.x[step : step + 1], state, data.resets[step : step + 1])
+            )
             outputs.append(y)
         loss = nn.functional.mse_loss(torch.cat(outputs), data.targets[counted:stop])
         window = copies[max(0, stop - horizon) :]
-        parts = torch.autograd.grad(loss, [w for copy in window for w in copy.values()], retain_graph=True, materialize_grads=True)
-        found.append({name: torch.stack(parts[i :: len(copies[0])]).sum(0) for i, name in enumerate(copies[0])})
+        parts = torch.autograd.grad(
+            loss,
+            [w for copy in window for w in copy.values()],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        found.append(
+            {
+                name: torch.stack(parts[i :: len(copies[0])]).sum(0)
+                for i, name in enumerate(copies[0])
+            }
+        )
         for name, weight in net.named_parameters():
             weight.data.sub_(found[-1][name], alpha=rate)
     return found
@@ -257,11 +353,15 @@ def with_old_graphs(net: tt.Carried, data: Given, stride: int, horizon: int, rat
 
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 4), (3, 9), (5, 11), (1, 7), (6, 100)])
 @some_nets("tensor-state", "hides-cell")
-def test_kept_graphs_belong_to_the_weights_they_were_run_with(row: Row, stride: int, horizon: int) -> None:
+def test_kept_graphs_belong_to_the_weights_they_were_run_with(
+    row: Row, stride: int, horizon: int
+) -> None:
     """While the optimizer changes the present ones in place."""
     net, data, found = row.net(), Given.draw(30, 2, 0, resets=0.05), list[Weights]()
     again = list[Weights]()
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, graphs="retain")):
+    for _ in tt.updates(
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, graphs="retain")
+    ):
         found.append(gradients(net))
         downhill(net, 0.05)
     expected = with_old_graphs(row.net(), data, stride, horizon, 0.05)
@@ -270,15 +370,23 @@ def test_kept_graphs_belong_to_the_weights_they_were_run_with(row: Row, stride: 
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon)):
         again.append(gradients(net))
         downhill(net, 0.05)
-    assert max(apart(a, b) for a, b in zip(again, expected, strict=True)) > 1e-6  # the mutant: windows run again
+    assert (
+        max(apart(a, b) for a, b in zip(again, expected, strict=True)) > 1e-6
+    )  # the mutant: windows run again
 
 
 def test_kept_graphs_have_no_saved_place() -> None:
     run = tt.updates(
-        named("lstm").net(), tt.Stream(recordings([40], outputs=4), 1, 8), nn.MSELoss(), gradient=tt.Truncated(5, 12, graphs="retain")
+        named("lstm").net(),
+        tt.Stream(recordings([40], outputs=4), 1, 8),
+        nn.MSELoss(),
+        gradient=tt.Truncated(5, 12, graphs="retain"),
     )
     next(run)
-    with pytest.raises(DataError, match=r"keeps graphs of earlier weights, which no file can hold.*graphs='recompute'"):
+    with pytest.raises(
+        DataError,
+        match=r"keeps graphs of earlier weights, which no file can hold.*graphs='recompute'",
+    ):
         run.state_dict()
 
 
@@ -294,16 +402,31 @@ def test_kept_graphs_have_no_saved_place() -> None:
 )
 @some_nets("hides-layer")
 def test_warm_up_of_the_policy_is_that_of_the_stream(
-    row: Row, lengths: list[int], lanes: int, warm_up: int, stride: int, further: int, chunk: int, graphs: Any
+    row: Row,
+    lengths: list[int],
+    lanes: int,
+    warm_up: int,
+    stride: int,
+    further: int,
+    chunk: int,
+    graphs: Any,
 ) -> None:
     lanes = min(lanes, sum(lengths))
     cold = tt.Stream(recordings(lengths), lanes, chunk)
     expected = policy_gradients(
-        row.net(), tt.Stream(recordings(lengths), lanes, chunk, warm_up=warm_up), tt.Truncated(stride, stride + further)
+        row.net(),
+        tt.Stream(recordings(lengths), lanes, chunk, warm_up=warm_up),
+        tt.Truncated(stride, stride + further),
     )
     policy = tt.Truncated(stride, stride + further, warm_up=warm_up, graphs=graphs)
     assert deviation(policy_gradients(row.net(), cold, policy), expected) < EXACT
-    assert deviation(policy_gradients(row.net(), list(tt.Stream(recordings(lengths), lanes, chunk)), policy), expected) < EXACT
+    assert (
+        deviation(
+            policy_gradients(row.net(), list(tt.Stream(recordings(lengths), lanes, chunk)), policy),
+            expected,
+        )
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("done", [1, 2])
@@ -349,9 +472,11 @@ class Scale(nn.Module):
 
 
 def forum_loop(steps: int, *, clear: bool) -> list[float]:
-    """discuss.pytorch.org/t/15500: states are leaves, each chunk's graph is gone through again for every loss.
+    """discuss.pytorch.org/t/15500: states are leaves, each chunk's graph is gone through again for
+    every loss.
 
-    Their `.grad` is what goes back into the graph before; unless it is cleared, what an earlier loss left there goes back once more.
+    Their `.grad` is what goes back into the graph before; unless it is cleared, what an earlier
+    loss left there goes back once more.
     """
     w = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     pairs: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.tensor(0.9, dtype=torch.float64))]
@@ -376,11 +501,19 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
     assert forum_loop(3, clear=False) == pytest.approx([0.9, 0.36, 0.288], abs=1e-12)
     assert forum_loop(3, clear=True) == pytest.approx([0.9, 0.36, 0.108], abs=1e-12)
     zeros = torch.zeros(3, 1, 1, dtype=torch.float64)
-    for horizon, expected in ((3, [0.9, 0.36, 0.108]), (100, [0.9, 0.36, 0.108]), (2, [0.9, 0.36, 0.072])):
+    for horizon, expected in (
+        (3, [0.9, 0.36, 0.108]),
+        (100, [0.9, 0.36, 0.108]),
+        (2, [0.9, 0.36, 0.072]),
+    ):
         for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
-            found = policy_gradients(tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], policy, lambda y, _: y.mean())
+            found = policy_gradients(
+                tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], policy, lambda y, _: y.mean()
+            )
             assert [g["module.w"].item() for *_, g in found] == pytest.approx(expected, abs=1e-12)
-    whole = policy_gradients(tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], tt.Truncated(3), lambda y, _: y.sum())
+    whole = policy_gradients(
+        tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], tt.Truncated(3), lambda y, _: y.sum()
+    )
     assert whole[0][2]["module.w"].item() == pytest.approx(0.9 + 0.36 + 0.108, abs=1e-12)
 
 
@@ -388,8 +521,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "refresh negative": ({"refresh": -1}, "refresh=-1: expected a whole number of at least 0"),
     "refresh a float": ({"refresh": 1.5}, r"refresh=1\.5: expected a whole number of at least 0"),
     "warm_up negative": ({"warm_up": -1}, "warm_up=-1: expected a whole number of at least 0"),
-    "unknown graphs": ({"graphs": "keep"}, "graphs='keep': expected 'recompute', 'retain' or 'auto'"),
-    "refresh of kept graphs": ({"refresh": 2, "graphs": "retain"}, "refresh=2 runs steps again under the new weights, which kept graphs"),
+    "unknown graphs": (
+        {"graphs": "keep"},
+        "graphs='keep': expected 'recompute', 'retain' or 'auto'",
+    ),
+    "refresh of kept graphs": (
+        {"refresh": 2, "graphs": "retain"},
+        "refresh=2 runs steps again under the new weights, which kept graphs",
+    ),
 }
 
 

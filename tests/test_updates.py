@@ -16,10 +16,26 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import throughtime as tt
-from strategies import HidesLayer, LearntStart, Row, TensorState, inputs, named, recordings, some_nets, start, states_apart, weights
+from strategies import (
+    HidesLayer,
+    LearntStart,
+    Row,
+    TensorState,
+    inputs,
+    named,
+    recordings,
+    some_nets,
+    start,
+    states_apart,
+    weights,
+)
 from throughtime.errors import DataError, RunError
 
-POLICIES = pytest.mark.parametrize("policy", [tt.Truncated(6), tt.Truncated(6, 15)], ids=["horizon-is-stride", "horizon-beyond-stride"])
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(6), tt.Truncated(6, 15)],
+    ids=["horizon-is-stride", "horizon-beyond-stride"],
+)
 LENGTHS = [31, 7, 20, 3, 11]
 
 
@@ -59,11 +75,19 @@ class Training:
     def saved(self) -> bytes:
         """A checkpoint as users write it; read back without running pickled code."""
         file = io.BytesIO()
-        place = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": self.updates.state_dict()}
+        place = {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates.state_dict(),
+        }
         torch.save(place | {"random": torch.get_rng_state()}, file)
         return file.getvalue()
 
-    def restore(self, checkpoint: bytes, change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place) -> None:
+    def restore(
+        self,
+        checkpoint: bytes,
+        change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+    ) -> None:
         found = torch.load(io.BytesIO(checkpoint), weights_only=True)
         self.net.load_state_dict(found["net"])
         self.optimizer.load_state_dict(found["optimizer"])
@@ -89,7 +113,9 @@ RESUMED: dict[str, Callable[[], tt.Carried]] = {
 
 @pytest.mark.parametrize("make", list(RESUMED.values()), ids=list(RESUMED))
 @POLICIES
-def test_resume_after_any_update_gives_the_same_weights_to_the_bit(make: Callable[[], tt.Carried], policy: tt.Truncated) -> None:
+def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
+    make: Callable[[], tt.Carried], policy: tt.Truncated
+) -> None:
     total = Training.begin(make(), policy).run(10_000, policy)
     assert total > 10
     for stop in range(1, total):
@@ -119,12 +145,18 @@ def run_and_resume(
 FORGETFUL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "the window": lambda place: place | {"edge": place["state"], "past": 0},
     "the edge": lambda place: place | {"edge": place["state"]},
-    "the place in the stream": lambda place: place | {"stream": place["stream"] | {"position": place["stream"]["position"] - 1}},
+    "the place in the stream": (
+        lambda place: (
+            place | {"stream": place["stream"] | {"position": place["stream"]["position"] - 1}}
+        )
+    ),
 }
 
 
 @pytest.mark.parametrize("change", list(FORGETFUL.values()), ids=list(FORGETFUL))
-def test_resume_that_forgets_anything_gives_other_weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def test_resume_that_forgets_anything_gives_other_weights(
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     """The mutants of the law above."""
     through, resumed = run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
     assert not same_bits(through, resumed)
@@ -132,12 +164,28 @@ def test_resume_that_forgets_anything_gives_other_weights(change: Callable[[dict
 
 def test_a_place_without_its_state_is_refused() -> None:
     with pytest.raises(DataError, match="no state came with it"):
-        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, lambda place: place | {"state": None, "edge": None, "past": 0})
+        run_and_resume(
+            RESUMED["rotation"],
+            tt.Truncated(6, 15),
+            3,
+            lambda place: place | {"state": None, "edge": None, "past": 0},
+        )
 
 
 def test_a_place_of_another_policy_is_refused() -> None:
-    with pytest.raises(DataError, match=r"belongs to Truncated\(stride=6, horizon=12,.*these updates to Truncated\(stride=6, horizon=15,"):
-        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, lambda place: place | {"gradient": repr(tt.Truncated(6, 12))})
+    with pytest.raises(
+        DataError,
+        match=(
+            r"belongs to Truncated\(stride=6, horizon=12,.*these updates to Truncated\(stride=6,"
+            r" horizon=15,"
+        ),
+    ):
+        run_and_resume(
+            RESUMED["rotation"],
+            tt.Truncated(6, 15),
+            3,
+            lambda place: place | {"gradient": repr(tt.Truncated(6, 12))},
+        )
 
 
 def test_a_stream_that_somebody_else_starts_is_noticed() -> None:
@@ -150,7 +198,11 @@ def test_a_stream_that_somebody_else_starts_is_noticed() -> None:
 
 
 def trained_with_a_failure(fails_at: int | None, *, between: bool) -> dict[str, Any]:
-    """Weights after an epoch; an update that failed, or whose optimizer step did not come, is made again from the place then saved."""
+    """Weights after an epoch.
+
+    An update that failed, or whose optimizer step did not come, is made again from the place then
+    saved.
+    """
     net, calls = named("hides-layer").net(), [0]
 
     def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
@@ -178,7 +230,9 @@ def trained_with_a_failure(fails_at: int | None, *, between: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["in-the-update", "before-the-step"])
-def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(between: bool) -> None:
+def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(
+    between: bool,
+) -> None:
     whole = trained_with_a_failure(None, between=between)
     for at in (1, 2, 5):
         assert same_bits(trained_with_a_failure(at, between=between), whole)
@@ -200,7 +254,9 @@ def test_a_place_read_to_another_device_goes_to_that_of_the_net() -> None:
     run = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))
     next(run)
     place = run.state_dict()
-    again = tt.updates(named("hides-layer").net().to("meta"), stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))
+    again = tt.updates(
+        named("hides-layer").net().to("meta"), stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15)
+    )
     again.load_state_dict(place)
     assert {leaf.device.type for _, leaf in tt.state.leaves(again.state)} == {"meta"}
 
@@ -219,7 +275,9 @@ def test_resume_needs_the_random_state_for_dropout() -> None:
 
 
 def test_place_needs_a_stream() -> None:
-    run = tt.updates(named("hides-layer").net(), list(stream()), nn.MSELoss(), gradient=tt.Truncated(6))
+    run = tt.updates(
+        named("hides-layer").net(), list(stream()), nn.MSELoss(), gradient=tt.Truncated(6)
+    )
     next(run)
     for call in (run.state_dict, lambda: run.load_state_dict({})):
         with pytest.raises(DataError, match=r"only a tt\.Stream knows its place"):
@@ -229,7 +287,9 @@ def test_place_needs_a_stream() -> None:
 def test_place_in_another_stream_is_refused() -> None:
     net = named("hides-layer").net()
     place = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6)).state_dict()
-    other = tt.updates(net, tt.Stream(recordings([9]), 1, 4), nn.MSELoss(), gradient=tt.Truncated(6))
+    other = tt.updates(
+        net, tt.Stream(recordings([9]), 1, 4), nn.MSELoss(), gradient=tt.Truncated(6)
+    )
     with pytest.raises(DataError, match="belongs to another stream: lanes is 3 there and 1 here"):
         other.load_state_dict(place)
 
@@ -240,7 +300,10 @@ def test_exhausted_updates_stay_exhausted_and_a_new_call_plays_the_next_epoch() 
     first = [update.chunk.recording for update in run]
     assert list(run) == []
     assert source.epoch == 1
-    second = [update.chunk.recording for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))]
+    second = [
+        update.chunk.recording
+        for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
+    ]
     assert source.epoch == 2
     assert len(first) != len(second) or not all(map(torch.equal, first, second))
 
@@ -268,7 +331,11 @@ class Setting:
     autocast: bool = False
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        return (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if self.autocast
+            else contextlib.nullcontext()
+        )
 
 
 @dataclass
@@ -285,7 +352,13 @@ class Tools:
     def of(cls, net: nn.Module, setting: Setting) -> "Tools":
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
         scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=10)
-        return cls(net, setting, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=2.0**7, enabled=setting.scale))
+        return cls(
+            net,
+            setting,
+            optimizer,
+            scheduler,
+            torch.amp.GradScaler("cpu", init_scale=2.0**7, enabled=setting.scale),
+        )
 
     def step(self) -> None:
         self.scaler.unscale_(self.optimizer)
@@ -308,8 +381,13 @@ def data_of(setting: Setting, steps: int = 70) -> tuple[Tensor, Tensor]:
     return x.to(setting.dtype), targets.to(setting.dtype)
 
 
-def hand_written(setting: Setting, stride: int = 9, *, detach_in_autocast: bool = True) -> dict[str, Tensor]:
-    """The loop that this library replaces; `autocast` around forward and loss, as torch's documentation has it."""
+def hand_written(
+    setting: Setting, stride: int = 9, *, detach_in_autocast: bool = True
+) -> dict[str, Tensor]:
+    """The loop that this library replaces.
+
+    `autocast` around forward and loss, as torch's documentation has it.
+    """
     module, (x, targets) = module_of(setting), data_of(setting)
     tools, loss_fn = Tools.of(module, setting), nn.MSELoss()
     h = c = torch.zeros(1, setting.lanes, 4, dtype=setting.dtype)
@@ -332,7 +410,9 @@ def with_updates(setting: Setting, stride: int = 9) -> dict[str, Tensor]:
     net = tt.carry(module)
     tools, chunk = Tools.of(net, setting), tt.Chunk.of(x, targets)
     with setting.casting():
-        for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride), scaler=tools.scaler):
+        for _ in tt.updates(
+            net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride), scaler=tools.scaler
+        ):
             tools.step()
     return weights(module)
 
@@ -356,10 +436,14 @@ def test_loop_equals_the_hand_written_one_to_the_bit(setting: Setting) -> None:
     found = with_updates(setting)
     assert same_bits(found, hand_written(setting))
     assert not same_bits(found, weights(module_of(setting)))
-    assert not same_bits(found, hand_written(setting, detach_in_autocast=False))  # the mutant: state forgotten
+    assert not same_bits(
+        found, hand_written(setting, detach_in_autocast=False)
+    )  # the mutant: state forgotten
 
 
-@pytest.mark.parametrize("change", [{"clip": True}, {"schedule": True}, {"autocast": True}, {"lanes": 4}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"clip": True}, {"schedule": True}, {"autocast": True}, {"lanes": 4}], ids=str
+)
 def test_every_tool_in_the_loop_makes_a_difference(change: dict[str, Any]) -> None:
     """So that the rows above are not the same test ten times."""
     assert not same_bits(with_updates(Setting()), with_updates(replace(Setting(), **change)))
@@ -370,8 +454,14 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
     x, targets = data_of(setting)
     plain, scaled = (tt.carry(module_of(setting)) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
-    first = next(tt.updates(plain, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9)))
-    second = next(tt.updates(scaled, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9), scaler=scaler))
+    first = next(
+        tt.updates(plain, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9))
+    )
+    second = next(
+        tt.updates(
+            scaled, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9), scaler=scaler
+        )
+    )
     assert torch.equal(first.loss, second.loss)
     for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
         assert p.grad is not None
@@ -380,13 +470,17 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [LearntStart, HidesLayer, lambda: nn.Sequential(nn.GRUCell(3, 4), nn.Linear(4, 2))], ids=["learnt-start", "hides-layer", "cell"]
+    "make",
+    [LearntStart, HidesLayer, lambda: nn.Sequential(nn.GRUCell(3, 4), nn.Linear(4, 2))],
+    ids=["learnt-start", "hides-layer", "cell"],
 )
 def test_autocast_keeps_the_state_in_the_type_of_the_weights(make: Callable[[], nn.Module]) -> None:
     x, targets = data_of(Setting())
     net = tt.carry(make())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for update in tt.updates(net, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
+        for update in tt.updates(
+            net, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9, 20)
+        ):
             assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
             assert update.outputs.dtype == torch.bfloat16
             assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
@@ -395,7 +489,9 @@ def test_autocast_keeps_the_state_in_the_type_of_the_weights(make: Callable[[], 
 def live_nodes() -> int:
     """How many autograd nodes can be reached from any tensor that is alive."""
     gc.collect()
-    waiting: list[Any] = [t.grad_fn for t in gc.get_objects() if issubclass(type(t), Tensor) and t.grad_fn is not None]
+    waiting: list[Any] = [
+        t.grad_fn for t in gc.get_objects() if issubclass(type(t), Tensor) and t.grad_fn is not None
+    ]
     seen = set[Any]()
     while waiting:
         node = waiting.pop()
@@ -409,14 +505,18 @@ def live_tensors() -> int:
     return sum(issubclass(type(t), Tensor) for t in gc.get_objects())
 
 
-def counts(net: tt.Carried, updates: int, samples: Sequence[int], stride: int, horizon: int) -> list[tuple[int, int]]:
+def counts(
+    net: tt.Carried, updates: int, samples: Sequence[int], stride: int, horizon: int
+) -> list[tuple[int, int]]:
     """Live nodes, besides those that other tests have left in this process, and live tensors after some of many updates."""
     gc.collect()
     before = live_nodes()
     chunk = tt.Chunk.of(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
     found: list[tuple[int, int]] = []
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    for i, update in enumerate(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))):
+    for i, update in enumerate(
+        tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))
+    ):
         optimizer.step()
         optimizer.zero_grad()
         assert all(leaf.grad_fn is None for leaf in tt.state.tensors(update.state))
@@ -430,7 +530,11 @@ def counts(net: tt.Carried, updates: int, samples: Sequence[int], stride: int, h
 @some_nets("tensor-state", "lstm", "hides-layer")
 @POLICIES
 def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Truncated) -> None:
-    module = row.module() if row.name != "lstm" else nn.Sequential(row.module(), nn.Linear(4, 2).double())
+    module = (
+        row.module()
+        if row.name != "lstm"
+        else nn.Sequential(row.module(), nn.Linear(4, 2).double())
+    )
     horizon = 1 if policy.horizon is None else 3
     samples = (10, 100, 290)
     found = counts(tt.carry(module), 300, samples, 1, horizon)

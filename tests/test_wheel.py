@@ -12,7 +12,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("c++") is None, reason="wheels are built with a compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="wheels are built with a compiler"),
+]
 
 RUN = """
 import sys, warnings
@@ -45,7 +48,13 @@ print(tuple(y.shape))
 
 def _do(*command: str | Path, **environment: str) -> str:
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900, check=False
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -56,7 +65,13 @@ def handed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and the wheel."""
     folder = tmp_path_factory.mktemp("dist")
     made = {"DIST": folder, "BUILD": folder / "build", "VENV": Path(sys.prefix)}
-    _do("make", "-o", Path(sys.prefix) / ".installed", "wheel", *(f"{name}={value}" for name, value in made.items()))
+    _do(
+        "make",
+        "-o",
+        Path(sys.prefix) / ".installed",
+        "wheel",
+        *(f"{name}={value}" for name, value in made.items()),
+    )
     return folder
 
 
@@ -64,7 +79,17 @@ def _installed(wheel: Path, folder: Path) -> Path:
     """The Python of a new environment that has this wheel, and torch from ours."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    _do(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", wheel)
+    _do(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
     place = _do(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     (Path(place) / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     return python
@@ -80,7 +105,9 @@ def _plainly(python: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_wheel_runs_kernels_where_there_is_no_compiler(handed_out: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_kernels_where_there_is_no_compiler(
+    handed_out: Path, tmp_path: Path
+) -> None:
     (wheel,) = handed_out.glob("*.whl")
     assert re.fullmatch(r"throughtime-[\d.]+-py3-none-.*", wheel.stem)
     assert _plainly(_installed(wheel, tmp_path), RUN) in {"v4", "v3", "v2", "base"}
@@ -97,17 +124,33 @@ def test_the_wheel_runs_on_every_system_that_torch_runs_on(handed_out: Path) -> 
     assert "libgomp" not in names
 
 
-def test_the_sdist_builds_and_without_a_compiler_gives_plain_python(handed_out: Path, tmp_path: Path) -> None:
+def test_the_sdist_builds_and_without_a_compiler_gives_plain_python(
+    handed_out: Path, tmp_path: Path
+) -> None:
     (sdist,) = handed_out.glob("*.tar.gz")
     for name, environment in (("core", {}), ("plain", {"CXX": "/bin/false"})):
-        _do(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / name, sdist, **environment)
+        _do(
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            tmp_path / name,
+            sdist,
+            **environment,
+        )
     (core,), (plain,) = (tmp_path / "core").iterdir(), (tmp_path / "plain").iterdir()
     assert not core.name.endswith("-any.whl")
     assert plain.name.endswith("-py3-none-any.whl")
     assert _plainly(_installed(plain, tmp_path / "environment"), FALL_BACK) == "(4, 1, 3)"
 
 
-@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("cmake")), reason="objects are built by CMake and read with nm")
+@pytest.mark.skipif(
+    not (shutil.which("nm") and shutil.which("cmake")),
+    reason="objects are built by CMake and read with nm",
+)
 def test_no_symbol_of_one_instruction_set_is_taken_for_another(tmp_path: Path) -> None:
     """A weak symbol of the object for AVX-512 might be kept for all levels: an illegal instruction elsewhere."""
     _do("cmake", "-S", ROOT, "-B", tmp_path)
@@ -115,5 +158,9 @@ def test_no_symbol_of_one_instruction_set_is_taken_for_another(tmp_path: Path) -
     objects = sorted(tmp_path.glob("CMakeFiles/kernels_*.dir/**/*.o"))
     assert objects
     for path in objects:
-        weak = [line for line in _do("nm", "--defined-only", path).splitlines() if re.search(r" [WVu] ", line)]
+        weak = [
+            line
+            for line in _do("nm", "--defined-only", path).splitlines()
+            if re.search(r" [WVu] ", line)
+        ]
         assert not weak, (path.parent, weak[:5])

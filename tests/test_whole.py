@@ -15,7 +15,10 @@ from throughtime.gradient import truncated, whole
 from throughtime.kernels import whole as kernel
 from throughtime.kernels.library import library
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the compiled core is not installed: every update is made with a graph")
+pytestmark = pytest.mark.skipif(
+    library() is None,
+    reason="the compiled core is not installed: every update is made with a graph",
+)
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "lstm": tt.nn.LSTM,
@@ -55,7 +58,9 @@ def by_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncated, "whole_update", lambda *_: None)
 
 
-def make(kind: str, dtype: torch.dtype = torch.float64, classes: int = 4, width: int = 9) -> tt.Carried:
+def make(
+    kind: str, dtype: torch.dtype = torch.float64, classes: int = 4, width: int = 9
+) -> tt.Carried:
     torch.manual_seed(3)
     layer = LAYERS[kind](5, width, dtype=dtype)
     out = getattr(layer, "proj_size", 0) or width
@@ -66,15 +71,29 @@ def recordings(dtype: torch.dtype, classes: int, *, regress: bool) -> list[dict[
     torch.manual_seed(4)
     found = []
     for length in (57, 23, 31, 40):
-        targets = torch.randn(length, classes, dtype=dtype) if regress else torch.randint(classes, (length,))
+        targets = (
+            torch.randn(length, classes, dtype=dtype)
+            if regress
+            else torch.randint(classes, (length,))
+        )
         found.append({"inputs": torch.randn(length, 5, dtype=dtype), "targets": targets})
     return found
 
 
-def epoch(net: tt.Carried, loss_fn: nn.Module, gradient: Any, *, lanes: int = 3, zero: bool = True, **options: Any) -> Seen:
+def epoch(
+    net: tt.Carried,
+    loss_fn: nn.Module,
+    gradient: Any,
+    *,
+    lanes: int = 3,
+    zero: bool = True,
+    **options: Any,
+) -> Seen:
     """Updates with a step of plain descent after each."""
     weights = list(net.parameters())
-    data = recordings(weights[0].dtype, net.module[-1].out_features, regress=isinstance(loss_fn, nn.MSELoss))  # pyright: ignore[reportIndexIssue]
+    data = recordings(
+        weights[0].dtype, net.module[-1].out_features, regress=isinstance(loss_fn, nn.MSELoss)
+    )  # pyright: ignore[reportIndexIssue]
     stream = tt.Stream(data, lanes=lanes, chunk=16, dtype=weights[0].dtype, **options)
     seen = Seen([], [], [], [])
     for update in tt.updates(net, stream, loss_fn, gradient=gradient):
@@ -98,8 +117,14 @@ def assert_same(one: Seen, other: Seen, tolerance: float) -> None:
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("policy", [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30, warm_up=3)], ids=str)
-@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["classes", "values"])
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30, warm_up=3)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["classes", "values"]
+)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_one_call_gives_what_the_graph_gives(
     kind: str, loss_fn: nn.Module, policy: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -113,7 +138,9 @@ def test_one_call_gives_what_the_graph_gives(
 
 @pytest.mark.parametrize("classes", [1, 8, 33, 3000])  # the last by a BLAS, in parts
 @pytest.mark.parametrize("width", [1, 33, 64])
-def test_one_call_in_single_precision(width: int, classes: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_in_single_precision(
+    width: int, classes: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nets = [make("lstm", torch.float32, classes, width) for _ in range(2)]
     found = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(20))
     assert calls
@@ -121,10 +148,16 @@ def test_one_call_in_single_precision(width: int, classes: int, calls: list[int]
     assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(20)), 1e-5)
 
 
-def test_modules_without_weights_may_prepare_the_inputs(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_without_weights_may_prepare_the_inputs(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def net() -> tt.Carried:
         torch.manual_seed(3)
-        return tt.carry(nn.Sequential(nn.Tanh(), nn.Hardtanh(), tt.nn.LSTM(5, 7), tt.nn.GRU(7, 6), nn.Linear(6, 4)).double())
+        return tt.carry(
+            nn.Sequential(
+                nn.Tanh(), nn.Hardtanh(), tt.nn.LSTM(5, 7), tt.nn.GRU(7, 6), nn.Linear(6, 4)
+            ).double()
+        )
 
     found = epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20))
     assert len(calls) == len(found.losses)
@@ -153,21 +186,29 @@ def test_modules_that_prepare_the_inputs_run_once(calls: list[int]) -> None:
     assert counts.calls == len(calls) + len(found.losses)
 
 
-def test_gradients_are_added_to_those_that_are_there(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_added_to_those_that_are_there(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False)
     assert calls
     by_graph(monkeypatch)
-    assert_same(found, epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False), 1e-12)
+    assert_same(
+        found, epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False), 1e-12
+    )
 
 
 @pytest.mark.parametrize("at", [1e30, -1e30])
-def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(at: float, calls: list[int]) -> None:
+def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
+    at: float, calls: list[int]
+) -> None:
     net = make("gru")
     *_, readout = net.module.children()
     assert isinstance(readout, nn.Linear)
     nn.init.zeros_(readout.weight)
     nn.init.constant_(readout.bias, at)
-    assert epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12)).losses[0] == pytest.approx(math.log(4))
+    assert epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12)).losses[0] == pytest.approx(
+        math.log(4)
+    )
     assert calls
 
 
@@ -247,7 +288,19 @@ def subclassed(net: tt.Carried) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [hooked, hooked_below, hooked_weight, hooked_after, frozen, wrapped, weight_normed, hooked_outside, replaced_outside, tied, subclassed],
+    [
+        hooked,
+        hooked_below,
+        hooked_weight,
+        hooked_after,
+        frozen,
+        wrapped,
+        weight_normed,
+        hooked_outside,
+        replaced_outside,
+        tied,
+        subclassed,
+    ],
 )
 def test_a_net_that_is_more_than_it_seems_is_run_with_a_graph(
     change: Callable[[tt.Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -275,7 +328,10 @@ def test_other_losses_are_run_with_a_graph(loss_fn: nn.Module, calls: list[int])
     net = make("gru")
     data = recordings(torch.float64, 4, regress=isinstance(loss_fn, nn.L1Loss))
     stream = tt.Stream(data, lanes=2, chunk=16, dtype=torch.float64)
-    assert all(update.loss.isfinite() for update in tt.updates(net, stream, loss_fn, gradient=tt.Truncated(20)))
+    assert all(
+        update.loss.isfinite()
+        for update in tt.updates(net, stream, loss_fn, gradient=tt.Truncated(20))
+    )
     assert not calls
 
 
@@ -306,7 +362,12 @@ def test_a_copy_of_a_traced_net_goes_the_short_way(calls: list[int]) -> None:
 
 
 def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[int]) -> None:
-    net = tt.carry(nn.Sequential(tt.nn.LSTM(5, 6, num_layers=2, dropout=0.5, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)))
+    net = tt.carry(
+        nn.Sequential(
+            tt.nn.LSTM(5, 6, num_layers=2, dropout=0.5, dtype=torch.float64),
+            nn.Linear(6, 4, dtype=torch.float64),
+        )
+    )
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert not calls
     net.eval()
@@ -314,20 +375,34 @@ def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[i
     assert calls
 
 
-def test_a_class_that_is_not_there_is_refused_by_torch_and_nothing_is_written(calls: list[int]) -> None:
+def test_a_class_that_is_not_there_is_refused_by_torch_and_nothing_is_written(
+    calls: list[int],
+) -> None:
     net = make("lstm")
     before = [weight.detach().clone() for weight in net.parameters()]
-    stream = tt.Stream({"inputs": torch.randn(20, 5).double(), "targets": torch.full((20,), 4)}, lanes=1, chunk=20, dtype=torch.float64)
+    stream = tt.Stream(
+        {"inputs": torch.randn(20, 5).double(), "targets": torch.full((20,), 4)},
+        lanes=1,
+        chunk=20,
+        dtype=torch.float64,
+    )
     with pytest.raises(IndexError, match="Target 4 is out of bounds"):
         next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20)))
     assert calls
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) and b.grad is None for a, b in zip(before, net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", ["lstm", "tanh"])
 def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
     net = make(kind)
-    stream = tt.Stream({"inputs": torch.randn(40, 5).double(), "targets": torch.zeros(40).long()}, lanes=1, chunk=20, dtype=torch.float64)
+    stream = tt.Stream(
+        {"inputs": torch.randn(40, 5).double(), "targets": torch.zeros(40).long()},
+        lanes=1,
+        chunk=20,
+        dtype=torch.float64,
+    )
     updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20))
     next(updates)
     with torch.no_grad():
@@ -343,7 +418,9 @@ def test_an_upper_layer_that_overflows_alone_is_named(calls: list[int]) -> None:
     with torch.no_grad():
         for weight, value in zip(net.parameters(), (1e30, 0.0, 1e-31, 0.0, 1.0), strict=True):
             weight.fill_(value)
-    stream = tt.Stream({"inputs": torch.ones(4, 1), "targets": torch.full((4, 1), 1e12)}, lanes=1, chunk=4)
+    stream = tt.Stream(
+        {"inputs": torch.ones(4, 1), "targets": torch.full((4, 1), 1e12)}, lanes=1, chunk=4
+    )
     with pytest.raises(RunError, match=r"gradient of '1\.weight_ih_l0' is not finite"):
         next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4)))
     assert calls
@@ -368,7 +445,9 @@ def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.Mon
     found = course(make("lstm"))
     assert len(calls) == sum(len(seen.losses) for seen in found)
     by_graph(monkeypatch)
-    for one, other, tolerance in zip(found, course(make("lstm")), (1e-12, 1e-12, 1e-12, 1e-4), strict=True):
+    for one, other, tolerance in zip(
+        found, course(make("lstm")), (1e-12, 1e-12, 1e-12, 1e-4), strict=True
+    ):
         assert_same(one, other, tolerance)
 
 
@@ -396,20 +475,33 @@ def strided_gradient(net: tt.Carried) -> None:
     weight.grad = torch.as_tensor(weight.grad).t().contiguous().t()
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # said by torch, of the graph
-@pytest.mark.parametrize("change", [moved, moved_gradients, some_gradients, strided, strided_gradient])
+@pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract"
+)  # said by torch, of the graph
+@pytest.mark.parametrize(
+    "change", [moved, moved_gradients, some_gradients, strided, strided_gradient]
+)
 def test_weights_and_gradients_may_move_between_updates(
     change: Callable[[tt.Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def course() -> list[Tensor]:
         net = make("lstm")
-        stream = tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64)
+        stream = tt.Stream(
+            recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+        )
         for _ in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(12)):
             with torch.no_grad():
                 for weight in net.parameters():
                     weight.sub_(0.05 * torch.as_tensor(weight.grad))
             change(net)
-        return [*net.parameters(), *(torch.as_tensor(weight.grad) for weight in net.parameters() if weight.grad is not None)]
+        return [
+            *net.parameters(),
+            *(
+                torch.as_tensor(weight.grad)
+                for weight in net.parameters()
+                if weight.grad is not None
+            ),
+        ]
 
     found = course()
     assert calls
@@ -419,7 +511,11 @@ def test_weights_and_gradients_may_move_between_updates(
 
 
 def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
-    net = tt.carry(nn.Sequential(tt.nn.GRU(5, 9, dtype=torch.float64), nn.Linear(9, 4, bias=False, dtype=torch.float64)))
+    net = tt.carry(
+        nn.Sequential(
+            tt.nn.GRU(5, 9, dtype=torch.float64), nn.Linear(9, 4, bias=False, dtype=torch.float64)
+        )
+    )
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert calls
     late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
@@ -430,9 +526,15 @@ def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
 
 def test_a_default_device_moves_no_buffer() -> None:
     net = make("lstm")
-    stream = list(tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64))
+    stream = list(
+        tt.Stream(
+            recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+        )
+    )
     with torch.device("meta"):
-        updates = list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(16), state=None))
+        updates = list(
+            tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(16), state=None)
+        )
         y, _ = next(net.module.children())(stream[0].inputs)
     assert all(update.loss.isfinite() and update.outputs.is_cpu for update in updates)
     assert y.is_cpu
@@ -445,7 +547,14 @@ def test_threads_change_no_bit(classes: int) -> None:
         seen: list[Seen] = []
         for count in (1, 2):
             torch.set_num_threads(count)
-            seen.append(epoch(make("lstm", torch.float32, classes, width=40), nn.CrossEntropyLoss(), tt.Truncated(40), lanes=4))
+            seen.append(
+                epoch(
+                    make("lstm", torch.float32, classes, width=40),
+                    nn.CrossEntropyLoss(),
+                    tt.Truncated(40),
+                    lanes=4,
+                )
+            )
     finally:
         torch.set_num_threads(threads)
     assert_same(seen[0], seen[1], 0.0)

@@ -1,4 +1,5 @@
-"""An update in one call of a net with a front: what stands before the layers, with weights or without, runs and learns as with a graph.
+"""An update in one call of a net with a front: what stands before the layers, with weights or
+without, runs and learns as with a graph.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -69,8 +70,16 @@ FRONTS: dict[str, Callable[[], list[nn.Module]]] = {
     "renormed": embedding(max_norm=1.0),
     "sparse": embedding(sparse=True),
     "dropped": lambda: [nn.Embedding(WORDS, WIDTH), nn.Dropout(0.4)],
-    "deep": lambda: [Numbers(), nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, WIDTH)],
-    "batch": lambda: [nn.Sequential(Numbers(), nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 3)))],
+    "deep": lambda: [
+        Numbers(),
+        nn.Linear(WIDTH, 8),
+        nn.Tanh(),
+        nn.LayerNorm(8),
+        nn.Linear(8, WIDTH),
+    ],
+    "batch": lambda: [
+        nn.Sequential(Numbers(), nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 3)))
+    ],
     "turned": lambda: [Turned()],
     "half frozen": half_frozen,
     "frozen": frozen,
@@ -89,13 +98,20 @@ def make(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> tt.Carr
 
 def epoch(net: tt.Carried, gradient: Any, *, zero: bool = True) -> Seen:
     torch.manual_seed(4)
-    data = [{"inputs": torch.randint(WORDS, (n,)), "targets": torch.randint(CLASSES, (n,))} for n in (57, 23, 31, 40)]
+    data = [
+        {"inputs": torch.randint(WORDS, (n,)), "targets": torch.randint(CLASSES, (n,))}
+        for n in (57, 23, 31, 40)
+    ]
     seen = Seen([], [], [], [])
-    for update in tt.updates(net, tt.Stream(data, lanes=3, chunk=16), nn.CrossEntropyLoss(), gradient=gradient):
+    for update in tt.updates(
+        net, tt.Stream(data, lanes=3, chunk=16), nn.CrossEntropyLoss(), gradient=gradient
+    ):
         seen.losses.append(update.loss)
         seen.outputs.append(update.outputs)
         seen.states.extend(leaf.clone() for leaf in tt.state.tensors(update.state))
-        seen.gradients.extend(weight.grad.to_dense().clone() for weight in net.parameters() if weight.grad is not None)
+        seen.gradients.extend(
+            weight.grad.to_dense().clone() for weight in net.parameters() if weight.grad is not None
+        )
         with torch.no_grad():
             for weight in net.parameters():
                 if weight.grad is not None:
@@ -118,14 +134,18 @@ def test_a_front_learns_what_the_graph_would_teach_it(
 
 
 @pytest.mark.parametrize("zero", [True, False])
-def test_a_front_may_share_its_weights_with_the_readout(zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_may_share_its_weights_with_the_readout(
+    zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = epoch(make(embedding(), tied=True), tt.Truncated(12), zero=zero)
     assert len(calls) == len(found.losses)
     by_graph(monkeypatch)
     assert_same(found, epoch(make(embedding(), tied=True), tt.Truncated(12), zero=zero), 1e-12)
 
 
-def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     true = kernel.step
 
     def short(what: kernel.Whole) -> int:
@@ -153,7 +173,9 @@ class Seldom(nn.Module):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_front_runs_on_the_steps_that_the_graph_would_run_it_on(policy: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_runs_on_the_steps_that_the_graph_would_run_it_on(
+    policy: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     short, plain = Seldom(), Seldom()
     epoch(make(lambda: [short, nn.Embedding(WORDS, WIDTH)]), policy)
     assert calls
@@ -167,7 +189,12 @@ class Meddler(nn.Module):
 
     def __init__(self, does: Callable[[nn.Linear], object]) -> None:
         super().__init__()
-        self.table, self.does, self.readout, self.runs = nn.Embedding(WORDS, WIDTH), does, list[nn.Linear](), 0
+        self.table, self.does, self.readout, self.runs = (
+            nn.Embedding(WORDS, WIDTH),
+            does,
+            list[nn.Linear](),
+            0,
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -177,7 +204,9 @@ class Meddler(nn.Module):
 
 
 def replace(readout: nn.Linear) -> None:
-    readout.weight = nn.Parameter(torch.linspace(-1, 1, readout.weight.numel(), dtype=torch.float64).view_as(readout.weight))
+    readout.weight = nn.Parameter(
+        torch.linspace(-1, 1, readout.weight.numel(), dtype=torch.float64).view_as(readout.weight)
+    )
 
 
 def clear(readout: nn.Linear) -> None:
@@ -256,7 +285,11 @@ class Reuses(nn.Module):
         self.memory = torch.empty(20, 3, WIDTH, dtype=torch.float64)
 
     def forward(self, words: Tensor) -> Tensor:
-        return torch.stack([(words * k % 7).double() for k in range(1, WIDTH + 1)], -1, out=self.memory[: len(words)])
+        return torch.stack(
+            [(words * k % 7).double() for k in range(1, WIDTH + 1)],
+            -1,
+            out=self.memory[: len(words)],
+        )
 
 
 def test_a_front_may_use_its_memory_again(calls: list[int]) -> None:
@@ -265,10 +298,16 @@ def test_a_front_may_use_its_memory_again(calls: list[int]) -> None:
     assert_same(found, epoch(make(lambda: [Numbers()]), tt.Truncated(7, horizon=20)), 1e-12)
 
 
-def test_inputs_of_another_type_are_explained_as_with_a_graph(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_another_type_are_explained_as_with_a_graph(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def notes() -> list[str]:
         net = tt.carry(nn.Sequential(nn.Linear(5, 6), tt.nn.GRU(6, 7), nn.Linear(7, 4)))
-        stream = tt.Stream({"inputs": torch.randn(50, 5).double(), "targets": torch.randint(4, (50,))}, lanes=1, chunk=10)
+        stream = tt.Stream(
+            {"inputs": torch.randn(50, 5).double(), "targets": torch.randint(4, (50,))},
+            lanes=1,
+            chunk=10,
+        )
         with pytest.raises(RuntimeError) as raised:
             next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))
         return raised.value.__notes__
@@ -284,8 +323,16 @@ def test_what_is_left_in_the_gradient_of_a_frozen_front_says_nothing(calls: list
     first = net.get_submodule("module.1")
     assert isinstance(first, nn.Linear)
     first.requires_grad_(False).weight.grad = torch.full((WIDTH, WIDTH), torch.nan).double()
-    stream = tt.Stream({"inputs": torch.randint(WORDS, (60,)), "targets": torch.randint(CLASSES, (60,))}, lanes=3, chunk=10)
-    assert len(list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))) == len(calls) > 1
+    stream = tt.Stream(
+        {"inputs": torch.randint(WORDS, (60,)), "targets": torch.randint(CLASSES, (60,))},
+        lanes=3,
+        chunk=10,
+    )
+    assert (
+        len(list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5))))
+        == len(calls)
+        > 1
+    )
 
 
 class Blown(torch.autograd.Function):
@@ -313,7 +360,9 @@ def test_a_front_that_alone_overflows_is_named(calls: list[int]) -> None:
     assert len(calls) == 1
 
 
-def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(calls: list[int]) -> None:
+def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(
+    calls: list[int],
+) -> None:
     net = make(lambda: [nn.Embedding(WORDS - 4, WIDTH)])
     with pytest.raises(IndexError, match="index out of range"):
         epoch(net, tt.Truncated(12))
@@ -321,7 +370,9 @@ def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(ca
     assert all(weight.grad is None for weight in net.parameters())
 
 
-def test_a_front_that_gives_other_steps_on_its_way_is_refused_as_by_the_graph(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_gives_other_steps_on_its_way_is_refused_as_by_the_graph(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def front() -> list[nn.Module]:
         return [Numbers(), nn.Flatten(0, 1), nn.Unflatten(0, (-1, 3))]
 

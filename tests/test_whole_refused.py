@@ -31,7 +31,9 @@ def other_units(net: tt.Carried) -> None:
 
 
 @pytest.mark.parametrize("change", [other_inputs, other_classes, other_units])
-def test_sizes_that_do_not_fit_never_reach_the_kernel(change: Callable[[tt.Carried], None], calls: list[int]) -> None:
+def test_sizes_that_do_not_fit_never_reach_the_kernel(
+    change: Callable[[tt.Carried], None], calls: list[int]
+) -> None:
     net = make("lstm")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     before = len(calls)
@@ -41,8 +43,13 @@ def test_sizes_that_do_not_fit_never_reach_the_kernel(change: Callable[[tt.Carri
     assert len(calls) == before
 
 
-@pytest.mark.parametrize(("name", "value"), [("hidden_size", 10), ("num_layers", 2), ("batch_first", True), ("mode", "GRU")])
-def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(name: str, value: Any, calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", 10), ("num_layers", 2), ("batch_first", True), ("mode", "GRU")],
+)
+def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(
+    name: str, value: Any, calls: list[int]
+) -> None:
     net = make("lstm")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     before = len(calls)
@@ -82,9 +89,13 @@ def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -
 
 
 @pytest.mark.parametrize("widths", [(5, 9, 8), (4, 9, 9), (5, 8, 9)])
-def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(widths: tuple[int, int, int], calls: list[int]) -> None:
+def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(
+    widths: tuple[int, int, int], calls: list[int]
+) -> None:
     inputs, hidden, read = widths
-    net = tt.carry(nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))).double()
+    net = tt.carry(
+        nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))
+    ).double()
     with pytest.raises((RuntimeError, ValueError)):
         epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert not calls
@@ -92,15 +103,28 @@ def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(widths: tuple[
 
 def states(net: tt.Carried) -> dict[str, Any]:
     h, c = net.initial_state(lanes=3)["0"]
-    return {"lanes": (h[:2], c[:2]), "units": (h[..., :4], c[..., :4]), "alone": h, "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1))}
+    return {
+        "lanes": (h[:2], c[:2]),
+        "units": (h[..., :4], c[..., :4]),
+        "alone": h,
+        "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1)),
+    }
 
 
 @pytest.mark.parametrize("which", ["lanes", "units", "alone", "layers"])
 def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: list[int]) -> None:
     net = make("lstm")
-    stream = tt.Stream(recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64)
+    stream = tt.Stream(
+        recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+    )
     stream.start()
-    updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(12), state={"0": states(net)[which], "1": ()})
+    updates = tt.updates(
+        net,
+        stream,
+        nn.CrossEntropyLoss(),
+        gradient=tt.Truncated(12),
+        state={"0": states(net)[which], "1": ()},
+    )
     with pytest.raises((RuntimeError, ValueError, AttributeError)):
         next(updates)
     assert not calls

@@ -1,4 +1,5 @@
-"""Reading ahead, in a thread or in processes: the same chunks to the bit, the same errors, and nobody left behind.
+"""Reading ahead, in a thread or in processes: the same chunks to the bit, the same errors, and
+nobody left behind.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -52,17 +53,27 @@ def nobody_left_behind() -> Iterator[None]:
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("throughtime-stream")]
+    return [
+        thread for thread in threading.enumerate() if thread.name.startswith("throughtime-stream")
+    ]
 
 
 def pair(workers: Any, lanes: int = 2, **options: Any) -> tuple[tt.Stream, tt.Stream]:
     """The same stream, read ahead and read when needed."""
-    return tt.Stream(recordings(LENGTHS), lanes, 5, workers=workers, **options), tt.Stream(recordings(LENGTHS), lanes, 5, **options)
+    return tt.Stream(recordings(LENGTHS), lanes, 5, workers=workers, **options), tt.Stream(
+        recordings(LENGTHS), lanes, 5, **options
+    )
 
 
 @WORKERS
-@pytest.mark.parametrize("options", [{}, {"offset": 9}, {"lanes": 7, "hand_off": True}], ids=["plain", "offset", "hand-off"])
-def test_reading_ahead_gives_the_same_chunks_across_epochs(workers: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offset": 9}, {"lanes": 7, "hand_off": True}],
+    ids=["plain", "offset", "hand-off"],
+)
+def test_reading_ahead_gives_the_same_chunks_across_epochs(
+    workers: Any, options: dict[str, Any]
+) -> None:
     ahead, here = pair(workers, **options)
     for _ in range(3):
         assert all_same(list(ahead), list(here))
@@ -89,7 +100,10 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
 
     got, expected = told(ahead), told(here)
     assert len(got) == len(expected)
-    assert all((a is None) == (b is None) and (a is None or b is None or same(a, b)) for a, b in zip(got, expected, strict=True))
+    assert all(
+        (a is None) == (b is None) and (a is None or b is None or same(a, b))
+        for a, b in zip(got, expected, strict=True)
+    )
 
 
 @settings(max_examples=6)
@@ -101,7 +115,9 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
     stop=st.integers(0, 60),
     workers=st.sampled_from(["thread", 1, 2]),
 )
-def test_reading_ahead_resumes_anywhere(lengths: list[int], wish: int, chunk: int, seed: int, stop: int, workers: Any) -> None:
+def test_reading_ahead_resumes_anywhere(
+    lengths: list[int], wish: int, chunk: int, seed: int, stop: int, workers: Any
+) -> None:
     lanes = draw_lanes(lengths, wish)
     here = tt.Stream(recordings(lengths), lanes, chunk, seed=seed)
     if stop:
@@ -137,7 +153,10 @@ class Unreadable(Counting):
 
 
 def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tuple[str, int]:
-    """The message, and at which step; the same again when it is tried again; what was read before stays readable."""
+    """The message, and at which step.
+
+    The same again when it is tried again; what was read before stays readable.
+    """
     stream = tt.Stream(source, 1, 5, seed=None, workers=workers)
     with pytest.raises(kind) as first:
         list(stream)
@@ -154,10 +173,15 @@ def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tu
 @WORKERS
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(with_nan, "recording 'r1' has 1 inputs that are NaN"), (lambda: Shrunk(90), "gave 10 of the 20 steps asked for at step 40")],
+    [
+        (with_nan, "recording 'r1' has 1 inputs that are NaN"),
+        (lambda: Shrunk(90), "gave 10 of the 20 steps asked for at step 40"),
+    ],
     ids=["NaN", "shrunk"],
 )
-def test_error_ahead_is_the_error_of_reading_here(workers: Any, make: Callable[[], Any], reason: str) -> None:
+def test_error_ahead_is_the_error_of_reading_here(
+    workers: Any, make: Callable[[], Any], reason: str
+) -> None:
     told = error_of(make(), workers)
     assert told == error_of(make(), 0)
     assert reason in told[0]
@@ -170,7 +194,9 @@ class Hiccup(Unreadable):
         if start >= 40 and not getattr(self, "failed", False):
             self.failed = True
             raise OSError("the disk was gone")
-        return Steps(np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start))
+        return Steps(
+            np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start)
+        )
 
 
 @WORKERS
@@ -233,7 +259,8 @@ def test_thread_reads_ahead_and_no_further_than_it_should() -> None:
     source = Counting(1000)
     stream = tt.Stream(source, 1, 5, workers="thread")
     stream.take(5)
-    stream._reader.reader._thread.submit(lambda: None).result()  # pyright: ignore[reportAttributeAccessIssue]  # what was sent before is done
+    # what was sent before is done
+    stream._reader.reader._thread.submit(lambda: None).result()  # pyright: ignore[reportAttributeAccessIssue]
     assert 1 < len(source.reads) <= 4
     assert source.reads[:2] == [(0, 20), (20, 40)]
 
@@ -246,5 +273,7 @@ def test_workers_read_files_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [-1, "threads", 1.5, True])
 def test_workers_that_make_no_sense_are_refused(workers: Any) -> None:
-    with pytest.raises(DataError, match=r"workers=.*: expected a number of processes, 0 for none, or 'thread'"):
+    with pytest.raises(
+        DataError, match=r"workers=.*: expected a number of processes, 0 for none, or 'thread'"
+    ):
         tt.Stream(recordings(LENGTHS), 2, 5, workers=workers)

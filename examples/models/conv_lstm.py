@@ -1,13 +1,16 @@
-"""A convolutional LSTM on moving pictures: inputs and state are maps, `(T, B, 1, SIDE, SIDE)` and `(B, H, SIDE, SIDE)`.
+"""A convolutional LSTM on moving pictures: inputs and state are maps, `(T, B, 1, SIDE, SIDE)` and
+`(B, H, SIDE, SIDE)`.
 
     python examples/models/conv_lstm.py
 
-The task: a dot moves across a board without edges, one field a step, in a direction that changes now and then; half of the
-pictures are blank. Say where the dot is. In the blank ones only the state knows.
+The task: a dot moves across a board without edges, one field a step, in a direction that changes
+now and then; half of the pictures are blank. Say where the dot is. In the blank ones only the state
+knows.
 
 Shapes: `T` steps, `B` lanes, `H` maps.
 
-References: X. Shi et al., Convolutional LSTM network: a machine learning approach for precipitation nowcasting, NIPS (2015).
+References: X. Shi et al., Convolutional LSTM network: a machine learning approach for precipitation
+nowcasting, NIPS (2015).
 """
 
 from typing import Any
@@ -22,7 +25,10 @@ STRIDE, HORIZON = 5, 10
 
 
 class ConvLSTM(nn.Module):
-    """Pictures `(T, B, 1, SIDE, SIDE)` to a score for every field `(T, B, SIDE * SIDE)`; the state is a pair of maps."""
+    """Pictures `(T, B, 1, SIDE, SIDE)` to a score for every field `(T, B, SIDE * SIDE)`.
+
+    The state is a pair of maps.
+    """
 
     def __init__(self, maps: int = MAPS) -> None:
         super().__init__()
@@ -31,18 +37,23 @@ class ConvLSTM(nn.Module):
         self.through = nn.Conv2d(maps, 4 * maps, 3, padding=1, padding_mode="circular", bias=False)
         self.read = nn.Conv2d(maps, 1, 1)
         with torch.no_grad():
-            self.into.bias[maps : 2 * maps] += 1.0  # pyright: ignore[reportOptionalSubscript]  # it has a bias
+            # it has a bias
+            self.into.bias[maps : 2 * maps] += 1.0  # pyright: ignore[reportOptionalSubscript]
 
     def initial_state(self, lanes: int) -> tuple[Tensor, Tensor]:
         """Zeros, for h and c."""
         zeros = self.read.weight.new_zeros(lanes, self.maps, SIDE, SIDE)
         return zeros, zeros
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Scores for every step, and h and c after the last."""
         h, c = state
         hidden: list[Tensor] = []
-        for given in self.into(x.flatten(0, 1)).unflatten(0, x.shape[:2]).unbind(0):  # no step depends on another here
+        for given in (
+            self.into(x.flatten(0, 1)).unflatten(0, x.shape[:2]).unbind(0)
+        ):  # no step depends on another here
             i, f, g, o = (given + self.through(h)).chunk(4, dim=1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
@@ -51,7 +62,10 @@ class ConvLSTM(nn.Module):
 
 
 def recordings(count: int, steps: int) -> list[dict[str, Any]]:
-    """Pictures `(T, 1, SIDE, SIDE)` of a moving dot, half of them blank; the target is the number of its field."""
+    """Pictures `(T, 1, SIDE, SIDE)` of a moving dot, half of them blank.
+
+    The target is the number of its field.
+    """
     ways = torch.tensor([(0, 1), (1, 0), (0, -1), (-1, 0)])
     made: list[dict[str, Any]] = []
     for _ in range(count):
@@ -70,13 +84,18 @@ def main(updates: int = 150) -> float:
     stream = tt.Stream(recordings(16, updates * STRIDE), lanes=16, chunk=STRIDE)
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)
     losses: list[float] = []
-    for update in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)):
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)
+    ):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(update.loss))
     found = sum(losses[-20:]) / 20
-    print(f"ConvLSTM: {found:.3f} nats after {len(losses)} updates; guessing the blank half costs 1.792")
+    print(
+        f"ConvLSTM: {found:.3f} nats after {len(losses)} updates; guessing the blank half costs"
+        " 1.792"
+    )
     return found
 
 

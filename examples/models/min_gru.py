@@ -4,7 +4,8 @@
 
     h[t] = (1 - z[t]) * h[t-1] + z[t] * c[t]        z = sigmoid(W x), c = V x
 
-The task: hold the value that came with the last mark, some twenty steps ago on average, with an update every ten steps.
+The task: hold the value that came with the last mark, some twenty steps ago on average, with an
+update every ten steps.
 
 Shapes: `T` steps, `B` lanes, `D` inputs, `H` units.
 
@@ -27,7 +28,9 @@ class MinGRU(nn.Module):
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
         self.gate, self.candidate = nn.Linear(inputs, units), nn.Linear(inputs, units)
-        nn.init.constant_(self.gate.bias, -3.0)  # a new unit forgets one part in twenty at each step
+        nn.init.constant_(
+            self.gate.bias, -3.0
+        )  # a new unit forgets one part in twenty at each step
 
     def initial_state(self, lanes: int) -> Tensor:
         """Zeros."""
@@ -41,12 +44,17 @@ class MinGRU(nn.Module):
 
 
 def recordings(count: int, steps: int) -> list[dict[str, Any]]:
-    """Inputs: a value and a mark, at one step in twenty; the target is the value at the last mark."""
+    """Inputs: a value and a mark, at one step in twenty.
+
+    The target is the value at the last mark.
+    """
     values, marks = torch.rand(count, steps) * 2 - 1, torch.rand(count, steps) < 0.05
     marks[:, 0] = True
     last = torch.where(marks, torch.arange(steps), 0).cummax(dim=1).values
     inputs = torch.stack([values, marks.float()], dim=2)
-    return [{"inputs": x, "targets": t} for x, t in zip(inputs, values.gather(1, last), strict=True)]
+    return [
+        {"inputs": x, "targets": t} for x, t in zip(inputs, values.gather(1, last), strict=True)
+    ]
 
 
 def main(updates: int = 300) -> float:
@@ -61,7 +69,9 @@ def main(updates: int = 300) -> float:
         optimizer.zero_grad()
         losses.append(float(update.loss))
     found = sum(losses[-20:]) / 20
-    print(f"minGRU: squared error {found:.3f} after {len(losses)} updates; guessing zero costs 0.333")
+    print(
+        f"minGRU: squared error {found:.3f} after {len(losses)} updates; guessing zero costs 0.333"
+    )
     return found
 
 

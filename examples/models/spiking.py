@@ -1,17 +1,21 @@
-"""Spiking neurons of snntorch with their membrane potentials as the state, trained through a surrogate gradient.
+"""Spiking neurons of snntorch with their membrane potentials as the state, trained through a
+surrogate gradient.
 
     python examples/models/spiking.py
 
-`snn.Leaky` is called with its potential and returns it, so nothing is hidden; `init_hidden=True`, snntorch's other way, keeps the
-potential in the layer, where no one can reset one lane of it. What a layer keeps of its last call all the same is let go of after
-each chunk: it would hold the graph. The gradient is that of a smooth function in the place of the spike's step.
+`snn.Leaky` is called with its potential and returns it, so nothing is hidden; `init_hidden=True`,
+snntorch's other way, keeps the potential in the layer, where no one can reset one lane of it. What
+a layer keeps of its last call all the same is let go of after each chunk: it would hold the graph.
+The gradient is that of a smooth function in the place of the spike's step.
 
-The task: two channels of random spikes; say at every step which of them has fired more of late. The potential must remember.
+The task: two channels of random spikes; say at every step which of them has fired more of late. The
+potential must remember.
 
 Shapes: `T` steps, `B` lanes, `H` neurons.
 
-References: J. K. Eshraghian et al., Training spiking neural networks using lessons from deep learning, Proc. IEEE 111 (2023).
-E. O. Neftci, H. Mostafa and F. Zenke, Surrogate gradient learning in spiking neural networks, IEEE Signal Process. Mag. 36 (2019).
+References: J. K. Eshraghian et al., Training spiking neural networks using lessons from deep
+learning, Proc. IEEE 111 (2023). E. O. Neftci, H. Mostafa and F. Zenke, Surrogate gradient learning
+in spiking neural networks, IEEE Signal Process. Mag. 36 (2019).
 """
 
 from typing import Any
@@ -33,7 +37,11 @@ class Spiking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.into, self.read = nn.Linear(2, NEURONS), nn.Linear(NEURONS, 2)
-        self.hidden = snn.Leaky(beta=torch.full((NEURONS,), 0.8), learn_beta=True, spike_grad=surrogate.fast_sigmoid(slope=5))
+        self.hidden = snn.Leaky(
+            beta=torch.full((NEURONS,), 0.8),
+            learn_beta=True,
+            spike_grad=surrogate.fast_sigmoid(slope=5),
+        )
         self.output = snn.Leaky(beta=torch.full((2,), 0.8), learn_beta=True, reset_mechanism="none")
 
     def initial_state(self, lanes: int) -> dict[str, Tensor]:
@@ -46,7 +54,9 @@ class Spiking(nn.Module):
         hidden, output, outputs = state["hidden"], state["output"], list[Tensor]()
         for current in self.into(x).unbind(0):
             spikes, hidden = self.hidden(current, hidden)
-            _, output = self.output(self.read(spikes.to(x.dtype)), output)  # snntorch's spikes are float32 always
+            _, output = self.output(
+                self.read(spikes.to(x.dtype)), output
+            )  # snntorch's spikes are float32 always
             outputs.append(output)
         self.hidden.reset_mem()
         self.output.reset_mem()
@@ -54,7 +64,10 @@ class Spiking(nn.Module):
 
 
 def recordings(count: int, steps: int) -> list[dict[str, Any]]:
-    """Spikes of two channels whose rates wander; the target is the channel with the larger leaky count."""
+    """Spikes of two channels whose rates wander.
+
+    The target is the channel with the larger leaky count.
+    """
     rates = 0.4 * torch.rand(count, steps // 50 + 1, 2).repeat_interleave(50, dim=1)[:, :steps]
     spikes = (torch.rand(count, steps, 2) < rates).float()
     counts, level = [], torch.zeros(count, 2)
@@ -72,7 +85,9 @@ def main(updates: int = 150) -> float:
     stream = tt.Stream(recordings(16, updates * STRIDE), lanes=16, chunk=STRIDE)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     losses: list[float] = []
-    for update in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)):
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)
+    ):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(update.loss))

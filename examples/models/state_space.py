@@ -2,17 +2,19 @@
 
     python examples/models/state_space.py
 
-The cache of transformers is made for generation: it is written in place. For every chunk a new one is filled with the state, so
-that the state stays a value, and copying into the cache keeps its graph: the gradient flows through it into the chunk before, as
-far as the horizon allows. Chunks of a single step take another path in the library, which overwrites what its own gradient needs;
-there a copy is saved. Other models of the library, and what they carry: docs/models.md. The scan is in float32 whatever the model.
+The cache of transformers is made for generation: it is written in place. For every chunk a new one
+is filled with the state, so that the state stays a value, and copying into the cache keeps its
+graph: the gradient flows through it into the chunk before, as far as the horizon allows. Chunks of
+a single step take another path in the library, which overwrites what its own gradient needs; there
+a copy is saved. Other models of the library, and what they carry: docs/models.md. The scan is in
+float32 whatever the model.
 
 The task: name the symbol of six steps ago, with an update every five steps.
 
 Shapes: `T` steps, `B` lanes.
 
-References: T. Dao and A. Gu, Transformers are SSMs: generalized models and efficient algorithms through structured state space
-duality, ICML (2024).
+References: T. Dao and A. Gu, Transformers are SSMs: generalized models and efficient algorithms
+through structured state space duality, ICML (2024).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +29,23 @@ import throughtime as tt
 SYMBOLS, LAG = 4, 6
 STRIDE, HORIZON = 5, 10
 CONFIG = Mamba2Config(
-    vocab_size=SYMBOLS, hidden_size=16, num_hidden_layers=2, expand=2, num_heads=4, head_dim=8, state_size=8, n_groups=1, chunk_size=8
+    vocab_size=SYMBOLS,
+    hidden_size=16,
+    num_hidden_layers=2,
+    expand=2,
+    num_heads=4,
+    head_dim=8,
+    state_size=8,
+    n_groups=1,
+    chunk_size=8,
 )
 
 
 class Mamba(nn.Module):
-    """Symbols `(T, B)` to scores `(T, B, SYMBOLS)`; the state is, for each layer, the window of its convolution and its memory."""
+    """Symbols `(T, B)` to scores `(T, B, SYMBOLS)`.
+
+    The state is, for each layer, the window of its convolution and its memory.
+    """
 
     def __init__(self, config: Mamba2Config = CONFIG) -> None:
         super().__init__()
@@ -45,20 +58,29 @@ class Mamba(nn.Module):
         return [
             {
                 "window": weight.new_zeros(lanes, channels, config.conv_kernel),
-                "memory": weight.new_zeros(lanes, config.num_heads, config.head_dim, config.state_size),
+                "memory": weight.new_zeros(
+                    lanes, config.num_heads, config.head_dim, config.state_size
+                ),
             }
             for _ in range(config.num_hidden_layers)
         ]
 
-    def forward(self, symbols: Tensor, state: list[dict[str, Any]]) -> tuple[Tensor, list[dict[str, Any]]]:
+    def forward(
+        self, symbols: Tensor, state: list[dict[str, Any]]
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
         """Scores for every step, and the state after the last."""
         cache = DynamicCache(config=self.model.config)
         for layer, held in enumerate(state):
             cache.update_conv_state(held["window"], layer)
             cache.update_recurrent_state(held["memory"], layer)
         with _saving_copies() if len(symbols) == 1 else nullcontext():
-            scores = self.model(input_ids=symbols.transpose(0, 1), cache_params=cache, use_cache=True).logits
-        after = [{"window": cache.get_conv_state(i), "memory": cache.get_recurrent_state(i)} for i in range(len(state))]
+            scores = self.model(
+                input_ids=symbols.transpose(0, 1), cache_params=cache, use_cache=True
+            ).logits
+        after = [
+            {"window": cache.get_conv_state(i), "memory": cache.get_recurrent_state(i)}
+            for i in range(len(state))
+        ]
         return scores.transpose(0, 1), after
 
 
@@ -82,7 +104,9 @@ def main(updates: int = 120) -> float:
     stream = tt.Stream(recordings(16, updates * STRIDE), lanes=16, chunk=STRIDE)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     losses: list[float] = []
-    for update in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)):
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(STRIDE, HORIZON)
+    ):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(update.loss))

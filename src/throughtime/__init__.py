@@ -3,7 +3,16 @@
 from throughtime import nn, optim, score, state, testing
 from throughtime.carry import Carried, carry
 from throughtime.chunk import Chunk
-from throughtime.gradient import Adaptive, Exact, Online, Randomized, Swept, Truncated, Update, rollout
+from throughtime.gradient import (
+    Adaptive,
+    Exact,
+    Online,
+    Randomized,
+    Swept,
+    Truncated,
+    Update,
+    rollout,
+)
 from throughtime.kernels import linear_scan
 from throughtime.nn import fuse
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict

@@ -17,9 +17,11 @@ from throughtime.errors import DataError, ModelError
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What is known of every step of every lane, and the counts of it that need no look at a tensor.
+    """What is known of every step of every lane, and the counts of it that need no look at a
+    tensor.
 
-    Shared by all chunks cut from the same stretch, so that cutting one costs no tensor operation here.
+    Shared by all chunks cut from the same stretch, so that cutting one costs no tensor operation
+    here.
     """
 
     resets: Tensor
@@ -27,14 +29,22 @@ class Marks:
     recording: Tensor
     position: Tensor
     reset_steps: tuple[int, ...]
-    counted: Sequence[int]  # valid steps before each step, over all lanes; one entry more than steps
+    counted: Sequence[
+        int
+    ]  # valid steps before each step, over all lanes; one entry more than steps
 
     @classmethod
     def of(cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor) -> "Marks":
         """The marks with their counts."""
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
-        full = mask.numel() > 0 and bool(mask.all())  # the usual case, without a number for every step
-        counted = range(0, mask.numel() + 1, mask.shape[1]) if full else (0, *accumulate(mask.sum(dim=1).tolist()))
+        full = mask.numel() > 0 and bool(
+            mask.all()
+        )  # the usual case, without a number for every step
+        counted = (
+            range(0, mask.numel() + 1, mask.shape[1])
+            if full
+            else (0, *accumulate(mask.sum(dim=1).tolist()))
+        )
         return cls(resets, mask, recording, position, reset_steps, counted)
 
 
@@ -88,20 +98,43 @@ class Chunk:
             10
         """
         if inputs.dim() < 2:
-            raise DataError(f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)")
+            raise DataError(
+                f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)"
+            )
         shape = inputs.shape[:2]
-        resets = torch.zeros(shape, dtype=torch.bool, device=inputs.device) if resets is None else resets
-        mask = torch.full(shape, targets is not None, device=inputs.device) if mask is None else mask
-        recording = torch.zeros(shape, dtype=torch.long, device=inputs.device) if recording is None else recording
-        position = torch.arange(shape[0], device=inputs.device).unsqueeze(1).expand(shape) if position is None else position
-        named = {"targets": targets, "resets": resets, "mask": mask, "recording": recording, "position": position}
+        resets = (
+            torch.zeros(shape, dtype=torch.bool, device=inputs.device) if resets is None else resets
+        )
+        mask = (
+            torch.full(shape, targets is not None, device=inputs.device) if mask is None else mask
+        )
+        recording = (
+            torch.zeros(shape, dtype=torch.long, device=inputs.device)
+            if recording is None
+            else recording
+        )
+        position = (
+            torch.arange(shape[0], device=inputs.device).unsqueeze(1).expand(shape)
+            if position is None
+            else position
+        )
+        named = {
+            "targets": targets,
+            "resets": resets,
+            "mask": mask,
+            "recording": recording,
+            "position": position,
+        }
         faults = [
-            f"{name} have shape {tuple(t.shape)}, expected ({shape[0]}, {shape[1]}) first as the inputs {tuple(inputs.shape)}"
+            f"{name} have shape {tuple(t.shape)}, expected ({shape[0]}, {shape[1]}) first as the"
+            f" inputs {tuple(inputs.shape)}"
             for name, t in named.items()
             if t is not None and t.shape[:2] != shape
         ]
         faults += [
-            f"{name} are {t.dtype}, expected torch.bool" for name, t in (("resets", resets), ("mask", mask)) if t.dtype != torch.bool
+            f"{name} are {t.dtype}, expected torch.bool"
+            for name, t in (("resets", resets), ("mask", mask))
+            if t.dtype != torch.bool
         ]
         if faults:
             raise DataError("; ".join(faults))
@@ -109,7 +142,10 @@ class Chunk:
 
     def __repr__(self) -> str:
         targets = "none" if self.targets is None else tuple(self.targets.shape)
-        return f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid}, resets={int(self.resets.sum())})"
+        return (
+            f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid},"
+            f" resets={int(self.resets.sum())})"
+        )
 
     @property
     def steps(self) -> int:
@@ -160,10 +196,17 @@ class Chunk:
         if start <= 0 and stop >= self.steps:
             return self
         targets = None if self.targets is None else self.targets[start:stop]
-        return Chunk(self.inputs[start:stop], targets, self.marks, self.start + start, min(self.start + stop, self.stop))
+        return Chunk(
+            self.inputs[start:stop],
+            targets,
+            self.marks,
+            self.start + start,
+            min(self.start + stop, self.stop),
+        )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
-        """The chunk without the targets of the first `steps` steps after each reset, and the steps since then at its end.
+        """The chunk without the targets of the first `steps` steps after each reset, and the steps
+        since then at its end.
 
         `since` `(B,)` is how many steps each lane has played since its last reset.
         """
@@ -174,10 +217,12 @@ class Chunk:
         return Chunk(self.inputs, self.targets, marks, 0, self.steps), at[-1] + 1 - last[-1]
 
     def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """What a loss or a score compares: outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N valid steps, time first, then lane.
+        """What a loss or a score compares: outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N
+        valid steps, time first, then lane.
 
         A floating target of one column matches outputs of one column whether or not the last
-        dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
+        dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N,
+        N)`.
 
         Args:
             outputs: `(T, B, C)`, of the steps of this chunk.
@@ -194,17 +239,24 @@ class Chunk:
             (torch.Size([6, 1]), torch.Size([6, 1]))
         """
         if self.targets is None:
-            raise DataError("the recordings of this stream have no targets; a loss needs 'targets' in every recording")
+            raise DataError(
+                "the recordings of this stream have no targets; a loss needs 'targets' in every"
+                " recording"
+            )
         if outputs.shape[:2] != (self.steps, self.lanes):
             raise ModelError(
-                f"the net returned outputs of shape {tuple(outputs.shape)} for {self.steps} steps of {self.lanes} lanes, "
-                "expected (T, B, C): one output per step and lane"
+                f"the net returned outputs of shape {tuple(outputs.shape)} for {self.steps} steps"
+                f" of {self.lanes} lanes, expected (T, B, C): one output per step and lane"
             )
         if self.valid == self.steps * self.lanes:
             rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
         else:
             rows, targets = outputs[self.mask], self.targets[self.mask]
-        if targets.is_floating_point() and targets.dim() != rows.dim() and targets.numel() == rows.numel():
+        if (
+            targets.is_floating_point()
+            and targets.dim() != rows.dim()
+            and targets.numel() == rows.numel()
+        ):
             targets = targets.view_as(rows)
         return rows, targets
 
@@ -221,7 +273,13 @@ class Chunk:
             marks.reset_steps,
             marks.counted,
         )
-        return Chunk(self.inputs.to(device), None if self.targets is None else self.targets.to(device), moved, 0, self.steps)
+        return Chunk(
+            self.inputs.to(device),
+            None if self.targets is None else self.targets.to(device),
+            moved,
+            0,
+            self.steps,
+        )
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
@@ -229,8 +287,13 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     targets = [c.targets for c in chunks if c.targets is not None]
-    inputs, together = torch.cat([c.inputs for c in chunks]), torch.cat(targets) if len(targets) == len(chunks) else None
-    if all(a.marks is b.marks and a.stop == b.start for a, b in pairwise(chunks)):  # cut from one stretch
+    inputs, together = (
+        torch.cat([c.inputs for c in chunks]),
+        (torch.cat(targets) if len(targets) == len(chunks) else None),
+    )
+    if all(
+        a.marks is b.marks and a.stop == b.start for a, b in pairwise(chunks)
+    ):  # cut from one stretch
         return Chunk(inputs, together, chunks[0].marks, chunks[0].start, chunks[-1].stop)
     names = ("resets", "mask", "recording", "position")
     marks = Marks.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
@@ -286,7 +349,8 @@ class Source(Protocol):
         ...
 
     def unbroken(self) -> int:
-        """Steps to the next one at which every lane starts a recording, so that no credit can cross it; or to the end of the epoch.
+        """Steps to the next one at which every lane starts a recording, so that no credit can cross
+        it; or to the end of the epoch.
 
         Raises:
             DataError: the chunks come from an iterator, which does not know what comes.

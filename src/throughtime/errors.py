@@ -5,9 +5,11 @@ ThroughtimeError
 ├── ModelError          (TypeError)     a module that cannot be carried, or breaks its contract
 ├── DataError           (ValueError)    a recording, chunk or stream that cannot be used as it is
 ├── ConfigError         (ValueError)    a setting that is unknown or out of range
-├── RunError            (RuntimeError)  a run that cannot go on: diverged, or its folder does not serve
+├── RunError            (RuntimeError)  a run that cannot go on: diverged, or its folder does not
+serve
 ├── MissingExtraError   (ImportError)   a feature whose optional dependency is not installed
-├── DiagnosisError      (RuntimeError)  a fault that `tt.doctor(strict=True)` found in a training loop
+├── DiagnosisError      (RuntimeError)  a fault that `tt.doctor(strict=True)` found in a training
+loop
 └── LawError            (AssertionError) a law of `throughtime.testing` that a module breaks
 """
 

@@ -44,15 +44,24 @@ class Layout:
     def zeros(self, lanes: int, device: torch.device | None) -> State:
         """The zero state for `lanes` lanes, lanes first."""
         return trees.map_leaves(
-            lambda leaf: torch.zeros(lanes, *leaf.shape[1:], dtype=leaf.dtype, device=device or leaf.device), self.inward(self.example)
+            lambda leaf: torch.zeros(
+                lanes, *leaf.shape[1:], dtype=leaf.dtype, device=device or leaf.device
+            ),
+            self.inward(self.example),
         )
 
 
 def _lane_dim(name: str, two: torch.Size, three: torch.Size) -> int:
     changed = [i for i, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
-    if len(two) != len(three) or len(changed) != 1 or (two[changed[0]], three[changed[0]]) != (2, 3):
+    if (
+        len(two) != len(three)
+        or len(changed) != 1
+        or (two[changed[0]], three[changed[0]]) != (2, 3)
+    ):
         raise StateError(
-            f"state leaf '{name}' has shape {tuple(two)} for 2 lanes and {tuple(three)} for 3: expected exactly one dimension that is the "
-            "number of lanes. What all lanes share cannot be reset for one of them; keep it per lane, or as a buffer that never changes."
+            f"state leaf '{name}' has shape {tuple(two)} for 2 lanes and {tuple(three)} for 3:"
+            " expected exactly one dimension that is the number of lanes. What all lanes share"
+            " cannot be reset for one of them; keep it per lane, or as a buffer that never"
+            " changes."
         )
     return changed[0]

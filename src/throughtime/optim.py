@@ -1,17 +1,22 @@
 """SGD, Adam and AdamW that clip by the global norm and step in one call of the compiled core.
 
-    n = |g|, over the gradients of all groups        g' = g * min(1, max_norm / (n + 1e-6))        then torch's rule, with g' for g
+    n = |g|, over the gradients of all groups        g' = g * min(1, max_norm / (n + 1e-6))
+    then torch's rule, with g' for g
 
-Drop-in for `torch.optim`: subclasses of its optimizers, with their arguments, groups, hooks, schedulers and a `state_dict` that either
-loads from the other. Parameters and state stay tensors of their own, so that neither safetensors nor tied weights notice; the kernel is
-handed their addresses. It reads a gradient and scales it on the way: clipping leaves `.grad` as the backward pass left it.
+Drop-in for `torch.optim`: subclasses of its optimizers, with their arguments, groups, hooks,
+schedulers and a `state_dict` that either loads from the other. Parameters and state stay tensors of
+their own, so that neither safetensors nor tied weights notice; the kernel is handed their
+addresses. It reads a gradient and scales it on the way: clipping leaves `.grad` as the backward
+pass left it.
 
-Whatever the kernel does not take goes through torch's own step, clipped in the same way, and `fallback` says why: other devices and
-types than float32 and float64 on the CPU, tensors with gaps, subclasses such as DTensor, `differentiable`, or no compiled core.
-To be confused neither with `torch.nn.utils.clip_grad_norm_`, which writes the clipped gradients, nor with clipping each tensor by itself.
+Whatever the kernel does not take goes through torch's own step, clipped in the same way, and
+`fallback` says why: other devices and types than float32 and float64 on the CPU, tensors with gaps,
+subclasses such as DTensor, `differentiable`, or no compiled core. To be confused neither with
+`torch.nn.utils.clip_grad_norm_`, which writes the clipped gradients, nor with clipping each tensor
+by itself.
 
-References: R. Pascanu, T. Mikolov and Y. Bengio, On the difficulty of training recurrent neural networks, ICML (2013), for the norm;
-for the rules those of `torch.optim`.
+References: R. Pascanu, T. Mikolov and Y. Bengio, On the difficulty of training recurrent neural
+networks, ICML (2013), for the norm; for the rules those of `torch.optim`.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,7 +30,9 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._autograd import _profiler_enabled as profiled
-from torch._compile import _disable_dynamo as disable_dynamo  # torch.compiler.disable imports the whole compiler
+from torch._compile import (
+    _disable_dynamo as disable_dynamo,
+)  # torch.compiler.disable imports the whole compiler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -59,28 +66,44 @@ class _Compiled(Optimizer):
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
     _plan: _Plan | None = None
-    fallback: str | None = None  # why the last step was torch's own; None where the compiled core took it
+    fallback: str | None = (
+        None  # why the last step was torch's own; None where the compiled core took it
+    )
 
     def _begin(self, max_norm: float | None) -> None:
         self.max_norm = max_norm
-        self._step_supports_amp_scaling = False  # GradScaler then unscales first, so that the norm is that of the gradients
+        self._step_supports_amp_scaling = (
+            False  # GradScaler then unscales first, so that the norm is that of the gradients
+        )
 
     @property
     def max_norm(self) -> float | None:
-        """The norm that gradients are scaled down to; None: neither scaled nor measured. May be set at any time."""
+        """The norm that gradients are scaled down to.
+
+        None: neither scaled nor measured. May be set at any time.
+        """
         return self._max_norm
 
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
         if value is not None and not value > 0:
-            raise ConfigError(f"max_norm={value!r}, expected a number above 0, or None. To measure only: max_norm=float('inf')")
+            raise ConfigError(
+                f"max_norm={value!r}, expected a number above 0, or None. To measure only:"
+                " max_norm=float('inf')"
+            )
         if value is not None and self.defaults["differentiable"]:
-            raise ConfigError("max_norm with differentiable=True: this clipping has no gradient. Clip by hand, without max_norm")
+            raise ConfigError(
+                "max_norm with differentiable=True: this clipping has no gradient. Clip by hand,"
+                " without max_norm"
+            )
         self._max_norm = None if value is None else float(value)
 
     @property
     def norm(self) -> float | None:
-        """The global norm of the gradients of the last step, before clipping; None before the first, and without `max_norm`."""
+        """The global norm of the gradients of the last step, before clipping.
+
+        None before the first, and without `max_norm`.
+        """
         return None if self._norm is None else float(self._norm)
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -102,7 +125,8 @@ class _Compiled(Optimizer):
             return self._observed() if closure is None else self._observed(closure=closure)
         return self._advance(closure)
 
-    # Torch would wrap every step for hooks and profilers, 7 us that are for nothing where there are none.
+    # Torch would wrap every step for hooks and profilers, 7 us that are for nothing where there are
+    # none.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _advance(self, closure: Closure | None = None) -> Any:
@@ -140,14 +164,21 @@ class _Compiled(Optimizer):
 
     def _in_torch(self) -> None:
         step: Callable[[Optimizer], Any] = self._torch.step
-        step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are called already
+        step = (
+            getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        )  # hooks are called already
         with self._clipped():
             step(self)
 
     @contextmanager
     def _clipped(self) -> Generator[None]:
         """Clipped copies in the places of the gradients."""
-        held = [(param, param.grad) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        held = [
+            (param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         self._refuse_sparse([grad for _, grad in held if grad.layout != torch.strided])
         self._norm = None
         if self._max_norm is None:
@@ -157,7 +188,9 @@ class _Compiled(Optimizer):
             for param, grad in held:
                 param.grad = grad.detach().clone()
             norm = clip_grad_norm_([param for param, _ in held], self._max_norm)
-            self._norm = getattr(norm, "full_tensor", lambda: norm)()  # of a DTensor: now, when every rank is here
+            self._norm = getattr(
+                norm, "full_tensor", lambda: norm
+            )()  # of a DTensor: now, when every rank is here
             yield
         finally:
             for param, grad in held:
@@ -166,8 +199,9 @@ class _Compiled(Optimizer):
     def _refuse_sparse(self, sparse: Sequence[Tensor]) -> None:
         if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
             raise ConfigError(
-                f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of shape {tuple(sparse[0].shape)}; expected "
-                f"dense ones, only SGD without max_norm takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
+                f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
+                f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
+                " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
             )
 
     def _in_core(self) -> str | None:
@@ -206,11 +240,17 @@ class _Compiled(Optimizer):
         return plan
 
     def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _Plan:
-        places = {id(param): (number, group) for number, group in enumerate(self.param_groups) for param in group["params"]}
+        places = {
+            id(param): (number, group)
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
         entries = [self._entry(param, *places[id(param)]) for param in params]
         table = Table(entries, grads, len(self.param_groups))
         live = table.configure(list(map(self._numbers, self.param_groups)))
-        return _Plan(table, self._kept(), self._options(), list(map(self._slots, self.param_groups)), live)
+        return _Plan(
+            table, self._kept(), self._options(), list(map(self._slots, self.param_groups)), live
+        )
 
     def _options(self) -> list[tuple[Any, ...]]:
         take = itemgetter(*self.defaults)
@@ -261,8 +301,14 @@ class _Compiled(Optimizer):
         fresh = self._fresh(state)
         if fresh:
             for key in slots.values():
-                state[key] = _counter() if key == "step" else torch.zeros_like(param, memory_format=torch.preserve_format)
-        return Entry(param, number, fresh=fresh, **{slot: state[key] for slot, key in slots.items()})
+                state[key] = (
+                    _counter()
+                    if key == "step"
+                    else torch.zeros_like(param, memory_format=torch.preserve_format)
+                )
+        return Entry(
+            param, number, fresh=fresh, **{slot: state[key] for slot, key in slots.items()}
+        )
 
     @staticmethod
     def _slots(group: Group) -> dict[str, str]:
@@ -281,12 +327,24 @@ class _Compiled(Optimizer):
 
 def _counter() -> Tensor:
     """Torch's: a float64 can count further, where all is float64."""
-    return torch.tensor(0.0, dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32, device="cpu")
+    return torch.tensor(
+        0.0,
+        dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32,
+        device="cpu",
+    )
 
 
 def _misfit_step(step: Tensor) -> str | None:
-    if type(step) is not Tensor or step.device.type != "cpu" or step.dtype not in TYPES or step.numel() != 1:
-        return f"is {step.dtype} on {step.device} with {step.numel()} entries, expected one float32 or float64 on the CPU"
+    if (
+        type(step) is not Tensor
+        or step.device.type != "cpu"
+        or step.dtype not in TYPES
+        or step.numel() != 1
+    ):
+        return (
+            f"is {step.dtype} on {step.device} with {step.numel()} entries, expected one float32 or"
+            " float64 on the CPU"
+        )
     return None
 
 
@@ -303,14 +361,26 @@ class _OfAdam(_Compiled):
     def _numbers(self, group: Group) -> dict[str, Any]:
         apart = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
         beta1, beta2 = group["betas"]
-        numbers = {"lr": group["lr"], "decay": group["weight_decay"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        return numbers | {"rule": RULES["adamw" if apart else "adam"], "amsgrad": group["amsgrad"], "maximize": group["maximize"]}
+        numbers = {
+            "lr": group["lr"],
+            "decay": group["weight_decay"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+        }
+        return numbers | {
+            "rule": RULES["adamw" if apart else "adam"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+        }
 
 
 class Adam(_OfAdam, torch.optim.Adam):
-    """`torch.optim.Adam` that clips by the global norm and steps in one call; the update is torch's, to rounding.
+    """`torch.optim.Adam` that clips by the global norm and steps in one call; the update is
+    torch's, to rounding.
 
-    For networks of few, small tensors, where calls are what an optimizer costs. On a GPU nothing is gained: it is torch's own step there.
+    For networks of few, small tensors, where calls are what an optimizer costs. On a GPU nothing is
+    gained: it is torch's own step there.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.Adam` takes them.
@@ -320,16 +390,18 @@ class Adam(_OfAdam, torch.optim.Adam):
         weight_decay: times the weight joins the gradient (L2); `AdamW` shrinks the weight instead.
         amsgrad: divide by the largest mean of squares so far.
         maximize: climb instead of descending.
-        max_norm: scale the gradients of all groups together down to this norm; default: leave them as they are. `norm` then is what
-            it was before, and `.grad` is not written: what logs clipped gradients wants `torch.nn.utils.clip_grad_norm_`.
-        foreach, fused: which of torch's own steps runs where the compiled one does not; without meaning elsewhere.
-        capturable, differentiable: torch's own step.
+        max_norm: scale the gradients of all groups together down to this norm; default: leave them
+            as they are. `norm` then is what it was before, and `.grad` is not written: what logs
+            clipped gradients wants `torch.nn.utils.clip_grad_norm_`.
+        foreach, fused: which of torch's own steps runs where the compiled one does not; without
+        meaning elsewhere. capturable, differentiable: torch's own step.
 
     Raises:
         ConfigError: `max_norm` that is not above 0, or with `differentiable`.
         ValueError: other arguments out of range, as torch words it.
 
-    Cost: 8 bytes of state per float32 number, 12 with amsgrad, as torch. Gradients are read twice with `max_norm`.
+    Cost: 8 bytes of state per float32 number, 12 with amsgrad, as torch. Gradients are read twice
+    with `max_norm`.
 
     Example:
         >>> import torch, throughtime.optim
@@ -340,8 +412,8 @@ class Adam(_OfAdam, torch.optim.Adam):
         >>> bool(optimizer.norm > 0)
         True
 
-    References: D. P. Kingma and J. Ba, Adam: a method for stochastic optimization, ICLR (2015). S. J. Reddi, S. Kale and S. Kumar, On
-    the convergence of Adam and beyond, ICLR (2018).
+    References: D. P. Kingma and J. Ba, Adam: a method for stochastic optimization, ICLR (2015). S.
+    J. Reddi, S. Kale and S. Kumar, On the convergence of Adam and beyond, ICLR (2018).
     """
 
     _torch = torch.optim.Adam
@@ -362,20 +434,27 @@ class Adam(_OfAdam, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {"foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable}
+        torchs: dict[str, Any] = {
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **torchs)
         self._begin(max_norm)
 
 
 class AdamW(_OfAdam, torch.optim.AdamW):
-    """`torch.optim.AdamW` that clips by the global norm and steps in one call; the update is torch's, to rounding.
+    """`torch.optim.AdamW` that clips by the global norm and steps in one call; the update is
+    torch's, to rounding.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.AdamW` takes them.
         lr: the learning rate; a tensor of one number may change where it is.
         betas: decay of the means of gradients and of their squares.
         eps: joins the denominator.
-        weight_decay: the weight shrinks by this times the learning rate at each step, apart from its gradient.
+        weight_decay: the weight shrinks by this times the learning rate at each step, apart from
+            its gradient.
         amsgrad: divide by the largest mean of squares so far.
         maximize: climb instead of descending.
         max_norm: as in `Adam`.
@@ -417,18 +496,25 @@ class AdamW(_OfAdam, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {"foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable}
+        torchs: dict[str, Any] = {
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **torchs)
         self._begin(max_norm)
 
 
 class SGD(_Compiled, torch.optim.SGD):
-    """`torch.optim.SGD` that clips by the global norm and steps in one call; the update is torch's, to rounding.
+    """`torch.optim.SGD` that clips by the global norm and steps in one call; the update is torch's,
+    to rounding.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.SGD` takes them.
         lr: the learning rate; a tensor of one number may change where it is.
-        momentum: decay of the sum of gradients that takes the place of the gradient; 0: none is kept.
+        momentum: decay of the sum of gradients that takes the place of the gradient; 0: none is
+            kept.
         dampening: what share of each new gradient that sum leaves out.
         weight_decay: times the weight joins the gradient.
         nesterov: look ahead by one step of momentum.
@@ -439,7 +525,8 @@ class SGD(_Compiled, torch.optim.SGD):
         ConfigError: `max_norm` that is not above 0, or with `differentiable`.
         ValueError: other arguments out of range, as torch words it.
 
-    Cost: 4 bytes of state per float32 number with momentum, none without, as torch. Gradients are read twice with `max_norm`.
+    Cost: 4 bytes of state per float32 number with momentum, none without, as torch. Gradients are
+    read twice with `max_norm`.
 
     Example:
         >>> import torch, throughtime.optim
@@ -450,8 +537,8 @@ class SGD(_Compiled, torch.optim.SGD):
         >>> weight.data, optimizer.norm
         (tensor([ 0.6000, -0.8000]), 50.0)
 
-    References: I. Sutskever, J. Martens, G. Dahl and G. Hinton, On the importance of initialization and momentum in deep learning,
-    ICML (2013), for Nesterov's momentum as torch writes it.
+    References: I. Sutskever, J. Martens, G. Dahl and G. Hinton, On the importance of initialization
+    and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
 
     _torch = torch.optim.SGD
@@ -471,7 +558,12 @@ class SGD(_Compiled, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused}
+        torchs: dict[str, Any] = {
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **torchs)
         self._begin(max_norm)
 
@@ -484,5 +576,14 @@ class SGD(_Compiled, torch.optim.SGD):
         return state.get("momentum_buffer") is None
 
     def _numbers(self, group: Group) -> dict[str, Any]:
-        numbers = {"lr": group["lr"], "decay": group["weight_decay"], "momentum": group["momentum"], "dampening": group["dampening"]}
-        return numbers | {"rule": RULES["sgd"], "nesterov": group["nesterov"], "maximize": group["maximize"]}
+        numbers = {
+            "lr": group["lr"],
+            "decay": group["weight_decay"],
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+        }
+        return numbers | {
+            "rule": RULES["sgd"],
+            "nesterov": group["nesterov"],
+            "maximize": group["maximize"],
+        }

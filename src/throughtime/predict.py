@@ -1,4 +1,5 @@
-"""Evaluation and streaming: chunk by chunk, state carried, no graph, the training state never touched.
+"""Evaluation and streaming: chunk by chunk, state carried, no graph, the training state never
+touched.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -44,24 +45,28 @@ class Evaluation:
     recordings: dict[str, Figures]
 
 
-def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, score: Score | None = None) -> Evaluation:
+def evaluate(
+    net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, score: Score | None = None
+) -> Evaluation:
     """Loss and scores of one epoch of the stream, with the state carried as in training.
 
-    The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training in
-    progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are recordings
-    at most: a recording cut into parts starts each part from the initial state.
+    The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training
+    in progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are
+    recordings at most: a recording cut into parts starts each part from the initial state.
 
     On several ranks each plays its share, and all return the loss over all of them.
 
     Args:
         net: made by `tt.carry`.
         stream: a stream of its own, not the one that training iterates.
-        loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses of classes by
-            the weights of the classes, so that the cut into chunks changes nothing.
-        score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that protocol.
+        loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
+            of classes by the weights of the classes, so that the cut into chunks changes nothing.
+        score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that
+            protocol.
 
     Raises:
-        DataError: the stream has no targets, or a score is asked for and it plays only a rank's share.
+        DataError: the stream has no targets, or a score is asked for and it plays only a rank's
+            share.
 
     Cost: one forward pass; memory for one chunk.
 
@@ -80,7 +85,8 @@ def evaluate(net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, sco
 
 
 class Evaluator:
-    """An evaluation chunk by chunk, for loops that hand out the chunks themselves; `tt.evaluate` plays a whole stream.
+    """An evaluation chunk by chunk, for loops that hand out the chunks themselves; `tt.evaluate`
+    plays a whole stream.
 
     Args:
         net: made by `tt.carry`.
@@ -99,7 +105,9 @@ class Evaluator:
         50
     """
 
-    def __init__(self, net: Carried, loss_fn: LossFn | None = None, *, score: Score | None = None) -> None:
+    def __init__(
+        self, net: Carried, loss_fn: LossFn | None = None, *, score: Score | None = None
+    ) -> None:
         self._player = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
         self._whole = None if score is None else score.fresh()
@@ -115,8 +123,9 @@ class Evaluator:
         ranks = ranks_of(self._player.net, stream)
         if ranks.count > 1 and self._whole is not None:
             raise DataError(
-                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are not added up over ranks: give it "
-                "tt.Stream(..., rank=0, ranks=1), which plays everything"
+                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are"
+                " not added up over ranks: give it tt.Stream(..., rank=0, ranks=1), which plays"
+                " everything"
             )
 
     def add(self, chunk: Chunk) -> Tensor:
@@ -126,7 +135,10 @@ class Evaluator:
             DataError: the chunk has no targets.
         """
         if chunk.targets is None:
-            raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
+            raise DataError(
+                "the recordings of this stream have no targets; to run the net without scoring it"
+                " use tt.predict"
+            )
         chunk = chunk.to(self._player.device)
         self._player.lanes = chunk.lanes
         outputs = self._player(chunk.inputs, chunk.resets if chunk.any_reset else None)
@@ -150,8 +162,13 @@ class Evaluator:
             total, mass, steps = ranks.total([total, mass, steps])
         loss = total / mass if mass else math.nan
         names = Counter(recording.name for recording in stream.recordings)
-        by_name = {_unique(stream.recordings[i].name, i, names): self._apart[i].figures() for i in sorted(self._apart)}
-        return Evaluation(loss, int(steps), self._whole.figures() if self._whole is not None else {}, by_name)
+        by_name = {
+            _unique(stream.recordings[i].name, i, names): self._apart[i].figures()
+            for i in sorted(self._apart)
+        }
+        return Evaluation(
+            loss, int(steps), self._whole.figures() if self._whole is not None else {}, by_name
+        )
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:
@@ -187,8 +204,8 @@ def predict(
         recording: as for `tt.Stream`; targets are not looked at.
         chunk: steps per forward call; it changes memory and speed only.
         state: the state entering the first step; default: the initial state.
-        out: where to write, anything that takes `out[start:stop] = array` of shape `(n, C)`, a memory-mapped array for one;
-            default: a new tensor.
+        out: where to write, anything that takes `out[start:stop] = array` of shape `(n, C)`, a
+            memory-mapped array for one; default: a new tensor.
         dtype: type of the inputs; default: as they are.
         missing: as for `tt.Stream`.
 
@@ -203,7 +220,16 @@ def predict(
         >>> outputs.shape
         torch.Size([50, 8])
     """
-    stream = Stream([as_recording(recording, 0)], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1)
+    stream = Stream(
+        [as_recording(recording, 0)],
+        lanes=1,
+        chunk=chunk,
+        seed=None,
+        dtype=dtype,
+        missing=missing,
+        rank=0,
+        ranks=1,
+    )
     player = Predictor(net, lanes=1, state=state)
     start = 0
     for part in stream:
@@ -220,14 +246,16 @@ class Predictor:
     """A net running on a live stream: takes one step or any number at a time, keeps the state.
 
     Args:
-        net: made by `tt.carry`; runs in evaluation mode under `no_grad` and is put back after each call.
+        net: made by `tt.carry`; runs in evaluation mode under `no_grad` and is put back after each
+            call.
         lanes: B, streams side by side.
         state: where to start; default: the initial state.
 
     Attributes:
         state: the state after the last step; `None` before the first. A value: keep it, set it.
 
-    Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a predictor of its own.
+    Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a
+    predictor of its own.
 
     Cost: one forward call per call.
 
@@ -239,8 +267,12 @@ class Predictor:
     """
 
     def __init__(self, net: Carried, lanes: int = 1, *, state: State = None) -> None:
-        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]  # a raw module would lose its state
-            raise ModelError(f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)")
+        # a raw module would lose its state
+        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ModelError(
+                f"the net is a {type(net).__name__}; make its state explicit first: net ="
+                " tt.carry(module)"
+            )
         self.net, self.lanes, self.state = net, lanes, state
         weight = next(net.parameters(), None)
         self.device = torch.device("cpu") if weight is None else weight.device
@@ -248,7 +280,10 @@ class Predictor:
         self._whole = partial(gathered, net, shards) if shards else nullcontext
 
     def __call__(self, inputs: Tensor, resets: Tensor | None = None) -> Tensor:
-        """Outputs `(T, B, C)` for inputs `(T, B, D)`; `resets` `(T, B)` marks lanes that start a recording."""
+        """Outputs `(T, B, C)` for inputs `(T, B, D)`.
+
+        `resets` `(T, B)` marks lanes that start a recording.
+        """
         with self._whole(), running(self.net):
             if self.state is None:
                 self.state = self.net.initial_state(self.lanes, like=inputs)
@@ -266,7 +301,10 @@ class Predictor:
             StateError: nothing has been played yet.
         """
         if self.state is None:
-            raise StateError("there is no state to save before the first step; call the predictor on some inputs first")
+            raise StateError(
+                "there is no state to save before the first step; call the predictor on some inputs"
+                " first"
+            )
         trees.save(self.state, path)
 
     def load(self, path: str | Path, *, like: Tensor | None = None) -> None:

@@ -61,13 +61,20 @@ class Classification:
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         n = len(self.classes)
         if outputs.shape[-1] != n:
-            raise DataError(f"the outputs have {outputs.shape[-1]} columns, expected one for each of the classes {list(self.classes)}")
+            raise DataError(
+                f"the outputs have {outputs.shape[-1]} columns, expected one for each of the"
+                f" classes {list(self.classes)}"
+            )
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < n:
             raise DataError(
-                f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to {n - 1} for {list(self.classes)}"
+                f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to"
+                f" {n - 1} for {list(self.classes)}"
             )
         if bool(outputs.isnan().any()):
-            raise DataError("the outputs hold NaN: the model diverged, or its weights were spoilt; a NaN has no class")
+            raise DataError(
+                "the outputs hold NaN: the model diverged, or its weights were spoilt; a NaN has no"
+                " class"
+            )
         pairs = targets.long() * n + outputs.argmax(dim=-1)
         self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
 
@@ -111,10 +118,14 @@ class Regression:
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         if not len(targets):
             return
-        y, t = outputs.double().reshape(len(outputs), -1), targets.double().reshape(len(targets), -1)
+        y, t = (
+            outputs.double().reshape(len(outputs), -1),
+            targets.double().reshape(len(targets), -1),
+        )
         if y.shape != t.shape:
             raise DataError(
-                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}; expected one output for each target"
+                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)};"
+                " expected one output for each target"
             )
         self.squared_error += (y - t).square().sum().item()
         self.squared_target += t.square().sum().item()
@@ -125,7 +136,9 @@ class Regression:
         here, n = t.mean(0), len(t)
         before = self.mean if self.count else torch.zeros_like(here)
         step = here - before
-        self.spread += (t - here).square().sum().item() + step.square().sum().item() * self.count * n / (self.count + n)
+        self.spread += (
+            t - here
+        ).square().sum().item() + step.square().sum().item() * self.count * n / (self.count + n)
         self.mean = before + step * n / (self.count + n)
         self.count += n
 

@@ -20,7 +20,9 @@ from torch import Tensor
 from throughtime import files
 from throughtime.errors import StateError
 
-State: TypeAlias = Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
+State: TypeAlias = (
+    Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
+)
 
 
 def _children(tree: State, path: str) -> list[tuple[str, State]]:
@@ -28,22 +30,24 @@ def _children(tree: State, path: str) -> list[tuple[str, State]]:
     if isinstance(tree, Mapping):
         return [(str(key), branch) for key, branch in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return list(zip(getattr(tree, "_fields"), tree, strict=True))  # noqa: B009  # the type checker knows no namedtuple here
+        # the type checker knows no namedtuple here
+        return list(zip(getattr(tree, "_fields"), tree, strict=True))
     if isinstance(tree, (tuple, list)):
         return [(str(i), branch) for i, branch in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
     where = f"state leaf '{path}'" if path else "the state"
     raise StateError(
-        f"{where} is a {type(tree).__name__}, expected a tensor or a tuple, list, dict, namedtuple or "
-        "dataclass of tensors. Keep counters and flags as tensors with one row per lane."
+        f"{where} is a {type(tree).__name__}, expected a tensor or a tuple, list, dict, namedtuple"
+        " or dataclass of tensors. Keep counters and flags as tensors with one row per lane."
     )
 
 
 def _rebuild(tree: State, branches: list[State]) -> State:
     """A node of the same type as `tree` around new branches."""
     if isinstance(tree, Mapping):
-        return type(tree)(zip(tree.keys(), branches, strict=True))  # pyright: ignore[reportCallIssue]  # Mapping has no constructor contract; dict and OrderedDict do
+        # Mapping has no constructor contract; dict and OrderedDict do
+        return type(tree)(zip(tree.keys(), branches, strict=True))  # pyright: ignore[reportCallIssue]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*branches)
     if isinstance(tree, (tuple, list)):
@@ -68,19 +72,34 @@ def _map(fn: Callable[[Tensor], Tensor], tree: State, path: str) -> State:
     if isinstance(tree, Tensor):
         return fn(tree)
     if type(tree) is tuple:
-        return tuple([fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{i}") for i, b in enumerate(tree)])
+        return tuple(
+            [
+                fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{i}")
+                for i, b in enumerate(tree)
+            ]
+        )
     if type(tree) is dict:
-        return {k: fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{k}") for k, b in tree.items()}
+        return {
+            k: fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{k}")
+            for k, b in tree.items()
+        }
     if tree is None and path:
         return None
-    return _rebuild(tree, [_map(fn, b, f"{path}.{name}") for name, b in _children(tree, path.removeprefix("."))])
+    return _rebuild(
+        tree, [_map(fn, b, f"{path}.{name}") for name, b in _children(tree, path.removeprefix("."))]
+    )
 
 
-def _map_several(fn: Callable[..., Tensor], state: State, others: tuple[State, ...], path: str) -> State:
+def _map_several(
+    fn: Callable[..., Tensor], state: State, others: tuple[State, ...], path: str
+) -> State:
     if isinstance(state, Tensor):
         for other in others:
             if not isinstance(other, Tensor):
-                raise StateError(f"state leaf '{path or 'state'}' is a tensor in one state and a {type(other).__name__} in another")
+                raise StateError(
+                    f"state leaf '{path or 'state'}' is a tensor in one state and a"
+                    f" {type(other).__name__} in another"
+                )
         return fn(state, *others)
     if state is None and path:
         return None
@@ -105,10 +124,15 @@ def arranged(state: State, like: State) -> State:
 def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list[tuple[str, State]]:
     found = _children(other, path)
     by_name = dict(found)
-    if isinstance(other, Mapping) and by_name.keys() == {name for name, _ in branches}:  # the order of keys says nothing
+    if isinstance(other, Mapping) and by_name.keys() == {
+        name for name, _ in branches
+    }:  # the order of keys says nothing
         found = [(name, by_name[name]) for name, _ in branches]
     if [name for name, _ in found] != [name for name, _ in branches]:
-        raise StateError(f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and {[n for n, _ in found]}")
+        raise StateError(
+            f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and"
+            f" {[n for n, _ in found]}"
+        )
     return found
 
 
@@ -129,7 +153,13 @@ def differentiable(leaf: Tensor) -> bool:
 def tensors(state: State) -> list[Tensor]:
     """Every leaf, without names: what a check that runs on every call can afford."""
     found: list[Tensor] = []
-    branches = state.values() if type(state) is dict else state if type(state) in {tuple, list} else (state,)
+    branches = (
+        state.values()
+        if type(state) is dict
+        else state
+        if type(state) in {tuple, list}
+        else (state,)
+    )
     for branch in branches:
         if isinstance(branch, Tensor):
             found.append(branch)
@@ -150,11 +180,15 @@ def lanes(state: State) -> int | None:
     first = ""
     for name, leaf in leaves(state):
         if leaf.dim() == 0:
-            raise StateError(f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)")
+            raise StateError(
+                f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)"
+            )
         if found is None:
             found, first = leaf.shape[0], name
         elif leaf.shape[0] != found:
-            raise StateError(f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {found}")
+            raise StateError(
+                f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {found}"
+            )
     return found
 
 
@@ -187,8 +221,8 @@ def reset(state: State, initial: State, where: Tensor) -> State:
     count = lanes(state)
     if count is not None and (where.shape != (count,) or lanes(initial) != count):
         raise StateError(
-            f"the state has {count} lanes, the initial state {lanes(initial)}, `where` the shape {tuple(where.shape)}; all need one "
-            "row per lane"
+            f"the state has {count} lanes, the initial state {lanes(initial)}, `where` the shape"
+            f" {tuple(where.shape)}; all need one row per lane"
         )
 
     def pick(leaf: Tensor, start: Tensor) -> Tensor:
@@ -208,13 +242,18 @@ def select(state: State, lanes: Sequence[int] | Tensor) -> State:
     """
     index = torch.as_tensor(lanes)
     if index.dtype == torch.bool:
-        raise StateError("lanes are given as a mask, expected their numbers: mask.nonzero().flatten()")
+        raise StateError(
+            "lanes are given as a mask, expected their numbers: mask.nonzero().flatten()"
+        )
     index = index.long()
 
     def rows(leaf: Tensor) -> Tensor:
         wrong = index[(index < 0) | (index >= leaf.shape[0])]
         if len(wrong):
-            raise StateError(f"lane {int(wrong[0])} asked for, the state has {leaf.shape[0]} lanes (0 to {leaf.shape[0] - 1})")
+            raise StateError(
+                f"lane {int(wrong[0])} asked for, the state has {leaf.shape[0]} lanes (0 to"
+                f" {leaf.shape[0] - 1})"
+            )
         return leaf.index_select(0, index.to(leaf.device))
 
     return map_leaves(rows, state)
@@ -234,7 +273,8 @@ def stack(states: Sequence[State]) -> State:
         for (name, a), (_, b) in zip(leaves(states[0]), leaves(other), strict=False):
             if a.shape[1:] != b.shape[1:]:
                 raise StateError(
-                    f"state leaf '{name}' is {tuple(a.shape)} in one state and {tuple(b.shape)} in another; only the lanes may differ"
+                    f"state leaf '{name}' is {tuple(a.shape)} in one state and {tuple(b.shape)} in"
+                    " another; only the lanes may differ"
                 )
     return map_leaves(lambda *rows: torch.cat(rows), states[0], *states[1:])
 
@@ -242,11 +282,19 @@ def stack(states: Sequence[State]) -> State:
 def save(state: State, path: str | Path) -> None:
     """Writes a state as safetensors (no pickle): to a temporary file, synced, then renamed."""
     named = list(leaves(state))
-    tensors = {name: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for name, leaf in named}
+    tensors = {
+        name: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, leaf in named
+    }
     if len(tensors) < len(named):
         twice = sorted({name for name, _ in named if [n for n, _ in named].count(name) > 1})
-        raise StateError(f"two leaves of the state are both called '{twice[0]}': a key with a dot in it looks like nesting; rename it")
-    files.write_atomically(Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"}))
+        raise StateError(
+            f"two leaves of the state are both called '{twice[0]}': a key with a dot in it looks"
+            " like nesting; rename it"
+        )
+    files.write_atomically(
+        Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"})
+    )
 
 
 def load(path: str | Path, like: State) -> State:
@@ -263,20 +311,30 @@ def load(path: str | Path, like: State) -> State:
     try:
         found = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise StateError(f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote") from error
+        raise StateError(
+            f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote"
+        ) from error
     return unflatten(found, like, source=str(path))
 
 
 def unflatten(found: Mapping[str, Tensor], like: State, *, source: str) -> State:
-    """The tensors of `found`, by leaf name, in the structure of `like`; every difference is listed."""
+    """The tensors of `found`, by leaf name, in the structure of `like`.
+
+    Every difference is listed.
+    """
     wanted = dict(leaves(like))
     faults = [f"leaf '{name}' is missing" for name in wanted if name not in found]
     faults += [f"leaf '{name}' is unknown" for name in found if name not in wanted]
     for name in wanted.keys() & found.keys():
         got, expected = found[name], wanted[name]
         if got.shape != expected.shape or got.dtype != expected.dtype:
-            faults.append(f"leaf '{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
+            faults.append(
+                f"leaf '{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)}"
+                f" {expected.dtype}"
+            )
     if faults:
-        raise StateError(f"{source}: not a state of this model and lane count: " + "; ".join(sorted(faults)))
+        raise StateError(
+            f"{source}: not a state of this model and lane count: " + "; ".join(sorted(faults))
+        )
     names = iter(wanted)
     return map_leaves(lambda leaf: found[next(names)].to(leaf.device), like)

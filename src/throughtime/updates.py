@@ -16,7 +16,16 @@ from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError, ModelError, RunError
-from throughtime.gradient import Accumulated, Learning, LossFn, Objective, Policy, Progress, Scaler, Update
+from throughtime.gradient import (
+    Accumulated,
+    Learning,
+    LossFn,
+    Objective,
+    Policy,
+    Progress,
+    Scaler,
+    Update,
+)
 from throughtime.gradient.gather import weights_of
 from throughtime.nn.advice import AFTER, advise
 from throughtime.ranks import Ranks, ranks_of
@@ -34,25 +43,30 @@ def updates(
     scaler: Scaler | None = None,
     accumulate: int = 1,
 ) -> "Updates":
-    """One epoch of the stream as updates: each adds its gradient to `.grad`, then the loop is yours.
+    """One epoch of the stream as updates: each adds its gradient to `.grad`, then the loop is
+    yours.
 
     The optimizer, clipping, schedulers and the loop stay the user's; call `optimizer.step()` and
     `optimizer.zero_grad()` in the body. No graph outlives an update.
 
     Args:
         net: made by `tt.carry`.
-        stream: a `tt.Stream` (any chunk length: the policy cuts as it needs), or any iterable of adjacent
-            `Chunk`s. It starts its epoch anew unless `state` is given or a `state_dict` was loaded.
-        loss_fn: any function of outputs `(N, C)` and targets `(N,)` or `(N, C)` that returns their mean loss, as
-            `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of the update.
+        stream: a `tt.Stream` (any chunk length: the policy cuts as it needs), or any iterable of
+            adjacent `Chunk`s. It starts its epoch anew unless `state` is given or a `state_dict`
+            was loaded.
+        loss_fn: any function of outputs `(N, C)` and targets `(N,)` or `(N, C)` that returns their
+            mean loss, as `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of
+            the update.
         gradient: `tt.Truncated(...)` or another policy.
         state: carried state to go on from where the stream stands; default: the initial state.
         scaler: a `torch.amp.GradScaler`; its `step` and `update` stay in the loop.
-        accumulate: so many updates of the policy are one: the mean of their gradients, weighed by their valid steps, with the state
-            carried from one to the next; fewer at the end of an epoch. Ranks add up once for all of them.
+        accumulate: so many updates of the policy are one: the mean of their gradients, weighed by
+            their valid steps, with the state carried from one to the next; fewer at the end of an
+            epoch. Ranks add up once for all of them.
 
     Returns:
-        An iterator of `Update`s. A stride without any valid step carries the state and yields nothing.
+        An iterator of `Update`s. A stride without any valid step carries the state and yields
+        nothing.
 
     Raises:
         ModelError: the net is not carried, or breaks its contract.
@@ -76,14 +90,27 @@ def updates(
     """
     ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
     objective = Objective(loss_fn, scaler, ranks if ranks.count > 1 else None)
-    return Updates(net, stream, objective, gradient if accumulate == 1 else Accumulated(gradient, accumulate), state, ranks)
+    return Updates(
+        net,
+        stream,
+        objective,
+        gradient if accumulate == 1 else Accumulated(gradient, accumulate),
+        state,
+        ranks,
+    )
 
 
 class Updates(Iterator[Update]):
     """The iterator that `tt.updates` returns; `state_dict()` resumes it to the bit."""
 
     def __init__(
-        self, net: Carried, stream: Stream | Iterable[Chunk], objective: Objective, gradient: Policy, state: State, ranks: Ranks
+        self,
+        net: Carried,
+        stream: Stream | Iterable[Chunk],
+        objective: Objective,
+        gradient: Policy,
+        state: State,
+        ranks: Ranks,
     ) -> None:
         self._net = _carried(net)
         self._stream = stream if isinstance(stream, Stream) else None
@@ -97,7 +124,9 @@ class Updates(Iterator[Update]):
             stream.start(handed=stream.hand_off and stream.entering(net) is not None)
         self._checked = ranks.count == 1
         self._turn = 0 if self._stream is None else self._stream.turn
-        self._progress = None if state is None else Progress(trees.detach(state), trees.detach(state))
+        self._progress = (
+            None if state is None else Progress(trees.detach(state), trees.detach(state))
+        )
         self._finished = self._broken = False
         self._made = 0  # updates, for the advice after so many
         self._before: tuple[int, int, Progress | None] | None = None
@@ -113,24 +142,32 @@ class Updates(Iterator[Update]):
             raise StopIteration
         if self._broken:
             raise RunError(
-                "these updates ended with an error in the middle of a step: the stream has moved on and the state has not. Start again "
-                "with tt.updates(...), or from a saved place with load_state_dict"
+                "these updates ended with an error in the middle of a step: the stream has moved on"
+                " and the state has not. Start again with tt.updates(...), or from a saved place"
+                " with load_state_dict"
             )
         if self._stream is not None and self._stream.turn != self._turn:
             raise DataError(
-                "the stream was started again or moved while its updates were taken: the carried state belongs to another place. Give "
-                "tt.evaluate, and every other loop, a Stream of its own."
+                "the stream was started again or moved while its updates were taken: the carried"
+                " state belongs to another place. Give tt.evaluate, and every other loop, a Stream"
+                " of its own."
             )
         if not self._checked:
-            self._ranks.check_alike(self._weights(), {**self._need_stream().plan(), "gradient": self._gradient})
+            self._ranks.check_alike(
+                self._weights(), {**self._need_stream().plan(), "gradient": self._gradient}
+            )
             self._checked = True
-        if self._progress is None and self._ranks.count == 1:  # on several, a rank that cannot begin tells the others
+        if (
+            self._progress is None and self._ranks.count == 1
+        ):  # on several, a rank that cannot begin tells the others
             self._progress = self._begin()
         if self._stream is not None:
             self._before = self._stream.epoch, self._stream.position, self._progress
         self._broken = True
         if self._progress is not None and self._ranks.count == 1:  # the usual case
-            update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._progress)
+            update, self._progress = self._gradient.update(
+                self._net, self._source, self._objective, self._progress
+            )
         else:
             update = self._together()
         self._broken = False
@@ -143,11 +180,16 @@ class Updates(Iterator[Update]):
         return update
 
     def _alone(self) -> Update | None:
-        update, self._progress = self._gradient.update(self._net, self._source, self._objective, self._now())
+        update, self._progress = self._gradient.update(
+            self._net, self._source, self._objective, self._now()
+        )
         return update
 
     def _together(self) -> Update | None:
-        """The next update that has a valid step on any rank; what `.grad` held before stays this rank's own until it is added."""
+        """The next update that has a valid step on any rank.
+
+        What `.grad` held before stays this rank's own until it is added.
+        """
         weights = list(self._weights().values())
         before = [weight.grad for weight in weights]
         for weight in weights:
@@ -189,8 +231,9 @@ class Updates(Iterator[Update]):
     def _begin(self) -> Progress:
         if self._stream is not None and self._stream.position > 0:
             raise DataError(
-                f"the stream stands at step {self._stream.position} and no state came with it: it would go on from a cold state. "
-                "Resume with updates.load_state_dict(...), or give tt.updates the carried state."
+                f"the stream stands at step {self._stream.position} and no state came with it: it"
+                " would go on from a cold state. Resume with updates.load_state_dict(...), or give"
+                " tt.updates the carried state."
             )
         if self._stream is not None and self._stream.handed:
             entering = self._stream.entering(self._net)
@@ -204,21 +247,29 @@ class Updates(Iterator[Update]):
         return None if self._progress is None else self._progress.state
 
     def state_dict(self, *, stepped: bool = True) -> dict[str, Any]:
-        """Where the updates stand: the place in the stream and the states that the policy needs to go on.
+        """Where the updates stand: the place in the stream and the states that the policy needs to
+        go on.
 
-        With the weights, the optimizer and torch's random state it resumes to the same bits. `state` and `edge` are state
-        trees; the rest are plain values.
+        With the weights, the optimizer and torch's random state it resumes to the same bits.
+        `state` and `edge` are state trees; the rest are plain values.
 
         Args:
-            stepped: whether the optimizer has stepped on the last update. `False` gives the place before it, from which it is made
-                again; so does an update that ended with an error, or is being made, as in the handler of a signal.
+            stepped: whether the optimizer has stepped on the last update. `False` gives the place
+                before it, from which it is made again; so does an update that ended with an error,
+                or is being made, as in the handler of a signal.
 
         Raises:
             DataError: the chunks do not come from a `tt.Stream`, which alone knows its place.
         """
         stream = self._need_stream()
         now = None if self._finished else self._progress
-        place: dict[str, Any] = {"stream": stream.state_dict(), "gradient": repr(self._gradient), "past": 0, "state": None, "edge": None}
+        place: dict[str, Any] = {
+            "stream": stream.state_dict(),
+            "gradient": repr(self._gradient),
+            "past": 0,
+            "state": None,
+            "edge": None,
+        }
         if self._before is not None and (self._broken or not stepped) and not self._finished:
             epoch, position, now = self._before
             place["stream"] |= {"epoch": epoch, "position": position}
@@ -227,8 +278,8 @@ class Updates(Iterator[Update]):
         if now is not None:
             if now.graphs:
                 raise DataError(
-                    f"{self._gradient!r} keeps graphs of earlier weights, which no file can hold, so this place cannot be resumed to "
-                    "the bit: take graphs='recompute'"
+                    f"{self._gradient!r} keeps graphs of earlier weights, which no file can hold,"
+                    " so this place cannot be resumed to the bit: take graphs='recompute'"
                 )
             place |= {
                 "past": sum(c.steps for c in now.past),
@@ -250,7 +301,8 @@ class Updates(Iterator[Update]):
         stream = self._need_stream()
         if place["gradient"] != repr(self._gradient):
             raise DataError(
-                f"the saved place belongs to {place['gradient']}, these updates to {self._gradient!r}; resume with the same policy"
+                f"the saved place belongs to {place['gradient']}, these updates to"
+                f" {self._gradient!r}; resume with the same policy"
             )
         stream.load_state_dict(place["stream"])
         if place.get("entering") is not None:
@@ -260,9 +312,16 @@ class Updates(Iterator[Update]):
         self._finished, self._broken, self._progress, self._before = False, False, None, None
         self._checked = self._ranks.count == 1
         if place["state"] is not None:
-            past = stream.read(stream.position - place["past"], stream.position) if place["past"] else None
+            past = (
+                stream.read(stream.position - place["past"], stream.position)
+                if place["past"]
+                else None
+            )
             steps = () if past is None else (self._source.placed(past),)
-            kept = {name: self._source.moved(place.get(name)) for name in ("state", "edge", "influence", "since")}
+            kept = {
+                name: self._source.moved(place.get(name))
+                for name in ("state", "edge", "influence", "since")
+            }
             self._progress = Progress(past=steps, **kept)
         if self._learning is not None and "learnt" in place:
             self._learning.load_state_dict(place["learnt"])
@@ -270,7 +329,8 @@ class Updates(Iterator[Update]):
     def _need_stream(self) -> Stream:
         if self._stream is None:
             raise DataError(
-                "only a tt.Stream knows its place and can read a step again; to resume, give tt.updates a Stream, not bare chunks"
+                "only a tt.Stream knows its place and can read a step again; to resume, give"
+                " tt.updates a Stream, not bare chunks"
             )
         return self._stream
 
@@ -306,7 +366,9 @@ class Moving:
 
     def moved(self, state: State) -> State:
         """A state tree on the net's device: checkpoints are read to the CPU."""
-        return None if state is None else trees.map_leaves(lambda leaf: leaf.to(self._device), state)
+        return (
+            None if state is None else trees.map_leaves(lambda leaf: leaf.to(self._device), state)
+        )
 
     def peek(self) -> Chunk:
         """One step as it comes next, left in its place."""
@@ -317,7 +379,8 @@ class Moving:
 
 
 class ChunkQueue:
-    """Chunks from any iterable, cut anew to the lengths asked for, after checking that they are adjacent.
+    """Chunks from any iterable, cut anew to the lengths asked for, after checking that they are
+    adjacent.
 
     A list or tuple of chunks can be read again; an iterator gives every step once.
     """
@@ -351,7 +414,10 @@ class ChunkQueue:
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, stop)
         return join(
-            [chunks[i].between(max(0, start - self._starts[i]), stop - self._starts[i]) for i in range(first, min(last, len(chunks)))]
+            [
+                chunks[i].between(max(0, start - self._starts[i]), stop - self._starts[i])
+                for i in range(first, min(last, len(chunks)))
+            ]
         )
 
     def unbroken(self) -> int:
@@ -359,7 +425,9 @@ class ChunkQueue:
         for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
             chunk, at = chunks[i], self._starts[i]
             if chunk.any_reset:
-                fresh = (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
+                fresh = (
+                    (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
+                )
                 later = [at + step for step in fresh if at + step > self.position]
                 if later:
                     return later[0] - self.position
@@ -368,8 +436,9 @@ class ChunkQueue:
     def _readable(self) -> Sequence[Chunk]:
         if self._again is None:
             raise DataError(
-                f"this gradient policy reads its steps again, and the chunks come from a {self._kind}, which gives each of them once: give "
-                "tt.updates a tt.Stream, or a list of chunks"
+                "this gradient policy reads its steps again, and the chunks come from a"
+                f" {self._kind}, which gives each of them once: give tt.updates a tt.Stream, or a"
+                " list of chunks"
             )
         return self._again
 
@@ -381,17 +450,21 @@ class ChunkQueue:
 
     def peek(self) -> Chunk:
         if not self._waiting and not self._fetch():
-            raise DataError("the stream gave no chunk at all; an exhausted iterator? Give tt.updates a tt.Stream or a list of chunks")
+            raise DataError(
+                "the stream gave no chunk at all; an exhausted iterator? Give tt.updates a"
+                " tt.Stream or a list of chunks"
+            )
         return self._waiting[0]
 
     def _fetch(self) -> bool:
         chunk = next(self._chunks, None)
         if chunk is None:
             return False
-        if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass loaders of anything
+        # users pass loaders of anything
+        if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
-                f"the stream gave a {type(chunk).__name__}, expected a Chunk: use tt.Stream(recordings, lanes, chunk), "
-                "or tt.Chunk.of(inputs, targets)"
+                f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
+                " tt.Stream(recordings, lanes, chunk), or tt.Chunk.of(inputs, targets)"
             )
         if self._last is not None:
             _check_adjacent(self._last, chunk)
@@ -404,28 +477,36 @@ def _refuse_sampler(loader: "DataLoader[Any]") -> None:
     sampler = loader.sampler
     if not isinstance(sampler, SequentialSampler) and loader.batch_size is not None:
         raise DataError(
-            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches are not adjacent in time, and "
-            "the state carried between them would belong to another place. Give tt.updates a tt.Stream, which keeps every lane in order."
+            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches"
+            " are not adjacent in time, and the state carried between them would belong to another"
+            " place. Give tt.updates a tt.Stream, which keeps every lane in order."
         )
 
 
 def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
     """Every lane goes on where it stopped, or resets."""
     if last.lanes != chunk.lanes:
-        raise DataError(f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a carried state needs the same lanes in every chunk")
+        raise DataError(
+            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a carried state needs the"
+            " same lanes in every chunk"
+        )
     same = chunk.recording[0] == last.recording[-1]
     follows = same & (chunk.position[0] == last.position[-1] + 1)
     broken = (~(follows | chunk.resets[0] | (chunk.recording[0] < 0))).nonzero()
     if len(broken):
         lane = int(broken[0])
         raise DataError(
-            f"lane {lane} jumps from recording {int(last.recording[-1, lane])}, step {int(last.position[-1, lane])} to recording "
-            f"{int(chunk.recording[0, lane])}, step {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent (shuffled? "
-            "sharded?). Mark the reset, or use tt.Stream."
+            f"lane {lane} jumps from recording {int(last.recording[-1, lane])}, step"
+            f" {int(last.position[-1, lane])} to recording {int(chunk.recording[0, lane])}, step"
+            f" {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent"
+            " (shuffled? sharded?). Mark the reset, or use tt.Stream."
         )
 
 
 def _carried(net: nn.Module) -> Carried:
     if not isinstance(net, Carried):
-        raise ModelError(f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)")
+        raise ModelError(
+            f"the net is a {type(net).__name__}; make its state explicit first: net ="
+            " tt.carry(module)"
+        )
     return net

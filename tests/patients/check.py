@@ -48,7 +48,13 @@ def run(path: Path) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [sys.executable, str(path)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, str(path)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         if left := sorted(path.name for path in Path(folder).iterdir()):
             done.returncode, done.stderr = 99, f"left files behind: {left}"
@@ -76,7 +82,9 @@ def check(path: Path) -> list[str]:
 def main() -> int:
     """Check the patients named on the command line, or all of them."""
     named = [Path(name).resolve() for name in sys.argv[1:]]
-    paths = named or sorted(path for kind in ("broken", "healthy") for path in (HERE / kind).glob("*.py"))
+    paths = named or sorted(
+        path for kind in ("broken", "healthy") for path in (HERE / kind).glob("*.py")
+    )
     names = [path.stem for path in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     for name in twice:

@@ -1,4 +1,5 @@
-"""What is measured: sizes, the goal that was set for each, and the arithmetic that no code can do without.
+"""What is measured: sizes, the goal that was set for each, and the arithmetic that no code can do
+without.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` classes.
 """
@@ -25,16 +26,17 @@ class Case:
 
     Attributes:
         name: as `--cases` takes it.
-        kind: "train", whole updates; "horizon", gradients of overlapping windows at fixed weights, without a step of the optimizer;
-            "resets", one step in a hundred begins a recording; "trace", the norm of every state's gradient is captured.
+        kind: "train", whole updates; "horizon", gradients of overlapping windows at fixed weights,
+            without a step of the optimizer; "resets", one step in a hundred begins a recording;
+            "trace", the norm of every state's gradient is captured.
         cell: of the recurrent layers.
         dtype: float32 or float64.
         lanes: B.
         inputs: D, or the width of the embedding.
         hidden: H.
         classes: C.
-        goal: for "train" and "horizon" how many times as fast as by hand, at least, on one thread; for "resets" and "trace" how many
-            times the time without, at most.
+        goal: for "train" and "horizon" how many times as fast as by hand, at least, on one thread;
+            for "resets" and "trace" how many times the time without, at most.
         layers: recurrent ones.
         steps: T of a chunk, or the horizon.
         stride: steps between two updates of "horizon"; default T.
@@ -80,10 +82,12 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the matrix products of an update, a product and a sum being two.
+        """Floating-point operations of the matrix products of an update, a product and a sum being
+        two.
 
-        Forward each weight once; backward once for the gradient of the weight and once for that of what went in, unless that is data.
-        Of a horizon, forward the new steps only: the others have been run before.
+        Forward each weight once; backward once for the gradient of the weight and once for that of
+        what went in, unless that is data. Of a horizon, forward the new steps only: the others have
+        been run before.
         """
         new, back, gates = self.every * self.lanes, self.steps * self.lanes, GATES[self.cell]
         total = 0.0
@@ -95,18 +99,42 @@ class Case:
         return total + new * 3 * 2.0 * self.hidden * self.classes
 
 
-def _sized(name: str, goals: dict[tuple[Cell, str], tuple[float, float | None]], like: Case) -> list[Case]:
+def _sized(
+    name: str, goals: dict[tuple[Cell, str], tuple[float, float | None]], like: Case
+) -> list[Case]:
     """A case for each cell and type."""
     types = {"f32": torch.float32, "f64": torch.float64}
     return [
-        replace(like, name=f"{cell.lower()}-{name}-{kind}", cell=cell, dtype=types[kind], goal=goal, stretch=stretch)
+        replace(
+            like,
+            name=f"{cell.lower()}-{name}-{kind}",
+            cell=cell,
+            dtype=types[kind],
+            goal=goal,
+            stretch=stretch,
+        )
         for (cell, kind), (goal, stretch) in goals.items()
     ]
 
 
 _ONE = Case("", "train", "LSTM", torch.float32, lanes=1, inputs=16, hidden=50, classes=5, goal=1.0)
-_MANY = Case("", "train", "LSTM", torch.float32, lanes=32, inputs=32, hidden=128, classes=10, goal=1.0)
-_WIDE = Case("", "train", "LSTM", torch.float32, lanes=20, inputs=650, hidden=650, classes=10, goal=1.0, layers=2, steps=35, quick=False)
+_MANY = Case(
+    "", "train", "LSTM", torch.float32, lanes=32, inputs=32, hidden=128, classes=10, goal=1.0
+)
+_WIDE = Case(
+    "",
+    "train",
+    "LSTM",
+    torch.float32,
+    lanes=20,
+    inputs=650,
+    hidden=650,
+    classes=10,
+    goal=1.0,
+    layers=2,
+    steps=35,
+    quick=False,
+)
 _ONE_GOALS: dict[tuple[Cell, str], tuple[float, float | None]] = {
     ("LSTM", "f64"): (13, 19),
     ("LSTM", "f32"): (2.5, 4.5),
@@ -123,21 +151,34 @@ _MANY_GOALS: dict[tuple[Cell, str], tuple[float, float | None]] = {
     ("GRU", "f64"): (2.6, None),
     ("RNN", "f64"): (2.6, None),
 }
-_PLAIN: dict[tuple[Cell, str], tuple[float, float | None]] = {("LSTM", "f32"): (1.0, None), ("GRU", "f32"): (1.0, None)}
+_PLAIN: dict[tuple[Cell, str], tuple[float, float | None]] = {
+    ("LSTM", "f32"): (1.0, None),
+    ("GRU", "f32"): (1.0, None),
+}
 
 
 def _priced(kind: Kind, goal: float) -> list[Case]:
     """What is paid beside plain updates, at both sizes."""
     found: list[Case] = []
     for name, like in (("b1-h50", _ONE), ("b32-h128", _MANY)):
-        found += [replace(case, kind=kind, name=f"{kind}-{case.name}", goal=goal) for case in _sized(name, _PLAIN, like)]
+        found += [
+            replace(case, kind=kind, name=f"{kind}-{case.name}", goal=goal)
+            for case in _sized(name, _PLAIN, like)
+        ]
     return found
 
 
 def _strides() -> list[Case]:
     """Horizon 100, credit through windows that overlap."""
-    goals: dict[tuple[Cell, str], tuple[float, float | None]] = {("LSTM", "f64"): (25, None), ("LSTM", "f32"): (25, None)}
-    found = [case for s in (10, 50) for case in _sized(f"stride{s}", goals, replace(_ONE, kind="horizon", stride=s))]
+    goals: dict[tuple[Cell, str], tuple[float, float | None]] = {
+        ("LSTM", "f64"): (25, None),
+        ("LSTM", "f32"): (25, None),
+    }
+    found = [
+        case
+        for s in (10, 50)
+        for case in _sized(f"stride{s}", goals, replace(_ONE, kind="horizon", stride=s))
+    ]
     return [replace(case, name=f"horizon-{case.name}") for case in found]
 
 
@@ -175,8 +216,8 @@ def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
         if not fitting:
             near = difflib.get_close_matches(pattern, CASES, n=1, cutoff=0.3)
             raise ConfigError(
-                f"cases={pattern!r}: no such case{f', the nearest is {near[0]!r}' if near else ''}. Expected names or patterns, separated "
-                f"by commas, of: {', '.join(CASES)}"
+                f"cases={pattern!r}: no such case{f', the nearest is {near[0]!r}' if near else ''}."
+                f" Expected names or patterns, separated by commas, of: {', '.join(CASES)}"
             )
         found.update(fitting)
     return [case for name, case in CASES.items() if name in found]

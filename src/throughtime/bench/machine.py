@@ -13,8 +13,17 @@ import torch
 from throughtime.kernels.library import level, why_missing
 from throughtime.nn import LSTM
 
-SIZES = (256, 384, 512)  # of square products, a millisecond and less: longer ones are interrupted on a machine that is not alone
-STEPS = ((256, 512, 128), (512, 512, 128))  # B, D and H of one step of a layer, which is one large product and a smaller one
+SIZES = (
+    256,
+    384,
+    512,
+    # of square products, a millisecond and less: longer ones are interrupted on a machine that is not
+    # alone
+)
+STEPS = (
+    (256, 512, 128),
+    (512, 512, 128),
+)  # B, D and H of one step of a layer, which is one large product and a smaller one
 LOOKED = 0.3  # seconds, for the best single call: another process takes milliseconds at a time
 
 
@@ -35,9 +44,16 @@ def _processor() -> str:
     """As the system names it; a virtual machine may hide which model it is."""
     told = Path("/proc/cpuinfo")
     if told.is_file():
-        fields = dict(line.split(":", 1) for line in told.read_text(encoding="utf-8").splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1)
+            for line in told.read_text(encoding="utf-8").splitlines()
+            if ":" in line
+        )
         named = {key.strip(): value.strip() for key, value in fields.items()}
-        parts = [named.get("model name", ""), *(f"{key} {named[key]}" for key in ("cpu family", "model") if key in named)]
+        parts = [
+            named.get("model name", ""),
+            *(f"{key} {named[key]}" for key in ("cpu family", "model") if key in named),
+        ]
         return ", ".join(part for part in parts if part) or platform.machine()
     return platform.processor() or platform.machine()
 
@@ -55,7 +71,10 @@ def with_threads(count: int) -> Generator[None]:
 
 def peaks() -> dict[str, dict[str, float]]:
     """GFLOP/s of the fastest large products, by type, with the threads that are set: torch's own and those of our kernels."""
-    return {str(dtype).removeprefix("torch."): {"torch.mm": _by_torch(dtype), "kernels": _by_us(dtype)} for dtype in _TYPES}
+    return {
+        str(dtype).removeprefix("torch."): {"torch.mm": _by_torch(dtype), "kernels": _by_us(dtype)}
+        for dtype in _TYPES
+    }
 
 
 _TYPES = (torch.float32, torch.float64)
@@ -76,7 +95,11 @@ def _by_us(dtype: torch.dtype) -> float:
     for lanes, width, hidden in STEPS:
         layer, x = LSTM(width, hidden).to(dtype), torch.randn(1, lanes, width, dtype=dtype)
         with torch.no_grad():
-            rates.append(_rate(2.0 * lanes * 4 * hidden * (width + hidden), lambda layer=layer, x=x: layer(x)))
+            rates.append(
+                _rate(
+                    2.0 * lanes * 4 * hidden * (width + hidden), lambda layer=layer, x=x: layer(x)
+                )
+            )
     return round(max(rates), 1)
 
 

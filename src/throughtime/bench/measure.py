@@ -1,7 +1,8 @@
-"""Turns: every side of a case runs for a while, then the next, in one process, so that a machine that is busy now is so for all.
+"""Turns: every side of a case runs for a while, then the next, in one process, so that a machine
+that is busy now is so for all.
 
-First the sides are checked to compute the same: losses of the first updates, or their gradients where the weights stay. What disagrees
-is not timed.
+First the sides are checked to compute the same: losses of the first updates, or their gradients
+where the weights stay. What disagrees is not timed.
 """
 
 import os
@@ -55,7 +56,9 @@ class Turn(NamedTuple):
 QUICK = Settings(rounds=5, turn=0.03, peers=())
 
 
-def measured(case: Case, settings: Settings, peak: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def measured(
+    case: Case, settings: Settings, peak: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     """One row of the results, with the threads that are set.
 
     Args:
@@ -75,9 +78,24 @@ def measured(case: Case, settings: Settings, peak: Mapping[str, Mapping[str, flo
             stack.callback(side.close)
         times = timed(sides, settings.rounds, settings.turn)
     floor = case.flops / max(peak[case.type].values()) / 1e6
-    row: dict[str, Any] = {"case": case.name, "kind": case.kind, "threads": torch.get_num_threads(), "level": level(), "runs": _runs(work)}
-    row |= {"load": [round(load, 2), round(os.getloadavg()[0], 2)], "checked": settings.checked, "apart": apart, "absent": absent}
-    row |= {"mflops": round(case.flops / 1e6, 3), "floor_ms": floor, "sides": told(times, case.at_most)}
+    row: dict[str, Any] = {
+        "case": case.name,
+        "kind": case.kind,
+        "threads": torch.get_num_threads(),
+        "level": level(),
+        "runs": _runs(work),
+    }
+    row |= {
+        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "checked": settings.checked,
+        "apart": apart,
+        "absent": absent,
+    }
+    row |= {
+        "mflops": round(case.flops / 1e6, 3),
+        "floor_ms": floor,
+        "sides": told(times, case.at_most),
+    }
     return row
 
 
@@ -85,7 +103,9 @@ def _runs(work: Work) -> str:
     """Which code plays the recurrent layer."""
     like = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN}[work.case.cell]
     layer = like(work.case.inputs, work.case.hidden).to(work.case.dtype)
-    return str(which(layer, torch.zeros(1, work.case.lanes, work.case.inputs, dtype=work.case.dtype)))
+    return str(
+        which(layer, torch.zeros(1, work.case.lanes, work.case.inputs, dtype=work.case.dtype))
+    )
 
 
 def _makes(work: Work, peers: Sequence[str]) -> tuple[dict[str, Make], dict[str, str]]:
@@ -104,7 +124,8 @@ def _makes(work: Work, peers: Sequence[str]) -> tuple[dict[str, Make], dict[str,
 def checked(work: Work, makes: Mapping[str, Make], count: int) -> dict[str, float]:
     """The largest relative difference of each side from the first.
 
-    Where steps are reset, the side without resets does another work and has nothing to be compared with.
+    Where steps are reset, the side without resets does another work and has nothing to be compared
+    with.
 
     Raises:
         RunError: it is more than rounding.
@@ -114,7 +135,11 @@ def checked(work: Work, makes: Mapping[str, Make], count: int) -> dict[str, floa
         if case.kind != "resets" or name != OURS:
             side = make(work)
             try:
-                found[name] = gradients(side, count) if case.kind == "horizon" else [loss.clone() for loss in side.run(count)]
+                found[name] = (
+                    gradients(side, count)
+                    if case.kind == "horizon"
+                    else [loss.clone() for loss in side.run(count)]
+                )
             finally:
                 side.close()
     first, *others = found
@@ -122,9 +147,10 @@ def checked(work: Work, makes: Mapping[str, Make], count: int) -> dict[str, floa
     if not all(far <= TOLERANCE[case.dtype] for far in apart.values()):
         what = "gradients" if case.kind == "horizon" else "losses"
         raise RunError(
-            f"{case.name}: the {what} of the first {count} updates are apart by {apart} of their size from those of '{first}', expected "
-            f"{TOLERANCE[case.dtype]:g} at most: these sides do not compute the same, and their times would mean nothing. Find out which "
-            "is right before measuring"
+            f"{case.name}: the {what} of the first {count} updates are apart by {apart} of their"
+            f" size from those of '{first}', expected {TOLERANCE[case.dtype]:g} at most: these"
+            " sides do not compute the same, and their times would mean nothing. Find out which is"
+            " right before measuring"
         )
     return apart
 
@@ -134,7 +160,9 @@ def gradients(side: Side, count: int) -> list[Tensor]:
     found: list[Tensor] = []
     for _ in range(count):
         side.run(1)
-        found.append(torch.cat([torch.as_tensor(weight.grad).flatten() for weight in side.net.parameters()]))
+        found.append(
+            torch.cat([torch.as_tensor(weight.grad).flatten() for weight in side.net.parameters()])
+        )
     return found
 
 
@@ -143,7 +171,9 @@ def difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     if len(mine) != len(theirs):
         return float("inf")
     far = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine, theirs, strict=True)]
-    return max((value if value == value else float("inf") for value in far), default=float("inf"))  # NaN is unlike itself
+    return max(
+        (value if value == value else float("inf") for value in far), default=float("inf")
+    )  # NaN is unlike itself
 
 
 def timed(sides: Mapping[str, Side], rounds: int, turn: float) -> dict[str, list[Turn]]:
@@ -170,18 +200,25 @@ def _count(side: Side, turn: float) -> int:
 def _turn(side: Side, count: int) -> Turn:
     began, busy = time.perf_counter(), time.process_time()
     side.run(count)
-    return Turn((time.perf_counter() - began) / count * 1e3, (time.process_time() - busy) / count * 1e3)
+    return Turn(
+        (time.perf_counter() - began) / count * 1e3, (time.process_time() - busy) / count * 1e3
+    )
 
 
 def told(times: Mapping[str, Sequence[Turn]], price: bool) -> dict[str, dict[str, Any]]:
-    """Milliseconds of each side, and how many times those of the first; where that is the price, how many times the second's it is.
+    """Milliseconds of each side, and how many times those of the first; where that is the price,
+    how many times the second's it is.
 
-    `processor_ratio` is that of processor time, of all threads: on one thread what other processes take is not in it.
+    `processor_ratio` is that of processor time, of all threads: on one thread what other processes
+    take is not in it.
     """
     base = next(iter(times.values()))
     found: dict[str, dict[str, Any]] = {}
     for name, own in times.items():
-        pairs = [(mine, theirs) if price else (theirs, mine) for mine, theirs in zip(base, own, strict=True)]
+        pairs = [
+            (mine, theirs) if price else (theirs, mine)
+            for mine, theirs in zip(base, own, strict=True)
+        ]
         found[name] = {
             "ms": _spread(turn.clock for turn in own),
             "ratio": _spread(a.clock / b.clock for a, b in pairs),

@@ -36,7 +36,10 @@ def parts_of(page: Path) -> tuple[str, str]:
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"{page}: expected a line {BEGIN!r} and one {END!r} after it, between which the tables are put")
+        raise ConfigError(
+            f"{page}: expected a line {BEGIN!r} and one {END!r} after it, between which the tables"
+            " are put"
+        )
     return before, after
 
 
@@ -53,30 +56,43 @@ def put_into(page: Path, text: str) -> None:
 def _measured_on(facts: Mapping[str, Any]) -> str:
     told, rows = facts["machine"], facts["rows"]
     loads = [load for row in rows for load in row["load"]]
-    rounds = sorted({f"{row['settings']['rounds']} turns of {row['settings']['turn']:g} s" for row in rows})
+    rounds = sorted(
+        {f"{row['settings']['rounds']} turns of {row['settings']['turn']:g} s" for row in rows}
+    )
     header = (
-        f"Processor: {told['processor']}, {told['cores']} cores, {told['torch_level']}; {told['system']}; torch {told['torch']}, Python "
-        f"{told['python']}. Each side: {', '.join(rounds)}. Load average while measuring: {min(loads):.1f} to {max(loads):.1f} (of "
-        "a process that is alone: its number of threads).\n\n"
-        "| GFLOP/s of large matrix products | threads | float32, torch | float32, kernels | float64, torch | float64, kernels |"
+        f"Processor: {told['processor']}, {told['cores']} cores, {told['torch_level']};"
+        f" {told['system']}; torch {told['torch']}, Python {told['python']}. Each side:"
+        f" {', '.join(rounds)}. Load average while measuring: {min(loads):.1f} to {max(loads):.1f}"
+        " (of a process that is alone: its number of threads).\n\n| GFLOP/s of large matrix"
+        " products | threads | float32, torch | float32, kernels | float64, torch | float64,"
+        " kernels |"
     )
     lines = [header, "|---|---|---|---|---|---|"]
     for level, counts in facts["peaks"].items():
         for threads, types in counts.items():
-            cells = [f"{types[kind][by]:.0f}" for kind in ("float32", "float64") for by in ("torch.mm", "kernels")]
+            cells = [
+                f"{types[kind][by]:.0f}"
+                for kind in ("float32", "float64")
+                for by in ("torch.mm", "kernels")
+            ]
             lines.append(f"| {level} | {threads} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _ordered(rows: Sequence[Row]) -> list[Row]:
     order = {name: at for at, name in enumerate(CASES)}
-    return sorted((row for row in rows if row["case"] in order), key=lambda row: (row["threads"], order[row["case"]]))
+    return sorted(
+        (row for row in rows if row["case"] in order),
+        key=lambda row: (row["threads"], order[row["case"]]),
+    )
 
 
 def _table(rows: Sequence[Row], columns: Mapping[str, "Cell"]) -> str:
     used = {name: cell for name, cell in columns.items() if any(cell(row) != "-" for row in rows)}
     lines = ["| " + " | ".join(used) + " |", "|" + "---|" * len(used)]
-    return "\n".join([*lines, *("| " + " | ".join(cell(row) for cell in used.values()) + " |" for row in rows)])
+    return "\n".join(
+        [*lines, *("| " + " | ".join(cell(row) for cell in used.values()) + " |" for row in rows)]
+    )
 
 
 Cell = Callable[[Row], str]
@@ -103,7 +119,11 @@ def _met(row: Row) -> str:
     goal = case.goal_at(row["threads"], row["level"] != WIDE)
     if middle > goal if case.at_most else middle < goal:
         return "**not met**"
-    return "met, and beyond" if case.stretch is not None and goal == case.goal and middle >= case.stretch else "met"
+    return (
+        "met, and beyond"
+        if case.stretch is not None and goal == case.goal and middle >= case.stretch
+        else "met"
+    )
 
 
 def _floor(row: Row) -> str:
@@ -142,15 +162,34 @@ def _narrow(row: Row) -> bool:
 
 
 _FLOOR: dict[str, Cell] = {"times the floor": _floor}
-_LIBRARIES: dict[str, Cell] = {"Ignite": _of("ignite"), "Lightning": _of("lightning"), "tsfast": _of("tsfast")}
+_LIBRARIES: dict[str, Cell] = {
+    "Ignite": _of("ignite"),
+    "Lightning": _of("lightning"),
+    "tsfast": _of("tsfast"),
+}
 _TRAIN = _columns("ms, throughtime", "ms, by hand", "times as fast", _FLOOR | _LIBRARIES)
 _HORIZON = _columns(
-    "ms, throughtime", "ms, graphs kept", "times as fast", _FLOOR | {"graphs of strides": _of(STRIDED), "window run again": _of(WINDOWED)}
+    "ms, throughtime",
+    "ms, graphs kept",
+    "times as fast",
+    _FLOOR | {"graphs of strides": _of(STRIDED), "window run again": _of(WINDOWED)},
 )
-_PRICE = _columns("ms, with", "ms, without", "times the time", {"times as fast as torch.nn": _beside(UNFUSED)})
+_PRICE = _columns(
+    "ms, with", "ms, without", "times the time", {"times as fast as torch.nn": _beside(UNFUSED)}
+)
 _PARTS: Iterable[tuple[str, set[str], dict[str, Cell], Callable[[Row], bool]]] = (
-    ("Whole updates, one thread", {"train"}, _TRAIN, lambda row: _wide(row) and row["threads"] == 1),
-    ("Whole updates, two threads", {"train"}, _TRAIN, lambda row: _wide(row) and row["threads"] > 1),
+    (
+        "Whole updates, one thread",
+        {"train"},
+        _TRAIN,
+        lambda row: _wide(row) and row["threads"] == 1,
+    ),
+    (
+        "Whole updates, two threads",
+        {"train"},
+        _TRAIN,
+        lambda row: _wide(row) and row["threads"] > 1,
+    ),
     ("A horizon longer than the stride", {"horizon"}, _HORIZON, _wide),
     ("Resets", {"resets"}, _PRICE, _wide),
     ("Gradient norms of every state", {"trace"}, _PRICE, _wide),

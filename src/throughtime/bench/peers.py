@@ -1,6 +1,7 @@
 """The same training by the libraries of others, each as its documentation says.
 
-Ignite and tsfast drop the state between batches, so the recordings are one batch. Ignite's trainer cannot clip; here its optimizer does.
+Ignite and tsfast drop the state between batches, so the recordings are one batch. Ignite's trainer
+cannot clip; here its optimizer does.
 """
 
 import logging
@@ -39,9 +40,14 @@ def ignite(work: Work) -> Side:
         nn.utils.clip_grad_norm_(net.parameters(), NORM)
 
     optimizer.register_step_pre_hook(clip)
-    trainer = create_supervised_tbptt_trainer(net, optimizer, _recorded(losses), work.case.steps)  # pyright: ignore[reportArgumentType]  # any callable does
-    trainer.logger.setLevel(logging.CRITICAL)  # it would tell of the end that `Trainer.close` makes; errors are raised all the same
-    return Trainer(net, optimizer, lambda: trainer.run([(work.inputs, work.targets)], max_epochs=1), losses)
+    # any callable does
+    trainer = create_supervised_tbptt_trainer(net, optimizer, _recorded(losses), work.case.steps)  # pyright: ignore[reportArgumentType]
+    trainer.logger.setLevel(
+        logging.CRITICAL
+    )  # it would tell of the end that `Trainer.close` makes; errors are raised all the same
+    return Trainer(
+        net, optimizer, lambda: trainer.run([(work.inputs, work.targets)], max_epochs=1), losses
+    )
 
 
 class _Endless:
@@ -60,7 +66,11 @@ def lightning(work: Work) -> Side:
     import lightning.pytorch as pl
 
     net, losses = Net(work.modules()), list[Tensor]()
-    optimizer, loss_fn, steps = torch.optim.Adam(net.parameters(), lr=RATE), _recorded(losses), work.case.steps
+    optimizer, loss_fn, steps = (
+        torch.optim.Adam(net.parameters(), lr=RATE),
+        _recorded(losses),
+        work.case.steps,
+    )
 
     class Manual(pl.LightningModule):
         def __init__(self) -> None:
@@ -73,7 +83,8 @@ def lightning(work: Work) -> Side:
             for x, target in zip(batch[0].split(steps), batch[1].split(steps), strict=True):
                 y, state = self.net(x, state)
                 self.manual_backward(loss_fn(y, target))
-                self.clip_gradients(own, gradient_clip_val=NORM, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]  # one optimizer, no list
+                # one optimizer, no list
+                self.clip_gradients(own, gradient_clip_val=NORM, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]
                 own.step()  # pyright: ignore[reportAttributeAccessIssue]  # the same
                 own.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]  # the same
                 state = detached(state)
@@ -81,20 +92,27 @@ def lightning(work: Work) -> Side:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    return Trainer(net, optimizer, lambda: _fitted(pl, Manual(), _Endless((work.inputs, work.targets))), losses)
+    return Trainer(
+        net, optimizer, lambda: _fitted(pl, Manual(), _Endless((work.inputs, work.targets))), losses
+    )
 
 
 def _fitted(pl: Any, module: Any, batches: _Endless) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")  # it advises a bare Trainer to load with more workers
+        warnings.filterwarnings(
+            "ignore", module="lightning"
+        )  # it advises a bare Trainer to load with more workers
         pl.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(module, batches)
 
 
 def tsfast(work: Work) -> Side:
     """`TbpttLearner`; lanes come first, as it wants them."""
-    from tsfast.training import TbpttLearner  # pyright: ignore[reportMissingImports]  # optional, and no extra of ours
+    # optional, and no extra of ours
+    from tsfast.training import TbpttLearner  # pyright: ignore[reportMissingImports]
 
     net, losses = Net(work.modules(batch_first=True)), list[Tensor]()
     batch = work.inputs.transpose(0, 1).contiguous(), work.targets.transpose(0, 1).contiguous()
@@ -113,4 +131,8 @@ def tsfast(work: Work) -> Side:
     return Trainer(net, learner.opt, learner.train_one_epoch, losses)
 
 
-PEERS: dict[str, Callable[[Work], Side]] = {"ignite": ignite, "lightning": lightning, "tsfast": tsfast}
+PEERS: dict[str, Callable[[Work], Side]] = {
+    "ignite": ignite,
+    "lightning": lightning,
+    "tsfast": tsfast,
+}

@@ -33,7 +33,8 @@ class Results:
 
     Args:
         path: JSON.
-        add: keep what the file has, and take the place of the same case, threads and instruction set only.
+        add: keep what the file has, and take the place of the same case, threads and instruction
+            set only.
 
     Raises:
         ConfigError: what is there was measured elsewhere, or is something else.
@@ -46,13 +47,18 @@ class Results:
             before = read(path)
             if before["machine"] != self.machine:
                 raise ConfigError(
-                    f"{path} was measured on {before['machine']}, this is {self.machine}: leave out --add, or give another --out"
+                    f"{path} was measured on {before['machine']}, this is {self.machine}: leave out"
+                    " --add, or give another --out"
                 )
             self.rows, self.peaks = before["rows"], before["peaks"]
 
     def put(self, row: dict[str, Any]) -> None:
         """Takes the row in, in place of the one before it, and writes the file."""
-        kept = [old for old in self.rows if any(old[key] != row[key] for key in ("case", "threads", "level"))]
+        kept = [
+            old
+            for old in self.rows
+            if any(old[key] != row[key] for key in ("case", "threads", "level"))
+        ]
         self.rows = [*kept, row]
         self.write()
 
@@ -74,17 +80,28 @@ def read(path: Path) -> dict[str, Any]:
         if {"machine", "peaks", "rows"} <= set(told):
             return told
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}. Expected a file that throughtime bench wrote; measure first, without --show") from error
-    raise ConfigError(f"{path}: expected a file that throughtime bench wrote, with machine, peaks and rows; measure first, without --show")
+        raise ConfigError(
+            f"{path}: {error}. Expected a file that throughtime bench wrote; measure first, without"
+            " --show"
+        ) from error
+    raise ConfigError(
+        f"{path}: expected a file that throughtime bench wrote, with machine, peaks and rows;"
+        " measure first, without --show"
+    )
 
 
-def run(results: Results, cases: Sequence[Case], threads: Sequence[int], settings: Settings, say: Say) -> None:
+def run(
+    results: Results, cases: Sequence[Case], threads: Sequence[int], settings: Settings, say: Say
+) -> None:
     """Measures every case with every number of threads, in this process."""
     now = level() or "none"
     for count in threads:
         with with_threads(count):
             peak = results.peaks.setdefault(now, {})[str(count)] = peaks()
-            say(f"{now}, {count} thread{'s' if count > 1 else ''}, GFLOP/s of large products: {peak}")
+            say(
+                f"{now}, {count} thread{'s' if count > 1 else ''}, GFLOP/s of large products:"
+                f" {peak}"
+            )
             for case in cases:
                 row = measured(case, settings, peak) | {"settings": asdict(settings)}
                 results.put(row)
@@ -93,15 +110,23 @@ def run(results: Results, cases: Sequence[Case], threads: Sequence[int], setting
 
 def in_words(row: dict[str, Any]) -> str:
     """A row in a line."""
-    sides = "; ".join(f"{name} {side['ms'][1]:.3f} ms ({side['ratio'][1]:.2f})" for name, side in row["sides"].items())
+    sides = "; ".join(
+        f"{name} {side['ms'][1]:.3f} ms ({side['ratio'][1]:.2f})"
+        for name, side in row["sides"].items()
+    )
     absent = "".join(f"; {name} left out: {why}" for name, why in row["absent"].items())
     return (
-        f"{row['case']}, {row['runs']}: {sides}; {next(iter(row['sides'].values()))['ms'][1] / row['floor_ms']:.1f} times the floor{absent}"
+        f"{row['case']}, {row['runs']}: {sides};"
+        f" {next(iter(row['sides'].values()))['ms'][1] / row['floor_ms']:.1f} times the"
+        f" floor{absent}"
     )
 
 
-def run_narrow(results: Results, cases: Sequence[Case], threads: Sequence[int], flags: Sequence[str], say: Say) -> None:
-    """The same in a process that takes the processor for one without AVX-512: instruction sets are chosen once in a process.
+def run_narrow(
+    results: Results, cases: Sequence[Case], threads: Sequence[int], flags: Sequence[str], say: Say
+) -> None:
+    """The same in a process that takes the processor for one without AVX-512: instruction sets are
+    chosen once in a process.
 
     Args:
         results: are given its rows.
@@ -115,8 +140,26 @@ def run_narrow(results: Results, cases: Sequence[Case], threads: Sequence[int], 
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "narrow.json"
-        told = ["--cases", ",".join(case.name for case in cases), "--threads", ",".join(map(str, threads)), "--levels", "own"]
-        command = [sys.executable, "-m", "throughtime", "bench", *told, *flags, "--peers", "none", "--out", str(path)]
+        told = [
+            "--cases",
+            ",".join(case.name for case in cases),
+            "--threads",
+            ",".join(map(str, threads)),
+            "--levels",
+            "own",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "throughtime",
+            "bench",
+            *told,
+            *flags,
+            "--peers",
+            "none",
+            "--out",
+            str(path),
+        ]
         last = ""
         for last in _lines(command):
             say(last)
@@ -129,11 +172,15 @@ def run_narrow(results: Results, cases: Sequence[Case], threads: Sequence[int], 
 
 
 def _lines(command: Sequence[str]) -> Iterator[str]:
-    with subprocess.Popen(command, env=os.environ | HELD, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:  # noqa: S603  # our own command
+    with subprocess.Popen(
+        command, env=os.environ | HELD, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:  # our own command
         for line in child.stdout or ():
             yield line.rstrip()
     if child.returncode:
-        raise RunError(f"the process without AVX-512 ended with code {child.returncode}; what it said is above")
+        raise RunError(
+            f"the process without AVX-512 ended with code {child.returncode}; what it said is above"
+        )
 
 
 def avx512() -> bool:

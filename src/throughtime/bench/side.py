@@ -37,7 +37,10 @@ class Loop:
     """
 
     def __init__(
-        self, net: nn.Module, losses: Iterator[Tensor], around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        net: nn.Module,
+        losses: Iterator[Tensor],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.net, self._losses, self._around = net, losses, around
 
@@ -55,7 +58,8 @@ class _Over(BaseException):  # not an Exception, so that no trainer survives it
 
 
 class Trainer:
-    """A loop that belongs to a library: it plays in a thread, which stops after the last step of each turn.
+    """A loop that belongs to a library: it plays in a thread, which stops after the last step of
+    each turn.
 
     Args:
         net: which trains.
@@ -64,7 +68,13 @@ class Trainer:
         losses: where the loss of each update is put.
     """
 
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, epoch: Callable[[], object], losses: list[Tensor]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        epoch: Callable[[], object],
+        losses: list[Tensor],
+    ) -> None:
         self.net, self._epoch, self._losses = net, epoch, losses
         self._left, self._over, self._threads = 0, False, torch.get_num_threads()
         self._error: BaseException | None = None
@@ -97,7 +107,7 @@ class Trainer:
                 self._epoch()
         except _Over:
             return
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the turn tells it
+        except BaseException as error:  # whatever it is, the turn tells it
             self._error = error
             self._done.release()
 

@@ -20,10 +20,16 @@ from throughtime.updates import updates
 Make = Callable[[Work], Side]
 OURS, HAND = "throughtime", "by hand"
 WITH_RESETS, TRACED, UNFUSED = "with resets", "traced", "with resets, torch.nn"
-STEPPED, STRIDED, WINDOWED = "graphs kept, step by step", "graphs kept, stride by stride", "window run again"
+STEPPED, STRIDED, WINDOWED = (
+    "graphs kept, step by step",
+    "graphs kept, stride by stride",
+    "window run again",
+)
 
 
-def ours(work: Work, cuts: list[list[int]] | None = None, fused: bool = True, traced: bool = False) -> Side:
+def ours(
+    work: Work, cuts: list[list[int]] | None = None, fused: bool = True, traced: bool = False
+) -> Side:
     """`tt.updates` over a `tt.Stream`, with the layers of `tt.nn` and the optimizer that clips."""
     net = carry(nn.Sequential(*work.modules()), fused=fused)
     stream = Stream(work.recordings(cuts), work.case.lanes, work.case.steps, seed=None)
@@ -89,7 +95,13 @@ def windows(work: Work) -> Side:
 
 
 def _windows(net: Net, work: Work) -> Iterator[Tensor]:
-    x, target, loss_fn, stride, horizon = work.inputs, work.targets, nn.CrossEntropyLoss(), work.case.every, work.case.steps
+    x, target, loss_fn, stride, horizon = (
+        work.inputs,
+        work.targets,
+        nn.CrossEntropyLoss(),
+        work.case.every,
+        work.case.steps,
+    )
     while True:
         edges: deque[Any] = deque([None], maxlen=horizon // stride)
         for start in range(0, len(x), stride):
@@ -97,7 +109,9 @@ def _windows(net: Net, work: Work) -> Iterator[Tensor]:
             with torch.no_grad():
                 _, after = net(x[start : start + stride], edges[-1])
             y, _ = net(x[begin : start + stride], edges[0])
-            loss = loss_fn(y[start - begin :].flatten(0, 1), target[start : start + stride].flatten())
+            loss = loss_fn(
+                y[start - begin :].flatten(0, 1), target[start : start + stride].flatten()
+            )
             loss.backward()
             edges.append(after)
             yield loss.detach()
@@ -111,9 +125,11 @@ class _Piece(NamedTuple):
 
 
 def kept(work: Work, grain: int) -> Side:
-    """The usual loop: graphs of `grain` steps are kept, and gone back through at every update, piece by piece.
+    """The usual loop: graphs of `grain` steps are kept, and gone back through at every update,
+    piece by piece.
 
-    It raises once an optimizer changes the weights in place that the kept graphs have saved, so the weights stay, for every side.
+    It raises once an optimizer changes the weights in place that the kept graphs have saved, so the
+    weights stay, for every side.
     """
     net = Net(work.modules())
     return Loop(net, _kept(net, work, grain))
@@ -122,15 +138,27 @@ def kept(work: Work, grain: int) -> Side:
 def _kept(net: Net, work: Work, grain: int) -> Iterator[Tensor]:
     x, target, stride, horizon = work.inputs, work.targets, work.case.every, work.case.steps
     while True:
-        zeros = torch.zeros(work.case.layers, work.case.lanes, work.case.hidden, dtype=work.case.dtype)
+        zeros = torch.zeros(
+            work.case.layers, work.case.lanes, work.case.hidden, dtype=work.case.dtype
+        )
         state = (zeros, zeros) if work.case.cell == "LSTM" else (zeros,)
         pieces: deque[_Piece] = deque(maxlen=horizon // grain)
         for start in range(0, len(x), grain):
-            pieces.append(_piece(net, state, x[start : start + grain], target[start : start + grain], grain / stride))
+            pieces.append(
+                _piece(
+                    net,
+                    state,
+                    x[start : start + grain],
+                    target[start : start + grain],
+                    grain / stride,
+                )
+            )
             state = pieces[-1].after
             if (start + grain) % stride == 0:
                 _back(pieces, stride // grain)
-                yield torch.stack([piece.loss.detach() for piece in list(pieces)[-(stride // grain) :]]).sum()
+                yield torch.stack(
+                    [piece.loss.detach() for piece in list(pieces)[-(stride // grain) :]]
+                ).sum()
                 net.zero_grad()
 
 
@@ -142,7 +170,10 @@ def _piece(net: Net, state: tuple[Tensor, ...], x: Tensor, target: Tensor, share
 
 
 def _back(pieces: deque[_Piece], counted: int) -> None:
-    """From the newest piece to the oldest; the losses of the newest `counted` are put in on the way."""
+    """From the newest piece to the oldest.
+
+    The losses of the newest `counted` are put in on the way.
+    """
     adjoint: list[Tensor | None] = []
     for at, piece in enumerate(reversed(pieces)):
         for leaf in piece.before:
@@ -155,12 +186,20 @@ def _back(pieces: deque[_Piece], counted: int) -> None:
 
 
 def sides_of(work: Work) -> dict[str, Make]:
-    """What is measured of a case besides the libraries of others; the first is compared with the second, the others are told."""
+    """What is measured of a case besides the libraries of others.
+
+    The first is compared with the second, the others are told.
+    """
     if work.case.kind == "train":
         return {OURS: ours, HAND: by_hand}
     if work.case.kind == "horizon":
         stride = work.case.every
-        return {OURS: overlapping, STEPPED: partial(kept, grain=1), STRIDED: partial(kept, grain=stride), WINDOWED: windows}
+        return {
+            OURS: overlapping,
+            STEPPED: partial(kept, grain=1),
+            STRIDED: partial(kept, grain=stride),
+            WINDOWED: windows,
+        }
     if work.case.kind == "resets":
         return {WITH_RESETS: with_resets, OURS: ours, UNFUSED: partial(with_resets, fused=False)}
     return {TRACED: partial(ours, traced=True), OURS: ours}

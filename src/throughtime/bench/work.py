@@ -38,14 +38,18 @@ class Work:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             words = [nn.Embedding(case.vocabulary, case.inputs)] if case.vocabulary else []
-            layer = getattr(nn, case.cell)(case.inputs, case.hidden, case.layers, batch_first=batch_first)
+            layer = getattr(nn, case.cell)(
+                case.inputs, case.hidden, case.layers, batch_first=batch_first
+            )
             found = [*words, layer, nn.Linear(case.hidden, case.classes)]
         return [module.to(case.dtype) for module in found]
 
     def recordings(self, cuts: list[list[int]] | None = None) -> list[dict[str, Tensor]]:
         """What a `tt.Stream` plays; with `cuts`, where each lane begins another recording."""
         lanes = range(self.case.lanes)
-        spans = [list(pairwise([0, *(cuts[lane] if cuts else []), len(self.inputs)])) for lane in lanes]
+        spans = [
+            list(pairwise([0, *(cuts[lane] if cuts else []), len(self.inputs)])) for lane in lanes
+        ]
         return [
             {"inputs": self.inputs[start:stop, lane], "targets": self.targets[start:stop, lane]}
             for lane in lanes
@@ -70,7 +74,10 @@ def cuts_of(work: Work) -> list[list[int]]:
     """Where each lane begins another recording: at random steps, one in a hundred."""
     random, steps = torch.Generator().manual_seed(2), len(work.inputs)
     count = max(1, round(RESETS * steps))
-    return [sorted((torch.randperm(steps - 1, generator=random)[:count] + 1).tolist()) for _ in range(work.case.lanes)]
+    return [
+        sorted((torch.randperm(steps - 1, generator=random)[:count] + 1).tolist())
+        for _ in range(work.case.lanes)
+    ]
 
 
 class Net(nn.Module):

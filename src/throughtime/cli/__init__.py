@@ -16,12 +16,17 @@ def _allow_many_files() -> None:
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with suppress(ValueError, OSError):  # a system that refuses its own hard limit keeps the soft one
+        with suppress(
+            ValueError, OSError
+        ):  # a system that refuses its own hard limit keeps the soft one
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:
-    """Runs the command line; what goes wrong on purpose is one message and exit code 2, not a traceback."""
+    """Runs the command line.
+
+    What goes wrong on purpose is one message and exit code 2, not a traceback.
+    """
     _allow_many_files()
     try:
         app()

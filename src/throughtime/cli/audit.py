@@ -21,7 +21,10 @@ def horizons_in(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"horizons={text!r}: expected whole numbers of steps, separated by commas, such as 50,200,800") from error
+        raise ConfigError(
+            f"horizons={text!r}: expected whole numbers of steps, separated by commas, such as"
+            " 50,200,800"
+        ) from error
 
 
 def print_audit(out: Console, found: Audited, config: Config) -> None:
@@ -31,7 +34,10 @@ def print_audit(out: Console, found: Audited, config: Config) -> None:
     if found.traced is not None:
         out.print(_lives(found.traced))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in found.reach.contexts.items())
-    out.print(f"loss by steps of context from a zero state: {contexts}; with the whole past, state carried: {found.reach.loss:.4g}")
+    out.print(
+        f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
+        f" carried: {found.reach.loss:.4g}"
+    )
     if found.replayed is not None:
         out.print(f"is the loop sound? {verdict(found.replayed)}")
     out.print(found.advice(config))
@@ -53,7 +59,9 @@ def _costs(audit: Audit) -> Table:
 
 
 def _goes(reach: Reach) -> Table:
-    table = Table(title=f"steps back within which the credit of a loss lies, mean of {reach.anchors} losses")
+    table = Table(
+        title=f"steps back within which the credit of a loss lies, mean of {reach.anchors} losses"
+    )
     table.add_column("to the")
     shares = sorted(reach.shares)
     for share in shares:
@@ -66,10 +74,17 @@ def _goes(reach: Reach) -> Table:
 
 def _lives(seen: Traced) -> Table:
     where = f"steps {seen.start} to {seen.start + seen.steps} of {seen.recording}"
-    table = Table(title=f"gradient step by step: {where}, {seen.windows} window{'' if seen.windows == 1 else 's'}")
+    table = Table(
+        title=(
+            f"gradient step by step: {where}, {seen.windows}"
+            f" window{'' if seen.windows == 1 else 's'}"
+        )
+    )
     for name in ("gradient of", "largest", "lives, steps back", "crosses the edge"):
         table.add_column(name, justify="left" if name == "gradient of" else "right")
     for life in seen.lives:
         lived = f"{life.lived:.0f}" if not life.exploded else f"blows up {life.burst:.0f} back"
-        table.add_row(life.name, f"{life.largest:.2g}", lived, "" if life.edge is None else f"{life.edge:.2g}")
+        table.add_row(
+            life.name, f"{life.largest:.2g}", lived, "" if life.edge is None else f"{life.edge:.2g}"
+        )
     return table

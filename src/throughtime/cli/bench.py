@@ -16,20 +16,48 @@ from throughtime.errors import ConfigError
 
 
 def bench(  # every setting is a flag
-    cases: Annotated[str | None, typer.Option(help="Names or patterns, separated by commas, such as lstm-*. [default: all]")] = None,
-    threads: Annotated[str | None, typer.Option(help="Numbers of threads, separated by commas. [default: 1,2; quick: 1]")] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option(help="Names or patterns, separated by commas, such as lstm-*. [default: all]"),
+    ] = None,
+    threads: Annotated[
+        str | None,
+        typer.Option(help="Numbers of threads, separated by commas. [default: 1,2; quick: 1]"),
+    ] = None,
     peers: Annotated[
-        str | None, typer.Option(help="ignite, lightning, tsfast, or none. [default: all that are installed; quick: none]")
+        str | None,
+        typer.Option(
+            help=(
+                "ignite, lightning, tsfast, or none. [default: all that are installed; quick: none]"
+            )
+        ),
     ] = None,
     levels: Annotated[
-        str | None, typer.Option(help="own, and v3: as on a processor without AVX-512, on one thread. [default: own,v3; quick: own]")
+        str | None,
+        typer.Option(
+            help=(
+                "own, and v3: as on a processor without AVX-512, on one thread. [default: own,v3;"
+                " quick: own]"
+            )
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns of every side. [default: 15; quick: 5]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A look that takes a minute: short turns, no large cases.")] = False,
-    add: Annotated[bool, typer.Option("--add", help="Keep what --out has, except what is measured again.")] = False,
-    to: Annotated[Path, typer.Option("--out", help="Where the results are written, as JSON.")] = Path("benchmarks/results/bench.json"),
+    rounds: Annotated[
+        int | None, typer.Option(help="Turns of every side. [default: 15; quick: 5]")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A look that takes a minute: short turns, no large cases."),
+    ] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep what --out has, except what is measured again.")
+    ] = False,
+    to: Annotated[
+        Path, typer.Option("--out", help="Where the results are written, as JSON.")
+    ] = Path("benchmarks/results/bench.json"),
     docs: Annotated[Path | None, typer.Option(help="A page whose tables are put in anew.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what --out holds, as tables.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Measure nothing; print what --out holds, as tables.")
+    ] = False,
 ) -> None:
     """Measure updates of recurrent nets beside a loop by hand, Ignite, Lightning and tsfast, after checking that all compute the same."""
     if docs is not None:
@@ -41,17 +69,25 @@ def bench(  # every setting is a flag
         counts = _threads(threads or ("1" if quick else "1,2"))
         _measure(Results(to, add=add), wanted, counts, asked, _settings(rounds, quick, peers))
     found = tables(read(to))
-    out.print(found if show else f"{to} written; throughtime bench --show --out {to} prints it as tables")
+    out.print(
+        found if show else f"{to} written; throughtime bench --show --out {to} prints it as tables"
+    )
     if docs is not None:
         put_into(docs, found)
         out.print(f"{docs} written")
 
 
-def _measure(results: Results, cases: list[Case], threads: list[int], levels: list[str], settings: Settings) -> None:
+def _measure(
+    results: Results, cases: list[Case], threads: list[int], levels: list[str], settings: Settings
+) -> None:
     if "own" in levels:
         run(results, cases, threads, settings, out.print)
     if NARROW in levels:
-        flags = ["--rounds", str(settings.rounds), *(["--quick"] if settings.turn == QUICK.turn else [])]
+        flags = [
+            "--rounds",
+            str(settings.rounds),
+            *(["--quick"] if settings.turn == QUICK.turn else []),
+        ]
         run_narrow(results, [case for case in cases if case.kind == "train"], [1], flags, out.print)
 
 
@@ -68,14 +104,18 @@ def _among(name: str, text: str, known: list[str]) -> list[str]:
     found = _parts(text)
     for word in found:
         if word not in known:
-            raise ConfigError(f"{name}={word!r}: expected some of {', '.join(known)}, separated by commas")
+            raise ConfigError(
+                f"{name}={word!r}: expected some of {', '.join(known)}, separated by commas"
+            )
     return found
 
 
 def _threads(text: str) -> list[int]:
     found = _parts(text)
     if not found or not all(part.isdecimal() and int(part) > 0 for part in found):
-        raise ConfigError(f"threads={text!r}: expected numbers from 1 on, separated by commas, such as 1,2")
+        raise ConfigError(
+            f"threads={text!r}: expected numbers from 1 on, separated by commas, such as 1,2"
+        )
     return [int(part) for part in found]
 
 
@@ -84,5 +124,7 @@ def _settings(rounds: int | None, quick: bool, peers: str | None) -> Settings:
     if rounds is not None and rounds < 1:
         raise ConfigError(f"rounds={rounds}: expected at least 1")
     if peers is not None:
-        settings = replace(settings, peers=() if peers == "none" else tuple(_among("peers", peers, list(PEERS))))
+        settings = replace(
+            settings, peers=() if peers == "none" else tuple(_among("peers", peers, list(PEERS)))
+        )
     return settings if rounds is None else replace(settings, rounds=rounds)

@@ -14,21 +14,37 @@ from throughtime.probe.doctor import Doctor
 from throughtime.probe.doctor import doctor as open_doctor
 from throughtime.report import of_doctor
 
-SCRIPT = {"allow_interspersed_args": False, "allow_extra_args": True, "ignore_unknown_options": True}
+SCRIPT = {
+    "allow_interspersed_args": False,
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+}
 """What follows the script belongs to the script."""
 
 
 def doctor(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="The script to run; what follows it are its own arguments.")],
-    ignore: Annotated[str | None, typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207.")] = None,
+    script: Annotated[
+        Path, typer.Argument(help="The script to run; what follows it are its own arguments.")
+    ],
+    ignore: Annotated[
+        str | None,
+        typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first finding.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write what was found as a page, too: a file that ends in .html.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write what was found as a page, too: a file that ends in .html."),
+    ] = None,
 ) -> None:
-    """Run a training script unchanged and name what is wrong with its loop; exit code 1: something was found, 2: the doctor failed."""
+    """Run a training script unchanged and name what is wrong with its loop.
+
+    Exit code 1: something was found, 2: the doctor failed.
+    """
     if not script.is_file():
         raise ConfigError(
-            f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the arguments of train.py after it"
+            f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the"
+            " arguments of train.py after it"
         )
     watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
     _run(watching, script, context.args, _page(watching, script, report))
@@ -39,7 +55,8 @@ def doctor(
 
 
 def _page(watching: Doctor, script: Path, report: Path | None) -> Callable[[str], None]:
-    """What writes the page once it is told how the script ended; a script may change the working directory.
+    """What writes the page once it is told how the script ended; a script may change the working
+    directory.
 
     Raises:
         ConfigError: a name that is no page's, found before the script has run for hours.
@@ -47,7 +64,10 @@ def _page(watching: Doctor, script: Path, report: Path | None) -> Callable[[str]
     if report is None:
         return lambda _: None
     if report.suffix.lower() not in {".html", ".htm"}:
-        raise ConfigError(f"report={str(report)!r}: the page is HTML. Write --report {report.with_suffix('.html')}, before the script")
+        raise ConfigError(
+            f"report={str(report)!r}: the page is HTML. Write --report"
+            f" {report.with_suffix('.html')}, before the script"
+        )
     path, base = report.resolve(), Path.cwd()
 
     def write(ended: str) -> None:

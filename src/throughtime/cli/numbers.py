@@ -20,6 +20,9 @@ def numbers_in(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.rpartition("="))
         if not name or name in found or not is_number(value) or not math.isfinite(float(value)):
-            raise ConfigError(f"static={text!r}: expected a finite number for each feature, such as age=63,weight=71.5")
+            raise ConfigError(
+                f"static={text!r}: expected a finite number for each feature, such as"
+                " age=63,weight=71.5"
+            )
         found[name] = float(value)
     return found

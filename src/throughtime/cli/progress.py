@@ -28,7 +28,12 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -44,17 +49,26 @@ class Progress:
 
 
 def progress_line(moment: Moment) -> str:
-    """One line: update, loss, metric, speed, time left, memory, and the share of the time spent waiting for data.
+    """One line: update, loss, metric, speed, time left, memory, and the share of the time spent
+    waiting for data.
 
     Example:
         >>> from throughtime.run.train import Moment
         >>> progress_line(Moment(50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03))
-        'update 50/200  loss 0.2500  accuracy 0.500  12.5k frames/s  1m15s left  300 MB peak  waiting for data 3%'
+        'update 50/200  loss 0.2500  accuracy 0.500  12.5k frames/s  1m15s left  300 MB peak
+        waiting for data 3%'
     """
     figures = "".join(f"  {name} {value:.3f}" for name, value in list(moment.figures.items())[:2])
     memory = "" if moment.peak_memory is None else f"  {moment.peak_memory / 1e6:.0f} MB peak"
-    rate = f"{moment.frames_per_second / 1e3:.1f}k" if moment.frames_per_second >= 1e3 else f"{moment.frames_per_second:.0f}"
-    speed = f"{rate} frames/s  {duration(moment.remaining_seconds)} left{memory}  waiting for data {moment.waiting:.0%}"
+    rate = (
+        f"{moment.frames_per_second / 1e3:.1f}k"
+        if moment.frames_per_second >= 1e3
+        else f"{moment.frames_per_second:.0f}"
+    )
+    speed = (
+        f"{rate} frames/s  {duration(moment.remaining_seconds)} left{memory}  waiting for data"
+        f" {moment.waiting:.0%}"
+    )
     return f"update {moment.update}/{moment.updates}  loss {moment.loss:.4f}{figures}  {speed}"
 
 

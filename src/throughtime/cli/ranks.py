@@ -18,7 +18,8 @@ _SPOKEN = 10.0  # seconds in which an error has surely been said
 
 @contextmanager
 def team_of(config: Config) -> Generator[Team]:
-    """The team that the settings ask for; what fails on one of its ranks is said once, and ends all with exit code 2.
+    """The team that the settings ask for; what fails on one of its ranks is said once, and ends all
+    with exit code 2.
 
     Raises:
         ConfigError: ranks that do not fit how this process was started.
@@ -53,18 +54,24 @@ def _refuse_copies() -> None:
     copies = int(os.environ.get("WORLD_SIZE", "1"))
     if distributed.is_available() and distributed.is_torchelastic_launched() and copies > 1:
         raise ConfigError(
-            f"torchrun has started {copies} processes, and strategy='single' is one: each would train the same run. Add --strategy ddp "
-            "--devices N, the processes on a node, and --nodes M"
+            f"torchrun has started {copies} processes, and strategy='single' is one: each would"
+            " train the same run. Add --strategy ddp --devices N, the processes on a node, and"
+            " --nodes M"
         )
 
 
 def tell(error: BaseException) -> None:
     """The message of an error that ends this process, before ranks know of each other.
 
-    Where torchrun has started several, the first of them on a node says it, and the others, which fail alike, wait for torchrun to
-    end them: it ends all as soon as one has ended, and must not cut the message off.
+    Where torchrun has started several, the first of them on a node says it, and the others, which
+    fail alike, wait for torchrun to end them: it ends all as soon as one has ended, and must not
+    cut the message off.
     """
-    if distributed.is_available() and distributed.is_torchelastic_launched() and os.environ.get("LOCAL_RANK", "0") != "0":
+    if (
+        distributed.is_available()
+        and distributed.is_torchelastic_launched()
+        and os.environ.get("LOCAL_RANK", "0") != "0"
+    ):
         time.sleep(_SPOKEN)
     else:
         say(str(error))

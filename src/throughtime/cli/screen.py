@@ -9,10 +9,14 @@ from rich.table import Table
 from throughtime.score import Figures
 
 _SHOWN = 40  # recordings in a table of scores
-out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns and files may hold brackets
+out = Console(
+    soft_wrap=True, markup=False, highlight=False
+)  # names of columns and files may hold brackets
 
 
-def print_scores(split: str, together: Figures, recordings: dict[str, Figures], where: Path) -> None:
+def print_scores(
+    split: str, together: Figures, recordings: dict[str, Figures], where: Path
+) -> None:
     """Those of each recording, as far as a screen holds them, and of all together."""
     many = f" ({len(recordings)}, each of them in {where})" if len(recordings) > _SHOWN else ""
     table = Table(title=f"scores on the unbroken recordings of '{split}'{many}")

@@ -32,26 +32,50 @@ def train_through(training: Training) -> None:
         _go(training)
         if not training.finished:
             if team.first:
-                out.print(f"stopped at update {training.count}; go on with: throughtime train --resume {path}")
+                out.print(
+                    f"stopped at update {training.count}; go on with: throughtime train --resume"
+                    f" {path}"
+                )
             raise typer.Exit(130)
         team.first_does(lambda: _close(training, already=already))
     except LostRankError as error:
-        raise LostRankError(f"{error}. Start all ranks again from the last checkpoint: throughtime train --resume {path}") from error
+        raise LostRankError(
+            f"{error}. Start all ranks again from the last checkpoint: throughtime train --resume"
+            f" {path}"
+        ) from error
 
 
 def _announce(training: Training) -> None:
     prepared, spec, team = training.prepared, training.prepared.spec, training.team
     steps = sum(map(len, prepared.train))
     out.print(
-        f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)} held out; " + "; ".join(prepared.remarks)
+        f"{len(prepared.train)} recordings, {steps:,} frames to train on, {len(prepared.valid)}"
+        " held out; " + "; ".join(prepared.remarks)
     )
-    inputs = ", ".join((*spec.inputs, *spec.static)) + (f", {spec.frame} rows a step" if spec.frame > 1 else "")
-    outputs = f"classes {', '.join(spec.classes)}" if spec.classes else f"targets {', '.join(spec.targets)}"
-    shares = f"; {team.count} ranks of {training.stream.lanes} lane{'' if training.stream.lanes == 1 else 's'}" if team.count > 1 else ""
-    out.print(f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden}; {training.policy.describe()}{shares}")
+    inputs = ", ".join((*spec.inputs, *spec.static)) + (
+        f", {spec.frame} rows a step" if spec.frame > 1 else ""
+    )
+    outputs = (
+        f"classes {', '.join(spec.classes)}"
+        if spec.classes
+        else f"targets {', '.join(spec.targets)}"
+    )
+    shares = (
+        f"; {team.count} ranks of {training.stream.lanes}"
+        f" lane{'' if training.stream.lanes == 1 else 's'}"
+        if team.count > 1
+        else ""
+    )
+    out.print(
+        f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden};"
+        f" {training.policy.describe()}{shares}"
+    )
     if training.config.exact and training.config.segment is None:
         count = training.epoch_updates
-        out.print(f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every N steps, credit cut between them")
+        out.print(
+            f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every"
+            " N steps, credit cut between them"
+        )
     if training.count:
         out.print(f"resumed at update {training.count}")
 
@@ -59,7 +83,11 @@ def _announce(training: Training) -> None:
 def _go(training: Training) -> None:
     """Trains; the first rank shows a live line."""
     shown = Progress(out) if training.team.first else nullcontext()
-    with _stopped_by_signals(training), one_thread(when=small(training.prepared.spec, training.stream.lanes)), shown as progress:
+    with (
+        _stopped_by_signals(training),
+        one_thread(when=small(training.prepared.spec, training.stream.lanes)),
+        shown as progress,
+    ):
         for moment in training.go():
             if progress is not None:
                 progress.show(moment)
@@ -67,7 +95,10 @@ def _go(training: Training) -> None:
 
 @contextmanager
 def _stopped_by_signals(training: Training) -> Generator[None]:
-    """The first signal asks to save and stop; one that comes later than the same press of a key ends at once."""
+    """The first signal asks to save and stop.
+
+    One that comes later than the same press of a key ends at once.
+    """
     asked: list[float] = []
 
     def stop(*_: object) -> None:
@@ -92,8 +123,13 @@ def _close(training: Training, *, already: bool) -> None:
         out.print(f"already finished at update {training.count}; to train on: {again}")
     valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
     if valid:
-        figures = {k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()}
+        figures = {
+            k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()
+        }
         print_scores("valid", figures, valid[-1]["recordings"], folder.metrics)
     of_run.write_report(folder)
-    spent = f"{training.count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting for data"
+    spent = (
+        f"{training.count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it"
+        " waiting for data"
+    )
     out.print(f"{spent}; model, metrics and report.html are in {folder.path}")

@@ -38,7 +38,10 @@ class Stateless:
 
 @dataclass(frozen=True)
 class Chain:
-    """nn.Sequential: each child's outputs are the next one's inputs; its state a dict by the child's place."""
+    """nn.Sequential: each child's outputs are the next one's inputs.
+
+    Its state a dict by the child's place.
+    """
 
     module: nn.Sequential
     children: tuple[nn.Module, ...]
@@ -70,11 +73,19 @@ class Chain:
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         if tuple(self.module) != self.children:
-            raise ModelError("a module of this nn.Sequential was replaced after tt.carry; carry it again: net = tt.carry(module)")
+            raise ModelError(
+                "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
+                " tt.carry(module)"
+            )
         return through(self.links, x, state, resets)
 
 
-def through(links: Mapping[str, Contract], x: Tensor, state: Mapping[str, State], resets: Tensor | None = None) -> tuple[Tensor, State]:
+def through(
+    links: Mapping[str, Contract],
+    x: Tensor,
+    state: Mapping[str, State],
+    resets: Tensor | None = None,
+) -> tuple[Tensor, State]:
     """Each link's outputs are the next one's inputs.
 
     Raises:
@@ -85,9 +96,10 @@ def through(links: Mapping[str, Contract], x: Tensor, state: Mapping[str, State]
         y, after[name] = link.run(x, state[name], resets)
         if y.shape[:2] != x.shape[:2]:
             raise ModelError(
-                f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)}, expected one output per "
-                "step and lane. A carried recurrent layer hands on its outputs only: drop a module that picks them out of a "
-                "tuple, or the last step."
+                f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into"
+                f" {tuple(y.shape)}, expected one output per step and lane. A carried recurrent"
+                " layer hands on its outputs only: drop a module that picks them out of a tuple,"
+                " or the last step."
             )
         x = y
     return x, after

@@ -25,16 +25,25 @@ class Contract(Protocol):
         ...
 
     def takes_resets(self, x: Tensor | None) -> bool | None:
-        """Whether `run` applies resets itself; None where that needs a trial, for which inputs are needed."""
+        """Whether `run` applies resets itself.
+
+        None where that needs a trial, for which inputs are needed.
+        """
         ...
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        """`(T, B, ...)` to `(T, B, C)` and the state after it; with resets `(T, B)` only where it takes them."""
+        """`(T, B, ...)` to `(T, B, C)` and the state after it.
+
+        With resets `(T, B)` only where it takes them.
+        """
         ...
 
 
 class NotWholeError(Exception):
-    """A module that was given resets plays its layers in pieces after all; splitting the forward call is always right."""
+    """A module that was given resets plays its layers in pieces after all.
+
+    Splitting the forward call is always right.
+    """
 
 
 class HasInitialState(Protocol):
@@ -47,21 +56,27 @@ class HasInitialState(Protocol):
 
 def own_start(module: nn.Module) -> HasInitialState | None:
     """The module, if it has a method `initial_state`; a parameter of that name is none."""
-    return cast("HasInitialState", module) if callable(getattr(module, "initial_state", None)) else None
+    return (
+        cast("HasInitialState", module)
+        if callable(getattr(module, "initial_state", None))
+        else None
+    )
 
 
 def outputs_of(module: nn.Module, y: Any, x: Tensor, batch_first: bool) -> Tensor:
     """The outputs, time first; one row per step and lane, or a clear refusal."""
     if not isinstance(y, Tensor):
         raise ModelError(
-            f"{type(module).__name__} returned a {type(y).__name__}, expected one tensor of outputs (T, B, C). If it returns its state as "
-            "well, let its forward take it: forward(x, state) -> (y, state)."
+            f"{type(module).__name__} returned a {type(y).__name__}, expected one tensor of outputs"
+            " (T, B, C). If it returns its state as well, let its forward take it: forward(x,"
+            " state) -> (y, state)."
         )
     turned = y.transpose(0, 1) if batch_first and y.dim() > 1 else y
     if turned.shape[:2] != x.shape[:2]:
         raise ModelError(
-            f"{type(module).__name__} returned outputs of shape {tuple(y.shape)} for {x.shape[0]} steps of {x.shape[1]} lanes, expected "
-            f"{'(B, T, C)' if batch_first else '(T, B, C)'}: one output per step; the stream's mask says which of them count."
+            f"{type(module).__name__} returned outputs of shape {tuple(y.shape)} for {x.shape[0]}"
+            f" steps of {x.shape[1]} lanes, expected {'(B, T, C)' if batch_first else '(T, B, C)'}:"
+            " one output per step; the stream's mask says which of them count."
         )
     return turned
 
@@ -78,8 +93,9 @@ def quietly(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tuple[A
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(module).__name__}.forward(x, None) failed in a trial of one step ({error}); let it take None for the state at "
-            "the start of a recording, or give it an initial_state(lanes) method"
+            f"{type(module).__name__}.forward(x, None) failed in a trial of one step ({error}); let"
+            " it take None for the state at the start of a recording, or give it an"
+            " initial_state(lanes) method"
         ) from error
     finally:
         for m, mode in modes:

@@ -18,7 +18,10 @@ from throughtime.state import State
 
 @dataclass
 class Explicit:
-    """A module that maps `(x, state)` to `(y, state)`; its state's lane dimensions are found by a trial with 2 and 3 lanes."""
+    """A module that maps `(x, state)` to `(y, state)`.
+
+    Its state's lane dimensions are found by a trial with 2 and 3 lanes.
+    """
 
     module: nn.Module
     batch_first: bool
@@ -52,12 +55,17 @@ class Explicit:
         return y, layout.inward(after)
 
     def _call(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        given = {} if resets is None else {"resets": resets.transpose(0, 1) if self.batch_first else resets}
+        given = (
+            {}
+            if resets is None
+            else {"resets": resets.transpose(0, 1) if self.batch_first else resets}
+        )
         result = self.module(x.transpose(0, 1) if self.batch_first else x, state, **given)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise ModelError(
-                f"{type(self.module).__name__}.forward takes a second argument, so it must return the pair (y, state); it returned a "
-                f"{type(result).__name__}. If that argument is no state, wrap the module in one whose forward takes x alone."
+                f"{type(self.module).__name__}.forward takes a second argument, so it must return"
+                f" the pair (y, state); it returned a {type(result).__name__}. If that argument is"
+                " no state, wrap the module in one whose forward takes x alone."
             )
         return outputs_of(self.module, result[0], x, self.batch_first), result[1]
 
@@ -80,18 +88,22 @@ class Explicit:
     def _try(self, like: Tensor | None) -> Layout:
         if like is None:
             raise StateError(
-                f"the state of {type(self.module).__name__} is known after a trial: net.initial_state(lanes, like=inputs), or give the "
-                "module an initial_state(lanes) method"
+                f"the state of {type(self.module).__name__} is known after a trial:"
+                " net.initial_state(lanes, like=inputs), or give the module an"
+                " initial_state(lanes) method"
             )
         two, three = (like[:1, :1].expand(1, n, *like.shape[2:]) for n in (2, 3))
         y_none, s_two = quietly(self.module, partial(self._call, two, None))
         _, s_three = quietly(self.module, partial(self._call, three, None))
         layout = Layout.compare(s_two, s_three)
-        y_zeros, _ = quietly(self.module, partial(self._call, two, layout.outward(layout.zeros(2, like.device))))
+        y_zeros, _ = quietly(
+            self.module, partial(self._call, two, layout.outward(layout.zeros(2, like.device)))
+        )
         if not torch.equal(y_none, y_zeros):
             raise StateError(
-                f"{type(self.module).__name__} starts from something else than zeros when its state is None; give it an "
-                "initial_state(lanes) method that returns where its recordings start (or it gives other outputs each time, from random "
-                "numbers or a counter of calls)"
+                f"{type(self.module).__name__} starts from something else than zeros when its state"
+                " is None; give it an initial_state(lanes) method that returns where its"
+                " recordings start (or it gives other outputs each time, from random numbers or a"
+                " counter of calls)"
             )
         return layout

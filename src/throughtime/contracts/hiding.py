@@ -34,21 +34,29 @@ class _Exchange:
     def see(self, name: str, layer: nn.Module, sequence: Tensor, own: Tensor | None) -> None:
         """A call of a layer, perhaps with resets of the module's own."""
         order = slice(1, None, -1) if getattr(layer, "batch_first", False) else slice(2)
-        self.whole = self.whole and own is None and name not in self.after and sequence.shape[:2] == self.shape[order]
+        self.whole = (
+            self.whole
+            and own is None
+            and name not in self.after
+            and sequence.shape[:2] == self.shape[order]
+        )
         if self.resets is not None and not self.whole:
             raise NotWholeError
 
 
-_exchange: ContextVar[_Exchange | None] = ContextVar("_exchange", default=None)  # one for each thread
+_exchange: ContextVar[_Exchange | None] = ContextVar(
+    "_exchange", default=None
+)  # one for each thread
 
 
 @dataclass(eq=False)
 class Hiding:
     """A user module that keeps recurrent layers to itself and returns outputs only.
 
-    While its forward runs here, hooks hand each layer its carried state on the layer's first call and take the state that the
-    last call returned; at any other time they do nothing. A state that the module passes itself must be zeros on the first
-    call: it is replaced. Resets are handed to layers of `tt.nn`, if a trial shows that each plays all steps in one call.
+    While its forward runs here, hooks hand each layer its carried state on the layer's first call
+    and take the state that the last call returned; at any other time they do nothing. A state that
+    the module passes itself must be zeros on the first call: it is replaced. Resets are handed to
+    layers of `tt.nn`, if a trial shows that each plays all steps in one call.
     """
 
     module: nn.Module
@@ -80,7 +88,9 @@ class Hiding:
         steps = 3 if lanes == 2 else 2  # as many as lanes would not tell one from the other
         exchange = _Exchange(self, self.initial(lanes, x), torch.Size((steps, lanes)), None)
         try:
-            quietly(self.module, lambda: (self._called(exchange, x[:1].expand(steps, *x.shape[1:])), ()))
+            quietly(
+                self.module, lambda: (self._called(exchange, x[:1].expand(steps, *x.shape[1:])), ())
+            )
         except ModelError:
             return False
         return exchange.whole and len(exchange.after) > 0
@@ -90,8 +100,9 @@ class Hiding:
         y = self._called(exchange, x)
         if not exchange.after:
             raise ModelError(
-                f"none of the recurrent layers {list(self.layers)} ran in {type(self.module).__name__}.forward: they were replaced "
-                "after tt.carry (carry it again), or are not used"
+                f"none of the recurrent layers {list(self.layers)} ran in"
+                f" {type(self.module).__name__}.forward: they were replaced after tt.carry (carry"
+                " it again), or are not used"
             )
         return outputs_of(self.module, y, x, self.batch_first), {**state, **exchange.after}
 
@@ -105,10 +116,11 @@ class Hiding:
             raise
         except RuntimeError as error:
             error.add_note(
-                f"throughtime: the layers of {type(self.module).__name__} were given the carried state of {x.shape[1]} lanes, and inputs "
-                f"{'(B, T, D)' if self.batch_first else '(T, B, D)'}. If the module wants it the other way round, say "
-                f"tt.carry(module, batch_first={not self.batch_first}); if it folds time into the batch, let forward(x, state) return "
-                "(y, state)."
+                f"throughtime: the layers of {type(self.module).__name__} were given the carried"
+                f" state of {x.shape[1]} lanes, and inputs"
+                f" {'(B, T, D)' if self.batch_first else '(T, B, D)'}. If the module wants it the"
+                f" other way round, say tt.carry(module, batch_first={not self.batch_first}); if it"
+                " folds time into the batch, let forward(x, state) return (y, state)."
             )
             raise
         finally:
@@ -126,7 +138,8 @@ class Hiding:
         own = {"resets": args[2]} if len(args) > 2 else kwargs
         if not isinstance(sequence, Tensor):
             raise ModelError(
-                f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing: pass the tensor of its steps"
+                f"layer '{name}' is given a {type(sequence).__name__}; a stream needs no packing:"
+                " pass the tensor of its steps"
             )
         before = exchange.before[name]
         exchange.see(name, layer, sequence, own.get("resets"))
@@ -137,7 +150,14 @@ class Hiding:
             _check_fresh(name, given)
         kwargs = {**kwargs, **own}
         if exchange.resets is not None:
-            kwargs = {**kwargs, "resets": exchange.resets.transpose(0, 1) if getattr(layer, "batch_first", False) else exchange.resets}
+            kwargs = {
+                **kwargs,
+                "resets": (
+                    exchange.resets.transpose(0, 1)
+                    if getattr(layer, "batch_first", False)
+                    else exchange.resets
+                ),
+            }
         return (sequence, turned(before) if isinstance(layer, nn.RNNBase) else before), kwargs
 
     def _take(self, name: str, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -150,21 +170,25 @@ class Hiding:
 def _refuse_recompute(name: str) -> None:
     """A checkpointed forward runs a second time in the backward pass, where no state is handed in."""
     # As torch.utils.checkpoint itself asks whether a backward pass runs; there is no public way.
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+    if torch._C._current_graph_task_id() != -1:
         raise ModelError(
-            f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its carried state is not there any "
-            "more. Let forward(x, state) return (y, state), so that the state is an argument of what is checkpointed."
+            f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its"
+            " carried state is not there any more. Let forward(x, state) return (y, state), so"
+            " that the state is an argument of what is checkpointed."
         )
 
 
 def _check_goes_on(name: str, given: State, last: State) -> None:
     """A layer's second call in one forward goes on from its first, and does not start another sequence."""
-    if given is not None and all(a is b for a, b in zip(trees.tensors(given), trees.tensors(last), strict=True)):
+    if given is not None and all(
+        a is b for a, b in zip(trees.tensors(given), trees.tensors(last), strict=True)
+    ):
         return  # the usual loop over a cell, without looking at a number
     if given is None or (_is_fresh(given) and not _is_fresh(last)):
         raise ModelError(
-            f"layer '{name}' runs twice in one forward, the second time from no state: two sequences through one layer have two "
-            "states. Let forward(x, state) return (y, state)."
+            f"layer '{name}' runs twice in one forward, the second time from no state: two"
+            " sequences through one layer have two states. Let forward(x, state) return (y,"
+            " state)."
         )
 
 
@@ -176,7 +200,8 @@ def _is_fresh(state: State) -> bool:
 def _check_fresh(name: str, given: State) -> None:
     if not _is_fresh(given):
         raise ModelError(
-            f"the module hands layer '{name}' a state of its own that is not zeros: one kept in an attribute, learnt, or made by an "
-            "encoder. A carried state cannot replace it silently; let forward(x, state) return (y, state), and give the "
-            "module an initial_state(lanes) method if it learns where to start."
+            f"the module hands layer '{name}' a state of its own that is not zeros: one kept in an"
+            " attribute, learnt, or made by an encoder. A carried state cannot replace it"
+            " silently; let forward(x, state) return (y, state), and give the module an"
+            " initial_state(lanes) method if it learns where to start."
         )

@@ -32,9 +32,14 @@ class Layer:
     def initial(self, lanes: int, like: Tensor | None) -> State:
         del like
         layer = self.module
-        weight: Tensor = layer.weight_ih_l0  # pyright: ignore[reportAssignmentType]  # registered by name, typed Tensor | Module
+        # registered by name, typed Tensor | Module
+        weight: Tensor = layer.weight_ih_l0  # pyright: ignore[reportAssignmentType]
         h = weight.new_zeros(lanes, layer.num_layers, layer.proj_size or layer.hidden_size)
-        return (h, weight.new_zeros(lanes, layer.num_layers, layer.hidden_size)) if isinstance(layer, nn.LSTM) else h
+        return (
+            (h, weight.new_zeros(lanes, layer.num_layers, layer.hidden_size))
+            if isinstance(layer, nn.LSTM)
+            else h
+        )
 
     def needs_trial(self) -> bool:
         return False
@@ -82,4 +87,5 @@ class Cell:
 
 def plain(layer: nn.Module) -> Contract:
     """The contract of a layer or cell by itself."""
-    return Layer(layer) if isinstance(layer, nn.RNNBase) else Cell(layer)  # pyright: ignore[reportArgumentType]  # layers are RECURRENT
+    # layers are RECURRENT
+    return Layer(layer) if isinstance(layer, nn.RNNBase) else Cell(layer)  # pyright: ignore[reportArgumentType]

@@ -2,9 +2,9 @@
 
     g = (m_1 g_1 + ... + m_n g_n) / (m_1 + ... + m_n),        m_i: what the losses of update i weigh
 
-All of them belong to the same weights, as if the strides were played side by side by n times the lanes; the state goes on from one
-to the next. To be confused neither with a longer stride, along which credit would flow, nor with adding gradients up,
-which multiplies the step by n.
+All of them belong to the same weights, as if the strides were played side by side by n times the
+lanes; the state goes on from one to the next. To be confused neither with a longer stride, along
+which credit would flow, nor with adding gradients up, which multiplies the step by n.
 
 Cost: that of the n updates, and one more copy of the gradient.
 """
@@ -42,10 +42,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """`updates` updates of `policy`, strides without a valid step counted, as one; fewer at the end of an epoch.
+    """`updates` updates of `policy`, strides without a valid step counted, as one; fewer at the end
+    of an epoch.
 
     Raises:
-        ConfigError: less than one update, or a policy whose updates are no means over what they count.
+        ConfigError: less than one update, or a policy whose updates are no means over what they
+            count.
     """
 
     policy: Policy
@@ -55,15 +57,20 @@ class Accumulated:
         whole("accumulate", self.updates, 1)
         if isinstance(self.policy, Randomized):
             raise ConfigError(
-                f"accumulate={self.updates}: the updates of tt.Randomized are unbiased as they come, and would not be when weighed by "
-                "their steps. Leave out optimizer.zero_grad() between them, or take a larger mean_horizon"
+                f"accumulate={self.updates}: the updates of tt.Randomized are unbiased as they"
+                " come, and would not be when weighed by their steps. Leave out"
+                " optimizer.zero_grad() between them, or take a larger mean_horizon"
             )
 
-    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+    def update(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
         """The next updates that have a valid step; where other ranks may have one, the next."""
         weights = list(weights_of(net, objective.loss_fn).values())
         before = [weight.grad for weight in weights]
-        asked = objective if objective.together is not None else replace(objective, together=Alone())
+        asked = (
+            objective if objective.together is not None else replace(objective, together=Alone())
+        )
         mean = _Mean(weights)
         try:
             while mean.update is None or (objective.together is None and not mean.mass):
@@ -75,10 +82,14 @@ class Accumulated:
                 weight.grad = had
         return mean.delivered() if mean.mass or objective.together is not None else None, progress
 
-    def _several(self, net: Carried, source: Source, objective: Objective, progress: Progress, mean: "_Mean") -> tuple[int, Progress]:
+    def _several(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress, mean: "_Mean"
+    ) -> tuple[int, Progress]:
         """Adds the next updates to the mean; how many there were."""
         for count in range(self.updates):
-            if count and not source.ahead(1):  # the end of an epoch is told once, and the next call must hear it
+            if count and not source.ahead(
+                1
+            ):  # the end of an epoch is told once, and the next call must hear it
                 return count, progress
             for weight in mean.weights:
                 weight.grad = None

@@ -1,10 +1,11 @@
-"""What truncations cost: their gradients and the exact one, of the same stretch at the same weights, in one sweep.
+"""What truncations cost: their gradients and the exact one, of the same stretch at the same
+weights, in one sweep.
 
-A gradient is linear in what autograd starts from. So the piece that is run again for the exact gradient serves every
-truncation too: gates stand wherever one of them cuts, and each takes its own way back through the same graph, its gates
-closed. A truncation whose windows overlap takes several ways, so that each is free of overlap.
-Cost: two forward passes per step, a backward pass for the exact gradient, and one for each truncation (about
-horizon / stride of them where windows overlap).
+A gradient is linear in what autograd starts from. So the piece that is run again for the exact
+gradient serves every truncation too: gates stand wherever one of them cuts, and each takes its own
+way back through the same graph, its gates closed. A truncation whose windows overlap takes several
+ways, so that each is free of overlap. Cost: two forward passes per step, a backward pass for the
+exact gradient, and one for each truncation (about horizon / stride of them where windows overlap).
 
 Shapes: `B` lanes.
 """
@@ -70,18 +71,42 @@ class Probe:
     verify: Verify = "first"
 
     def compare(self, plans: Sequence[Sequence[Window]]) -> Comparison:
-        """The exact gradient and that of every plan; generators, buffers and `.grad` stay as they were."""
+        """The exact gradient and that of every plan.
+
+        Generators, buffers and `.grad` stay as they were.
+        """
         first = self.read(0, 1)
         with torch.enable_grad(), unnoticed(self.net, first.inputs.device):
-            entering = trees.detach(self.net.initial_state(first.lanes, like=first.inputs)) if self.state is None else self.state
-            length = self.room.length(self.net, self.steps, lambda n: self.read(0, n), entering, self.objective)
+            entering = (
+                trees.detach(self.net.initial_state(first.lanes, like=first.inputs))
+                if self.state is None
+                else self.state
+            )
+            length = self.room.length(
+                self.net, self.steps, lambda n: self.read(0, n), entering, self.objective
+            )
             contenders = [schedule.courses(plan) for plan in plans]
-            gates = {cut: Gate() for courses in contenders for course in courses for cut in course.cuts}
+            gates = {
+                cut: Gate() for courses in contenders for course in courses for cut in course.cuts
+            }
             bounds = schedule.pieces(self.steps, length)
-            sweep = Sweep(self.net, bounds, self.read, self.state, offload=self.room.offload, verify=self.verify, gates=gates)
-            stretch = Stretch.played(sweep, (self.read(a, b) for a, b in pairwise(bounds)), self.objective)
+            sweep = Sweep(
+                self.net,
+                bounds,
+                self.read,
+                self.state,
+                offload=self.room.offload,
+                verify=self.verify,
+                gates=gates,
+            )
+            stretch = Stretch.played(
+                sweep, (self.read(a, b) for a, b in pairwise(bounds)), self.objective
+            )
             if not stretch.valid:
-                raise DataError(f"none of the {self.steps} steps has a target that counts: there is no gradient to compare")
+                raise DataError(
+                    f"none of the {self.steps} steps has a target that counts: there is no gradient"
+                    " to compare"
+                )
             return _compare(stretch, self.objective, contenders)
 
 
@@ -93,7 +118,9 @@ class Flow:
     gathered: Gathered
     adjoint: Adjoint | None = None
 
-    def through(self, piece: Piece, losses: Mapping[int, Tensor], gates: Mapping[int, Gate], *, last: bool) -> None:
+    def through(
+        self, piece: Piece, losses: Mapping[int, Tensor], gates: Mapping[int, Gate], *, last: bool
+    ) -> None:
         """Takes the credit through one piece; `last` lets its graph go."""
         for place, gate in gates.items():
             gate.factor = 0.0 if place in self.course.cuts else 1.0
@@ -103,11 +130,25 @@ class Flow:
         self.adjoint = pulled.adjoint
 
 
-def _compare(stretch: Stretch, objective: Objective, contenders: Sequence[Sequence[Course]]) -> Comparison:
+def _compare(
+    stretch: Stretch, objective: Objective, contenders: Sequence[Sequence[Course]]
+) -> Comparison:
     exact = Course(((0, stretch.sweep.bounds[-1]),), frozenset())
     sums = [Gathered(weights_of(stretch.sweep.net)) for _ in range(len(contenders) + 1)]
-    flows = [Flow(exact, sums[0]), *(Flow(course, sums[i]) for i, courses in enumerate(contenders, 1) for course in courses)]
-    edges = sorted({edge for courses in contenders if len(courses) > 1 for course in courses for span in course.spans for edge in span})
+    flows = [
+        Flow(exact, sums[0]),
+        *(Flow(course, sums[i]) for i, courses in enumerate(contenders, 1) for course in courses),
+    ]
+    edges = sorted(
+        {
+            edge
+            for courses in contenders
+            if len(courses) > 1
+            for course in courses
+            for span in course.spans
+            for edge in span
+        }
+    )
     total = 0.0
     for piece in stretch.sweep.backward():
         losses = stretch.losses(piece, objective, edges)

@@ -1,4 +1,5 @@
-"""How much memory a sweep may take, and how many bytes a net's graph does, measured on a few of its steps.
+"""How much memory a sweep may take, and how many bytes a net's graph does, measured on a few of its
+steps.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -46,19 +47,33 @@ class Room:
         if self.chunk != "auto":
             schedule.whole("chunk", self.chunk, 1)
 
-    def length(self, net: Carried, steps: int, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> int:
-        """Steps per piece: as given, or the fastest that fits; `first` gives the first steps, to be measured."""
+    def length(
+        self,
+        net: Carried,
+        steps: int,
+        first: Callable[[int], Chunk],
+        state: State,
+        objective: Objective | None,
+    ) -> int:
+        """Steps per piece: as given, or the fastest that fits.
+
+        `first` gives the first steps, to be measured.
+        """
         if self.chunk != "auto":
             return min(self.chunk, steps)
         size = measure(net, lambda wanted: first(min(wanted, steps)), state, objective)
         sweet = None if trees.tensors(state)[0].is_cuda else schedule.SWEET_SPOT
-        return schedule.best_chunk(steps, size, schedule.bytes_in(self.memory), kept=self.offload is None, sweet=sweet)
+        return schedule.best_chunk(
+            steps, size, schedule.bytes_in(self.memory), kept=self.offload is None, sweet=sweet
+        )
 
 
 _known: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], Size]]" = WeakKeyDictionary()
 
 
-def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None) -> Size:
+def measure(
+    net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None
+) -> Size:
     """The size of a sweep's parts; measured once for each net, mode and shape of chunk.
 
     Args:
@@ -67,12 +82,20 @@ def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective
         state: the state entering them.
         objective: its loss belongs to the graph; `None` if there is none.
 
-    Saved tensors are counted by storage; what a custom autograd function keeps elsewhere is not seen.
+    Saved tensors are counted by storage; what a custom autograd function keeps elsewhere is not
+    seen.
     """
     chunk = first(TRIAL)
     autocast = torch.is_autocast_enabled(chunk.inputs.device.type)
     weights = tuple((weight.dtype, weight.requires_grad) for weight in net.parameters())
-    key = (chunk.inputs.shape, chunk.inputs.dtype, net.training, autocast, weights, objective is None)
+    key = (
+        chunk.inputs.shape,
+        chunk.inputs.dtype,
+        net.training,
+        autocast,
+        weights,
+        objective is None,
+    )
     known = _known.setdefault(net, {})
     if key not in known:
         known[key] = _measure(net, chunk, state, objective)
@@ -81,7 +104,9 @@ def measure(net: Carried, first: Callable[[int], Chunk], state: State, objective
 
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> Size:
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
-    long = Chunk.of(long.inputs, long.targets)  # without what differs from place to place, so that a resumed run measures the same
+    long = Chunk.of(
+        long.inputs, long.targets
+    )  # without what differs from place to place, so that a resumed run measures the same
     short = long.between(0, -(-long.steps // 3))
     with unnoticed(net, short.inputs.device):
         less, few = _graph(net, short, state, objective)
@@ -89,10 +114,14 @@ def _measure(net: Carried, long: Chunk, state: State, objective: Objective | Non
             return Size(less / short.steps, 0, edge, few / short.steps)
         more, many = _graph(net, long, state, objective)
     step = (more - less) / (long.steps - short.steps)
-    return Size(step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps))
+    return Size(
+        step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps)
+    )
 
 
-def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None) -> tuple[int, int]:
+def _graph(
+    net: Carried, chunk: Chunk, state: State, objective: Objective | None
+) -> tuple[int, int]:
     """Bytes and number of the storages that the graph of one forward pass keeps, besides weights, inputs and state."""
     given = [*net.parameters(), *net.buffers(), chunk.inputs, chunk.targets, *trees.tensors(state)]
     known = {leaf.untyped_storage().data_ptr() for leaf in given if leaf is not None}
@@ -106,7 +135,11 @@ def _graph(net: Carried, chunk: Chunk, state: State, objective: Objective | None
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         piece = started(net, chunk, state)
-        loss = objective.loss(piece.outputs, chunk) if objective is not None and chunk.valid else None
-        outputs = 3 * piece.outputs.nbytes  # themselves, their gradient, and the last piece's, which an update hands out
+        loss = (
+            objective.loss(piece.outputs, chunk) if objective is not None and chunk.valid else None
+        )
+        outputs = (
+            3 * piece.outputs.nbytes
+        )  # themselves, their gradient, and the last piece's, which an update hands out
     del piece, loss
     return sum(kept.values()) + outputs, len(kept)

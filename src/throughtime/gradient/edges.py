@@ -1,4 +1,5 @@
-"""Where the states at the edges of a sweep's pieces are kept: on their device, in CPU memory, or in a file.
+"""Where the states at the edges of a sweep's pieces are kept: on their device, in CPU memory, or in
+a file.
 
 One tensor for each leaf, `(edges, B, ...)`: written once in order, read once backwards.
 """
@@ -34,22 +35,26 @@ class Edges:
         names = [name for name, _ in trees.leaves(state)]
         if len(names) != len(self._rows):
             raise StateError(
-                f"the state has the leaves {names} now and had {[name for name, _ in trees.leaves(self._like)]} at the start: it must "
-                "keep its structure from step to step"
+                f"the state has the leaves {names} now and had"
+                f" {[name for name, _ in trees.leaves(self._like)]} at the start: it must keep its"
+                " structure from step to step"
             )
         for rows, (name, leaf) in zip(self._rows, trees.leaves(state), strict=True):
             if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:
                 raise StateError(
-                    f"state leaf '{name}' is {tuple(leaf.shape)} {leaf.dtype} now and was {tuple(rows.shape[1:])} {rows.dtype} at the "
-                    "start: an exact gradient keeps states side by side, so they must not grow or change type; give the leaf its full "
-                    "size from the first step on"
+                    f"state leaf '{name}' is {tuple(leaf.shape)} {leaf.dtype} now and was"
+                    f" {tuple(rows.shape[1:])} {rows.dtype} at the start: an exact gradient keeps"
+                    " states side by side, so they must not grow or change type; give the leaf its"
+                    " full size from the first step on"
                 )
             rows[index].copy_(leaf.detach())
 
     def get(self, index: int) -> State:
         """A copy of a state, on the device it came from."""
         rows = iter(self._rows)
-        return trees.map_leaves(lambda leaf: next(rows)[index].to(leaf.device, copy=True), self._like)
+        return trees.map_leaves(
+            lambda leaf: next(rows)[index].to(leaf.device, copy=True), self._like
+        )
 
     def _room(self, leaf: Tensor) -> Tensor:
         shape = (self._count, *leaf.shape)
@@ -64,7 +69,9 @@ def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
     """A tensor in a file that has no name any more: it goes when the tensor does, whatever happens."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="throughtime-", suffix=".edges") as file:
         size = torch.Size(shape).numel()
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error here and now, not a crash when a page is written
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # a full disk is an error here and now, not a crash when a page is written
             os.posix_fallocate(file.fileno(), 0, max(1, size * dtype.itemsize))
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
 
@@ -72,4 +79,7 @@ def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 def check_offload(offload: Offload) -> None:
     """Refuses a folder that is not there."""
     if offload not in (None, "cpu") and not Path(str(offload)).is_dir():
-        raise ConfigError(f"offload={str(offload)!r}: expected None, 'cpu', or a folder that exists, for a temporary file")
+        raise ConfigError(
+            f"offload={str(offload)!r}: expected None, 'cpu', or a folder that exists, for a"
+            " temporary file"
+        )

@@ -2,16 +2,17 @@
 
     g = d/dw  (1/N) * sum of the losses of all N valid steps of the recording
 
-No credit is cut: a loss blames inputs a million steps before it. The forward pass keeps the states at the edges of
-chunks, the backward pass runs chunk after chunk again, from the last to the first (`sweep.py`). To be confused neither
-with `Truncated(horizon=...)`, which makes an update every few steps and cuts credit, nor with wrapping every chunk in
-`torch.utils.checkpoint`, which computes the same and keeps outputs, losses and a graph of chunks in memory.
+No credit is cut: a loss blames inputs a million steps before it. The forward pass keeps the states
+at the edges of chunks, the backward pass runs chunk after chunk again, from the last to the first
+(`sweep.py`). To be confused neither with `Truncated(horizon=...)`, which makes an update every few
+steps and cuts credit, nor with wrapping every chunk in `torch.utils.checkpoint`, which computes the
+same and keeps outputs, losses and a graph of chunks in memory.
 
-Cost per step: two forward and one backward pass, 4/3 of plain backpropagation through time if a backward pass costs two
-forward passes. Memory: the graph of one chunk, and the states at the edges.
+Cost per step: two forward and one backward pass, 4/3 of plain backpropagation through time if a
+backward pass costs two forward passes. Memory: the graph of one chunk, and the states at the edges.
 
-References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al., Memory-efficient
-backpropagation through time, NeurIPS 2016.
+References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al.,
+Memory-efficient backpropagation through time, NeurIPS 2016.
 """
 
 from dataclasses import dataclass, field
@@ -36,27 +37,33 @@ from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
 class Exact:
     """The full gradient of each recording, or segment, in bounded memory.
 
-    An update for every stretch after which all lanes start a recording: for every recording with one lane, for the
-    epoch with several, unless recordings end together; or, with `segment`, every so many steps.
+    An update for every stretch after which all lanes start a recording: for every recording with
+    one lane, for the epoch with several, unless recordings end together; or, with `segment`, every
+    so many steps.
 
-    Use it where rare events matter long after they happen, to know what a truncation costs (`tt.audit`), or wherever
-    an update per recording is enough. `Truncated` makes more updates of less exact gradients in the same time.
+    Use it where rare events matter long after they happen, to know what a truncation costs
+    (`tt.audit`), or wherever an update per recording is enough. `Truncated` makes more updates of
+    less exact gradients in the same time.
 
     Args:
-        memory: for graph and edge states, "512MB", "2GiB" or bytes; gradients, as large as the weights, come on top.
-        chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It changes no gradient.
+        memory: for graph and edge states, "512MB", "2GiB" or bytes; gradients, as large as the
+            weights, come on top.
+        chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It
+            changes no gradient.
         segment: steps per update; credit is cut between segments, the state is carried.
-        offload: where the states at the chunks' edges are kept: `None` on their device, "cpu", or a folder, for a
-            temporary file that is mapped into memory.
-        verify: which of the recomputed states are compared with those of the forward pass; "first" costs nothing to speak of.
-        clip_adjoint: largest norm, lane by lane, of the gradient that crosses a chunk's edge; needs `chunk`, which then
-            does change the gradient.
+        offload: where the states at the chunks' edges are kept: `None` on their device, "cpu", or a
+            folder, for a temporary file that is mapped into memory.
+        verify: which of the recomputed states are compared with those of the forward pass; "first"
+            costs nothing to speak of.
+        clip_adjoint: largest norm, lane by lane, of the gradient that crosses a chunk's edge; needs
+            `chunk`, which then does change the gradient.
 
     Raises:
         ConfigError: a setting out of range, or a memory too small: it says how much is needed.
         DataError: the chunks come from an iterator and cannot be read again.
         ModelError: the forward pass does not repeat.
-        RunError: a gradient is not finite; chunk and parameter are named, `.grad` and weights untouched.
+        RunError: a gradient is not finite; chunk and parameter are named, `.grad` and weights
+            untouched.
 
     Cost: two forward passes and one backward pass per step.
 
@@ -85,7 +92,10 @@ class Exact:
         if self.clip_adjoint is not None and not self.clip_adjoint > 0:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
         if self.clip_adjoint is not None and self.chunk == "auto":
-            raise ConfigError("clip_adjoint clips at the chunks' edges, so the chunk becomes part of the gradient: give chunk=... too")
+            raise ConfigError(
+                "clip_adjoint clips at the chunks' edges, so the chunk becomes part of the"
+                " gradient: give chunk=... too"
+            )
 
     @property
     def _room(self) -> Room:
@@ -98,9 +108,13 @@ class Exact:
             if self.segment is None
             else f"an update every {self.segment} steps"
         )
-        return f"{every}, credit back through {'all of it' if self.segment is None else 'all of them'}"
+        return (
+            f"{every}, credit back through {'all of it' if self.segment is None else 'all of them'}"
+        )
 
-    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+    def update(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
         """The next recording or segment that has a valid step."""
         while steps := source.unbroken() if self.segment is None else source.ahead(self.segment):
             update, progress = self._segment(net, source, objective, progress, steps)
@@ -118,7 +132,9 @@ class Exact:
             return source.read(begin + start, begin + stop)
 
         read(0, 1)  # refuses an iterator before anything has run
-        length = self._room.length(net, steps, lambda wanted: read(0, wanted), progress.state, objective)
+        length = self._room.length(
+            net, steps, lambda wanted: read(0, wanted), progress.state, objective
+        )
         bounds = schedule.pieces(steps, length)
         sweep = Sweep(net, bounds, read, progress.edge, offload=self.offload, verify=self.verify)
         stretch = Stretch.played(sweep, taken(source, bounds), objective)
@@ -127,7 +143,18 @@ class Exact:
             return nothing(objective, stretch.chunk, after.state, stretch.outputs), after
         clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs), stretch.chunk)
         loss = stretch.descend(objective, clip, begin)
-        return Update(loss, stretch.valid, after.state, stretch.outputs, stretch.chunk, clip.swept(length), stretch.mass), after
+        return (
+            Update(
+                loss,
+                stretch.valid,
+                after.state,
+                stretch.outputs,
+                stretch.chunk,
+                clip.swept(length),
+                stretch.mass,
+            ),
+            after,
+        )
 
 
 @dataclass(eq=False)
@@ -146,9 +173,17 @@ class Clip:
             self.norms.append(torch.zeros(self.like.lanes, device=self.like.inputs.device))
             return adjoint
         self.norms.append(norms / self.scale)
-        return adjoint if self.most is None else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
+        return (
+            adjoint
+            if self.most is None
+            else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
+        )
 
     def swept(self, chunk: int) -> Swept:
         """What was measured."""
-        norms = torch.stack(self.norms) if self.norms else torch.zeros(0, self.like.lanes, device=self.like.inputs.device)
+        norms = (
+            torch.stack(self.norms)
+            if self.norms
+            else torch.zeros(0, self.like.lanes, device=self.like.inputs.device)
+        )
         return Swept(chunk, norms, 0 if self.most is None else int((norms > self.most).sum()))

@@ -1,8 +1,10 @@
-"""Gates: places in time where the credit that flows back is multiplied, by zero (cut), by one, or by more, and may be watched.
+"""Gates: places in time where the credit that flows back is multiplied, by zero (cut), by one, or
+by more, and may be watched.
 
     forward:  s -> s          backward:  a -> factor * a
 
-The factor is looked up when gradients flow, so one graph serves several truncations, one after another.
+The factor is looked up when gradients flow, so one graph serves several truncations, one after
+another.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +32,18 @@ class Gate:
 
     def __call__(self, state: State) -> State:
         """The same state, its gradient passing this gate."""
-        if self.watch is not None and torch.is_grad_enabled():  # what has no graph yet has a gradient all the same
-            state = trees.map_leaves(lambda leaf: leaf if leaf.requires_grad else _leaf(leaf), state)
+        if (
+            self.watch is not None and torch.is_grad_enabled()
+        ):  # what has no graph yet has a gradient all the same
+            state = trees.map_leaves(
+                lambda leaf: leaf if leaf.requires_grad else _leaf(leaf), state
+            )
         alive = [leaf.requires_grad for leaf in trees.tensors(state)]
         if not any(alive):
             return state
-        passed = iter(_Pass.apply(self, alive, *(leaf for leaf in trees.tensors(state) if leaf.requires_grad)))
+        passed = iter(
+            _Pass.apply(self, alive, *(leaf for leaf in trees.tensors(state) if leaf.requires_grad))
+        )
         return trees.map_leaves(lambda leaf: next(passed) if leaf.requires_grad else leaf, state)
 
 

@@ -1,6 +1,7 @@
 """Gradients gathered piece by piece, and handed over once.
 
-Hooks on parameters, and whoever accumulates into `.grad`, see one whole gradient, as after an ordinary backward pass.
+Hooks on parameters, and whoever accumulates into `.grad`, see one whole gradient, as after an
+ordinary backward pass.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -25,7 +26,11 @@ class Gathered:
                 continue
             total = self.sums[i]
             if total is None:  # half precision would lose what many pieces add
-                kept = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+                kept = (
+                    gradient.float()
+                    if gradient.dtype in (torch.bfloat16, torch.float16)
+                    else gradient
+                )
                 self.sums[i] = kept.clone() if kept is gradient and scale == 1 else kept * scale
             elif total.is_sparse or gradient.is_sparse:
                 self.sums[i] = total + gradient * scale
@@ -34,11 +39,17 @@ class Gathered:
 
     def dense(self) -> list[Tensor]:
         """Every sum, zeros where nothing was added."""
-        return [torch.zeros_like(w) if s is None else s.to_dense() for w, s in zip(self.weights, self.result(), strict=True)]
+        return [
+            torch.zeros_like(w) if s is None else s.to_dense()
+            for w, s in zip(self.weights, self.result(), strict=True)
+        ]
 
     def result(self) -> list[Tensor | None]:
         """Every sum in the type of its weight."""
-        return [None if s is None else s.to(w.dtype) for w, s in zip(self.weights, self.sums, strict=True)]
+        return [
+            None if s is None else s.to(w.dtype)
+            for w, s in zip(self.weights, self.sums, strict=True)
+        ]
 
     def faulty(self) -> str | None:
         """The name of the first weight whose gradient is not finite."""
@@ -72,18 +83,27 @@ class _Delivery(torch.autograd.Function):
 
 def weights_of(net: nn.Module, loss_fn: object = None) -> dict[str, Tensor]:
     """The parameters that want a gradient, by name: those of the net, and of a loss that has its own."""
-    found: dict[str, Tensor] = {name.removeprefix("module."): weight for name, weight in net.named_parameters() if weight.requires_grad}
+    found: dict[str, Tensor] = {
+        name.removeprefix("module."): weight
+        for name, weight in net.named_parameters()
+        if weight.requires_grad
+    }
     if isinstance(loss_fn, nn.Module):
         mine = {id(weight) for weight in found.values()}
         named = loss_fn.named_parameters()
-        found |= {f"loss_fn.{name}": weight for name, weight in named if weight.requires_grad and id(weight) not in mine}
+        found |= {
+            f"loss_fn.{name}": weight
+            for name, weight in named
+            if weight.requires_grad and id(weight) not in mine
+        }
     return found
 
 
 @contextmanager
 def hooks_held(weights: Sequence[Tensor]) -> Generator[None]:
     """Hooks on weights wait: gradients of pieces are no gradients, and the hooks see the whole one when it is delivered."""
-    held = [(hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)]  # noqa: SLF001  # there is no public way
+    # there is no public way
+    held = [(hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)]
     for hooks, _ in held:
         hooks.clear()
     try:

@@ -44,41 +44,54 @@ class Together(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """A user's loss function over the valid steps of a chunk; `together` where other ranks have valid steps of their own."""
+    """A user's loss function over the valid steps of a chunk.
+
+    `together` where other ranks have valid steps of their own.
+    """
 
     loss_fn: LossFn
     scaler: Scaler | None = None
     together: Together | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_fn, nn.Module) and getattr(self.loss_fn, "reduction", "mean") == "sum":
+        if (
+            isinstance(self.loss_fn, nn.Module)
+            and getattr(self.loss_fn, "reduction", "mean") == "sum"
+        ):
             raise ModelError(
-                "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are weighted by their valid steps, which takes "
-                "the mean over the rows of each"
+                "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are"
+                " weighted by their valid steps, which takes the mean over the rows of each"
             )
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph."""
         rows, targets = chunk.rows(outputs)
         loss = self.loss_fn(rows, targets)
-        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's loss_fn may return anything
+        # a user's loss_fn may return anything
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModelError(
-                f"loss_fn returned a {type(loss).__name__}, expected a tensor with one number: the mean over its {len(rows)} rows"
+                f"loss_fn returned a {type(loss).__name__}, expected a tensor with one number: the"
+                f" mean over its {len(rows)} rows"
             )
         if loss.dim() != 0:
             raise ModelError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected one number: the mean over its {len(rows)} rows. "
-                "Is it made with reduction='none'?"
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected one number: the"
+                f" mean over its {len(rows)} rows. Is it made with reduction='none'?"
             )
         return loss
 
     def mass(self, chunk: Chunk) -> float:
         """What the mean loss of this chunk weighs in that of several: its valid steps.
 
-        For torch's losses of classes, without those to be ignored, and each with the weight of its class.
+        For torch's losses of classes, without those to be ignored, and each with the weight of its
+        class.
         """
         fn = self.loss_fn
-        if not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or chunk.targets is None or chunk.targets.is_floating_point():
+        if (
+            not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+            or chunk.targets is None
+            or chunk.targets.is_floating_point()
+        ):
             return chunk.valid
         targets = chunk.targets[chunk.mask]
         counted = targets[targets != fn.ignore_index]
@@ -87,12 +100,19 @@ class Objective:
     def counts(self, chunk: Chunk) -> bool:
         """Whether any step of the chunk has a part in the loss."""
         fn = self.loss_fn
-        if chunk.valid and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)) and (fn.weight is not None or fn.ignore_index != IGNORED):
+        if (
+            chunk.valid
+            and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+            and (fn.weight is not None or fn.ignore_index != IGNORED)
+        ):
             return self.mass(chunk) > 0
         return chunk.valid > 0
 
     def weight(self, chunk: Chunk) -> float | None:
-        """What the gradient of this chunk's mean loss weighs among those of other ranks; `None` where there are none."""
+        """What the gradient of this chunk's mean loss weighs among those of other ranks.
+
+        `None` where there are none.
+        """
         return None if self.together is None else self.mass(chunk)
 
     def mean(self, value: float) -> float:
@@ -108,21 +128,30 @@ class Objective:
         """Refuses a loss that no parameter has a part in."""
         if all(gradient is None for gradient in gradients):
             raise ModelError(
-                "the loss depends on no parameter that requires a gradient: is every parameter frozen, or does the net or loss_fn "
-                "detach its outputs?"
+                "the loss depends on no parameter that requires a gradient: is every parameter"
+                " frozen, or does the net or loss_fn detach its outputs?"
             )
 
     def check_weights(self, outputs: Tensor, chunk: Chunk) -> None:
         """Refuses a function that hides weights of its own, which nobody could find to give them a gradient."""
-        if not isinstance(self.loss_fn, nn.Module) and torch.is_grad_enabled() and self.loss(outputs.detach(), chunk).requires_grad:
+        if (
+            not isinstance(self.loss_fn, nn.Module)
+            and torch.is_grad_enabled()
+            and self.loss(outputs.detach(), chunk).requires_grad
+        ):
             raise ModelError(
-                "loss_fn is a function with weights of its own inside: they would get no gradient here. Give the module itself, "
-                "loss_fn=module, whose forward takes outputs and targets."
+                "loss_fn is a function with weights of its own inside: they would get no gradient"
+                " here. Give the module itself, loss_fn=module, whose forward takes outputs and"
+                " targets."
             )
 
     def scale(self, like: Tensor) -> float:
         """What the scaler multiplies losses by at present."""
-        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=like.device)).item()
+        return (
+            1.0
+            if self.scaler is None
+            else self.scaler.scale(torch.ones((), device=like.device)).item()
+        )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the backward pass starts from."""

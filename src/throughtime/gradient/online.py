@@ -1,17 +1,21 @@
-"""Untruncated credit on a stream without end: real-time recurrent learning, chunk by chunk, for small states.
+"""Untruncated credit on a stream without end: real-time recurrent learning, chunk by chunk, for
+small states.
 
-    S_k = ds_k/dw                                  influence of the weights on the state after chunk k: (n, P) for each lane
-    g_k = dl_k/dw + (dl_k/ds_{k-1}) S_{k-1}        gradient of the losses of chunk k, through all of the past
+    S_k = ds_k/dw                                  influence of the weights on the state after chunk
+    k: (n, P) for each lane
+    g_k = dl_k/dw + (dl_k/ds_{k-1}) S_{k-1}        gradient of the losses of chunk k, through all of
+    the past
     S_k = (ds_k/ds_{k-1}) S_{k-1} + ds_k/dw        within the chunk, both by n backward passes
 
-At fixed weights the g_k sum to the exact gradient. Between updates S keeps what was true of earlier weights: an error of the
-order of the learning rate, as in all real-time recurrent learning. Memory n * B * P numbers, n * B backward passes per
-chunk: for states of some dozen numbers. To be confused neither with `Truncated`, which forgets, nor with approximations
-of S (SnAp, UORO, e-prop).
+At fixed weights the g_k sum to the exact gradient. Between updates S keeps what was true of earlier
+weights: an error of the order of the learning rate, as in all real-time recurrent learning. Memory
+n * B * P numbers, n * B backward passes per chunk: for states of some dozen numbers. To be confused
+neither with `Truncated`, which forgets, nor with approximations of S (SnAp, UORO, e-prop).
 
-References: R. J. Williams and D. Zipser, A learning algorithm for continually running fully recurrent neural networks, Neural
-Computation 1 (1989); J. Schmidhuber, A fixed size storage O(n^3) time complexity learning algorithm for fully recurrent
-continually running networks, Neural Computation 4 (1992), for the chunks.
+References: R. J. Williams and D. Zipser, A learning algorithm for continually running fully
+recurrent neural networks, Neural Computation 1 (1989); J. Schmidhuber, A fixed size storage O(n^3)
+time complexity learning algorithm for fully recurrent continually running networks, Neural
+Computation 4 (1992), for the chunks.
 
 Shapes: `B` lanes, `n` numbers in one lane's state, `P` weights.
 """
@@ -38,10 +42,11 @@ from throughtime.state import State
 
 @dataclass(frozen=True)
 class Online:
-    """An update every `stride` steps, its credit untruncated: the whole past counts, on a stream without end.
+    """An update every `stride` steps, its credit untruncated: the whole past counts, on a stream
+    without end.
 
-    For small states: system identification, control, a GRU of some dozen units. Lanes must not depend on each other (as
-    BatchNorm makes them).
+    For small states: system identification, control, a GRU of some dozen units. Lanes must not
+    depend on each other (as BatchNorm makes them).
 
     Args:
         stride: steps between two updates.
@@ -74,7 +79,9 @@ class Online:
         """The setting in words."""
         return f"an update every {self.stride} steps, credit back through all of the past"
 
-    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+    def update(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
         """The next stride that has a valid step; the others carry state and influence on."""
         while (chunk := source.take(self.stride)) is not None:
             begin = source.position - chunk.steps
@@ -82,7 +89,11 @@ class Online:
             weights = list(named.values())
             influence = self._influence(progress, weights)
             piece = started(net, chunk, progress.edge)
-            found = self._update(piece, objective, influence, named, begin) if objective.counts(chunk) else None
+            found = (
+                self._update(piece, objective, influence, named, begin)
+                if objective.counts(chunk)
+                else None
+            )
             after = trees.detach(piece.after)
             progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
             outputs = piece.outputs.detach()
@@ -98,36 +109,51 @@ class Online:
         leaves = _floating(progress.state)
         if any(leaf.is_complex() for leaf in leaves):
             raise StateError(
-                "tt.Online carries the influence on real states only; keep real and imaginary part as two leaves, or take tt.Exact"
+                "tt.Online carries the influence on real states only; keep real and imaginary part"
+                " as two leaves, or take tt.Exact"
             )
         lanes, size = len(leaves[0]), sum(leaf[0].numel() for leaf in leaves)
         count = sum(weight.numel() for weight in weights)
         if lanes * size > self.max_state:
             needed = schedule.in_bytes(lanes * size * count * leaves[0].element_size())
             raise ConfigError(
-                f"the state has {size} numbers in each of {lanes} lanes, above max_state={self.max_state}: its dependence on {count:,} "
-                f"weights takes {needed}, some five times that while it moves on, and {lanes * size} backward passes for every "
-                f"{self.stride} steps. Take fewer lanes or a smaller net, tt.Exact or tt.Randomized, or, if that is what you want, "
-                f"max_state={lanes * size}."
+                f"the state has {size} numbers in each of {lanes} lanes, above"
+                f" max_state={self.max_state}: its dependence on {count:,} weights takes {needed},"
+                f" some five times that while it moves on, and {lanes * size} backward passes for"
+                f" every {self.stride} steps. Take fewer lanes or a smaller net, tt.Exact or"
+                f" tt.Randomized, or, if that is what you want, max_state={lanes * size}."
             )
         if progress.influence is not None:
             return progress.influence
         return leaves[0].new_zeros(lanes, size, count)
 
     @staticmethod
-    def _update(piece: Piece, objective: Objective, influence: Tensor, named: Mapping[str, Tensor], begin: int) -> tuple[Tensor, int]:
+    def _update(
+        piece: Piece,
+        objective: Objective,
+        influence: Tensor,
+        named: Mapping[str, Tensor],
+        begin: int,
+    ) -> tuple[Tensor, int]:
         objective.check_weights(piece.outputs, piece.chunk)
         loss = objective.loss(piece.outputs, piece.chunk)
         gathered = Gathered(named)
         pulled = piece.pull(gathered.weights, [(objective.scaled(loss), None)], None, keep=True)
         objective.check_depends([*pulled.weights, *pulled.adjoint])
         gathered.add(pulled.weights)
-        adjoint = _rows([torch.zeros_like(leaf) if a is None else a for leaf, a in _pairs(piece.before, pulled.adjoint)])
+        adjoint = _rows(
+            [
+                torch.zeros_like(leaf) if a is None else a
+                for leaf, a in _pairs(piece.before, pulled.adjoint)
+            ]
+        )
         gathered.add(_like(gathered.weights, torch.einsum("bn,bnp->p", adjoint, influence)))
         objective.check_depends(gathered.sums)
         fault = gathered.faulty() if objective.scaler is None else None
         if fault is not None:
-            raise RunError(not_finite(fault, begin, begin + piece.chunk.steps, piece.chunk, loss.item()))
+            raise RunError(
+                not_finite(fault, begin, begin + piece.chunk.steps, piece.chunk, loss.item())
+            )
         gathered.deliver()
         return loss.detach(), piece.chunk.valid
 
@@ -135,14 +161,18 @@ class Online:
 def _carried_on(piece: Piece, influence: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The influence after the chunk."""
     lanes, size = influence.shape[:2]
-    unit = torch.eye(lanes * size, dtype=influence.dtype, device=influence.device).view(-1, lanes, size)
+    unit = torch.eye(lanes * size, dtype=influence.dtype, device=influence.device).view(
+        -1, lanes, size
+    )
     cotangents = _leaves_like(unit, _floating(piece.after))
     by_state, by_weights = _products(piece, cotangents, weights)
     jacobian = torch.stack([by_state.view(lanes, size, lanes, size)[b, :, b] for b in range(lanes)])
     return torch.bmm(jacobian, influence) + by_weights.view(lanes, size, -1)
 
 
-def _products(piece: Piece, cotangents: list[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _products(
+    piece: Piece, cotangents: list[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """For each cotangent, its product with the derivatives by the state before, `(K, B * n)`, and by the weights, `(K, P)`."""
     after = _floating(piece.after)
     alive = [(leaf, c) for leaf, c in zip(after, cotangents, strict=True) if leaf.requires_grad]
@@ -155,23 +185,47 @@ def _products(piece: Piece, cotangents: list[Tensor], weights: Sequence[Tensor])
             found = _batched([leaf for leaf, _ in alive], wanted, [c for _, c in alive])
     rest = iter(found)
     states = [_filled(next(rest) if leaf.requires_grad else None, leaf, count) for leaf in before]
-    by_weights = [_filled(found_, weight, count).reshape(count, -1) for found_, weight in zip(rest, weights, strict=True)]
+    by_weights = [
+        _filled(found_, weight, count).reshape(count, -1)
+        for found_, weight in zip(rest, weights, strict=True)
+    ]
     rows = torch.cat([leaf.reshape(count, leaf.shape[1], -1) for leaf in states], dim=2)
     return rows.flatten(1), torch.cat(by_weights, dim=1)
 
 
-def _batched(outputs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
-    """All products in one backward pass; one after another where an operation of the net cannot be batched."""
+def _batched(
+    outputs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]
+) -> list[Tensor | None]:
+    """All products in one backward pass.
+
+    One after another where an operation of the net cannot be batched.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch says which operations it loops over
-            return list(torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True))
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # torch says which operations it loops over
+            return list(
+                torch.autograd.grad(
+                    outputs,
+                    wanted,
+                    cotangents,
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
+            )
     except RuntimeError:
         single = [
-            torch.autograd.grad(outputs, wanted, [c[k] for c in cotangents], retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                outputs, wanted, [c[k] for c in cotangents], retain_graph=True, allow_unused=True
+            )
             for k in range(len(cotangents[0]))
         ]
-        return [None if column[0] is None else torch.stack([g for g in column if g is not None]) for column in zip(*single, strict=True)]
+        return [
+            None if column[0] is None else torch.stack([g for g in column if g is not None])
+            for column in zip(*single, strict=True)
+        ]
 
 
 def _filled(found: Tensor | None, like: Tensor, count: int) -> Tensor:
@@ -183,7 +237,11 @@ def _floating(state: State) -> list[Tensor]:
 
 
 def _pairs(state: State, adjoint: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    return [(leaf, a) for leaf, a in zip(trees.tensors(state), adjoint, strict=True) if trees.differentiable(leaf)]
+    return [
+        (leaf, a)
+        for leaf, a in zip(trees.tensors(state), adjoint, strict=True)
+        if trees.differentiable(leaf)
+    ]
 
 
 def _rows(leaves: Sequence[Tensor]) -> Tensor:
@@ -194,7 +252,10 @@ def _rows(leaves: Sequence[Tensor]) -> Tensor:
 def _leaves_like(rows: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """`(K, B, n)` back to leaves `(K, B, ...)`."""
     parts = rows.split([leaf[0].numel() for leaf in leaves], dim=2)
-    return [part.reshape(len(rows), *leaf.shape).to(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+    return [
+        part.reshape(len(rows), *leaf.shape).to(leaf.dtype)
+        for part, leaf in zip(parts, leaves, strict=True)
+    ]
 
 
 def _like(weights: Sequence[Tensor], flat: Tensor) -> list[Tensor]:

@@ -21,8 +21,8 @@ class Swept:
 
     Attributes:
         chunk: steps per forward call.
-        adjoints: `(edges, B)`, norm of the gradient that came to each edge between chunks, from the last edge to the first,
-            before it was clipped there.
+        adjoints: `(edges, B)`, norm of the gradient that came to each edge between chunks, from the
+            last edge to the first, before it was clipped there.
         clipped: how many of them were longer than `clip_adjoint`, and made shorter.
     """
 
@@ -40,11 +40,12 @@ class Update:
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
-        chunk: the steps whose losses were counted; where a whole recording was, or several updates were accumulated, the last of
-            them, so that memory stays flat.
-        swept: norms of the credit that crossed the edges of chunks, where the gradient came from a sweep.
-        weight: what the gradient weighs among those of other ranks; `None`: its steps. With several ranks `loss` and `steps` are those of
-            all of them, `outputs` and `chunk` this rank's.
+        chunk: the steps whose losses were counted; where a whole recording was, or several updates
+            were accumulated, the last of them, so that memory stays flat.
+        swept: norms of the credit that crossed the edges of chunks, where the gradient came from a
+            sweep.
+        weight: what the gradient weighs among those of other ranks; `None`: its steps. With several
+            ranks `loss` and `steps` are those of all of them, `outputs` and `chunk` this rank's.
     """
 
     loss: Tensor
@@ -56,12 +57,19 @@ class Update:
     weight: float | None = None
 
     def __repr__(self) -> str:
-        return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {tuple(self.outputs.shape)})"
+        return (
+            f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs"
+            f" {tuple(self.outputs.shape)})"
+        )
 
 
 def nothing(objective: Objective, chunk: Chunk, state: State, outputs: Tensor) -> Update | None:
     """Steps without one that counts: no update, or, where other ranks may have some, one of no weight."""
-    return None if objective.together is None else Update(outputs.new_zeros(()), 0, state, outputs.detach(), chunk, weight=0.0)
+    return (
+        None
+        if objective.together is None
+        else Update(outputs.new_zeros(()), 0, state, outputs.detach(), chunk, weight=0.0)
+    )
 
 
 class Progress(NamedTuple):
@@ -69,9 +77,11 @@ class Progress(NamedTuple):
 
     Attributes:
         state: the carried state at the present, detached; `None` before the first step of all.
-        edge: the state entering the first step of `past`, detached; `None` for the initial state, which may be learnt.
+        edge: the state entering the first step of `past`, detached; `None` for the initial state,
+            which may be learnt.
         past: the steps before the present that the next window runs again.
-        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`Online`) carries it.
+        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`Online`)
+            carries it.
         since: `(B,)`, steps since each lane's last reset, where a policy warms up.
         graphs: those of the strides before the present, where a policy keeps them.
     """
@@ -87,8 +97,11 @@ class Progress(NamedTuple):
 class Policy(Protocol):
     """How credit flows back through time."""
 
-    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
-        """Takes steps from the source, adds to `.grad` of the parameters once, returns the update and where it got to.
+    def update(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
+        """Takes steps from the source, adds to `.grad` of the parameters once, returns the update
+        and where it got to.
 
         `None` when the source has reached the end of its epoch.
         """

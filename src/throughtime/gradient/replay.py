@@ -1,8 +1,9 @@
 """What a forward pass draws and changes besides its state, so that it can be run again as it was.
 
-Random numbers of torch's generators (dropout) and buffers (BatchNorm's running statistics, the vectors of spectral
-norm) are noted at every edge, by reference where nothing changed: a net that draws nothing pays a comparison.
-What a module draws from elsewhere, or keeps in attributes, cannot be seen here; the comparison of states finds it.
+Random numbers of torch's generators (dropout) and buffers (BatchNorm's running statistics, the
+vectors of spectral norm) are noted at every edge, by reference where nothing changed: a net that
+draws nothing pays a comparison. What a module draws from elsewhere, or keeps in attributes, cannot
+be seen here; the comparison of states finds it.
 """
 
 from collections.abc import Generator
@@ -44,15 +45,21 @@ class Replay:
 
     def _random(self, last: dict[str, Tensor]) -> dict[str, Tensor]:
         now = generators(self.device)
-        return last if last and all(torch.equal(last[name], state) for name, state in now.items()) else now
+        return (
+            last
+            if last and all(torch.equal(last[name], state) for name, state in now.items())
+            else now
+        )
 
     def _buffers(self, last: dict[str, Tensor]) -> dict[str, Tensor]:
         now: dict[str, Tensor] = {}
         for name, buffer in self.net.named_buffers():
             seen = self._seen.get(name)
-            unchanged = seen is not None and seen.buffer is buffer and seen.version == buffer._version  # noqa: SLF001  # torch's documented counter has no other name
+            unchanged = (
+                seen is not None and seen.buffer is buffer and seen.version == buffer._version
+            )  # torch's documented counter has no other name
             now[name] = last[name] if unchanged else buffer.detach().clone()
-            self._seen[name] = _Seen(buffer, buffer._version)  # noqa: SLF001
+            self._seen[name] = _Seen(buffer, buffer._version)
         return now
 
     def restore(self, index: int) -> None:
@@ -73,7 +80,10 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Puts the generators back, those that a net on `device` draws from; a checkpoint may have brought the states to another one."""
+    """Puts the generators back, those that a net on `device` draws from.
+
+    A checkpoint may have brought the states to another one.
+    """
     torch.set_rng_state(states["cpu"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)

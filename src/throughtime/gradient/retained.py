@@ -1,18 +1,22 @@
-"""The other execution of truncated backpropagation: graphs of earlier strides are kept, not run again.
+"""The other execution of truncated backpropagation: graphs of earlier strides are kept, not run
+again.
 
     every stride:   run it once, from a detached copy of the carried state, and keep its graph
-    every update:   back through the kept graphs of the last `horizon` steps, the newest first, each with a fresh adjoint
+    every update:   back through the kept graphs of the last `horizon` steps, the newest first, each
+    with a fresh adjoint
 
-At fixed weights the gradients are those of the windows that `window.py` runs again. After `optimizer.step()` the kept
-graphs go on to belong to the weights they were run with, as in Williams and Peng's paper, while a window that is run again
-belongs to the present ones. Weights that a graph has saved are copied when it is built, so that the optimizer may change
-them in place; `torch.autograd.graph.allow_mutation_on_saved_tensors` does the same for every tensor, but has to be entered
-around the user's loop, which it slows down, and stays behind when the loop is left.
+At fixed weights the gradients are those of the windows that `window.py` runs again. After
+`optimizer.step()` the kept graphs go on to belong to the weights they were run with, as in Williams
+and Peng's paper, while a window that is run again belongs to the present ones. Weights that a graph
+has saved are copied when it is built, so that the optimizer may change them in place;
+`torch.autograd.graph.allow_mutation_on_saved_tensors` does the same for every tensor, but has to be
+entered around the user's loop, which it slows down, and stays behind when the loop is left.
 
-Measured on a 2-core Zen 5 beside windows that are run again, horizon 4 to 16 strides: 0.75 to 1.0 of the time for a GRUCell in
-a Python loop, 1.2 to 1.7 for fused layers, whose forward pass is cheap and whose backward pass is cheaper in one call.
-Cost per step: one forward pass, and horizon / stride backward passes; memory for the graphs of `horizon` steps, and a copy of the
-weights for each of their strides.
+Measured on a 2-core Zen 5 beside windows that are run again, horizon 4 to 16 strides: 0.75 to 1.0
+of the time for a GRUCell in a Python loop, 1.2 to 1.7 for fused layers, whose forward pass is cheap
+and whose backward pass is cheaper in one call. Cost per step: one forward pass, and horizon /
+stride backward passes; memory for the graphs of `horizon` steps, and a copy of the weights for each
+of their strides.
 """
 
 from collections.abc import Sequence
@@ -37,17 +41,28 @@ from throughtime.state import State
 
 
 def kept_update(
-    net: Carried, chunk: Chunk, stop: int, objective: Objective, progress: Progress, stride: int, horizon: int
+    net: Carried,
+    chunk: Chunk,
+    stop: int,
+    objective: Objective,
+    progress: Progress,
+    stride: int,
+    horizon: int,
 ) -> tuple[Update | None, Progress]:
     """Runs one stride, keeps its graph, and, if a step of it counts, goes back through the kept ones."""
-    pieces = [*progress.graphs, *_played(net, chunk, progress.edge, _cut(chunk.steps, stride, horizon))]
+    pieces = [
+        *progress.graphs,
+        *_played(net, chunk, progress.edge, _cut(chunk.steps, stride, horizon)),
+    ]
     state = trees.detach(pieces[-1].after)
     fresh = len(pieces) - len(progress.graphs)
     outputs = torch.cat([piece.outputs.detach() for piece in pieces[-fresh:]])
     update = nothing(objective, chunk, state, outputs)
     if objective.counts(chunk):
         loss = _back(net, objective, outputs, chunk, stop, pieces, fresh, horizon)
-        update = Update(loss, chunk.valid, state, outputs.detach(), chunk, weight=objective.weight(chunk))
+        update = Update(
+            loss, chunk.valid, state, outputs.detach(), chunk, weight=objective.weight(chunk)
+        )
     return update, Progress(state, state, graphs=_needed(pieces, horizon))
 
 
@@ -68,7 +83,14 @@ def _played(net: Carried, chunk: Chunk, edge: State, cuts: Sequence[int]) -> lis
 
 
 def _back(
-    net: Carried, objective: Objective, outputs: Tensor, chunk: Chunk, stop: int, pieces: list[Piece], fresh: int, horizon: int
+    net: Carried,
+    objective: Objective,
+    outputs: Tensor,
+    chunk: Chunk,
+    stop: int,
+    pieces: list[Piece],
+    fresh: int,
+    horizon: int,
 ) -> Tensor:
     """Adds the gradient of the newest stride's loss to `.grad`; returns the loss, detached."""
     objective.check_weights(outputs, chunk)
@@ -77,13 +99,17 @@ def _back(
         objective.check_depends([])
     gathered = Gathered(weights_of(net, objective.loss_fn))
     with hooks_held(gathered.weights):
-        dy, *own = torch.autograd.grad(objective.scaled(loss), [outputs, *gathered.weights], allow_unused=True)
+        dy, *own = torch.autograd.grad(
+            objective.scaled(loss), [outputs, *gathered.weights], allow_unused=True
+        )
     gathered.add(own)
     parts = iter(reversed(dy.split([piece.chunk.steps for piece in pieces[-fresh:]])))
     adjoint: Adjoint | None = None
     for piece in reversed(_within(net, pieces, horizon)):
         part = next(parts, None)
-        pulled = piece.pull(gathered.weights, [] if part is None else [(piece.outputs, part)], adjoint, keep=True)
+        pulled = piece.pull(
+            gathered.weights, [] if part is None else [(piece.outputs, part)], adjoint, keep=True
+        )
         gathered.add(pulled.weights)
         adjoint = pulled.adjoint
     objective.check_depends(gathered.sums)
@@ -95,13 +121,20 @@ def _back(
 
 
 def _within(net: Carried, pieces: list[Piece], horizon: int) -> list[Piece]:
-    """The pieces of the last `horizon` steps; one that begins earlier, as at a ragged end, is run again from there on."""
+    """The pieces of the last `horizon` steps.
+
+    One that begins earlier, as at a ragged end, is run again from there on.
+    """
     found: list[Piece] = []
     left = horizon
     for piece in reversed(pieces):
         if left <= 0:
             break
-        found.append(piece if piece.chunk.steps <= left else _later_part(net, piece, piece.chunk.steps - left))
+        found.append(
+            piece
+            if piece.chunk.steps <= left
+            else _later_part(net, piece, piece.chunk.steps - left)
+        )
         left -= piece.chunk.steps
     return found[::-1]
 
@@ -109,7 +142,9 @@ def _within(net: Carried, pieces: list[Piece], horizon: int) -> list[Piece]:
 def _later_part(net: Carried, piece: Piece, start: int) -> Piece:
     first, second = piece.chunk.between(0, start), piece.chunk.between(start, piece.chunk.steps)
     with torch.no_grad():
-        _, edge = net(first.inputs, trees.detach(piece.before), first.resets if first.any_reset else None)
+        _, edge = net(
+            first.inputs, trees.detach(piece.before), first.resets if first.any_reset else None
+        )
     return started(net, second, edge)
 
 
@@ -142,18 +177,20 @@ class Copies:
         place = storage.data_ptr()
         if place not in self._own:
             kept = saved.detach()
-            return kept, kept._version  # noqa: SLF001  # torch's documented counter has no other name
+            # torch's documented counter has no other name
+            return (kept, kept._version)
         if place not in self._copies:
             self._copies[place] = storage.clone()
         copy = torch.empty(0, dtype=saved.dtype, device=saved.device)
         copy.set_(self._copies[place], saved.storage_offset(), saved.size(), saved.stride())
-        return copy, copy._version  # noqa: SLF001
+        return copy, copy._version
 
 
 def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
-    if kept[0]._version != kept[1]:  # noqa: SLF001
+    if kept[0]._version != kept[1]:
         raise ModelError(
-            f"a tensor of shape {tuple(kept[0].shape)} that a kept graph needs was changed in place after the net had run: outputs or "
-            "states of an update? Change copies of them, or take graphs='recompute'."
+            f"a tensor of shape {tuple(kept[0].shape)} that a kept graph needs was changed in place"
+            " after the net had run: outputs or states of an update? Change copies of them, or"
+            " take graphs='recompute'."
         )
     return kept[0]

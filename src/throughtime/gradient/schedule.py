@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 from throughtime.errors import ConfigError
 
-SWEET_SPOT = 16_000_000  # bytes of graph: on a 2-core Zen 5, 8 to 30 MB run fastest for hidden sizes 8 to 128, twice as fast as 300 MB
+# bytes of graph: on a 2-core Zen 5, 8 to 30 MB run fastest for hidden sizes 8 to 128, twice as fast
+# as 300 MB
+SWEET_SPOT = 16_000_000
 
 
 class Window(NamedTuple):
-    """One update: run `lead` to `start` without a graph, then to `stop` with one; count the losses from `counted` on.
+    """One update: run `lead` to `start` without a graph, then to `stop` with one; count the losses
+    from `counted` on.
 
     The state entering step `keep` is remembered: the next window's lead begins there.
     """
@@ -30,19 +33,38 @@ class Window(NamedTuple):
     keep: int
 
 
-def window(lead: int, counted: int, stop: int, ahead: Callable[[int], int], stride: int, horizon: int, refresh: int = 0) -> Window:
-    """The window that counts the losses from `counted` to before `stop`; `ahead` tells how many of the next steps there are.
+def window(
+    lead: int,
+    counted: int,
+    stop: int,
+    ahead: Callable[[int], int],
+    stride: int,
+    horizon: int,
+    refresh: int = 0,
+) -> Window:
+    """The window that counts the losses from `counted` to before `stop`; `ahead` tells how many of
+    the next steps there are.
 
-    It reaches back `horizon` steps from its end, or to `lead`, where the state is known: a last window shorter than the
-    stride sees back as far as any other, except where `horizon == stride` and no step is run twice with a graph.
+    It reaches back `horizon` steps from its end, or to `lead`, where the state is known: a last
+    window shorter than the stride sees back as far as any other, except where `horizon == stride`
+    and no step is run twice with a graph.
     """
     if horizon == stride:
         return Window(lead, counted, counted, stop, max(lead, stop - refresh))
-    return Window(lead, max(lead, stop - horizon), counted, stop, min(stop, max(lead, stop + ahead(stride) - horizon - refresh)))
+    return Window(
+        lead,
+        max(lead, stop - horizon),
+        counted,
+        stop,
+        min(stop, max(lead, stop + ahead(stride) - horizon - refresh)),
+    )
 
 
-def windows(steps: int, stride: int, horizon: int, *, refresh: int = 0, first: int | None = None) -> Iterator[Window]:
-    """The windows of `steps` steps, in order; the first counts `first` steps, the last what is left.
+def windows(
+    steps: int, stride: int, horizon: int, *, refresh: int = 0, first: int | None = None
+) -> Iterator[Window]:
+    """The windows of `steps` steps, in order; the first counts `first` steps, the last what is
+    left.
 
     Example:
         >>> from throughtime.gradient.schedule import windows
@@ -54,21 +76,32 @@ def windows(steps: int, stride: int, horizon: int, *, refresh: int = 0, first: i
     while counted < steps:
         stop = min(counted + (stride if counted or first is None else first), steps)
         left = steps - stop
-        found = window(lead, counted, stop, lambda wanted, left=left: min(wanted, left), stride, horizon, refresh)
+        found = window(
+            lead,
+            counted,
+            stop,
+            lambda wanted, left=left: min(wanted, left),
+            stride,
+            horizon,
+            refresh,
+        )
         yield found
         lead, counted = found.keep, stop
 
 
 def check(stride: int, horizon: int) -> None:
     """Refuses what no plan can serve."""
-    if not isinstance(stride, int) or not isinstance(horizon, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
-        raise ConfigError(f"stride={stride!r}, horizon={horizon!r}: expected whole numbers of steps")
+    # a user's 1e3 is a float
+    if not isinstance(stride, int) or not isinstance(horizon, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"stride={stride!r}, horizon={horizon!r}: expected whole numbers of steps"
+        )
     if stride < 1:
         raise ConfigError(f"stride={stride}: expected at least 1 step between two updates")
     if horizon < stride:
         raise ConfigError(
-            f"horizon={horizon} is below stride={stride}: the first losses of every stride would reach back no step at all. "
-            f"Take horizon >= stride, or stride={max(1, horizon)}."
+            f"horizon={horizon} is below stride={stride}: the first losses of every stride would"
+            f" reach back no step at all. Take horizon >= stride, or stride={max(1, horizon)}."
         )
 
 
@@ -79,7 +112,8 @@ def whole(name: str, value: object, least: int) -> None:
 
 
 def pieces(steps: int, chunk: int, edges: Iterable[int] = ()) -> tuple[int, ...]:
-    """Where the pieces of a sweep begin and end: at every one of `edges`, and after at most `chunk` steps in between.
+    """Where the pieces of a sweep begin and end: at every one of `edges`, and after at most `chunk`
+    steps in between.
 
     Example:
         >>> from throughtime.gradient.schedule import pieces
@@ -91,7 +125,8 @@ def pieces(steps: int, chunk: int, edges: Iterable[int] = ()) -> tuple[int, ...]
 
 
 class Course(NamedTuple):
-    """Windows that do not overlap, so that one backward pass over the whole stretch gives the sum of their gradients.
+    """Windows that do not overlap, so that one backward pass over the whole stretch gives the sum
+    of their gradients.
 
     `spans` are the steps whose losses count, `cuts` the places where credit ends.
     """
@@ -120,13 +155,21 @@ def courses(plan: Iterable[Window]) -> list[Course]:
             found.append([window])
         else:
             free.append(window)
-    return [Course(tuple((w.counted, w.stop) for w in course), frozenset(w.start for w in course if w.start)) for course in found]
+    return [
+        Course(
+            tuple((w.counted, w.stop) for w in course),
+            frozenset(w.start for w in course if w.start),
+        )
+        for course in found
+    ]
 
 
 class Size(NamedTuple):
-    """Bytes that a net needs: for the graph of one step, for any graph at all, for the state at one edge.
+    """Bytes that a net needs: for the graph of one step, for any graph at all, for the state at one
+    edge.
 
-    `tensors` is how many tensors the graph of one step saves: several in a Python loop over steps, none in a fused layer.
+    `tensors` is how many tensors the graph of one step saves: several in a Python loop over steps,
+    none in a fused layer.
     """
 
     step: float
@@ -135,18 +178,29 @@ class Size(NamedTuple):
     tensors: float = 0.0
 
     def of(self, steps: int, chunk: int, *, kept: bool) -> float:
-        """Bytes for a sweep of `steps` steps in pieces of `chunk`; `kept` is whether edge states stay in this memory."""
-        return self.fixed + chunk * self.step + (self.edge * math.ceil(steps / chunk) if kept else self.edge)
+        """Bytes for a sweep of `steps` steps in pieces of `chunk`.
+
+        `kept` is whether edge states stay in this memory.
+        """
+        return (
+            self.fixed
+            + chunk * self.step
+            + (self.edge * math.ceil(steps / chunk) if kept else self.edge)
+        )
 
 
-def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True, sweet: float | None = SWEET_SPOT) -> int:
+def best_chunk(
+    steps: int, size: Size, budget: float, *, kept: bool = True, sweet: float | None = SWEET_SPOT
+) -> int:
     """The piece length that runs fastest within `budget` bytes.
 
-    On a CPU (`sweet`) a graph of some 16 MB stays near the processor and makes the cost of a call small. Where the edge states of so short
-    pieces do not fit, the shortest that fit are taken; the least memory of all is needed near sqrt(steps * edge / step).
+    On a CPU (`sweet`) a graph of some 16 MB stays near the processor and makes the cost of a call
+    small. Where the edge states of so short pieces do not fit, the shortest that fit are taken; the
+    least memory of all is needed near sqrt(steps * edge / step).
 
     Raises:
-        ConfigError: the budget is below the least that is needed; it says how much that is, and what else helps.
+        ConfigError: the budget is below the least that is needed; it says how much that is, and
+            what else helps.
 
     Example:
         >>> from throughtime.gradient.schedule import Size, best_chunk
@@ -158,7 +212,9 @@ def best_chunk(steps: int, size: Size, budget: float, *, kept: bool = True, swee
         raise ConfigError(_too_small(steps, leanest, size, budget, kept))
     fast = steps if sweet is None else min(steps, max(1, int(sweet / max(size.step, 1))))
     if size.of(steps, fast, kept=kept) > budget:
-        fast = _nearest_fitting(fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget)
+        fast = _nearest_fitting(
+            fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget
+        )
     return even(steps, fast)
 
 
@@ -185,11 +241,16 @@ def _nearest_fitting(wish: int, fitting: int, fits: Callable[[int], bool]) -> in
 def _too_small(steps: int, leanest: int, size: Size, budget: float, kept: bool) -> str:
     least = size.of(steps, leanest, kept=kept)
     edges = f", the states at the chunks' edges {in_bytes(size.edge)} each" if kept else ""
-    instead = "offload='cpu' or offload=FOLDER for the edge states, or a segment" if kept else "fewer lanes"
+    instead = (
+        "offload='cpu' or offload=FOLDER for the edge states, or a segment"
+        if kept
+        else "fewer lanes"
+    )
     return (
-        f"a memory of {in_bytes(budget)} is too small for {steps:,} steps: the graph of a single step takes "
-        f"{in_bytes(size.fixed + size.step)}{edges}; at least {in_bytes(least)} are needed, with chunks of {leanest}. "
-        f"Give memory='{math.ceil(least * 1.05 / 1e3)}kB', or {instead}."
+        f"a memory of {in_bytes(budget)} is too small for {steps:,} steps: the graph of a single"
+        f" step takes {in_bytes(size.fixed + size.step)}{edges}; at least {in_bytes(least)} are"
+        f" needed, with chunks of {leanest}. Give memory='{math.ceil(least * 1.05 / 1e3)}kB', or"
+        f" {instead}."
     )
 
 
@@ -208,7 +269,8 @@ def in_bytes(amount: float) -> str:
 
 
 def bytes_in(memory: str | int | float) -> float:
-    """The number of bytes in a setting like "512MB", "2 GB" or 512e6; 1 MB is 10^6 bytes, 1 MiB is 2^20.
+    """The number of bytes in a setting like "512MB", "2 GB" or 512e6; 1 MB is 10^6 bytes, 1 MiB is
+    2^20.
 
     Raises:
         ConfigError: it is no amount of memory.
@@ -223,5 +285,7 @@ def bytes_in(memory: str | int | float) -> float:
     except (ValueError, KeyError):
         amount = math.nan
     if not amount > 0 or math.isinf(amount):
-        raise ConfigError(f"memory={memory!r}: expected an amount like '512MB', '2GiB', or a number of bytes")
+        raise ConfigError(
+            f"memory={memory!r}: expected an amount like '512MB', '2GiB', or a number of bytes"
+        )
     return amount

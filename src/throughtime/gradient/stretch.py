@@ -1,4 +1,5 @@
-"""A stretch of steps with its losses: played forward, then its losses blamed on the weights, piece by piece.
+"""A stretch of steps with its losses: played forward, then its losses blamed on the weights, piece
+by piece.
 
 Shapes: `B` lanes, `C` outputs.
 """
@@ -19,7 +20,9 @@ from throughtime.gradient.gather import Gathered, weights_of
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.sweep import Adjoint, Piece, Sweep
 
-Crossing: TypeAlias = Callable[[Adjoint], Adjoint]  # what an adjoint becomes on its way back across an edge between pieces
+Crossing: TypeAlias = Callable[
+    [Adjoint], Adjoint
+]  # what an adjoint becomes on its way back across an edge between pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +61,11 @@ class Stretch:
         """What all pieces weigh together."""
         return sum(self.masses)
 
-    def losses(self, piece: Piece, objective: Objective, edges: Sequence[int] = ()) -> dict[int, Tensor]:
-        """The parts of the mean loss of all that come from one piece, cut at `edges`, by the step where each part begins.
+    def losses(
+        self, piece: Piece, objective: Objective, edges: Sequence[int] = ()
+    ) -> dict[int, Tensor]:
+        """The parts of the mean loss of all that come from one piece, cut at `edges`, by the step
+        where each part begins.
 
         A part in which no step counts is left out.
         """
@@ -69,11 +75,16 @@ class Stretch:
             part = piece.chunk.between(start - begin, stop - begin)
             mass = objective.mass(part)
             if mass:
-                found[start] = objective.loss(piece.outputs[start - begin : stop - begin], part) * (mass / self.mass)
+                found[start] = objective.loss(piece.outputs[start - begin : stop - begin], part) * (
+                    mass / self.mass
+                )
         return found
 
-    def descend(self, objective: Objective, crossing: Crossing, begin: int, weight: float = 1.0) -> Tensor:
-        """Adds the gradient of `weight` times the mean loss to `.grad`, once; returns the mean loss, detached.
+    def descend(
+        self, objective: Objective, crossing: Crossing, begin: int, weight: float = 1.0
+    ) -> Tensor:
+        """Adds the gradient of `weight` times the mean loss to `.grad`, once; returns the mean
+        loss, detached.
 
         `begin` is the stretch's place in the epoch, for messages.
 
@@ -86,12 +97,16 @@ class Stretch:
             total = total + step.loss
             gathered.add(step.gradients, weight)
         objective.check_depends(gathered.sums)
-        if objective.scaler is None and (gathered.faulty() is not None or not bool(total.isfinite())):
+        if objective.scaler is None and (
+            gathered.faulty() is not None or not bool(total.isfinite())
+        ):
             self._blame(objective, crossing, begin, gathered)
         gathered.deliver()
         return total
 
-    def _back(self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]) -> Iterator["_Step"]:
+    def _back(
+        self, objective: Objective, crossing: Crossing, weights: Sequence[Tensor]
+    ) -> Iterator["_Step"]:
         """Piece by piece from the last."""
         adjoint: Adjoint | None = None
         checked = False
@@ -100,24 +115,39 @@ class Stretch:
             if losses and not checked:
                 objective.check_weights(piece.outputs, piece.chunk)
                 checked = True
-            pulled = piece.pull(weights, [(objective.scaled(loss), None) for loss in losses], adjoint)
+            pulled = piece.pull(
+                weights, [(objective.scaled(loss), None) for loss in losses], adjoint
+            )
             loss = losses[0].detach() if losses else torch.zeros((), device=piece.outputs.device)
             step = _Step(piece.index, piece.chunk, loss, pulled.weights)
             del losses, piece  # their graph goes before the next one is built
             yield step
             adjoint = crossing(pulled.adjoint) if step.index else None
 
-    def _blame(self, objective: Objective, crossing: Crossing, begin: int, gathered: Gathered) -> Never:
+    def _blame(
+        self, objective: Objective, crossing: Crossing, begin: int, gathered: Gathered
+    ) -> Never:
         """Runs back once more to find where it began: at the first loss that is no number, else at the last gradient that is none."""
         found: str | None = None
         for step in self._back(objective, crossing, gathered.weights):
             pairs = zip(gathered.names, step.gradients, strict=True)
-            faulty = [name for name, g in pairs if g is not None and not bool(g.to_dense().isfinite().all())]
+            faulty = [
+                name
+                for name, g in pairs
+                if g is not None and not bool(g.to_dense().isfinite().all())
+            ]
             sound = bool(step.loss.isfinite())
             if not sound or (faulty and found is None):
-                start, stop = (begin + bound for bound in self.sweep.bounds[step.index : step.index + 2])
-                found = not_finite(faulty[0] if faulty else "loss_fn", start, stop, step.chunk, step.loss.item())
-        raise RunError(found or "the gradient is not finite, though every chunk's is: their sum is too large for the weights' type")
+                start, stop = (
+                    begin + bound for bound in self.sweep.bounds[step.index : step.index + 2]
+                )
+                found = not_finite(
+                    faulty[0] if faulty else "loss_fn", start, stop, step.chunk, step.loss.item()
+                )
+        raise RunError(
+            found
+            or "the gradient is not finite, though every chunk's is: their sum is too large for the weights' type"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +171,13 @@ def lane_norms(adjoint: Adjoint) -> Tensor | None:
 def scaled(adjoint: Adjoint, factors: Tensor) -> Adjoint:
     """Every lane times its factor, `(B,)`."""
     return [
-        None if a is None else a * factors.to(a.real.dtype if a.is_complex() else a.dtype).view(-1, *[1] * (a.dim() - 1)) for a in adjoint
+        (
+            None
+            if a is None
+            else a
+            * factors.to(a.real.dtype if a.is_complex() else a.dtype).view(-1, *[1] * (a.dim() - 1))
+        )
+        for a in adjoint
     ]
 
 

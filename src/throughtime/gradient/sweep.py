@@ -1,15 +1,19 @@
-"""The executor: a stretch of steps run forward without a graph, then piece by piece backward with one.
+"""The executor: a stretch of steps run forward without a graph, then piece by piece backward with
+one.
 
     forward:    s_0 -> s_1 -> ... -> s_n          states at the edges kept, nothing else
     backward:   for i = n-1 ... 0:  run piece i again from s_i, with a graph
-                (g, a_i) += vector-Jacobian products of its loss, and of s_{i+1} with the adjoint a_{i+1}
+                (g, a_i) += vector-Jacobian products of its loss, and of s_{i+1} with the adjoint
+                a_{i+1}
 
-The adjoint a_i is the gradient of all later losses with respect to s_i. The sum of the g is the gradient of plain
-autograd over the whole stretch, in the memory of one piece and the edge states. The last piece is run once.
-Cost per step: two forward passes and one backward pass (4/3 of plain autograd, if a backward costs two forwards).
+The adjoint a_i is the gradient of all later losses with respect to s_i. The sum of the g is the
+gradient of plain autograd over the whole stretch, in the memory of one piece and the edge states.
+The last piece is run once. Cost per step: two forward passes and one backward pass (4/3 of plain
+autograd, if a backward costs two forwards).
 
-References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al., Memory-efficient
-backpropagation through time, NeurIPS 2016; A. Griewank and A. Walther, Revolve, ACM TOMS 26 (2000).
+References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al.,
+Memory-efficient backpropagation through time, NeurIPS 2016; A. Griewank and A. Walther, Revolve,
+ACM TOMS 26 (2000).
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -39,7 +43,9 @@ Adjoint: TypeAlias = Sequence[Tensor | None]  # one for each leaf of a state
 Verify: TypeAlias = Literal["first", "all", "off"]
 
 
-PULLING: ContextVar[bool] = ContextVar("pulling", default=False)  # whether a backward pass is that of one piece of several
+PULLING: ContextVar[bool] = ContextVar(
+    "pulling", default=False
+)  # whether a backward pass is that of one piece of several
 
 
 @contextmanager
@@ -81,9 +87,15 @@ class Piece:
     after: State
 
     def pull(
-        self, weights: Sequence[Tensor], roots: Sequence[tuple[Tensor, Tensor | None]], adjoint: Adjoint | None, *, keep: bool = False
+        self,
+        weights: Sequence[Tensor],
+        roots: Sequence[tuple[Tensor, Tensor | None]],
+        adjoint: Adjoint | None,
+        *,
+        keep: bool = False,
     ) -> Pulled:
-        """The vector-Jacobian product of `roots` (tensor, cotangent) and of the state after the piece with its adjoint.
+        """The vector-Jacobian product of `roots` (tensor, cotangent) and of the state after the
+        piece with its adjoint.
 
         `keep` leaves the graph in place for another product.
         """
@@ -97,9 +109,19 @@ class Piece:
         if not sources or not wanted:
             return Pulled([None] * len(weights), [None] * len(entering))
         with hooks_held(weights), no_autocast(self.inputs), _pulled():
-            found = torch.autograd.grad([s for s, _ in sources], wanted, [c for _, c in sources], retain_graph=keep, allow_unused=True)
+            found = torch.autograd.grad(
+                [s for s, _ in sources],
+                wanted,
+                [c for _, c in sources],
+                retain_graph=keep,
+                allow_unused=True,
+            )
         rest = iter(found[len(weights) :])
-        return Pulled(found[: len(weights)], [next(rest) if leaf.requires_grad else None for leaf in entering], next(rest, None))
+        return Pulled(
+            found[: len(weights)],
+            [next(rest) if leaf.requires_grad else None for leaf in entering],
+            next(rest, None),
+        )
 
 
 def started(net: Carried, chunk: Chunk, edge: State) -> Piece:
@@ -109,7 +131,9 @@ def started(net: Carried, chunk: Chunk, edge: State) -> Piece:
         if edge is None:
             before = net.initial_state(chunk.lanes, like=chunk.inputs)
         else:
-            before = trees.map_leaves(lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge)
+            before = trees.map_leaves(
+                lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), edge
+            )
         y, after = net(chunk.inputs, before, chunk.resets if chunk.any_reset else None)
     return Piece(0, chunk, chunk.inputs, y, before, after)
 
@@ -121,7 +145,8 @@ class Sweep:
         net: made by `tt.carry`.
         bounds: where pieces begin and end, as `schedule.pieces` gives them.
         read: gives the steps between two bounds once more.
-        start: the state entering the first step; `None` for the net's initial state, with its graph.
+        start: the state entering the first step; `None` for the net's initial state, with its
+            graph.
         offload: where edge states are kept.
         verify: which of the recomputed states are compared with those of the forward pass.
         gates: places in the stretch where the adjoint is multiplied on its way back.
@@ -151,8 +176,13 @@ class Sweep:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def forward(self, chunks: Iterable[Chunk], *, graph: bool = True) -> Iterator[tuple[Chunk, Tensor]]:
-        """Runs every piece, the last one with its graph unless `graph` is false; gives each one's chunk and outputs."""
+    def forward(
+        self, chunks: Iterable[Chunk], *, graph: bool = True
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Runs every piece, the last one with its graph unless `graph` is false.
+
+        Gives each one's chunk and outputs.
+        """
         state = self._start
         for index, chunk in enumerate(chunks):
             if index == 0:
@@ -198,7 +228,10 @@ class Sweep:
         return self._edges.get(len(self))
 
     def backward(self) -> Iterator[Piece]:
-        """The pieces with their graphs, from the last to the first; each graph must be let go before the next one is asked for."""
+        """The pieces with their graphs, from the last to the first.
+
+        Each graph must be let go before the next one is asked for.
+        """
         last, self._last = self._last, None
         recomputed = len(self) if last is None else len(self) - 1
         if last is not None:
@@ -220,26 +253,37 @@ class Sweep:
             if index == 0 and self._start is None:
                 before = self._initial(chunk)
             else:
-                before = trees.map_leaves(lambda leaf: leaf.requires_grad_(trees.differentiable(leaf)), self._edges.get(index))
+                before = trees.map_leaves(
+                    lambda leaf: leaf.requires_grad_(trees.differentiable(leaf)),
+                    self._edges.get(index),
+                )
             y, after = self._play(index, chunk, inputs, before)
         return Piece(index, chunk, inputs, y, before, after)
 
     def _play(self, index: int, chunk: Chunk, inputs: Tensor, state: State) -> tuple[Tensor, State]:
-        """Runs a piece from gate to gate; without a graph too, since a net may draw random numbers once for each call."""
+        """Runs a piece from gate to gate.
+
+        Without a graph too, since a net may draw random numbers once for each call.
+        """
         begin, gates, entering = self.bounds[index], self.gates(index), state
         outputs: list[Tensor] = []
         for start, stop in pairwise(sorted({begin, *gates, self.bounds[index + 1]})):
             part = chunk.between(start - begin, stop - begin)
             state = gates[start](state) if start in gates else state
-            y, state = self.net(inputs[start - begin : stop - begin], state, part.resets if part.any_reset else None)
+            y, state = self.net(
+                inputs[start - begin : stop - begin], state, part.resets if part.any_reset else None
+            )
             outputs.append(y)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), trees.arranged(state, entering)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), trees.arranged(
+            state, entering
+        )
 
     def _compare(self, index: int, chunk: Chunk, outputs: Tensor, after: State) -> None:
-        """Refuses a forward pass that does not repeat: its gradient would belong to another function than its loss.
+        """Refuses a forward pass that does not repeat: its gradient would belong to another
+        function than its loss.
 
-        Kernels that keep a graph may round otherwise, and a chaotic net makes much of that: what differs is run once more
-        without a graph, as it was the first time.
+        Kernels that keep a graph may round otherwise, and a chaotic net makes much of that: what
+        differs is run once more without a graph, as it was the first time.
         """
         if self._differs(index, outputs, after) is None:
             return
@@ -255,7 +299,9 @@ class Sweep:
     def _differs(self, index: int, outputs: Tensor, after: State) -> tuple[str, float] | None:
         """What is not as it was in the forward pass, and by how much."""
         outputs = outputs.detach()
-        noted = self._sums.get(index, _total(outputs))  # the last piece ran with its graph and was not noted
+        noted = self._sums.get(
+            index, _total(outputs)
+        )  # the last piece ran with its graph and was not noted
         apart = (_total(outputs) - noted).abs()
         room = tolerance(outputs) * wide(outputs.abs()).sum().clamp(min=1.0)
         if bool(noted.isfinite()) and not apart <= room:
@@ -263,7 +309,9 @@ class Sweep:
         expected = dict(trees.leaves(self._edges.get(index + 1)))
         for name, leaf in trees.leaves(after):
             want, far = wide(expected[name].abs()), wide((leaf.detach() - expected[name]).abs())
-            sound = leaf.numel() and bool(want.isfinite().all())  # what is not finite is found in the gradient
+            sound = leaf.numel() and bool(
+                want.isfinite().all()
+            )  # what is not finite is found in the gradient
             if sound and not far.max() <= tolerance(leaf) * want.max().clamp(min=1.0):
                 return f"leaf '{name}' of the state", far.max().item()
         return None
@@ -275,10 +323,11 @@ def _total(y: Tensor) -> Tensor:
 
 def _not_repeated(what: str, apart: float, start: int, stop: int) -> str:
     return (
-        f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch differ by {apart:.2g} in "
-        f"{what}. Something it depends on has changed in between: random numbers from Python or NumPy (draw them from torch), a "
-        "counter or cache in an attribute (keep it in the state or in a buffer), data that read differently, or cuDNN's own "
-        "dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
+        f"the forward pass does not repeat: run again, steps {start} to {stop - 1} of the stretch"
+        f" differ by {apart:.2g} in {what}. Something it depends on has changed in between: random"
+        " numbers from Python or NumPy (draw them from torch), a counter or cache in an attribute"
+        " (keep it in the state or in a buffer), data that read differently, or cuDNN's own"
+        " dropout between layers (use nn.Dropout). Where the difference is meant, verify='off'."
     )
 
 

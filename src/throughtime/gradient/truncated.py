@@ -5,15 +5,16 @@
 
 h' is `stride` (k1), h is `horizon` (k2). Each loss is counted once. A loss sees back between
 `horizon - stride + 1` and `horizon` steps. With `horizon == stride` this is the usual TBPTT(k, k),
-in which the first loss of every chunk sees one step; to be confused neither with counting every loss
-of the window (which multiplies the gradient by about h/h') nor with counting the last loss only.
+in which the first loss of every chunk sees one step; to be confused neither with counting every
+loss of the window (which multiplies the gradient by about h/h') nor with counting the last loss
+only.
 
-The window is run again under the current weights, so all of it belongs to the same model. A shorter last stride of an
-epoch looks back as far as any other, unless `horizon == stride`, where no step is run twice.
-Cost per step: h/h' forward and backward passes; memory for the graph of one window.
+The window is run again under the current weights, so all of it belongs to the same model. A shorter
+last stride of an epoch looks back as far as any other, unless `horizon == stride`, where no step is
+run twice. Cost per step: h/h' forward and backward passes; memory for the graph of one window.
 
-References: R. J. Williams and J. Peng, An efficient gradient-based algorithm for on-line training of
-recurrent network trajectories, Neural Computation 2 (1990).
+References: R. J. Williams and J. Peng, An efficient gradient-based algorithm for on-line training
+of recurrent network trajectories, Neural Computation 2 (1990).
 """
 
 from dataclasses import dataclass
@@ -41,23 +42,27 @@ class Truncated:
 
     Args:
         stride: steps between two updates (k1).
-        horizon: steps that credit may flow back (k2), at least `stride`, not only multiples of it; default `stride`.
-        jitter: begin every epoch with a stride of random length (from torch's generator), so that strides end elsewhere each
-            time: no step is always the one that sees back a single step.
-        refresh: steps before the window that are run again under the new weights, without a graph, so that the state
-            entering the window is less stale.
-        warm_up: first steps after every reset whose loss does not count; where the chunks come from a `tt.Stream`, its own
-            `warm_up` does the same, for every policy.
-        graphs: "recompute" runs every window again under the present weights; "retain" keeps the graphs of its strides, which go on
-            to belong to the weights they were run with: one forward pass instead of `horizon / stride`, for a copy of the weights per
-            stride, and no saved place to resume from. "auto" retains where that is faster, in nets that loop over
-            steps in Python (0.75 to 1.0 of the time; with fused layers 1.2 to 1.7), and where the copies take less memory than
-            the graphs. At fixed weights the gradients are the same.
+        horizon: steps that credit may flow back (k2), at least `stride`, not only multiples of it;
+            default `stride`.
+        jitter: begin every epoch with a stride of random length (from torch's generator), so that
+            strides end elsewhere each time: no step is always the one that sees back a single step.
+        refresh: steps before the window that are run again under the new weights, without a graph,
+            so that the state entering the window is less stale.
+        warm_up: first steps after every reset whose loss does not count; where the chunks come from
+            a `tt.Stream`, its own `warm_up` does the same, for every policy.
+        graphs: "recompute" runs every window again under the present weights; "retain" keeps the
+            graphs of its strides, which go on to belong to the weights they were run with: one
+            forward pass instead of `horizon / stride`, for a copy of the weights per stride, and no
+            saved place to resume from. "auto" retains where that is faster, in nets that loop over
+            steps in Python (0.75 to 1.0 of the time; with fused layers 1.2 to 1.7), and where the
+            copies take less memory than the graphs. At fixed weights the gradients are the same.
 
     Raises:
-        ConfigError: a stride below 1, a horizon below the stride, a negative `refresh`, or one together with kept graphs.
+        ConfigError: a stride below 1, a horizon below the stride, a negative `refresh`, or one
+            together with kept graphs.
 
-    Cost: `horizon / stride` forward and backward passes per step, and `refresh / stride` forward passes.
+    Cost: `horizon / stride` forward and backward passes per step, and `refresh / stride` forward
+    passes.
 
     Example:
         >>> import throughtime as tt
@@ -82,7 +87,8 @@ class Truncated:
             raise ConfigError(f"graphs={self.graphs!r}: expected 'recompute', 'retain' or 'auto'")
         if self.refresh and self.graphs != "recompute":
             raise ConfigError(
-                f"refresh={self.refresh} runs steps again under the new weights, which kept graphs never are: graphs='recompute'"
+                f"refresh={self.refresh} runs steps again under the new weights, which kept graphs"
+                " never are: graphs='recompute'"
             )
 
     @property
@@ -92,17 +98,30 @@ class Truncated:
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
         least, most = self._horizon - self.stride + 1, self._horizon
-        said = f"an update every {self.stride} steps, credit back through {least} to {most} steps ({(least + most) / 2:g} on average)"
+        said = (
+            f"an update every {self.stride} steps, credit back through {least} to {most} steps"
+            f" ({(least + most) / 2:g} on average)"
+        )
         said += ", the first stride of an epoch of random length" if self.jitter else ""
-        said += f", the first {self.warm_up} steps after a reset not counted" if self.warm_up else ""
-        return said + (f", the {self.refresh} steps before run again under the new weights" if self.refresh else "")
+        said += (
+            f", the first {self.warm_up} steps after a reset not counted" if self.warm_up else ""
+        )
+        return said + (
+            f", the {self.refresh} steps before run again under the new weights"
+            if self.refresh
+            else ""
+        )
 
-    def update(self, net: Carried, source: Source, objective: Objective, progress: Progress) -> tuple[Update | None, Progress]:
+    def update(
+        self, net: Carried, source: Source, objective: Objective, progress: Progress
+    ) -> tuple[Update | None, Progress]:
         """The next stride that has a valid step; strides without one only carry the state on."""
         while (chunk := source.take(self._steps(source, objective))) is not None:
             chunk, since = self._warmed_up(chunk, progress) if self.warm_up else (chunk, None)
             if self._retains(net, source.position - chunk.steps, chunk, objective, progress):
-                update, progress = kept_update(net, chunk, source.position, objective, progress, self.stride, self._horizon)
+                update, progress = kept_update(
+                    net, chunk, source.position, objective, progress, self.stride, self._horizon
+                )
             else:
                 update, progress = self._advance(net, chunk, source, objective, progress)
             progress = progress if since is None else progress._replace(since=since)
@@ -111,11 +130,16 @@ class Truncated:
         return None, progress
 
     def _warmed_up(self, chunk: Chunk, progress: Progress) -> tuple[Chunk, Tensor]:
-        """The chunk without the targets of a warm-up; a state that somebody brought along is warm."""
+        """The chunk without the targets of a warm-up.
+
+        A state that somebody brought along is warm.
+        """
         cold = progress.edge is None
         since = progress.since
         if since is None:
-            since = torch.full((chunk.lanes,), 0 if cold else self.warm_up, device=chunk.inputs.device)
+            since = torch.full(
+                (chunk.lanes,), 0 if cold else self.warm_up, device=chunk.inputs.device
+            )
         return chunk.warmed_up(self.warm_up, since)
 
     def _steps(self, source: Source, objective: Objective) -> int:
@@ -123,7 +147,9 @@ class Truncated:
             return self.stride
         return objective.alike(int(torch.randint(1, self.stride + 1, ())))
 
-    def _retains(self, net: Carried, begin: int, chunk: Chunk, objective: Objective, progress: Progress) -> bool:
+    def _retains(
+        self, net: Carried, begin: int, chunk: Chunk, objective: Objective, progress: Progress
+    ) -> bool:
         """Whether graphs are kept: as asked for, or where that is faster and the copies of the weights are small."""
         if self.graphs == "recompute" or self._horizon == self.stride:
             return False
@@ -132,20 +158,36 @@ class Truncated:
         if begin:  # decided once, at the start of an epoch
             return False
         size = measure(net, lambda wanted: chunk.between(0, wanted), progress.state, objective)
-        copies = sum(weight.nbytes for weight in net.parameters()) * -(-self._horizon // self.stride)
+        copies = sum(weight.nbytes for weight in net.parameters()) * -(
+            -self._horizon // self.stride
+        )
         return size.tensors >= 1 and copies < size.step * self._horizon
 
     def _advance(
         self, net: Carried, chunk: Chunk, source: Source, objective: Objective, progress: Progress
     ) -> tuple[Update | None, Progress]:
         counted = sum(c.steps for c in progress.past)
-        plan = schedule.window(0, counted, counted + chunk.steps, source.ahead, self.stride, self._horizon, self.refresh)
+        plan = schedule.window(
+            0,
+            counted,
+            counted + chunk.steps,
+            source.ahead,
+            self.stride,
+            self._horizon,
+            self.refresh,
+        )
         whole = join((*progress.past, chunk))
-        edge = net.initial_state(chunk.lanes, like=chunk.inputs) if progress.edge is None else progress.edge
+        edge = (
+            net.initial_state(chunk.lanes, like=chunk.inputs)
+            if progress.edge is None
+            else progress.edge
+        )
         if not objective.counts(chunk):
             with torch.no_grad():
                 run = run_window(net, whole, edge, plan).detached()
-            return nothing(objective, chunk, run.state, run.outputs), _progress(run, whole, plan, progress)
+            return nothing(objective, chunk, run.state, run.outputs), _progress(
+                run, whole, plan, progress
+            )
         made = whole_update(net, whole, chunk, edge, plan, objective)
         if made is None:
             run = run_window(net, whole, edge, plan)
@@ -154,7 +196,9 @@ class Truncated:
             loss, run = made.loss, made.run
         if objective.scaler is None and (made is None or not made.finite):
             check_finite(net, chunk, source.position, loss, everywhere=made is not None)
-        update = Update(loss, chunk.valid, run.state, run.outputs, chunk, weight=objective.weight(chunk))
+        update = Update(
+            loss, chunk.valid, run.state, run.outputs, chunk, weight=objective.weight(chunk)
+        )
         return update, _progress(run, whole, plan, progress)
 
 

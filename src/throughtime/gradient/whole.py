@@ -1,16 +1,22 @@
-"""An update in one call: where a net is fused layers and a linear readout, and the loss one that the kernels know.
+"""An update in one call: where a net is fused layers and a linear readout, and the loss one that
+the kernels know.
 
-What such an update spends outside arithmetic, a graph and some fifteen operators, is more than the arithmetic of a small net: LSTM of 50
-units, one lane, 100 steps. So `tt.updates` takes this way by itself where a user could tell no difference: an `nn.Sequential` of
-`tt.nn` layers and an `nn.Linear`, behind a front that carries nothing; `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults; no
-hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast, no doctor or profiler that looks on. A
-front with weights, an `nn.Embedding` perhaps, learns by autograd, from the gradient of what the first layer saw. A trace is told what
-the kernels capture. The gradients are those of the graph to rounding. What only the graph itself knows of is not seen: hooks on its
-nodes, or on tensors that it saves. Buffers are kept from one update to the next, for as long as the net lives.
+What such an update spends outside arithmetic, a graph and some fifteen operators, is more than the
+arithmetic of a small net: LSTM of 50 units, one lane, 100 steps. So `tt.updates` takes this way by
+itself where a user could tell no difference: an `nn.Sequential` of `tt.nn` layers and an
+`nn.Linear`, behind a front that carries nothing; `nn.CrossEntropyLoss` or `nn.MSELoss` with their
+defaults; no hooks on modules, or on the parameters of layers and readout, no ties among these, no
+autocast, no doctor or profiler that looks on. A front with weights, an `nn.Embedding` perhaps,
+learns by autograd, from the gradient of what the first layer saw. A trace is told what the kernels
+capture. The gradients are those of the graph to rounding. What only the graph itself knows of is
+not seen: hooks on its nodes, or on tensors that it saves. Buffers are kept from one update to the
+next, for as long as the net lives.
 
-What a user can change between two updates is looked at in every one; what follows from it is laid out once.
+What a user can change between two updates is looked at in every one; what follows from it is laid
+out once.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `C` outputs, `L` layers.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection,
+`C` outputs, `L` layers.
 """
 
 import cmath
@@ -46,8 +52,11 @@ OURS = {LSTM, GRU, RNN}  # a subclass may do anything
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
-def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Window, objective: Objective) -> Result | None:
-    """Adds the gradient of the loss of `chunk`, the last of `steps`, to `.grad`; None where a graph has to be made instead.
+def whole_update(
+    net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Window, objective: Objective
+) -> Result | None:
+    """Adds the gradient of the loss of `chunk`, the last of `steps`, to `.grad`; None where a graph
+    has to be made instead.
 
     Args:
         net: made by `tt.carry`.
@@ -69,7 +78,9 @@ def whole_update(net: Carried, steps: Chunk, chunk: Chunk, edge: State, plan: Wi
         return None
     front = form.entering(net, steps, edge, plan)  # last of all: it may draw random numbers
     x = front.detach()
-    if type(x) is not Tensor or (form.foreign() and not form.unmoved(net, objective, plan, weights, grads)):
+    if type(x) is not Tensor or (
+        form.foreign() and not form.unmoved(net, objective, plan, weights, grads)
+    ):
         form.by_graph = True  # the front runs twice this once
         return None
     if x.shape != work.inputs or not _read(x, weights[0].dtype):  # torch will refuse it
@@ -99,13 +110,24 @@ def _found(net: Carried) -> "Form | None":
     if not isinstance(contract, Chain):
         return None
     *below, (_, top) = contract.links.items()
-    before = {name: link for name, link in takewhile(lambda pair: isinstance(pair[1], Stateless), below) if isinstance(link, Stateless)}
-    layers = {name: link.module for name, link in below if isinstance(link, Layer) and isinstance(link.module, Recurrent)}
+    before = {
+        name: link
+        for name, link in takewhile(lambda pair: isinstance(pair[1], Stateless), below)
+        if isinstance(link, Stateless)
+    }
+    layers = {
+        name: link.module
+        for name, link in below
+        if isinstance(link, Layer) and isinstance(link.module, Recurrent)
+    }
     if not layers or len(before) + len(layers) < len(below):
         return None
     if not isinstance(top, Stateless) or not isinstance(top.module, nn.Linear):
         return None
-    if any(upper.input_size != (lower.proj_size or lower.hidden_size) for lower, upper in pairwise(layers.values())):
+    if any(
+        upper.input_size != (lower.proj_size or lower.hidden_size)
+        for lower, upper in pairwise(layers.values())
+    ):
         return None
     return Form(contract, before, layers, top.module)
 
@@ -121,57 +143,93 @@ class Form:
     _works: dict[tuple[int, int, int, torch.dtype], "Work"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.by_graph = False  # once the front has made what no kernel reads, or written to what stands above it
-        self.bias = self.readout._parameters["bias"] is not None  # noqa: SLF001
+        # once the front has made what no kernel reads, or written to what stands above it
+        self.by_graph = False
+        self.bias = self.readout._parameters["bias"] is not None
         self._layers = [(layer, _drawn(layer)) for layer in self.layers.values()]
-        self._others = (self.contract.module, *(link.module for link in self.front.values()), self.readout)
+        self._others = (
+            self.contract.module,
+            *(link.module for link in self.front.values()),
+            self.readout,
+        )
         self._places: list[tuple[dict[str, Any], str]] = []
         self._shapes: list[tuple[int, ...]] = []
         inputs = 0
         for layer in self.layers.values():
-            sizes = weight_sizes(MODES[layer.mode], layer.input_size, layer.hidden_size, layer.proj_size, layer.bidirectional)
+            sizes = weight_sizes(
+                MODES[layer.mode],
+                layer.input_size,
+                layer.hidden_size,
+                layer.proj_size,
+                layer.bidirectional,
+            )
             inputs = layer.proj_size or layer.hidden_size
-            for k, names in enumerate(layer._all_weights):  # noqa: SLF001  # torch's own list of names
-                there = [size for name, size in zip(NAMES, sizes[k > 0], strict=True) if f"{name}_l{k}" in names]
+            # torch's own list of names
+            for k, names in enumerate(layer._all_weights):
+                there = [
+                    size
+                    for name, size in zip(NAMES, sizes[k > 0], strict=True)
+                    if f"{name}_l{k}" in names
+                ]
                 self._shapes += there
-                self._places += [(layer._parameters, name) for name in names]  # noqa: SLF001  # by name, without a search
-        own, outputs = self.readout._parameters, self.readout.out_features  # noqa: SLF001
+                # by name, without a search
+                self._places += [(layer._parameters, name) for name in names]
+        own, outputs = self.readout._parameters, self.readout.out_features
         self._shapes += [(outputs, inputs), *([(outputs,)] if self.bias else [])]
         self._places += [(own, name) for name in ("weight", *(["bias"] if self.bias else []))]
 
     def weights(self) -> list[Tensor] | None:
-        """All parameters, as they are now; None where one is made of others, is tied to another, or has come since."""
+        """All parameters, as they are now.
+
+        None where one is made of others, is tied to another, or has come since.
+        """
         try:
             found: list[Tensor] = [place[name] for place, name in self._places]
         except KeyError:
             return None
-        same = len(set(map(id, found))) == len(found) and (self.readout._parameters["bias"] is not None) == self.bias  # noqa: SLF001
+        same = (
+            len(set(map(id, found))) == len(found)
+            and (self.readout._parameters["bias"] is not None) == self.bias
+        )
         return found if same else None
 
     def as_it_was(self, net: Carried, objective: Objective, plan: Window) -> bool:
         """Whether nothing has been put in the way since: hooks, other modules, autocast, somebody looking on."""
-        if tuple(self.contract.module) != self.contract.children or type(net) is not Carried or type(self.readout) is not nn.Linear:
+        if (
+            tuple(self.contract.module) != self.contract.children
+            or type(net) is not Carried
+            or type(self.readout) is not nn.Linear
+        ):
             return False
         if _looked_at() or objective.scaler is not None or not _bare(net):
             return False
         for layer, drawn in self._layers:
-            if type(layer) not in OURS or _drawn(layer) != drawn or (layer.dropout and layer.training and layer.num_layers > 1):
+            if (
+                type(layer) not in OURS
+                or _drawn(layer) != drawn
+                or (layer.dropout and layer.training and layer.num_layers > 1)
+            ):
                 return False
             if not _bare(layer) or (WATCHES and not _told_enough(layer, plan)):
                 return False
-        for module in self._others:  # noqa: SIM110  # three times as fast as all() of a generator
+        for module in self._others:  # three times as fast as all() of a generator
             if not _bare(module):
                 return False
         return True
 
     def entering(self, net: Carried, steps: Chunk, edge: State, plan: Window) -> Tensor:
-        """What the first layer sees, with the graph of the front; in two parts where `run_window` would run the net on two."""
+        """What the first layer sees, with the graph of the front.
+
+        In two parts where `run_window` would run the net on two.
+        """
         if not self.front:
             return steps.inputs.contiguous()
         try:
             if not 0 < plan.keep < plan.stop:
                 return self._through(steps.inputs).resolve_neg().contiguous()
-            first = self._through(steps.inputs[: plan.keep]).clone()  # a front may use its memory again
+            first = self._through(
+                steps.inputs[: plan.keep]
+            ).clone()  # a front may use its memory again
             return torch.cat([first, self._through(steps.inputs[plan.keep :])]).resolve_neg()
         except EXPLAINED as error:
             net.explain(error, steps.inputs, edge)
@@ -183,12 +241,26 @@ class Form:
     def foreign(self) -> bool:
         """Whether a module of the front is not torch's own, and may do anything."""
         modules = [link.module for link in self.front.values()]
-        return any(module._modules or not type(module).__module__.startswith("torch.nn.modules.") for module in modules)  # noqa: SLF001
+        return any(
+            module._modules or not type(module).__module__.startswith("torch.nn.modules.")
+            for module in modules
+        )
 
-    def unmoved(self, net: Carried, objective: Objective, plan: Window, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    def unmoved(
+        self,
+        net: Carried,
+        objective: Objective,
+        plan: Window,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+    ) -> bool:
         """Whether the front has left layers and readout as they were."""
         now = self.weights()
-        if now is None or not all(map(is_, now, weights)) or not self.as_it_was(net, objective, plan):
+        if (
+            now is None
+            or not all(map(is_, now, weights))
+            or not self.as_it_was(net, objective, plan)
+        ):
             return False
         there = self.gradients(weights)
         return there is not None and all(map(is_, there, grads))
@@ -196,27 +268,48 @@ class Form:
     def front_is_finite(self) -> bool:
         """Whether the gradients of the front's weights are."""
         weights = [weight for link in self.front.values() for weight in link.module.parameters()]
-        return all(weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in weights)
+        return all(
+            weight.grad is None or cmath.isfinite(weight.grad.sum().item()) for weight in weights
+        )
 
     def fits(self, steps: Chunk, dtype: torch.dtype) -> bool:
-        """Whether the kernels are the fastest for so many lanes of this type; the inputs have no gradient and are some."""
+        """Whether the kernels are the fastest for so many lanes of this type.
+
+        The inputs have no gradient and are some.
+        """
         if dtype not in NUMBERS or steps.inputs.requires_grad or not steps.inputs.numel():
             return False
         for layer, _ in self._layers:
-            if by_table(MODES[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0).runs != "fused":
+            if (
+                by_table(
+                    MODES[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0
+                ).runs
+                != "fused"
+            ):
                 return False
         return True
 
     def gradients(self, weights: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """Those that are there; None, of all, where a kernel may not read a weight, or write its gradient as autograd would."""
+        """Those that are there.
+
+        None, of all, where a kernel may not read a weight, or write its gradient as autograd would.
+        """
         found: list[Tensor | None] = []
         dtype = weights[0].dtype
         for weight, shape in zip(weights, self._shapes, strict=True):
-            if type(weight) is not nn.Parameter or weight.dtype is not dtype or weight.shape != shape:
+            if (
+                type(weight) is not nn.Parameter
+                or weight.dtype is not dtype
+                or weight.shape != shape
+            ):
                 return None
-            if not (weight.requires_grad and weight.is_cpu and weight.is_contiguous()) or weight.is_neg():
+            if (
+                not (weight.requires_grad and weight.is_cpu and weight.is_contiguous())
+                or weight.is_neg()
+            ):
                 return None
-            if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # noqa: SLF001  # there is no public way to ask
+            # there is no public way to ask
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 return None
             grad = weight.grad
             if grad is not None and not (grad.shape == shape and _read(grad, dtype)):
@@ -231,22 +324,46 @@ class Form:
         if work is None:
             if len(self._works) > 3:  # a window, a ragged end, and what somebody tries in between
                 self._works.clear()
-            work = self._works[key] = Work(self.layers, tuple(self.contract.links), self.readout, (steps.steps, steps.lanes, dtype))
+            work = self._works[key] = Work(
+                self.layers,
+                tuple(self.contract.links),
+                self.readout,
+                (steps.steps, steps.lanes, dtype),
+            )
         return work
 
 
 def _looked_at() -> bool:
     """Whether there is somebody to whom a graph would show what one call does not, or no graph would be made."""
-    if not torch.is_grad_enabled() or around() is not None or torch.is_anomaly_enabled() or torch.is_autocast_enabled("cpu") or profiled():
+    if (
+        not torch.is_grad_enabled()
+        or around() is not None
+        or torch.is_anomaly_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or profiled()
+    ):
         return True
     of = torch_modules
-    hooks = of._global_forward_hooks, of._global_forward_pre_hooks, of._global_backward_hooks, of._global_backward_pre_hooks  # noqa: SLF001
+    hooks = (
+        of._global_forward_hooks,
+        of._global_forward_pre_hooks,
+        of._global_backward_hooks,
+        of._global_backward_pre_hooks,
+    )
     return any(hooks)
 
 
 def _drawn(layer: Recurrent) -> tuple[Any, ...]:
     """What a layer's calls are laid out by; plain attributes, which a user may write to."""
-    return layer.mode, layer.input_size, layer.hidden_size, layer.proj_size, layer.num_layers, layer.bias, layer.batch_first
+    return (
+        layer.mode,
+        layer.input_size,
+        layer.hidden_size,
+        layer.proj_size,
+        layer.num_layers,
+        layer.bias,
+        layer.batch_first,
+    )
 
 
 def _read(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -259,18 +376,28 @@ def _read(tensor: Tensor, dtype: torch.dtype) -> bool:
 def _bare(module: nn.Module) -> bool:
     """Whether a module's forward is its class's, or need not be called, and nobody waits for it."""
     own = module.__dict__.get
-    if own("_forward_hooks") or own("_forward_pre_hooks") or own("_backward_hooks") or own("_backward_pre_hooks"):
+    if (
+        own("_forward_hooks")
+        or own("_forward_pre_hooks")
+        or own("_backward_hooks")
+        or own("_backward_pre_hooks")
+    ):
         return False
     forward = own("forward")
     if forward is None or forward is LISTENERS.get(module):
         return True
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward  # in a copy
+    return (
+        isinstance(forward, MethodType)
+        and forward.__self__ is module
+        and forward.__func__ is type(module).forward
+    )  # in a copy
 
 
 def _told_enough(layer: Recurrent, plan: Window) -> bool:
     """Whether nobody watches the layer, or what a kernel captures of the whole window is enough.
 
-    Where the next window begins within this one a graph is made in two parts, and what enters each is seen.
+    Where the next window begins within this one a graph is made in two parts, and what enters each
+    is seen.
     """
     return layer not in WATCHES or (layer in LISTENERS and plan.keep in {0, plan.stop})
 
@@ -281,8 +408,25 @@ def _loss(fn: object, chunk: Chunk, readout: nn.Linear) -> int | None:
     if targets is None or not _read(targets, targets.dtype):
         return None
     if type(fn) is nn.CrossEntropyLoss and _bare(fn):
-        usual = fn.reduction == "mean" and fn.weight is None and fn.label_smoothing == 0 and fn.ignore_index == IGNORED
-        return CROSS_ENTROPY if usual and targets.dtype is torch.int64 and targets.dim() == 2 else None
-    if type(fn) is nn.MSELoss and _bare(fn) and fn.reduction == "mean" and targets.dtype is readout.weight.dtype:
-        return SQUARED if targets.shape[2:] == (readout.out_features,) or (readout.out_features == 1 and targets.dim() == 2) else None
+        usual = (
+            fn.reduction == "mean"
+            and fn.weight is None
+            and fn.label_smoothing == 0
+            and fn.ignore_index == IGNORED
+        )
+        return (
+            CROSS_ENTROPY if usual and targets.dtype is torch.int64 and targets.dim() == 2 else None
+        )
+    if (
+        type(fn) is nn.MSELoss
+        and _bare(fn)
+        and fn.reduction == "mean"
+        and targets.dtype is readout.weight.dtype
+    ):
+        return (
+            SQUARED
+            if targets.shape[2:] == (readout.out_features,)
+            or (readout.out_features == 1 and targets.dim() == 2)
+            else None
+        )
     return None

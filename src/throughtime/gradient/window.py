@@ -45,11 +45,18 @@ class Run(NamedTuple):
     def detached(self) -> "Run":
         """The same without its graph."""
         state = trees.detach(self.state)
-        return Run(self.outputs.detach(), state, state if self.kept is self.state else trees.detach(self.kept))
+        return Run(
+            self.outputs.detach(),
+            state,
+            state if self.kept is self.state else trees.detach(self.kept),
+        )
 
 
 def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:
-    """Runs `steps`, the window of `plan` and its lead, from `state`; cut where the next one begins so that its state can be kept."""
+    """Runs `steps`, the window of `plan` and its lead, from `state`.
+
+    Cut where the next one begins so that its state can be kept.
+    """
     forget_casts(steps.inputs)
     if plan.start == 0 and plan.keep in (0, plan.stop):
         y, end = net(steps.inputs, state, steps.resets if steps.any_reset else None)

@@ -1,7 +1,9 @@
-"""The buffers of an update in one call, the calls that are made on them, and who is told what they capture.
+"""The buffers of an update in one call, the calls that are made on them, and who is told what they
+capture.
 
-Everything is laid out once for a number of steps and lanes; an update points the calls to what is its own: inputs, targets, states,
-weights and their gradients, each of which the user may have moved. What is looked at before stands in `whole.py`.
+Everything is laid out once for a number of steps and lanes; an update points the calls to what is
+its own: inputs, targets, states, weights and their gradients, each of which the user may have
+moved. What is looked at before stands in `whole.py`.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
 """
@@ -25,7 +27,10 @@ from throughtime.state import State
 
 
 class Result(NamedTuple):
-    """What an update gave: its loss, a scalar, and the window as if it had been run; whether all gradients are finite."""
+    """What an update gave: its loss, a scalar, and the window as if it had been run.
+
+    Whether all gradients are finite.
+    """
 
     loss: Tensor
     run: Run
@@ -72,7 +77,9 @@ class Listener(Protocol):
         ...
 
 
-LISTENERS: dict[nn.Module, Listener] = {}  # by layer; it stands in for the layer's forward, which need not be called
+LISTENERS: dict[
+    nn.Module, Listener
+] = {}  # by layer; it stands in for the layer's forward, which need not be called
 
 
 class Leaf(NamedTuple):
@@ -84,7 +91,9 @@ class Leaf(NamedTuple):
 
     @classmethod
     def of(cls, lanes: int, layers: int, width: int, dtype: torch.dtype) -> "Leaf":
-        return cls((lanes, layers, width), (width, lanes * width, 1), lanes * width * dtype.itemsize)
+        return cls(
+            (lanes, layers, width), (width, lanes * width, 1), lanes * width * dtype.itemsize
+        )
 
     def fits(self, leaf: Tensor, dtype: torch.dtype) -> bool:
         """Whether a kernel may read it."""
@@ -101,7 +110,11 @@ class Work:
     """The buffers of a number of steps and lanes, and the calls that are made on them."""
 
     def __init__(
-        self, layers: Mapping[str, Recurrent], links: tuple[str, ...], readout: nn.Linear, sizes: tuple[int, int, torch.dtype]
+        self,
+        layers: Mapping[str, Recurrent],
+        links: tuple[str, ...],
+        readout: nn.Linear,
+        sizes: tuple[int, int, torch.dtype],
     ) -> None:
         self.steps, self.lanes, self.dtype = steps, lanes, dtype = sizes
         self.inputs = steps, lanes, next(iter(layers.values())).input_size
@@ -109,14 +122,21 @@ class Work:
         self._calls = (Call * sum(layer.num_layers for layer in layers.values()))()
         self._each = list(self._calls)  # views of them
         self._held: list[Tensor] = []  # what the calls point to
-        self._names: list[tuple[Call | kernel.Whole, str, str]] = []  # of each weight: whose, as what, and its gradient
+        self._names: list[
+            tuple[Call | kernel.Whole, str, str]
+        ] = []  # of each weight: whose, as what, and its gradient
         self._outputs: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._leaves: dict[str, list[Leaf]] = {}
         self._stacks: dict[str, list[Call]] = {}
         for name, layer in layers.items():
-            widths = [layer.proj_size or layer.hidden_size, *([layer.hidden_size] if layer.mode == "LSTM" else [])]
-            self._leaves[name] = [Leaf.of(lanes, layer.num_layers, width, dtype) for width in widths]
+            widths = [
+                layer.proj_size or layer.hidden_size,
+                *([layer.hidden_size] if layer.mode == "LSTM" else []),
+            ]
+            self._leaves[name] = [
+                Leaf.of(lanes, layer.num_layers, width, dtype) for width in widths
+            ]
             first = len(self._outputs)
             for i in range(first, first + layer.num_layers):
                 self._lay(i, layer)
@@ -124,11 +144,18 @@ class Work:
         self._each[-1].dy = self._hold(torch.empty_like(self._outputs[-1]))
         self._mean = ctypes.c_double()
         classes = readout.out_features
-        self._whole = kernel.Whole(self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean))
+        self._whole = kernel.Whole(
+            self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean)
+        )
         self._counted, self._room = 0, torch.empty(0)  # for the readout of so many steps
-        self._names += [(self._whole, name, "d" + name) for name in ("w", "b")[: len(list(readout.parameters()))]]
+        self._names += [
+            (self._whole, name, "d" + name)
+            for name in ("w", "b")[: len(list(readout.parameters()))]
+        ]
         self._row = lanes * classes, classes, 1  # strides of the outputs
-        self._heard: list[Callable[[], object]] = [_nobody] * len(layers)  # weakly: a trace that is over may go
+        self._heard: list[Callable[[], object]] = [_nobody] * len(
+            layers
+        )  # weakly: a trace that is over may go
         self._captures: list[Captures] = []
 
     def _hold(self, tensor: Tensor) -> int:
@@ -140,17 +167,31 @@ class Work:
         call, kind = self._each[i], MODES[layer.mode]
         outputs = layer.proj_size or layer.hidden_size
         inputs = self._outputs[-1].shape[2] if i else layer.input_size
-        sizes = KINDS[kind], NUMBERS[self.dtype], self.steps, self.lanes, inputs, layer.hidden_size, outputs
-        for name, size in zip(("kind", "type", "steps", "lanes", "inputs", "hidden", "outputs"), sizes, strict=True):
+        sizes = (
+            KINDS[kind],
+            NUMBERS[self.dtype],
+            self.steps,
+            self.lanes,
+            inputs,
+            layer.hidden_size,
+            outputs,
+        )
+        for name, size in zip(
+            ("kind", "type", "steps", "lanes", "inputs", "hidden", "outputs"), sizes, strict=True
+        ):
             setattr(call, name, size)
         if i:
             call.x = self._outputs[-1].data_ptr()
             call.dx = self._each[i - 1].dy = self._hold(torch.empty_like(self._outputs[-1]))
-        self._outputs.append(torch.empty(self.steps, self.lanes, outputs, dtype=self.dtype, device="cpu"))
+        self._outputs.append(
+            torch.empty(self.steps, self.lanes, outputs, dtype=self.dtype, device="cpu")
+        )
         self._saved.append(torch.empty(saved_numbers(*sizes), dtype=self.dtype, device="cpu"))
         call.y, call.saved = self._outputs[-1].data_ptr(), self._saved[-1].data_ptr()
         names = ("w_ih", "w_hh", "b_ih", "b_hh") if layer.bias else ("w_ih", "w_hh")
-        self._names += [(call, name, "d" + name) for name in (*names, *(("w_hr",) if layer.proj_size else ()))]
+        self._names += [
+            (call, name, "d" + name) for name in (*names, *(("w_hr",) if layer.proj_size else ()))
+        ]
 
     def reads(self, edge: State) -> bool:
         """Whether the state is what the kernels read, who look at no size."""
@@ -168,13 +209,26 @@ class Work:
         return True
 
     def update(
-        self, x: Tensor, dx: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], asked: Asked
+        self,
+        x: Tensor,
+        dx: Tensor | None,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        asked: Asked,
     ) -> Result | None:
-        """As `whole.whole_update`, once it is known that it can be; `grads` the gradients that are there, `dx` where that of `x` goes."""
+        """As `whole.whole_update`, once it is known that it can be.
+
+        `grads` the gradients that are there, `dx` where that of `x` goes.
+        """
         outputs = x.new_empty_strided((asked.chunk.steps, self.lanes, self._row[1]), self._row)
         fresh = Tensor not in map(type, grads)
-        missing = torch.empty_like if fresh else torch.zeros_like  # one that is missing beside others begins with zeros
-        made = [missing(weight) if grad is None else grad for weight, grad in zip(weights, grads, strict=True)]
+        missing = (
+            torch.empty_like if fresh else torch.zeros_like
+        )  # one that is missing beside others begins with zeros
+        made = [
+            missing(weight) if grad is None else grad
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
         after, kept = self._enter(x, asked, accumulate=not fresh)
         self._each[0].dx = None if dx is None else dx.data_ptr()
         kept += self._read_out(asked, outputs, accumulate=not fresh)
@@ -192,11 +246,20 @@ class Work:
         if not fresh:
             torch.autograd.graph.increment_version(made)
         plan, edge = asked.plan, asked.edge
-        between = after if plan.keep == plan.stop else self._within(plan.keep) if plan.keep else edge
-        return Result(outputs.new_full((), self._mean.value), Run(outputs, after, between), code != kernel.NOT_FINITE)
+        between = (
+            after if plan.keep == plan.stop else self._within(plan.keep) if plan.keep else edge
+        )
+        return Result(
+            outputs.new_full((), self._mean.value),
+            Run(outputs, after, between),
+            code != kernel.NOT_FINITE,
+        )
 
     def _listening(self) -> Sequence[Captures]:
-        """Who is told of this update, the calls pointed to memory for it; laid out anew where somebody has come or gone."""
+        """Who is told of this update, the calls pointed to memory for it.
+
+        Laid out anew where somebody has come or gone.
+        """
         if not LISTENERS and not self._captures:  # the usual case
             return ()
         for layer, heard in zip(self._layers.values(), self._heard, strict=True):
@@ -211,31 +274,52 @@ class Work:
     def _lay_out(self) -> None:
         """Memory for what is captured, together for all layers of a trace."""
         listeners = [LISTENERS.get(layer) for layer in self._layers.values()]
-        heard: list[Callable[[], object]] = [_nobody if one is None else ref(one) for one in listeners]
+        heard: list[Callable[[], object]] = [
+            _nobody if one is None else ref(one) for one in listeners
+        ]
         self._captures, self._heard = [], [_unknown] * len(listeners)  # until all is laid out
         groups: dict[object, tuple[Listener, list[tuple[str, Call]]]] = {}
         for listener, own in zip(listeners, self._stacks.values(), strict=True):
             for call in own:
                 call.squares = call.entering = call.kept = None
             if listener is not None:
-                groups.setdefault(listener.together, (listener, []))[1].extend(zip(listener.tracks, own, strict=True))
-        self._captures, self._heard = [listener.captures(group) for listener, group in groups.values()], heard
+                groups.setdefault(listener.together, (listener, []))[1].extend(
+                    zip(listener.tracks, own, strict=True)
+                )
+        self._captures, self._heard = (
+            [listener.captures(group) for listener, group in groups.values()],
+            heard,
+        )
 
     def _enter(self, x: Tensor, asked: Asked, *, accumulate: bool) -> tuple[State, list[Tensor]]:
-        """Points the calls to inputs and states; the state after them, and what must live until they are made."""
+        """Points the calls to inputs and states.
+
+        The state after them, and what must live until they are made.
+        """
         steps, threads = asked.steps, torch.get_num_threads()
         resets = steps.resets.contiguous() if steps.any_reset else None
         at, kept = None if resets is None else resets.data_ptr(), [] if resets is None else [resets]
         after: dict[str, State] = dict.fromkeys(self._links, ())
         for name, leaves in self._leaves.items():
             state = asked.edge[name]
-            laid = [leaf.laid(tensor) for leaf, tensor in zip(leaves, (state,) if isinstance(state, Tensor) else state, strict=True)]
+            laid = [
+                leaf.laid(tensor)
+                for leaf, tensor in zip(
+                    leaves, (state,) if isinstance(state, Tensor) else state, strict=True
+                )
+            ]
             ends = [x.new_empty_strided(leaf.size, leaf.stride) for leaf in leaves]
             for k, call in enumerate(self._stacks[name]):
                 call.threads, call.accumulate, call.resets = threads, accumulate, at
-                call.h0, call.h_end = laid[0].data_ptr() + k * leaves[0].layer, ends[0].data_ptr() + k * leaves[0].layer
+                call.h0, call.h_end = (
+                    laid[0].data_ptr() + k * leaves[0].layer,
+                    ends[0].data_ptr() + k * leaves[0].layer,
+                )
                 if len(leaves) == 2:
-                    call.c0, call.c_end = laid[1].data_ptr() + k * leaves[1].layer, ends[1].data_ptr() + k * leaves[1].layer
+                    call.c0, call.c_end = (
+                        laid[1].data_ptr() + k * leaves[1].layer,
+                        ends[1].data_ptr() + k * leaves[1].layer,
+                    )
             kept += laid
             after[name] = tuple(ends) if len(ends) == 2 else ends[0]
         self._each[0].x = x.data_ptr()
@@ -251,9 +335,17 @@ class Work:
         """Points the readout to outputs and targets; what must live until it is made."""
         whole, chunk = self._whole, asked.chunk
         mask = None if chunk.valid == chunk.steps * chunk.lanes else chunk.mask.contiguous()
-        whole.loss, whole.accumulate, whole.steps, whole.valid = asked.loss, accumulate, chunk.steps, chunk.valid
+        whole.loss, whole.accumulate, whole.steps, whole.valid = (
+            asked.loss,
+            accumulate,
+            chunk.steps,
+            chunk.valid,
+        )
         if chunk.steps > self._counted:
-            self._counted, self._room = chunk.steps, torch.empty(kernel.room_numbers(whole), dtype=self.dtype, device="cpu")
+            self._counted, self._room = (
+                chunk.steps,
+                torch.empty(kernel.room_numbers(whole), dtype=self.dtype, device="cpu"),
+            )
             whole.room = self._room.data_ptr()
         whole.targets = None if chunk.targets is None else chunk.targets.data_ptr()
         whole.mask, whole.outputs = None if mask is None else mask.data_ptr(), outputs.data_ptr()
@@ -275,7 +367,9 @@ class Work:
     def _cells(self, i: int, layer: Recurrent) -> Tensor:
         """The c of every step, `(T, B, H)`: behind the gates in what was saved, in whole vectors."""
         wide = self._saved[i].numel() // (5 * self.steps * self.lanes)
-        return self._saved[i][4 * self.steps * self.lanes * wide :].view(self.steps, self.lanes, wide)[..., : layer.hidden_size]
+        return self._saved[i][4 * self.steps * self.lanes * wide :].view(
+            self.steps, self.lanes, wide
+        )[..., : layer.hidden_size]
 
 
 def _nobody() -> None:

@@ -1,7 +1,8 @@
 """A stream as a dataloader of somebody else's trainer: batch after batch, each a stretch of it.
 
-A trainer hands out batches; a gradient policy takes from the stream as many steps as it needs. So a batch here holds no data: it
-says up to which step the trainer's step may play. The cost of a trainer's step is then paid once for many chunks.
+A trainer hands out batches; a gradient policy takes from the stream as many steps as it needs. So a
+batch here holds no data: it says up to which step the trainer's step may play. The cost of a
+trainer's step is then paid once for many chunks.
 """
 
 import math
@@ -15,7 +16,11 @@ from throughtime.errors import DataError
 class Stretch:
     """The steps of a stream between two places: stretch `index` of `count` of its epoch."""
 
-    __slots__ = ("count", "index", "stream")  # no dataclass: trainers copy those, field by field, when they move a batch
+    __slots__ = (
+        "count",
+        "index",
+        "stream",
+    )  # no dataclass: trainers copy those, field by field, when they move a batch
 
     def __init__(self, stream: tt.Stream, index: int, count: int) -> None:
         self.stream, self.index, self.count = stream, index, count
@@ -28,7 +33,10 @@ class Stretch:
     @property
     def over(self) -> bool:
         """Whether the stream has come to its end; the last stretch ends with the epoch alone."""
-        return not self.last and self.stream.position * self.count >= (self.index + 1) * self.stream.steps
+        return (
+            not self.last
+            and self.stream.position * self.count >= (self.index + 1) * self.stream.steps
+        )
 
     def chunks(self) -> Iterator[tt.Chunk]:
         """Its chunks, for an evaluation; the first stretch starts the epoch."""
@@ -45,7 +53,8 @@ class Loader:
 
     Args:
         stream: what is played; one loader each for training and for validation.
-        chunks: chunks of the stream in a batch. Many make a trainer's cost per batch small; they change no number.
+        chunks: chunks of the stream in a batch. Many make a trainer's cost per batch small; they
+            change no number.
 
     Raises:
         DataError: no stream, or less than one chunk.
@@ -59,10 +68,17 @@ class Loader:
     """
 
     def __init__(self, stream: tt.Stream, chunks: int = 1) -> None:
-        if not isinstance(stream, tt.Stream):  # pyright: ignore[reportUnnecessaryIsInstance]  # users bring DataLoaders
-            raise DataError(f"the loader is given a {type(stream).__name__}, expected a tt.Stream(recordings, lanes, chunk)")
-        if not isinstance(chunks, int) or chunks < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's 1e3 is a float
-            raise DataError(f"chunks={chunks!r}: expected a whole number of chunks in each batch, at least 1")
+        # users bring DataLoaders
+        if not isinstance(stream, tt.Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(
+                f"the loader is given a {type(stream).__name__}, expected a tt.Stream(recordings,"
+                " lanes, chunk)"
+            )
+        # a user's 1e3 is a float
+        if not isinstance(chunks, int) or chunks < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(
+                f"chunks={chunks!r}: expected a whole number of chunks in each batch, at least 1"
+            )
         self.stream, self.chunks = stream, chunks
         self._count = 0
         self._next = self._first = 0
@@ -81,7 +97,10 @@ class Loader:
             yield Stretch(self.stream, index, len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next; the place in the stream belongs to the updates, and is saved with them."""
+        """Which batch comes next.
+
+        The place in the stream belongs to the updates, and is saved with them.
+        """
         return {"next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

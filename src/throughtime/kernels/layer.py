@@ -1,4 +1,5 @@
-"""What all kernels of recurrent layers share: the kinds, and the weights of one layer in one direction.
+"""What all kernels of recurrent layers share: the kinds, and the weights of one layer in one
+direction.
 
 Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates.
 """

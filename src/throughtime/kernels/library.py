@@ -1,16 +1,20 @@
 """The compiled core: found, checked and given torch's threads when it is first wanted.
 
-It is one shared library without torch or Python in it, so that one build serves every version of both; calls go through ctypes, which
-lets go of the interpreter's lock. Two variables of the environment, read once, when the library is first wanted:
+It is one shared library without torch or Python in it, so that one build serves every version of
+both; calls go through ctypes, which lets go of the interpreter's lock. Two variables of the
+environment, read once, when the library is first wanted:
 
-    THROUGHTIME_LIBRARY=/path/to/libthroughtime.so   a library built elsewhere, instead of the one that was installed
-    THROUGHTIME_LEVEL=v4 | v3 | v2 | base | none     an instruction set instead of the widest that the processor has: x86-64-v4
-                                                     (AVX-512), v3 (AVX2), v2 (SSE4.2); base is any other processor's only one;
-                                                     none leaves the library alone, and plain PyTorch runs
+    THROUGHTIME_LIBRARY=/path/to/libthroughtime.so   a library built elsewhere, instead of the one
+    that was installed
+    THROUGHTIME_LEVEL=v4 | v3 | v2 | base | none     an instruction set instead of the widest that
+                                                     the processor has: x86-64-v4 (AVX-512), v3
+                                                     (AVX2), v2 (SSE4.2); base is any other
+                                                     processor's only one; none leaves the library
+                                                     alone, and plain PyTorch runs
 
-Threads are torch's: a kernel runs its pieces through GOMP_parallel of the very OpenMP runtime that torch calls, so that no second pool
-of threads competes for the cores. In a process that was forked kernels run on one thread: OpenMP's do not survive a fork, and torch's
-own operators hang there.
+Threads are torch's: a kernel runs its pieces through GOMP_parallel of the very OpenMP runtime that
+torch calls, so that no second pool of threads competes for the cores. In a process that was forked
+kernels run on one thread: OpenMP's do not survive a fork, and torch's own operators hang there.
 """
 
 import ctypes
@@ -28,7 +32,9 @@ from throughtime.errors import ConfigError
 
 VERSION = 5  # of the C interface: TT_VERSION in cpu/throughtime.h
 NAME = "libthroughtime.dylib" if sys.platform == "darwin" else "libthroughtime.so"
-REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"
+REBUILD = (
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"
+)
 _said: list[str] = []  # who was first to be told
 _EDITABLE = "in a clone of the sources: pip install -e . --no-deps"
 
@@ -37,11 +43,12 @@ def library() -> ctypes.CDLL | None:
     """The compiled core, or None where plain PyTorch has to do; `why_missing` then says why.
 
     Returns:
-        The same library at every call of a process, with the types of `tt_version`, `tt_level`, `tt_use`, `tt_bfloat16` and `tt_pool`
-        set and torch's threads handed over.
+        The same library at every call of a process, with the types of `tt_version`, `tt_level`,
+        `tt_use`, `tt_bfloat16` and `tt_pool` set and torch's threads handed over.
 
     Raises:
-        ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL names what is not there. A library that was only installed raises nothing.
+        ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL names what is not there. A library
+            that was only installed raises nothing.
 
     Cost: half a millisecond once, then a look into a cache.
 
@@ -65,7 +72,10 @@ def level() -> str | None:
 
 
 def bfloat16() -> bool:
-    """Whether the instruction set that runs has products in bfloat16; without the library nothing has."""
+    """Whether the instruction set that runs has products in bfloat16.
+
+    Without the library nothing has.
+    """
     core = library()
     return core is not None and bool(core.tt_bfloat16())
 
@@ -79,7 +89,9 @@ def need(by: str) -> ctypes.CDLL | None:
     core = library()
     if core is None and not _said and os.environ.get("THROUGHTIME_LEVEL") != "none":
         _said.append(by)
-        warnings.warn(f"{by} runs through plain PyTorch, as exact but slower: {why_missing()}", stacklevel=3)
+        warnings.warn(
+            f"{by} runs through plain PyTorch, as exact but slower: {why_missing()}", stacklevel=3
+        )
     return core
 
 
@@ -87,15 +99,22 @@ def need(by: str) -> ctypes.CDLL | None:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     level, path = os.environ.get("THROUGHTIME_LEVEL", ""), os.environ.get("THROUGHTIME_LIBRARY", "")
     if level == "none":
-        return None, "THROUGHTIME_LEVEL=none leaves the compiled kernels alone. unset THROUGHTIME_LEVEL"
+        return (
+            None,
+            "THROUGHTIME_LEVEL=none leaves the compiled kernels alone. unset THROUGHTIME_LEVEL",
+        )
     core, why = _open(Path(path)) if path else _installed()
     if core is None and path:
-        raise ConfigError(f"THROUGHTIME_LIBRARY={path}: {why} Or take the installed one: unset THROUGHTIME_LIBRARY")
+        raise ConfigError(
+            f"THROUGHTIME_LIBRARY={path}: {why} Or take the installed one: unset"
+            " THROUGHTIME_LIBRARY"
+        )
     if core is not None:
         if level and not core.tt_use(level.encode()):
             raise ConfigError(
-                f"THROUGHTIME_LEVEL={level}: this processor has, or the library was built for, {_levels(core)}; expected one of these, "
-                f"or none for plain PyTorch. For the widest: unset THROUGHTIME_LEVEL"
+                f"THROUGHTIME_LEVEL={level}: this processor has, or the library was built for,"
+                f" {_levels(core)}; expected one of these, or none for plain PyTorch. For the"
+                " widest: unset THROUGHTIME_LEVEL"
             )
         core.tt_pool(_parallel())
         core.tt_blas(*_products())
@@ -113,9 +132,13 @@ def _installed() -> tuple[ctypes.CDLL | None, str | None]:
     for path in _places():
         if path.is_file():
             return _open(path)
-    return None, (
-        f"the compiled kernels are not installed: no wheel of throughtime was there for {sys.platform} on this processor, and no C++ "
-        f"compiler (GCC or Clang) when it was built here. With a compiler: {REBUILD} ({_EDITABLE})."
+    return (
+        None,
+        (
+            "the compiled kernels are not installed: no wheel of throughtime was there for"
+            f" {sys.platform} on this processor, and no C++ compiler (GCC or Clang) when it was"
+            f" built here. With a compiler: {REBUILD} ({_EDITABLE})."
+        ),
     )
 
 
@@ -131,12 +154,22 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         core = ctypes.CDLL(str(path))
         core.tt_version.argtypes, core.tt_version.restype = [], ctypes.c_int
     except (OSError, AttributeError) as error:
-        return None, f"{path} is not a compiled core that loads here ({error}). Build it again: {REBUILD} ({_EDITABLE})."
+        return (
+            None,
+            (
+                f"{path} is not a compiled core that loads here ({error}). Build it again:"
+                f" {REBUILD} ({_EDITABLE})."
+            ),
+        )
     version = core.tt_version()
     if version != VERSION:
-        return None, (
-            f"{path} speaks version {version} of the C interface, expected {VERSION}: library and Python files come from two versions of "
-            f"throughtime, and would misread each other's memory. Install both again: {REBUILD} ({_EDITABLE})."
+        return (
+            None,
+            (
+                f"{path} speaks version {version} of the C interface, expected {VERSION}: library"
+                " and Python files come from two versions of throughtime, and would misread each"
+                f" other's memory. Install both again: {REBUILD} ({_EDITABLE})."
+            ),
         )
     core.tt_level.argtypes, core.tt_level.restype = [], ctypes.c_char_p
     core.tt_use.argtypes, core.tt_use.restype = [ctypes.c_char_p], ctypes.c_int
@@ -144,15 +177,20 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
     core.tt_pool.argtypes, core.tt_pool.restype = [ctypes.c_void_p], None
     core.tt_blas.argtypes, core.tt_blas.restype = [ctypes.c_void_p] * 4, None
     if not core.tt_level():
-        return None, f"the processor is older than {path} was built for: x86-64-v2, with SSE4.2, of 2009."
+        return (
+            None,
+            f"the processor is older than {path} was built for: x86-64-v2, with SSE4.2, of 2009.",
+        )
     return core, None
 
 
 def _products() -> tuple[int | None, ...]:
-    """The addresses of sgemm, dgemm, that of bfloat16 and what sets their threads in torch's BLAS, where it beats our own: Intel's MKL.
+    """The addresses of sgemm, dgemm, that of bfloat16 and what sets their threads in torch's BLAS,
+    where it beats our own: Intel's MKL.
 
-    Products of 384 rows took 0.66 to 0.94 of the time in it there (AVX-512, one thread), and of bfloat16, by AMX, an eighth; on AMD's
-    MKL reaches half of what the processor can do, our own all of it, and elsewhere nothing was measured.
+    Products of 384 rows took 0.66 to 0.94 of the time in it there (AVX-512, one thread), and of
+    bfloat16, by AMX, an eighth; on AMD's MKL reaches half of what the processor can do, our own all
+    of it, and elsewhere nothing was measured.
     """
     if not torch.backends.mkl.is_available() or not _is_intel():
         return None, None, None, None
@@ -167,18 +205,26 @@ def _products() -> tuple[int | None, ...]:
 def _is_intel() -> bool:
     """Whether Linux says that Intel made the processor."""
     known = Path("/proc/cpuinfo")
-    return known.is_file() and "GenuineIntel" in known.read_text(encoding="utf-8", errors="replace")[:4096]
+    return (
+        known.is_file()
+        and "GenuineIntel" in known.read_text(encoding="utf-8", errors="replace")[:4096]
+    )
 
 
 def _parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch calls; None where it has none, and kernels run on one thread.
+    """The address of GOMP_parallel in the OpenMP runtime that torch calls; None where it has none,
+    and kernels run on one thread.
 
-    Looked up as the dynamic linker did for torch itself: what is global first (a preloaded runtime, libtorch_global_deps), then what
-    torch's own libraries need, in their order. Nothing is loaded that was not there. GCC's, LLVM's and Intel's runtimes all have it.
+    Looked up as the dynamic linker did for torch itself: what is global first (a preloaded runtime,
+    libtorch_global_deps), then what torch's own libraries need, in their order. Nothing is loaded
+    that was not there. GCC's, LLVM's and Intel's runtimes all have it.
     """
     if not torch.backends.openmp.is_available():
         return None
-    for name, mode in ((None, ctypes.DEFAULT_MODE), (sys.modules["torch._C"].__file__, getattr(os, "RTLD_NOLOAD", 0))):
+    for name, mode in (
+        (None, ctypes.DEFAULT_MODE),
+        (sys.modules["torch._C"].__file__, getattr(os, "RTLD_NOLOAD", 0)),
+    ):
         try:
             return ctypes.cast(ctypes.CDLL(name, mode).GOMP_parallel, ctypes.c_void_p).value
         except (OSError, AttributeError):

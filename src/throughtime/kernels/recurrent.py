@@ -1,8 +1,9 @@
 """LSTM, GRU and RNN through the compiled core: forward and backward of one layer in one call each.
 
-What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and float64 on the CPU, time first;
-under autocast products of float32 in bfloat16, forward and, wherever that runs, backward. A gradient of the gradient, and the rows of a
-Jacobian (`is_grads_batched`), are computed by the reference, from what was saved.
+What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and
+float64 on the CPU, time first; under autocast products of float32 in bfloat16, forward and,
+wherever that runs, backward. A gradient of the gradient, and the rows of a Jacobian
+(`is_grads_batched`), are computed by the reference, from what was saved.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
@@ -22,12 +23,22 @@ from throughtime.kernels.layer import Kind, Weights
 from throughtime.kernels.library import level, library
 
 KINDS: dict[Kind, int] = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
-SEEN: dict[Kind, str] = {"lstm": "hcifgo", "gru": "hrzn", "rnn_tanh": "h", "rnn_relu": "h"}  # whose squared norms are captured
-Seen = Callable[[Tensor, Tensor, Tensor], None]  # takes what was captured, h entering the first step and the outputs
+SEEN: dict[Kind, str] = {
+    "lstm": "hcifgo",
+    "gru": "hrzn",
+    "rnn_tanh": "h",
+    "rnn_relu": "h",
+}  # whose squared norms are captured
+Seen = Callable[
+    [Tensor, Tensor, Tensor], None
+]  # takes what was captured, h entering the first step and the outputs
 Gradients = tuple[Tensor | None, ...]
 
 NUMBERS = {torch.float32: 0, torch.float64: 1}  # tt_type
-PRODUCTS = {**NUMBERS, torch.bfloat16: 2}  # tt_type by what both sides of a product are rounded to; all numbers are float32 at 2
+PRODUCTS = {
+    **NUMBERS,
+    torch.bfloat16: 2,
+}  # tt_type by what both sides of a product are rounded to; all numbers are float32 at 2
 _KEEPS = {"lstm", "gru"}  # have a gate that keeps the past
 _POINTERS = (
     "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets", "y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end",
@@ -51,17 +62,30 @@ def core() -> ctypes.CDLL:
     """The library, with the types of its recurrent calls set."""
     found = library()
     if found is None:
-        raise ThroughtimeError("the compiled kernels are not installed; kernels.reference.run computes the same")
-    for name, result in (("tt_saved", ctypes.c_int64), ("tt_forward", ctypes.c_int), ("tt_backward", ctypes.c_int)):
+        raise ThroughtimeError(
+            "the compiled kernels are not installed; kernels.reference.run computes the same"
+        )
+    for name, result in (
+        ("tt_saved", ctypes.c_int64),
+        ("tt_forward", ctypes.c_int),
+        ("tt_backward", ctypes.c_int),
+    ):
         function = getattr(found, name)
         function.argtypes, function.restype = [ctypes.POINTER(Call)], result
     return found
 
 
 def run(
-    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None = None, seen: Seen | None = None
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None = None,
+    seen: Seen | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs `(T, B, P)` and the state after the last step, `h` `(B, P)` and, of an LSTM, `c` `(B, H)`.
+    """Outputs `(T, B, P)` and the state after the last step, `h` `(B, P)` and, of an LSTM, `c` `(B,
+    H)`.
 
     Args:
         kind: which recurrence.
@@ -84,7 +108,10 @@ def run(
 
 
 class Given(NamedTuple):
-    """What both passes of a layer are given, as `run` is; `products` the type that both sides of every product are rounded to."""
+    """What both passes of a layer are given, as `run` is.
+
+    `products` the type that both sides of every product are rounded to.
+    """
 
     kind: Kind
     products: torch.dtype
@@ -102,7 +129,13 @@ class Given(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The first fields of a `Call`."""
-        return KINDS[self.kind], PRODUCTS[self.products], *self.x.shape, self.weights.hidden, self.weights.hh.shape[1]
+        return (
+            KINDS[self.kind],
+            PRODUCTS[self.products],
+            *self.x.shape,
+            self.weights.hidden,
+            self.weights.hh.shape[1],
+        )
 
     def contiguous(self) -> list[Tensor | None]:
         """The tensors, as a `Call` points to them."""
@@ -113,7 +146,10 @@ def forward(given: Given, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None,
     """Outputs, the state after them, and what the backward pass needs if it is to be kept (else an empty tensor)."""
     x, sizes = given.x, given.sizes
     steps, lanes, _, hidden, outputs = sizes[2:]
-    y, h_end = x.new_empty((steps, lanes, outputs)), x.new_empty((lanes, outputs))  # on the CPU, whatever the default device
+    y, h_end = (
+        x.new_empty((steps, lanes, outputs)),
+        x.new_empty((lanes, outputs)),
+    )  # on the CPU, whatever the default device
     c_end = None if given.c is None else x.new_empty((lanes, hidden))
     saved = x.new_empty(saved_numbers(*sizes) if keep else 0)
     read = given.contiguous()
@@ -124,19 +160,29 @@ def forward(given: Given, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None,
 
 
 def backward(
-    given: Given, y: Tensor, saved: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], captured: Tensor | None = None
+    given: Given,
+    y: Tensor,
+    saved: Tensor,
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    captured: Tensor | None = None,
 ) -> Gradients:
     """The gradients of `given.leaves` that `needs` asks for, in this order; None for the others.
 
-    `grads` are those of outputs, h and c after the last step, None for zeros. `captured`, made by `room_for`, takes what `Captured.of`
-    finds in it.
+    `grads` are those of outputs, h and c after the last step, None for zeros. `captured`, made by
+    `room_for`, takes what `Captured.of` finds in it.
     """
     sizes = given.sizes
-    wanted = tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in zip(given.leaves, needs, strict=True))
+    wanted = tuple(
+        t.new_empty(t.shape) if need and t is not None else None
+        for t, need in zip(given.leaves, needs, strict=True)
+    )
     read, after = given.contiguous(), _contiguous(*grads)
     made = (y, None, None, saved)
     seen = () if captured is None else _places(given.kind, captured, *sizes[2:4])
-    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, (*read, *made, *after, *wanted)), *seen)
+    call = Call(
+        *sizes, torch.get_num_threads(), 0, *map(_pointer, (*read, *made, *after, *wanted)), *seen
+    )
     check(core().tt_backward(call))
     return wanted
 
@@ -147,7 +193,8 @@ class Captured(NamedTuple):
     Attributes:
         squares: `(T, B, S)`, the squared norm of the gradient of each state and gate; S letters.
         entering: `(B, E)`, those of the state entering the first step, h and, of an LSTM, c.
-        kept: `(H,)`, the gate that keeps the past (f of an LSTM, z of a GRU), added up over steps and lanes; empty for an RNN.
+        kept: `(H,)`, the gate that keeps the past (f of an LSTM, z of a GRU), added up over steps
+            and lanes; empty for an RNN.
     """
 
     squares: Tensor
@@ -165,7 +212,9 @@ class Captured(NamedTuple):
 def room_for(kind: Kind, steps: int, lanes: int, hidden: int) -> Tensor:
     """One piece of memory for all that is captured: half the cost of three at 5 microseconds in all."""
     squares, entering = _counts(kind, steps, lanes)
-    return torch.empty(squares + entering + (hidden if kind in _KEEPS else 0), dtype=torch.float64, device="cpu")
+    return torch.empty(
+        squares + entering + (hidden if kind in _KEEPS else 0), dtype=torch.float64, device="cpu"
+    )
 
 
 def _counts(kind: Kind, steps: int, lanes: int) -> tuple[int, int]:
@@ -184,11 +233,24 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: Kind, seen: Seen | None, products: torch.dtype, x: Tensor, h: Tensor, c: Tensor | None, *rest: Any
+        ctx: Any,
+        kind: Kind,
+        seen: Seen | None,
+        products: torch.dtype,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *weights, resets = rest
-        y, h_end, c_end, saved = forward(Given(kind, products, x, h, c, Weights(*weights), resets), keep=True)
-        ctx.kind, ctx.seen, ctx.products = kind, seen, products  # autocast is left before the backward pass as a rule
+        y, h_end, c_end, saved = forward(
+            Given(kind, products, x, h, c, Weights(*weights), resets), keep=True
+        )
+        ctx.kind, ctx.seen, ctx.products = (
+            kind,
+            seen,
+            products,
+        )  # autocast is left before the backward pass as a rule
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, c, *weights, resets, y, saved)
         return y, h_end, c_end
@@ -201,7 +263,11 @@ class _Recurrent(torch.autograd.Function):
         needs, again = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
         if (again and seen is None) or any(g is not None and _batched(g) for g in grads):
             return None, None, None, *_by_reference(given, grads, needs), None
-        captured = None if seen is None else room_for(given.kind, x.shape[0], x.shape[1], given.weights.hidden)
+        captured = (
+            None
+            if seen is None
+            else room_for(given.kind, x.shape[0], x.shape[1], given.weights.hidden)
+        )
         found = backward(given, y, saved, grads, needs, captured)
         if seen is not None and captured is not None:
             seen(captured, h, y)
@@ -212,18 +278,32 @@ def _by_reference(given: Given, grads: Sequence[Tensor | None], needs: Sequence[
     """The same gradients, with a graph if one is being recorded, by the recurrence written out."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        mine = [None if t is None else t if again else t.detach().requires_grad_(need) for t, need in zip(given.leaves, needs, strict=True)]
+        mine = [
+            None if t is None else t if again else t.detach().requires_grad_(need)
+            for t, need in zip(given.leaves, needs, strict=True)
+        ]
         x, h, c, *weights = mine
-        made = reference.run(given.kind, x, h, c, Weights(*weights), given.resets, given.products)  # pyright: ignore[reportArgumentType]  # x and h are never None
-        pairs = [(m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None]
+        # x and h are never None
+        made = reference.run(given.kind, x, h, c, Weights(*weights), given.resets, given.products)  # pyright: ignore[reportArgumentType]
+        pairs = [
+            (m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None
+        ]
         asked = [t for t, need in zip(mine, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad([m for m, _ in pairs], asked, [g for _, g in pairs], create_graph=again, allow_unused=True))
+        found = iter(
+            torch.autograd.grad(
+                [m for m, _ in pairs],
+                asked,
+                [g for _, g in pairs],
+                create_graph=again,
+                allow_unused=True,
+            )
+        )
     return tuple(next(found) if need else None for need in needs)
 
 
 def _batched(gradient: Tensor) -> bool:
     """Whether these are rows of a Jacobian, as `torch.autograd.grad(..., is_grads_batched=True)` hands them out."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -249,4 +329,7 @@ def _saved_numbers(level: str | None, sizes: tuple[int, ...]) -> int:
 def check(code: int) -> None:
     """Refuses what a call gave, where it is TT_NO_MEMORY."""
     if code == 1:
-        raise MemoryError("the kernels of throughtime found no memory for their work; take fewer lanes, or shorter chunks")
+        raise MemoryError(
+            "the kernels of throughtime found no memory for their work; take fewer lanes, or"
+            " shorter chunks"
+        )

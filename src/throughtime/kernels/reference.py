@@ -1,20 +1,27 @@
 """The definition of every recurrent layer: plain PyTorch, step by step, which a kernel must equal.
 
-    LSTM   i, f, o = sigmoid, g = tanh of  W_ih x + b_ih + W_hh h + b_hh      c' = f c + i g      h' = o tanh(c')  or  W_hr o tanh(c')
-    GRU    r, z = sigmoid of  W_ih x + b_ih + W_hh h + b_hh      n = tanh(W_in x + b_in + r (W_hn h + b_hn))      h' = (1 - z) n + z h
+    LSTM   i, f, o = sigmoid, g = tanh of  W_ih x + b_ih + W_hh h + b_hh      c' = f c + i g      h'
+    = o tanh(c')  or  W_hr o tanh(c')
+    GRU    r, z = sigmoid of  W_ih x + b_ih + W_hh h + b_hh      n = tanh(W_in x + b_in + r (W_hn h
+    + b_hn))      h' = (1 - z) n + z h
     RNN    h' = tanh or relu of  W_ih x + b_ih + W_hh h + b_hh
 
-as torch.nn computes them. It has gradients of any order, runs on every device and floating type, and under `torch.func`.
+as torch.nn computes them. It has gradients of any order, runs on every device and floating type,
+and under `torch.func`.
 
-Where `products` is bfloat16, both sides of every product W v above are rounded to it first, to nearest and ties to even; so are both
-sides of every product of the backward pass, which otherwise goes through a rounding as if it were none (straight through). Sums,
-biases, gates, states, outputs and gradients keep their type.
+Where `products` is bfloat16, both sides of every product W v above are rounded to it first, to
+nearest and ties to even; so are both sides of every product of the backward pass, which otherwise
+goes through a rounding as if it were none (straight through). Sums, biases, gates, states, outputs
+and gradients keep their type.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection,
+`G` gates.
 
-References: S. Hochreiter and J. Schmidhuber, Long short-term memory, Neural Computation 9 (1997), with the forget gate of Gers et al.
-(2000) and the projection of Sak et al. (2014); K. Cho et al., EMNLP (2014), with the reset gate after the product; J. L. Elman (1990);
-rounded products with sums in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, arXiv:1905.12322 (2019).
+References: S. Hochreiter and J. Schmidhuber, Long short-term memory, Neural Computation 9 (1997),
+with the forget gate of Gers et al. (2000) and the projection of Sak et al. (2014); K. Cho et al.,
+EMNLP (2014), with the reset gate after the product; J. L. Elman (1990); rounded products with sums
+in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, arXiv:1905.12322
+(2019).
 """
 
 from typing import Any
@@ -43,8 +50,10 @@ def run(
         h: `(B, P)`, entering the first step.
         c: `(B, H)`, of an LSTM only.
         weights: of the layer, of the same type.
-        resets: `(T, B)` bool, true where the state entering the step is zeros, whatever it was, NaN included; no gradient crosses.
-        products: what both sides of every product are rounded to, whatever autocast says; None: torch's own, and autocast's.
+        resets: `(T, B)` bool, true where the state entering the step is zeros, whatever it was, NaN
+            included; no gradient crosses.
+        products: what both sides of every product are rounded to, whatever autocast says; None:
+            torch's own, and autocast's.
 
     Returns:
         `y (T, B, P)`, `h (B, P)`, and `c (B, H)` of an LSTM.
@@ -58,7 +67,13 @@ def run(
 
 
 def _run(
-    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None, rounded: torch.dtype | None
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    resets: Tensor | None,
+    rounded: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     driven = _linear(x, weights.ih, weights.b_ih, rounded)
     fresh = [None] * len(x) if resets is None else resets.unsqueeze(2).unbind(0)
@@ -73,7 +88,12 @@ def _run(
 
 
 def _step(
-    kind: Kind, z: Tensor, h: Tensor, c: Tensor | None, weights: Weights, rounded: torch.dtype | None
+    kind: Kind,
+    z: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Weights,
+    rounded: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """One step; `z` is what the input contributes to the gates, biases included."""
     back = _linear(h, weights.hh, weights.b_hh, rounded)
@@ -103,7 +123,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, rounded: torch.dtype) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # which may be on where the backward pass is
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # which may be on where the backward pass is
             return functional.linear(x.to(rounded).to(x.dtype), w.to(rounded).to(w.dtype))
 
     @staticmethod
@@ -118,11 +140,19 @@ class _Product(torch.autograd.Function):
         (dy,), (x, w) = grads, ctx.saved_tensors
         by_x, by_w, _ = ctx.needs_input_grad
         dx = _Product.apply(dy, w.T, ctx.rounded) if by_x else None
-        dw = _Product.apply(dy.reshape(-1, len(w)).T, x.reshape(-1, w.shape[1]).T, ctx.rounded) if by_w else None
+        dw = (
+            _Product.apply(dy.reshape(-1, len(w)).T, x.reshape(-1, w.shape[1]).T, ctx.rounded)
+            if by_w
+            else None
+        )
         return dx, dw, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         (dx, dw, _), (x, w) = tangents, ctx.saved_tensors
-        parts = [_Product.apply(a, b, ctx.rounded) for a, b in ((dx, w), (x, dw)) if a is not None and b is not None]
+        parts = [
+            _Product.apply(a, b, ctx.rounded)
+            for a, b in ((dx, w), (x, dw))
+            if a is not None and b is not None
+        ]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -1,7 +1,9 @@
-"""The compiled step of an optimizer: a table of pointers, filled once, checked at every step and run in one call.
+"""The compiled step of an optimizer: a table of pointers, filled once, checked at every step and
+run in one call.
 
-The kernel sees addresses only, so the table holds for as long as every tensor in it is where it was, as it was. What a step of six
-tensors may cost is 10 us in all, of which a single call of torch's is 0.1 us per tensor: one tensor costs seven of them.
+The kernel sees addresses only, so the table holds for as long as every tensor in it is where it
+was, as it was. What a step of six tensors may cost is 10 us in all, of which a single call of
+torch's is 0.1 us per tensor: one tensor costs seven of them.
 
     entry      one parameter with its gradient and what the optimizer keeps of it
     table      all entries of a step, over all groups, in the order of the parameters
@@ -26,7 +28,10 @@ _data_ptr, _numel, _stride, _is_neg = Tensor.data_ptr, Tensor.numel, Tensor.stri
 
 class _Group(ctypes.Structure):
     _fields_: ClassVar = [  # tt_group
-        *((name, ctypes.c_double) for name in ("lr", "decay", "momentum", "dampening", "beta1", "beta2", "eps")),
+        *(
+            (name, ctypes.c_double)
+            for name in ("lr", "decay", "momentum", "dampening", "beta1", "beta2", "eps")
+        ),
         *((name, ctypes.c_int32) for name in ("rule", "nesterov", "amsgrad", "maximize")),
     ]
 
@@ -73,17 +78,28 @@ class Entry:
 
     def tensors(self) -> Iterable[Tensor]:
         """All that is there."""
-        return (tensor for tensor in (self.param, self.first, self.second, self.largest, self.step) if tensor is not None)
+        return (
+            tensor
+            for tensor in (self.param, self.first, self.second, self.largest, self.step)
+            if tensor is not None
+        )
 
 
 class Table:
-    """All entries of a step. `fits` says whether it still holds; `run` takes the step, and may be called only where it does."""
+    """All entries of a step.
+
+    `fits` says whether it still holds; `run` takes the step, and may be called only where it does.
+    """
 
     def __init__(self, entries: Sequence[Entry], grads: Sequence[Tensor], groups: int) -> None:
         starts = [0, *accumulate(entry.param.numel() for entry in entries)]
-        self._entries = (_Entry * len(entries))(*(_packed(entry, start) for entry, start in zip(entries, starts, strict=False)))
+        self._entries = (_Entry * len(entries))(
+            *(_packed(entry, start) for entry, start in zip(entries, starts, strict=False))
+        )
         self._groups, self._grads = (_Group * groups)(), (ctypes.c_uint64 * len(entries))()
-        self._step = _Step(len(entries), *map(ctypes.addressof, (self._entries, self._groups, self._grads)))
+        self._step = _Step(
+            len(entries), *map(ctypes.addressof, (self._entries, self._groups, self._grads))
+        )
         self._call, self._where = _optimize(), ctypes.c_void_p(ctypes.addressof(self._step))
         self._params = [entry.param for entry in entries]
         self._tensors = list(chain.from_iterable(entry.tensors() for entry in entries))
@@ -91,23 +107,35 @@ class Table:
         self._forms = _forms(self._params, grads)
 
     def configure(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Takes over the numbers of every group, under the names of `tt_group`; whether one is a tensor, which may change unseen."""
+        """Takes over the numbers of every group, under the names of `tt_group`.
+
+        Whether one is a tensor, which may change unseen.
+        """
         for group, numbers in zip(self._groups, groups, strict=True):
             for name, number in numbers.items():
                 setattr(group, name, number.item() if isinstance(number, Tensor) else number)
         return any(isinstance(number, Tensor) for numbers in groups for number in numbers.values())
 
     def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Whether parameters, gradients and state are where and what they were; the addresses of gradients may be others."""
+        """Whether parameters, gradients and state are where and what they were.
+
+        The addresses of gradients may be others.
+        """
         if len(params) != len(self._params) or any(map(is_not, params, self._params)):
             return False
         try:
-            return list(map(_data_ptr, self._tensors)) == self._places and _forms(params, grads) == self._forms
+            return (
+                list(map(_data_ptr, self._tensors)) == self._places
+                and _forms(params, grads) == self._forms
+            )
         except RuntimeError:  # a sparse gradient has no strides
             return False
 
     def run(self, grads: Sequence[Tensor], max_norm: float | None) -> float:
-        """The norm of the gradients where `max_norm` is given, else 0; parameters and state are those after the step."""
+        """The norm of the gradients where `max_norm` is given, else 0.
+
+        Parameters and state are those after the step.
+        """
         self._grads[:] = list(map(_data_ptr, grads))
         self._step.clip, self._step.max_norm = max_norm is not None, max_norm or 0.0
         self._step.threads = torch.get_num_threads()
@@ -141,7 +169,13 @@ def _packed(entry: Entry, start: int) -> _Entry:
 def _forms(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[object]:
     """All that the kernel takes for granted of gradients, which are others at every step, and the sizes of what it writes."""
     sizes = map(_numel, chain(grads, params))
-    return [*map(type, grads), *[grad.dtype for grad in grads], *sizes, *map(_stride, grads), *map(_is_neg, grads)]
+    return [
+        *map(type, grads),
+        *[grad.dtype for grad in grads],
+        *sizes,
+        *map(_stride, grads),
+        *map(_is_neg, grads),
+    ]
 
 
 def misfit(tensor: Tensor, like: Tensor) -> str | None:
@@ -149,32 +183,54 @@ def misfit(tensor: Tensor, like: Tensor) -> str | None:
     if type(tensor) not in {Tensor, torch.nn.Parameter}:
         return f"is a {type(tensor).__name__}, expected a plain tensor"
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return f"is on {tensor.device} with layout {tensor.layout}, expected a strided tensor on the CPU"
+        return (
+            f"is on {tensor.device} with layout {tensor.layout}, expected a strided tensor on"
+            " the CPU"
+        )
     if tensor.dtype not in TYPES or tensor.dtype != like.dtype:
-        return f"has dtype {tensor.dtype}, expected {'float32 or float64' if tensor is like else like.dtype}"
+        return (
+            f"has dtype {tensor.dtype}, expected"
+            f" {'float32 or float64' if tensor is like else like.dtype}"
+        )
     if not _dense(tensor) or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
-        return f"has gaps or repeats in memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), expected none"
+        return (
+            f"has gaps or repeats in memory (shape {tuple(tensor.shape)}, strides"
+            f" {tensor.stride()}), expected none"
+        )
     if _order(tensor) != _order(like):
-        return f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected {tuple(like.shape)} and {like.stride()}"
+        return (
+            f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected"
+            f" {tuple(like.shape)} and {like.stride()}"
+        )
     return None
 
 
 def overlap(params: Sequence[Tensor]) -> bool:
     """Whether two of them share memory, so that the order of their updates counts."""
-    spans = sorted((param.data_ptr(), param.data_ptr() + param.numel() * param.element_size()) for param in params if param.numel())
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size())
+        for param in params
+        if param.numel()
+    )
     return any(end > start for (_, end), (start, _) in pairwise(spans))
 
 
 def _order(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides; of a dimension of one entry no stride is ever used."""
     shape = tuple(tensor.shape)
-    return shape, tuple(stride for size, stride in zip(shape, tensor.stride(), strict=True) if size != 1)
+    return shape, tuple(
+        stride for size, stride in zip(shape, tensor.stride(), strict=True) if size != 1
+    )
 
 
 def _dense(tensor: Tensor) -> bool:
     """Whether every place between the first entry and the last holds exactly one entry."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size != 1
+    ):
         if stride != expected and tensor.numel():
             return False
         expected *= size

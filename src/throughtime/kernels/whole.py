@@ -1,4 +1,5 @@
-"""A stack of recurrent layers, a linear readout, its loss and all gradients in one call of the compiled core.
+"""A stack of recurrent layers, a linear readout, its loss and all gradients in one call of the
+compiled core.
 
 Shapes: `T` steps, `B` lanes, `P` outputs of the last layer, `C` outputs of the readout.
 """
@@ -22,7 +23,10 @@ class Whole(ctypes.Structure):
         ("layers", ctypes.POINTER(Call)),
         *((name, ctypes.c_int32) for name in ("count", "loss", "accumulate")),
         *((name, ctypes.c_int64) for name in ("steps", "classes", "valid")),
-        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs", "room", "dw", "db")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("w", "b", "targets", "mask", "outputs", "room", "dw", "db")
+        ),
         ("mean", ctypes.POINTER(ctypes.c_double)),
     ]
 
@@ -44,7 +48,9 @@ class Room:
         self._call, self.shape = call, (call.steps, call.lanes)
         self.captured: Tensor = room_for(self.kind, *self.shape, call.hidden)
         parts = Captured.of(self.kind, self.captured, *self.shape)
-        self._squares, self._entering, self._kept = (part.data_ptr() if part.numel() else None for part in parts)
+        self._squares, self._entering, self._kept = (
+            part.data_ptr() if part.numel() else None for part in parts
+        )
 
     def point(self) -> None:
         """The call captures it here from now on."""

@@ -1,4 +1,7 @@
-"""Recurrent layers as in `torch.nn`, several times faster on the CPU, with resets; `fuse` swaps them into any model."""
+"""Recurrent layers as in `torch.nn`, several times faster on the CPU, with resets.
+
+`fuse` swaps them into any model.
+"""
 
 from throughtime.nn.fuse import fuse
 from throughtime.nn.layers import GRU, LSTM, RNN, which

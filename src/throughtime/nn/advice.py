@@ -1,7 +1,7 @@
 """What `tt.fuse` would gain, said once in a process where torch.nn takes its slow way.
 
-In the log, not as a warning: advice must not stop a program whose warnings are errors. To silence it:
-`logging.getLogger("throughtime").setLevel("ERROR")`.
+In the log, not as a warning: advice must not stop a program whose warnings are errors. To silence
+it: `logging.getLogger("throughtime").setLevel("ERROR")`.
 """
 
 import logging
@@ -26,13 +26,16 @@ def advise(module: nn.Module, lanes: int) -> None:
     """
     if _said:
         return
-    found = {name: ratio for name, layer in module.named_modules() if (ratio := _ratio(layer, lanes)) > 1}
+    found = {
+        name: ratio for name, layer in module.named_modules() if (ratio := _ratio(layer, lanes)) > 1
+    }
     if found:
         name, ratio = max(found.items(), key=lambda pair: pair[1])
         _said.append(name)
         _log.warning(
-            "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net = tt.carry(module, fused=True) made such an update "
-            "some %.0f times as fast where it was measured, with the same results to rounding (docs/layers.md)",
+            "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net ="
+            " tt.carry(module, fused=True) made such an update some %.0f times as fast where it was"
+            " measured, with the same results to rounding (docs/layers.md)",
             name,
             type(module.get_submodule(name)).__name__,
             ratio,

@@ -2,12 +2,14 @@
 
     bias(h)   = |g_h - g| / |g|           cosine(h) = <g_h, g> / (|g_h| |g|)
 
-g is the exact gradient of the mean loss of a stretch, g_h the sum over the updates of a truncation at horizon h of that
-stretch, each loss weighing the same in both. All come from one sweep (`gradient/bias.py`). The audit compares gradients at
-fixed weights: in training, a truncation also makes more updates, which `updates` counts.
+g is the exact gradient of the mean loss of a stretch, g_h the sum over the updates of a truncation
+at horizon h of that stretch, each loss weighing the same in both. All come from one sweep
+(`gradient/bias.py`). The audit compares gradients at fixed weights: in training, a truncation also
+makes more updates, which `updates` counts.
 
-References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation through time to control gradient bias,
-UAI 2019, for the relative bias and what it costs: a relative bias of d takes 1 / (1 - d) times the steps.
+References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation through time to
+control gradient bias, UAI 2019, for the relative bias and what it costs: a relative bias of d takes
+1 / (1 - d) times the steps.
 
 Shapes: `B` lanes.
 """
@@ -31,7 +33,12 @@ from throughtime.gradient.sweep import Verify, check_verify
 from throughtime.probe.place import Place, axes_of, plain
 from throughtime.state import State
 
-HORIZONS = (50, 200, 800, 3200)  # looked at unless others are asked for, as far as the stretch is longer
+HORIZONS = (
+    50,
+    200,
+    800,
+    3200,
+)  # looked at unless others are asked for, as far as the stretch is longer
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,10 @@ class Audit:
     rows: tuple[Truncation, ...]
 
     def suggest(self, tolerance: float = 0.1) -> int | None:
-        """The shortest horizon from which on no audited one has a bias above `tolerance`; `None` if the longest has."""
+        """The shortest horizon from which on no audited one has a bias above `tolerance`.
+
+        `None` if the longest has.
+        """
         found = None
         for row in reversed(self.rows):
             if not row.bias <= tolerance:
@@ -89,10 +99,16 @@ class Audit:
 
         `worst parameter` is the one whose gradient is most wrong.
         """
-        head = f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7}  worst parameter"
+        head = (
+            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
+            " worst parameter"
+        )
         lines = [_line(row) for row in self.rows]
         exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
-        foot = f"over {self.steps:,} steps of {self.lanes} lanes, at fixed weights; loss {self.loss:.4g}, |g| {self.norm:.3g}"
+        foot = (
+            f"over {self.steps:,} steps of {self.lanes} lanes, at fixed weights; loss"
+            f" {self.loss:.4g}, |g| {self.norm:.3g}"
+        )
         return "\n".join([head, *lines, exact, foot])
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +126,10 @@ class Audit:
         axes.semilogx(horizons, [row.bias for row in self.rows], marker="o", label="relative bias")
         axes.semilogx(horizons, [row.cosine for row in self.rows], marker="s", label="cosine")
         axes.set_xlabel("horizon (steps)")
-        axes.set_ylim(min(0.0, *(row.cosine for row in self.rows)), max(1.05, *(row.bias for row in self.rows)))
+        axes.set_ylim(
+            min(0.0, *(row.cosine for row in self.rows)),
+            max(1.05, *(row.bias for row in self.rows)),
+        )
         axes.legend()
         return axes
 
@@ -134,19 +153,21 @@ def audit(
 ) -> Audit:
     """The true bias of truncations: how far the gradient of each horizon is from the exact one.
 
-    Use it before choosing a horizon, and again later in training: it measures the credit that the net gives with its present
-    weights. A net that has not learnt to remember gives none, and every horizon looks good; see `tt.reach`.
+    Use it before choosing a horizon, and again later in training: it measures the credit that the
+    net gives with its present weights. A net that has not learnt to remember gives none, and every
+    horizon looks good; see `tt.reach`.
 
     Args:
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
         loss_fn: as for `tt.updates`.
         horizons: steps, in any order; default: 50, 200, 800, 3200, as far as the stretch is longer.
-        stride: steps between two updates, for all horizons; those below it are refused. Default: each horizon is its own
-            stride, as in `tt.Truncated(horizon)`. A short stride costs about horizon / stride backward passes.
+        stride: steps between two updates, for all horizons; those below it are refused. Default:
+            each horizon is its own stride, as in `tt.Truncated(horizon)`. A short stride costs
+            about horizon / stride backward passes.
         steps: how many steps of every lane to look at; default: to the end of the epoch.
-        state: the state entering the step at which the stream stands; default: from the start of the epoch, and the net's
-            initial state.
+        state: the state entering the step at which the stream stands; default: from the start of
+            the epoch, and the net's initial state.
         memory: see `tt.Exact`.
         chunk: see `tt.Exact`.
         offload: see `tt.Exact`.
@@ -181,30 +202,61 @@ def audit(
 
 
 def summary(
-    net: Carried, found: Comparison, horizons: Sequence[int], stride: int | None, plans: Sequence[Sequence[schedule.Window]], place: Place
+    net: Carried,
+    found: Comparison,
+    horizons: Sequence[int],
+    stride: int | None,
+    plans: Sequence[Sequence[schedule.Window]],
+    place: Place,
 ) -> Audit:
     """The figures of a comparison."""
     names = list(weights_of(net))
     size = norm(found.exact)
     if not math.isfinite(size):
         raise RunError(
-            "the exact gradient is not finite (NaN or infinite): nothing can be compared with it. tt.updates with tt.Exact() names the "
-            "chunk and the parameter"
+            "the exact gradient is not finite (NaN or infinite): nothing can be compared with it."
+            " tt.updates with tt.Exact() names the chunk and the parameter"
         )
     valid = place.valid()
     rows = tuple(
-        _row(horizon, stride or horizon, sum(valid[w.stop] > valid[w.counted] for w in plan), gradient, found.exact, names)
+        _row(
+            horizon,
+            stride or horizon,
+            sum(valid[w.stop] > valid[w.counted] for w in plan),
+            gradient,
+            found.exact,
+            names,
+        )
         for horizon, plan, gradient in zip(horizons, plans, found.truncated, strict=True)
     )
     return Audit(place.steps, place.stream.lanes, found.loss, size, rows)
 
 
-def _row(horizon: int, stride: int, updates: int, gradient: list[Tensor], exact: list[Tensor], names: list[str]) -> Truncation:
+def _row(
+    horizon: int,
+    stride: int,
+    updates: int,
+    gradient: list[Tensor],
+    exact: list[Tensor],
+    names: list[str],
+) -> Truncation:
     apart = [g - e for g, e in zip(gradient, exact, strict=True)]
-    biases = {name: _ratio(norm([a]), norm([e])) for name, a, e in zip(names, apart, exact, strict=True)}
+    biases = {
+        name: _ratio(norm([a]), norm([e])) for name, a, e in zip(names, apart, exact, strict=True)
+    }
     sizes = norm(gradient), norm(exact)
-    inner = sum((wide(g).conj() * wide(e)).real.sum().item() for g, e in zip(gradient, exact, strict=True))
-    return Truncation(horizon, stride, _ratio(norm(apart), sizes[1]), _ratio(inner, sizes[0] * sizes[1]), _ratio(*sizes), updates, biases)
+    inner = sum(
+        (wide(g).conj() * wide(e)).real.sum().item() for g, e in zip(gradient, exact, strict=True)
+    )
+    return Truncation(
+        horizon,
+        stride,
+        _ratio(norm(apart), sizes[1]),
+        _ratio(inner, sizes[0] * sizes[1]),
+        _ratio(*sizes),
+        updates,
+        biases,
+    )
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -217,8 +269,8 @@ def _ratio(part: float, whole: float) -> float:
 def _line(row: Truncation) -> str:
     worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
     return (
-        f"{row.horizon:>9} {row.stride:>8} {row.updates:>8} {row.bias:>8.3f} {row.cosine:>8.3f} {row.norm:>7.2f}  "
-        f"{worst} {row.by_parameter[worst]:.3f}"
+        f"{row.horizon:>9} {row.stride:>8} {row.updates:>8} {row.bias:>8.3f} {row.cosine:>8.3f}"
+        f" {row.norm:>7.2f}  {worst} {row.by_parameter[worst]:.3f}"
     )
 
 

@@ -1,18 +1,21 @@
 """The graph behind a loss, folded into chunks: which chunk's graph hangs on which state.
 
-Nothing has to be recorded for it: autograd keeps what is needed. A weight that is used again and again, each use depending on the
-one before, is the clock: its uses are the steps. A chunk ends where
+Nothing has to be recorded for it: autograd keeps what is needed. A weight that is used again and
+again, each use depending on the one before, is the clock: its uses are the steps. A chunk ends
+where
 
-1. a use depends on no earlier one: the state, or this part of it, was cut there, or starts (certain);
-2. what an earlier backward has freed ends (certain);
+1. a use depends on no earlier one: the state, or this part of it, was cut there, or starts
+(certain); 2. what an earlier backward has freed ends (certain);
 3. the weights have since been changed in place: autograd counts their versions (certain);
 4. the state begins that the caller names as the one that entered a chunk (certain);
 5. one call of a fused layer ends (certain);
-6. more autograd nodes than usual were made between two steps, by their sequence numbers: of a loss, say. Where these nodes do not
-   belong to the graph looked at, the past was used for something else, and the state should have been cut (a good guess: it takes
-   chunks of three steps at least, and takes whatever else was recorded between two steps for the end of a chunk).
+6. more autograd nodes than usual were made between two steps, by their sequence numbers: of a loss,
+   say. Where these nodes do not belong to the graph looked at, the past was used for something
+   else, and the state should have been cut (a good guess: it takes chunks of three steps at least,
+   and takes whatever else was recorded between two steps for the end of a chunk).
 
-A crossing at 1 to 4 should have been cut, and so should one at 5 and 6 where nodes that are not looked at lie between.
+A crossing at 1 to 4 should have been cut, and so should one at 5 and 6 where nodes that are not
+looked at lie between.
 """
 
 from bisect import bisect_right
@@ -33,10 +36,16 @@ from throughtime.state import State
 Entry: TypeAlias = Literal["graph", "none", "leaf", "computed", ""]
 WHY = {
     "cut": "another part of the state was cut here, this part was not",
-    "freed": "the graph before was freed by an earlier backward, so this loss cannot go back through it",
-    "weights": "the weights were changed in place since the steps before, so backward refuses or is wrong",
+    "freed": (
+        "the graph before was freed by an earlier backward, so this loss cannot go back through it"
+    ),
+    "weights": (
+        "the weights were changed in place since the steps before, so backward refuses or is wrong"
+    ),
     "given": "the state given as entering here still hangs on the graph before",
-    "unseen": "something else, such as another loss, was recorded in between, and the state was not cut",
+    "unseen": (
+        "something else, such as another loss, was recorded in between, and the state was not cut"
+    ),
     "seen": "one graph: what lies in between belongs to it",
 }
 
@@ -47,7 +56,8 @@ class Leaf:
 
     Attributes:
         name: its attribute path in the module, or what it is.
-        parameter: whether it is a weight; else it is a state or an input that asks for its gradient.
+        parameter: whether it is a weight; else it is a state or an input that asks for its
+            gradient.
         chunks: the chunks that use it.
         uses: how often it is used.
     """
@@ -65,7 +75,8 @@ class Span:
     Attributes:
         steps: uses of the clock, or the steps of a fused call; 0 if nothing recurs.
         nodes: of autograd.
-        enters: how the state comes in: with a graph, without any, from a leaf, or computed from something else; empty if unknown.
+        enters: how the state comes in: with a graph, without any, from a leaf, or computed from
+            something else; empty if unknown.
         freed: an earlier backward has freed it.
         stale: the weights have been changed in place since.
         to_loss: its outputs go into what is drawn; else only its state does.
@@ -112,7 +123,12 @@ class Graph:
     @property
     def nodes(self) -> int:
         """All nodes, leaves among them."""
-        return sum(chunk.nodes for chunk in self.chunks) + self.loss_nodes + self.leaf_views + len(self.leaves)
+        return (
+            sum(chunk.nodes for chunk in self.chunks)
+            + self.loss_nodes
+            + self.leaf_views
+            + len(self.leaves)
+        )
 
     @property
     def overdue(self) -> tuple[Link, ...]:
@@ -121,14 +137,28 @@ class Graph:
 
     def __str__(self) -> str:
         many = f"{len(self.chunks)} chunk{'' if len(self.chunks) == 1 else 's'}"
-        first = f"{self.nodes:,} nodes in {many}, {len(self.overdue)} of {len(self.links)} crossings should have been cut"
-        return "\n".join([first, *(f"chunk {link.source + 1} -> {link.target + 1}: {link.why}" for link in self.overdue)])
+        first = (
+            f"{self.nodes:,} nodes in {many}, {len(self.overdue)} of {len(self.links)} crossings"
+            " should have been cut"
+        )
+        return "\n".join(
+            [
+                first,
+                *(
+                    f"chunk {link.source + 1} -> {link.target + 1}: {link.why}"
+                    for link in self.overdue
+                ),
+            ]
+        )
 
 
-def walk(losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, state: State = None) -> Graph:
+def walk(
+    losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, state: State = None
+) -> Graph:
     """The graph behind a loss, or several, folded into chunks; nothing is changed.
 
-    Saved tensors of the clock's uses are unpacked, which runs the hooks of whoever packed them, such as activation checkpointing.
+    Saved tensors of the clock's uses are unpacked, which runs the hooks of whoever packed them,
+    such as activation checkpointing.
 
     Args:
         losses: a tensor with a graph, or several; whatever else hangs on the graph is not seen.
@@ -153,13 +183,19 @@ def walk(losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, 
     for i, loss in enumerate(roots):
         if loss.grad_fn is None:
             raise DataError(
-                f"loss {i + 1} of {len(roots)} has no graph: it was made under torch.no_grad(), detached, or is a leaf. Draw the loss "
-                "before it is detached, or turned into a number"
+                f"loss {i + 1} of {len(roots)} has no graph: it was made under torch.no_grad(),"
+                " detached, or is a leaf. Draw the loss before it is detached, or turned into a"
+                " number"
             )
     if not roots:
-        raise DataError("got no loss, expected one tensor at least: a graph is looked at from its loss")
+        raise DataError(
+            "got no loss, expected one tensor at least: a graph is looked at from its loss"
+        )
     nodes = Nodes([loss.grad_fn for loss in roots if loss.grad_fn is not None], module)
-    return _Folded(nodes, {t.grad_fn for t in trees.tensors(() if state is None else state) if t.grad_fn is not None}).graph()
+    return _Folded(
+        nodes,
+        {t.grad_fn for t in trees.tensors(() if state is None else state) if t.grad_fn is not None},
+    ).graph()
 
 
 class _Folded:
@@ -171,7 +207,12 @@ class _Folded:
         self.uses = sorted(nodes.uses[clock], key=nodes.seq.__getitem__) if clock >= 0 else []
         self.best, self.before = self._depends()
         linked = [k for k, before in enumerate(self.before) if before >= 0]
-        self.slots = {s for k in linked for s, j in enumerate(nodes.nexts[self.uses[k]]) if j >= 0 and self.best[j] >= 0}
+        self.slots = {
+            s
+            for k in linked
+            for s, j in enumerate(nodes.nexts[self.uses[k]])
+            if j >= 0 and self.best[j] >= 0
+        }
         self.age = _filled([nodes.age(i) for i in self.uses])
         self.recorded = sorted(nodes.seq[i] for i in nodes.inner)
         self.starts = {0: "cut"} | self._boundaries(entering)
@@ -190,7 +231,10 @@ class _Folded:
         return best, before
 
     def _boundaries(self, entering: set[Node]) -> dict[int, str]:
-        """The uses of the clock with which chunks begin, and what that is known from; weaker evidence first, stronger over it."""
+        """The uses of the clock with which chunks begin, and what that is known from.
+
+        Weaker evidence first, stronger over it.
+        """
         found: dict[int, str] = {}
         chains = self._chains()
         self.main = {k for chain in chains for k in chain}
@@ -203,7 +247,10 @@ class _Folded:
         return found | {chain[0]: "cut" for chain in chains}
 
     def _chains(self) -> list[list[int]]:
-        """Unbroken runs of uses, one after another; a run beside another, as of a second input through the same net, is left out."""
+        """Unbroken runs of uses, one after another.
+
+        A run beside another, as of a second input through the same net, is left out.
+        """
         chain_of, chains = list[int](), list[list[int]]()
         for k, before in enumerate(self.before):
             chain_of.append(len(chains) if before < 0 else chain_of[before])
@@ -220,7 +267,10 @@ class _Folded:
         """Where more was recorded between two uses than between their neighbours."""
         seq = [self.nodes.seq[self.uses[k]] for k in chain]
         wide = [b - a for a, b in pairwise(seq)]
-        known = [bisect_right(self.recorded, b) - bisect_right(self.recorded, a) for a, b in pairwise(seq)]
+        known = [
+            bisect_right(self.recorded, b) - bisect_right(self.recorded, a)
+            for a, b in pairwise(seq)
+        ]
         unseen = [all_made - seen for all_made, seen in zip(wide, known, strict=True)]
         if any(self.nodes.fused(self.uses[k]) > 1 for k in chain):
             return {chain[i + 1]: "unseen" if unseen[i] else "seen" for i in range(len(wide))}
@@ -228,11 +278,17 @@ class _Folded:
         # So many exceptions are the rule: a step that uses the weight twice, or steps that differ.
         if 3 * len(odd) > len(wide):
             return {}
-        return {chain[i + 1]: "unseen" if unseen[i] > max(_beside(unseen, i)) else "seen" for i in odd}
+        return {
+            chain[i + 1]: "unseen" if unseen[i] > max(_beside(unseen, i)) else "seen" for i in odd
+        }
 
     def _after(self, chain: Sequence[int], entering: set[Node]) -> list[int]:
         """The first use after the state given was made."""
-        made = [self.nodes.seq[self.nodes.number[node]] for node in entering if node in self.nodes.number]
+        made = [
+            self.nodes.seq[self.nodes.number[node]]
+            for node in entering
+            if node in self.nodes.number
+        ]
         at = bisect_right([self.nodes.seq[self.uses[k]] for k in chain], max(made, default=-1))
         return [chain[at]] if made and 0 < at < len(chain) else []
 
@@ -243,7 +299,11 @@ class _Folded:
             made_of = [j for j in nodes.nexts[i] if j >= 0]
             ends = i in nodes.roots or i not in held
             summed = bool(made_of) and all(nodes.leaf[j] < 0 and nodes.scalar(j) for j in made_of)
-            if ends and i not in self.recurrent and (nodes.scalar(i) or (summed and i not in nodes.roots)):
+            if (
+                ends
+                and i not in self.recurrent
+                and (nodes.scalar(i) or (summed and i not in nodes.roots))
+            ):
                 tail.add(i)
             else:
                 held.update(made_of)
@@ -282,41 +342,64 @@ class _Folded:
         """The numbers, without the nodes."""
         nodes, firsts = self.nodes, sorted(self.starts)
         crossing = list(self._crossings())
-        to_loss = {source for source, _, carried in crossing if not carried} | {self.chunk[i] for i in nodes.roots if i not in self.tail}
+        to_loss = {source for source, _, carried in crossing if not carried} | {
+            self.chunk[i] for i in nodes.roots if i not in self.tail
+        }
         links = Counter((source, target) for source, target, carried in crossing if carried)
         count = Counter(self.chunk[i] for i in nodes.inner if i not in self.tail)
         entered = {target for _, target in links}
         bounds = enumerate(pairwise([*firsts, len(self.uses)]))
-        spans = [self._span(range(a, b), count[c], c in to_loss, c in entered) for c, (a, b) in bounds]
-        joined = [self._link(firsts, *ends, edges, ends[0] in to_loss) for ends, edges in sorted(links.items())]
+        spans = [
+            self._span(range(a, b), count[c], c in to_loss, c in entered) for c, (a, b) in bounds
+        ]
+        joined = [
+            self._link(firsts, *ends, edges, ends[0] in to_loss)
+            for ends, edges in sorted(links.items())
+        ]
         views = len(nodes.nodes) - len(nodes.inner) - len(nodes.variables)
-        leaves = tuple(self._leaf(i) for i in sorted(nodes.names, key=lambda i: not nodes.names[i][1]))
+        leaves = tuple(
+            self._leaf(i) for i in sorted(nodes.names, key=lambda i: not nodes.names[i][1])
+        )
         return Graph(tuple(spans), tuple(joined), leaves, len(nodes.roots), len(self.tail), views)
 
     def _leaf(self, leaf: int) -> Leaf:
         uses = self.nodes.uses[leaf]
-        return Leaf(*self.nodes.names[leaf], tuple(sorted({self.chunk[i] for i in uses if i not in self.tail})), len(uses))
+        return Leaf(
+            *self.nodes.names[leaf],
+            tuple(sorted({self.chunk[i] for i in uses if i not in self.tail})),
+            len(uses),
+        )
 
     def _span(self, uses: range, count: int, to_loss: bool, entered: bool) -> Span:
         steps = sum(self.nodes.fused(self.uses[k]) or 1 for k in uses if k in self.main)
         ages = {self.age[k] for k in uses}
         enters = self._enters(uses[0], entered) if uses else ""
-        return Span(steps, count, enters, "freed" in ages, bool(ages - {"now", "freed", ""}), to_loss)
+        return Span(
+            steps, count, enters, "freed" in ages, bool(ages - {"now", "freed", ""}), to_loss
+        )
 
     def _enters(self, k: int, entered: bool) -> Entry:
         """What stands where the steps after it have their state."""
         if self.before[k] >= 0:
             return "graph"
         own = self.nodes.nexts[self.uses[k]]
-        last = own[1:2] if self.nodes.ours(self.uses[k]) else own[-1:]  # of a fused call of torch, the state comes last
+        last = (
+            own[1:2] if self.nodes.ours(self.uses[k]) else own[-1:]
+        )  # of a fused call of torch, the state comes last
         found = [own[s] for s in self.slots if s < len(own)] if self.slots else last
         if any(j >= 0 and self.nodes.leaf[j] < 0 for j in found):
             return "computed"
-        return "leaf" if any(j >= 0 for j in found) else "graph" if entered and not found else "none"
+        return (
+            "leaf" if any(j >= 0 for j in found) else "graph" if entered and not found else "none"
+        )
 
-    def _link(self, firsts: Sequence[int], source: int, target: int, edges: int, to_loss: bool) -> Link:
+    def _link(
+        self, firsts: Sequence[int], source: int, target: int, edges: int, to_loss: bool
+    ) -> Link:
         known = [self.starts[firsts[c]] for c in range(target, source, -1)]
-        fine = {"seen", "unseen"} if to_loss else {"seen"}  # a past whose outputs count in this very loss has not ended
+        fine = (
+            {"seen", "unseen"} if to_loss else {"seen"}
+        )  # a past whose outputs count in this very loss has not ended
         evidence = next((one for one in known if one not in fine), "seen")
         return Link(source, target, edges, evidence != "seen", WHY[evidence])
 

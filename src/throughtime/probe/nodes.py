@@ -11,8 +11,13 @@ from torch.autograd.graph import Node
 
 _LEVEL = 500
 _FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
-_OURS = ("_RecurrentBackward", "PlayedBackward")  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
-_STALE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL)
+_OURS = (
+    "_RecurrentBackward",
+    "PlayedBackward",
+)  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
+_STALE = re.compile(
+    r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL
+)
 
 
 class Nodes:
@@ -22,9 +27,17 @@ class Nodes:
         self.nodes = _ordered(roots)
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.roots = [self.number[node] for node in roots]
-        self.nexts = [[-1 if node is None else self.number[node] for node, _ in other.next_functions] for other in self.nodes]
-        self.seq = [node._sequence_nr() for node in self.nodes]  # noqa: SLF001  # no other number says when a node was made
-        self.variables = {i: node.variable for i, node in enumerate(self.nodes) if node.name().endswith("AccumulateGrad")}  # pyright: ignore[reportAttributeAccessIssue]
+        self.nexts = [
+            [-1 if node is None else self.number[node] for node, _ in other.next_functions]
+            for other in self.nodes
+        ]
+        # no other number says when a node was made
+        self.seq = [node._sequence_nr() for node in self.nodes]
+        self.variables = {
+            i: node.variable
+            for i, node in enumerate(self.nodes)
+            if node.name().endswith("AccumulateGrad")
+        }  # pyright: ignore[reportAttributeAccessIssue]
         self.leaf = self._leaves()
         self.inner = [i for i, leaf in enumerate(self.leaf) if leaf < 0]
         self.uses = self._uses()
@@ -32,7 +45,10 @@ class Nodes:
         self.names = _names(self.variables, module)
 
     def _leaves(self) -> list[int]:
-        """The leaf that a node is, or shows another way (a transpose of a weight, say); -1 for all others."""
+        """The leaf that a node is, or shows another way (a transpose of a weight, say).
+
+        -1 for all others.
+        """
         leaf = [-1] * len(self.nodes)
         roots = set(self.roots)
         for i in reversed(range(len(self.nodes))):
@@ -52,8 +68,9 @@ class Nodes:
     def _hold(self) -> None:
         """Lets every node of one level hold those of the level `_LEVEL` nodes further down.
 
-        Torch frees a node that Python has looked at by recursion, which overflows the stack some 60,000 nodes deep (2.13). A held
-        node ends the recursion, and goes when those that hold it are gone, so nothing outlives the graph.
+        Torch frees a node that Python has looked at by recursion, which overflows the stack some
+        60,000 nodes deep (2.13). A held node ends the recursion, and goes when those that hold it
+        are gone, so nothing outlives the graph.
         """
         depth, levels = [0] * len(self.nodes), dict[int, list[Node]]()
         for i in self.inner:
@@ -75,7 +92,8 @@ class Nodes:
         if not node.name().startswith(_FUSED):
             return 0
         # oneDNN makes time first whatever it was asked for, cuDNN what it was asked for.
-        turned = not node.name().startswith("Mkldnn") and node._saved_batch_first  # noqa: SLF001  # said nowhere else
+        # said nowhere else
+        turned = not node.name().startswith("Mkldnn") and node._saved_batch_first
         return shape[1 if turned else 0] if len(shape) > 2 else 1
 
     def ours(self, i: int) -> bool:
@@ -88,7 +106,8 @@ class Nodes:
         return len(made) == 1 and tuple(made[0].shape) in {(), (1,)}
 
     def _made(self, i: int) -> Sequence[Any]:
-        return cast("Any", self.nodes[i])._input_metadata  # noqa: SLF001  # shapes without unpacking what was saved
+        # shapes without unpacking what was saved
+        return cast("Any", self.nodes[i])._input_metadata
 
     def weights(self) -> list[int]:
         """The leaves that are weights; all of them where none is."""
@@ -98,7 +117,11 @@ class Nodes:
     def age(self, i: int) -> str:
         """`freed`, or the version of the weights that a node was made with, `now` for the present one; empty if it keeps none."""
         node, age = self.nodes[i], ""
-        sizes = [sorted(self.variables[leaf].shape) for j in self.nexts[i] if j >= 0 and (leaf := self.leaf[j]) >= 0]
+        sizes = [
+            sorted(self.variables[leaf].shape)
+            for j in self.nexts[i]
+            if j >= 0 and (leaf := self.leaf[j]) >= 0
+        ]
         for name in _saved(type(node)):
             try:
                 kept = getattr(node, name)
@@ -110,7 +133,9 @@ class Nodes:
                     return changed[2]
             else:
                 kept = [kept] if isinstance(kept, Tensor) else kept
-                if isinstance(kept, (list, tuple)) and any(isinstance(t, Tensor) and sorted(t.shape) in sizes for t in kept):
+                if isinstance(kept, (list, tuple)) and any(
+                    isinstance(t, Tensor) and sorted(t.shape) in sizes for t in kept
+                ):
                     age = "now"
         return age
 
@@ -139,16 +164,25 @@ def _ordered(roots: Sequence[Node]) -> list[Node]:
 
 def _names(variables: dict[int, Tensor], module: nn.Module | None) -> dict[int, tuple[str, bool]]:
     """What each leaf is called, and whether it is a weight, in the module's order."""
-    known = {} if module is None else {id(weight): name for name, weight in module.named_parameters()}
+    known = (
+        {} if module is None else {id(weight): name for name, weight in module.named_parameters()}
+    )
     found: dict[int, tuple[str, bool]] = {}
     order = {key: k for k, key in enumerate(known)}
     for i, leaf in sorted(variables.items(), key=lambda pair: order.get(id(pair[1]), len(order))):
         weight = id(leaf) in known or isinstance(leaf, nn.Parameter)
-        found[i] = known.get(id(leaf), f"{'weight' if weight else 'leaf'} {tuple(leaf.shape)}"), weight
+        found[i] = (
+            known.get(id(leaf), f"{'weight' if weight else 'leaf'} {tuple(leaf.shape)}"),
+            weight,
+        )
     return found
 
 
 @cache
 def _saved(kind: type[Node]) -> list[str]:
     """The attributes of a kind of node that hold saved tensors."""
-    return [n for n in dir(kind) if (n.startswith("_saved_") and "_sym_" not in n) or n == "saved_tensors"]
+    return [
+        n
+        for n in dir(kind)
+        if (n.startswith("_saved_") and "_sym_" not in n) or n == "saved_tensors"
+    ]

@@ -36,37 +36,61 @@ class Place:
     @classmethod
     def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "Place":
         """From where the stream stands, if its state is given, else from the start; checked."""
-        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]  # a raw module would lose its state
-            raise ModelError(f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)")
-        if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass lists of chunks
-            raise DataError(f"got a {type(stream).__name__}, expected a tt.Stream: what measures reads steps anywhere, without moving")
+        # a raw module would lose its state
+        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ModelError(
+                f"the net is a {type(net).__name__}; make its state explicit first: net ="
+                " tt.carry(module)"
+            )
+        # users pass lists of chunks
+        if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(
+                f"got a {type(stream).__name__}, expected a tt.Stream: what measures reads steps"
+                " anywhere, without moving"
+            )
         if steps is not None:
             whole("steps", steps, 1)
         begin = 0 if state is None else stream.position
         left = stream.steps - begin
         if left < 1:
-            raise DataError("the stream stands at the end of its epoch and a state was given: no steps are left to look at")
+            raise DataError(
+                "the stream stands at the end of its epoch and a state was given: no steps are left"
+                " to look at"
+            )
         weight = next(net.parameters(), None)
         return cls(
-            stream, begin, left if steps is None else min(steps, left), state, torch.device("cpu") if weight is None else weight.device
+            stream,
+            begin,
+            left if steps is None else min(steps, left),
+            state,
+            torch.device("cpu") if weight is None else weight.device,
         )
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of the stretch."""
-        return self.stream.read(self.begin + start, self.begin + min(stop, self.steps)).to(self.device)
+        return self.stream.read(self.begin + start, self.begin + min(stop, self.steps)).to(
+            self.device
+        )
 
     def valid(self) -> list[int]:
         """Valid steps before each step, over all lanes; one entry more than steps."""
         found = [0]
         for start in range(0, self.steps, _BLOCK):
-            block = self.stream.read(self.begin + start, self.begin + min(start + _BLOCK, self.steps))
+            block = self.stream.read(
+                self.begin + start, self.begin + min(start + _BLOCK, self.steps)
+            )
             before = found[-1] - block.marks.counted[block.start]
-            found += [before + counted for counted in block.marks.counted[block.start + 1 : block.stop + 1]]
+            found += [
+                before + counted
+                for counted in block.marks.counted[block.start + 1 : block.stop + 1]
+            ]
         return found
 
     def inner(self, begin: int, steps: int, state: State) -> "Place":
         """A part of the stretch."""
-        return Place(self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device)
+        return Place(
+            self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device
+        )
 
 
 def axes_of(axes: Any) -> Any:
@@ -76,7 +100,9 @@ def axes_of(axes: Any) -> Any:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise MissingExtraError("plot() draws with matplotlib: pip install 'throughtime[plot]'") from error
+        raise MissingExtraError(
+            "plot() draws with matplotlib: pip install 'throughtime[plot]'"
+        ) from error
     return plt.subplots()[1]
 
 

@@ -1,10 +1,12 @@
 """Reach: how far back the gradient of a single loss really goes.
 
-    phi(k) = mean over anchors t of  | dL_t / ds_{t-k} |          k = 1, 2, ... steps before the loss
+    phi(k) = mean over anchors t of  | dL_t / ds_{t-k} |          k = 1, 2, ... steps before the
+    loss
 
-One backward pass serves as many anchors as there are lanes: rows of a batch do not depend on each other, so every lane has its
-loss at a step of its own, and the norm of each row of the adjoint is that of its own anchor. Credit is watched at gates between
-the steps (`gradient/gate.py`), and the stretch is swept in pieces, so memory is that of one piece.
+One backward pass serves as many anchors as there are lanes: rows of a batch do not depend on each
+other, so every lane has its loss at a step of its own, and the norm of each row of the adjoint is
+that of its own anchor. Credit is watched at gates between the steps (`gradient/gate.py`), and the
+stretch is swept in pieces, so memory is that of one piece.
 
 Shapes: `B` lanes.
 """
@@ -52,14 +54,18 @@ class Reach:
     Attributes:
         lags: 1, 2, ... steps before the loss, or multiples of `every`.
         norms: phi at every lag, of the whole state.
-        by_leaf: phi at every lag, of each leaf of the state by its name, so h and c of an LSTM apart.
+        by_leaf: phi at every lag, of each leaf of the state by its name, so h and c of an LSTM
+            apart.
         anchors: losses measured.
-        seen: how many of them have that much past, for every lag; credit does not cross the start of a recording.
+        seen: how many of them have that much past, for every lag; credit does not cross the start
+            of a recording.
         shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
-        decay: how phi falls over the last third of the lags; `None` if that is no exponential decay.
+        decay: how phi falls over the last third of the lags; `None` if that is no exponential
+            decay.
         lyapunov: mean growth of the logarithm of an adjoint per step; above 0 gradients explode.
         loss: mean loss at the anchors, with all of the past.
-        contexts: mean loss at the anchors where the net has seen only so many steps, from the initial state.
+        contexts: mean loss at the anchors where the net has seen only so many steps, from the
+            initial state.
         memory_used: whether the past lowers the loss by 1 % at least.
     """
 
@@ -94,27 +100,40 @@ class Reach:
         """What the figures do not say."""
         if not self.memory_used:
             return (
-                f"the past lowers the loss by less than 1 % ({self.contexts[min(self.contexts)]:.4g} from a single step, {self.loss:.4g} "
-                "with all of it): the net has not learnt to use it, and this reach is a lower bound of what the task needs"
+                "the past lowers the loss by less than 1 %"
+                f" ({self.contexts[min(self.contexts)]:.4g} from a single step, {self.loss:.4g}"
+                " with all of it): the net has not learnt to use it, and this reach is a lower"
+                " bound of what the task needs"
             )
         more = (
             " Most of the credit lies at the longest lags looked at: ask for a larger max_lag."
             if self.reach_90 > 0.85 * self.lags[-1]
             else ""
         )
-        return "a reach is what the net uses now: while the loss is on a plateau it is a lower bound of what the task needs." + more
+        return (
+            "a reach is what the net uses now: while the loss is on a plateau it is a lower bound"
+            " of what the task needs." + more
+        )
 
     def table(self) -> str:
         """The figures as text."""
-        decay = "no exponential decay" if self.decay is None else f"x {self.decay.rate:.4f} per step (R² {self.decay.r2:.3f})"
-        leaves = [f"  {name}: reach_90 {within(self.lags, norms, 0.9)}" for name, norms in self.by_leaf.items()]
+        decay = (
+            "no exponential decay"
+            if self.decay is None
+            else f"x {self.decay.rate:.4f} per step (R² {self.decay.r2:.3f})"
+        )
+        leaves = [
+            f"  {name}: reach_90 {within(self.lags, norms, 0.9)}"
+            for name, norms in self.by_leaf.items()
+        ]
         contexts = "  ".join(f"{k}: {loss:.4g}" for k, loss in self.contexts.items())
         return "\n".join(
             [
                 f"{self.anchors} losses, back through at most {self.lags[-1]:,} steps",
                 f"reach_50 {self.reach_50}   reach_90 {self.reach_90}   reach_99 {self.reach_99}",
                 *leaves,
-                f"decay: {decay};  Lyapunov {self.lyapunov:+.4f} per step" + (" (gradients explode)" if self.lyapunov > 0 else ""),
+                f"decay: {decay};  Lyapunov {self.lyapunov:+.4f} per step"
+                + (" (gradients explode)" if self.lyapunov > 0 else ""),
                 f"loss by steps of context: {contexts}  all: {self.loss:.4g}",
                 self.warning(),
             ]
@@ -156,27 +175,31 @@ def reach(
     chunk: int | Literal["auto"] = "auto",
     seed: int = 0,
 ) -> Reach:
-    """How far back the gradient of a single loss goes: its norm at every lag, and what follows from it.
+    """How far back the gradient of a single loss goes: its norm at every lag, and what follows from
+    it.
 
     Use it beside `tt.audit`, which says what cutting that gradient costs.
 
     Args:
-        net: made by `tt.carry`; nothing of it is changed. Its lanes must not depend on each other, as BatchNorm makes them.
+        net: made by `tt.carry`; nothing of it is changed. Its lanes must not depend on each other,
+            as BatchNorm makes them.
         stream: a `tt.Stream`; it is read, not moved. More lanes mean fewer backward passes.
         loss_fn: as for `tt.updates`.
         max_lag: how far back to look.
         anchors: losses to look at, spread over the stretch; each lane has its own.
         every: resolution in lags; with fused layers a larger one is faster.
         steps: how many steps of every lane to draw from; default: to the end of the epoch.
-        state: the state entering the step at which the stream stands; default: from the start of the epoch.
+        state: the state entering the step at which the stream stands; default: from the start of
+            the epoch.
         chunk: steps of graph that are kept at once; see `tt.Exact`.
         seed: draws the anchors.
 
     Raises:
         DataError: no step that counts.
 
-    Cost: a forward pass over the stretch; a forward and two backward passes, step by step, over `max_lag` steps and a quarter
-    more for every set of `B` anchors; forward passes over 2 * `max_lag` steps for the contexts.
+    Cost: a forward pass over the stretch; a forward and two backward passes, step by step, over
+    `max_lag` steps and a quarter more for every set of `B` anchors; forward passes over 2 *
+    `max_lag` steps for the contexts.
 
     Example:
         >>> import torch, throughtime as tt
@@ -193,10 +216,15 @@ def reach(
     lags = list(range(every, max(every, min(max_lag, place.steps - 1)) + 1, every))
     profile = Profile(net, objective, lags, every, chunk)
     with torch.enable_grad(), unnoticed(net, place.device):
-        for number, (window, entering) in enumerate(_windows(net, place, lags[-1], -(-anchors // stream.lanes))):
+        for number, (window, entering) in enumerate(
+            _windows(net, place, lags[-1], -(-anchors // stream.lanes))
+        ):
             profile.look(window, entering, torch.Generator().manual_seed(seed + number))
     if not profile.anchors:
-        raise DataError("no step with a target that counts in the places looked at: there is no loss to blame on anything")
+        raise DataError(
+            "no step with a target that counts in the places looked at: there is no loss to blame"
+            " on anything"
+        )
     return profile.summary()
 
 
@@ -205,7 +233,11 @@ def _windows(net: Carried, place: Place, lag: int, count: int) -> Iterator[tuple
     length = min(place.steps, lag + _spread(lag))
     starts = [(place.steps - length) * i // max(1, count - 1) for i in range(count)]
     first = place.read(0, 1)
-    state = trees.detach(net.initial_state(first.lanes, like=first.inputs)) if place.state is None else place.state
+    state = (
+        trees.detach(net.initial_state(first.lanes, like=first.inputs))
+        if place.state is None
+        else place.state
+    )
     at = 0
     for start in starts:
         for begin in range(at, start, 1024):
@@ -245,18 +277,32 @@ class Anchors:
         for lane in range(whole.lanes):
             valid = whole.mask[-spread:, lane].nonzero().flatten().tolist()
             if valid:
-                step = whole.steps - min(spread, whole.steps) + valid[int(torch.randint(len(valid), (), generator=draw))]
+                step = (
+                    whole.steps
+                    - min(spread, whole.steps)
+                    + valid[int(torch.randint(len(valid), (), generator=draw))]
+                )
                 starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
                 mask[step, lane] = True
                 lanes.append(lane)
                 at.append(step)
                 oldest.append(starts[-1] + 1 if starts else 0)
-        chunk = Chunk.of(whole.inputs, whole.targets, resets=whole.resets, mask=mask, recording=whole.recording, position=whole.position)
+        chunk = Chunk.of(
+            whole.inputs,
+            whole.targets,
+            resets=whole.resets,
+            mask=mask,
+            recording=whole.recording,
+            position=whole.position,
+        )
         return cls(chunk, lanes, at, oldest)
 
     def context(self, steps: int) -> Chunk:
         """The last `steps` steps up to each anchor, side by side; its last step counts."""
-        rows = [(slice(step - steps + 1, step + 1), lane) for step, lane in zip(self.at, self.lanes, strict=True)]
+        rows = [
+            (slice(step - steps + 1, step + 1), lane)
+            for step, lane in zip(self.at, self.lanes, strict=True)
+        ]
         mask = torch.zeros(steps, len(rows), dtype=torch.bool, device=self.chunk.inputs.device)
         mask[-1] = True
         targets = self.chunk.targets
@@ -271,7 +317,14 @@ class Anchors:
 class Profile:
     """Norms by lag and losses by context, gathered window by window."""
 
-    def __init__(self, net: Carried, objective: Objective, lags: Sequence[int], every: int, chunk: int | Literal["auto"]) -> None:
+    def __init__(
+        self,
+        net: Carried,
+        objective: Objective,
+        lags: Sequence[int],
+        every: int,
+        chunk: int | Literal["auto"],
+    ) -> None:
         self.net, self.objective, self.lags, self.every = net, objective, list(lags), every
         self.room = Room("512MB", chunk, None)
         self.room.check()
@@ -279,7 +332,9 @@ class Profile:
         self.loss = 0.0
         self.contexts: dict[int, float] = {}
         self.names: list[str] = []
-        self.sums = torch.zeros(0, len(lags), dtype=torch.float64)  # of the state, then of each leaf
+        self.sums = torch.zeros(
+            0, len(lags), dtype=torch.float64
+        )  # of the state, then of each leaf
         self.seen = torch.zeros(len(lags), dtype=torch.float64)
         self.growth: list[Tensor] = []
 
@@ -300,13 +355,27 @@ class Profile:
     def _credit(self, anchors: Anchors, entering: State, draw: torch.Generator) -> None:
         chunk = anchors.chunk
         norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
-        gates = {at: Gate() for at in sorted({step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1})}
+        gates = {
+            at: Gate()
+            for at in sorted(
+                {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
+            )
+        }
         open_eyes = [True]
         for at, gate in gates.items():
             gate.watch = Watch(norms[at], open_eyes)
-        length = min(_PIECE, self.room.length(self.net, chunk.steps, lambda n: chunk.between(0, n), entering, self.objective))
-        sweep = Sweep(self.net, schedule.pieces(chunk.steps, length), chunk.between, entering, gates=gates)
-        stretch = Stretch.played(sweep, (chunk.between(a, b) for a, b in pairwise(sweep.bounds)), self.objective)
+        length = min(
+            _PIECE,
+            self.room.length(
+                self.net, chunk.steps, lambda n: chunk.between(0, n), entering, self.objective
+            ),
+        )
+        sweep = Sweep(
+            self.net, schedule.pieces(chunk.steps, length), chunk.between, entering, gates=gates
+        )
+        stretch = Stretch.played(
+            sweep, (chunk.between(a, b) for a, b in pairwise(sweep.bounds)), self.objective
+        )
         credit: Adjoint | None = None
         pure: Adjoint | None = None
         for piece in sweep.backward():
@@ -320,10 +389,18 @@ class Profile:
         self._enter(norms * len(anchors.lanes), anchors)
 
     def _grow(self, piece: Piece, pure: Adjoint | None, draw: torch.Generator) -> Adjoint | None:
-        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew; a lane that lost it gets another."""
+        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew.
+
+        A lane that lost it gets another.
+        """
         leaves = trees.tensors(piece.after)
         fresh = [
-            torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device) if leaf.requires_grad else None for leaf in leaves
+            (
+                torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device)
+                if leaf.requires_grad
+                else None
+            )
+            for leaf in leaves
         ]
         first = pure is None
         pure = fresh if pure is None else _refilled(pure, fresh)
@@ -335,7 +412,9 @@ class Profile:
         if after is None:
             return None
         whole = ~piece.chunk.resets.any(dim=0) & (after > 0)
-        if not first or piece.index == 0:  # the first piece turns a random direction into the leading one
+        if (
+            not first or piece.index == 0
+        ):  # the first piece turns a random direction into the leading one
             self.growth.append((after.log() / piece.chunk.steps)[whole].double().cpu())
         return pulled
 
@@ -354,7 +433,11 @@ class Profile:
         for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
             chunk = anchors.context(steps)
             with torch.no_grad():
-                y, _ = self.net(chunk.inputs, trees.detach(self.net.initial_state(chunk.lanes, like=chunk.inputs)), chunk.resets)
+                y, _ = self.net(
+                    chunk.inputs,
+                    trees.detach(self.net.initial_state(chunk.lanes, like=chunk.inputs)),
+                    chunk.resets,
+                )
                 loss = self.objective.loss(y, chunk).item()
             self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(anchors.lanes)
 
@@ -362,7 +445,10 @@ class Profile:
         """The figures."""
         count = int((self.seen > 0).sum())
         if not count:
-            raise DataError("none of the losses looked at has a past: every one is at the first step of its recording")
+            raise DataError(
+                "none of the losses looked at has a past: every one is at the first step of its"
+                " recording"
+            )
         means = (self.sums[:, :count] / self.seen[:count]).tolist()
         lags = tuple(self.lags[:count])
         growth = torch.cat(self.growth) if self.growth else torch.zeros(0)
@@ -405,7 +491,10 @@ def _refilled(pure: Adjoint, fresh: Adjoint) -> Adjoint:
         return fresh
     left = (norms > 0) & norms.isfinite()
     pairs = zip(pure, fresh, strict=True)
-    return [f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f) for p, f in pairs]
+    return [
+        f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f)
+        for p, f in pairs
+    ]
 
 
 def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
@@ -420,8 +509,15 @@ def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
 
 
 def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
-    """The least-squares line through log phi over the last third of the lags; `None` where it is no falling line."""
-    points = [(lag, math.log(norm)) for lag, norm in zip(lags, norms, strict=True) if norm > 0 and lag > lags[-1] * 2 / 3]
+    """The least-squares line through log phi over the last third of the lags.
+
+    `None` where it is no falling line.
+    """
+    points = [
+        (lag, math.log(norm))
+        for lag, norm in zip(lags, norms, strict=True)
+        if norm > 0 and lag > lags[-1] * 2 / 3
+    ]
     if len(points) < _POINTS:
         return None
     x, y = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))

@@ -11,7 +11,14 @@ from throughtime.report.page import Code, Link, Page, Part, Section, Table, Text
 _AROUND = 4  # lines of code shown before and after the one that is named
 
 
-def write_report(doctor: Doctor, path: Path | str, *, of: str = "a training loop", ended: str = "", base: Path | None = None) -> Path:
+def write_report(
+    doctor: Doctor,
+    path: Path | str,
+    *,
+    of: str = "a training loop",
+    ended: str = "",
+    base: Path | None = None,
+) -> Path:
     """Writes what was found as one self-contained page; returns its path.
 
     Args:
@@ -46,38 +53,72 @@ def page_of(doctor: Doctor, of: str, ended: str, base: Path) -> Page:
     """The page itself."""
     found = doctor.findings
     sections = [Section("What was found", _summary(doctor, ended))]
-    sections += [Section(f"{finding.code}, line {finding.line} of {Path(finding.file).name}", _told(finding, base)) for finding in found]
+    sections += [
+        Section(
+            f"{finding.code}, line {finding.line} of {Path(finding.file).name}",
+            _told(finding, base),
+        )
+        for finding in found
+    ]
     sections += [Section("What was looked for", [_codes(), Text(_LIMITS)])]
     return Page(f"throughtime doctor: {of}", _lead(doctor), sections)
 
 
 _LIMITS = (
-    "Only what is certain is said. Chunks that come from files, from workers or through NumPy are not known to follow one another, and "
-    "then TT201, TT204, TT206 and TT207 may stay silent. Loops of throughtime itself are not looked at."
+    "Only what is certain is said. Chunks that come from files, from workers or through NumPy are"
+    " not known to follow one another, and then TT201, TT204, TT206 and TT207 may stay silent."
+    " Loops of throughtime itself are not looked at."
 )
 
 
 def _lead(doctor: Doctor) -> str:
     count = len(doctor.findings)
     if not count:
-        return "Nothing was found." if doctor.fault is None else "Nothing was found before the doctor itself failed."
-    return f"{count} fault{'s' if count > 1 else ''} in how its recurrent state and its gradient are handled."
+        return (
+            "Nothing was found."
+            if doctor.fault is None
+            else "Nothing was found before the doctor itself failed."
+        )
+    return (
+        f"{count} fault{'s' if count > 1 else ''} in how its recurrent state and its gradient are"
+        " handled."
+    )
 
 
 def _summary(doctor: Doctor, ended: str) -> list[Part]:
     parts: list[Part] = [Text(f"The loop ended with {ended}")] if ended else []
     if doctor.fault is not None:
         what = f"{type(doctor.fault).__name__}: {doctor.fault}"
-        parts.append(Text(f"The doctor itself failed and stopped looking, so that something may have been missed: {what}"))
+        parts.append(
+            Text(
+                "The doctor itself failed and stopped looking, so that something may have been"
+                f" missed: {what}"
+            )
+        )
     if not doctor.findings:
         return [*parts, Text("No fault was seen in what the loop did while it was watched.")]
-    rows = [[f.code, f"{f.file}:{f.line}", f.tensor or "\u2013", CODES[f.code][0]] for f in doctor.findings]
-    return [*parts, Table(["code", "where", "tensor", "what"], rows, "In the order in which they were found.", numeric=())]
+    rows = [
+        [f.code, f"{f.file}:{f.line}", f.tensor or "\u2013", CODES[f.code][0]]
+        for f in doctor.findings
+    ]
+    return [
+        *parts,
+        Table(
+            ["code", "where", "tensor", "what"],
+            rows,
+            "In the order in which they were found.",
+            numeric=(),
+        ),
+    ]
 
 
 def _told(finding: Finding, base: Path) -> list[Part]:
     """What is wrong, where, and what to write."""
-    chunks = f" Made in chunk {finding.made}, used in chunk {finding.used}." if finding.made and finding.used else ""
+    chunks = (
+        f" Made in chunk {finding.made}, used in chunk {finding.used}."
+        if finding.made and finding.used
+        else ""
+    )
     of = f" It is about {finding.tensor}." if finding.tensor else ""
     message = finding.message[0].upper() + finding.message[1:]
     return [
@@ -95,7 +136,14 @@ def _excerpt(finding: Finding, base: Path) -> Sequence[Part]:
     if not 0 < finding.line <= len(lines):
         return [Text(f"{finding.file}, line {finding.line}; the file is not at hand.")]
     first = max(1, finding.line - _AROUND)
-    return [Code(lines[first - 1 : finding.line + _AROUND], first, finding.line, f"{finding.file}, line {finding.line}")]
+    return [
+        Code(
+            lines[first - 1 : finding.line + _AROUND],
+            first,
+            finding.line,
+            f"{finding.file}, line {finding.line}",
+        )
+    ]
 
 
 def _codes() -> Table:

@@ -9,7 +9,12 @@ _ANSWERS = {True: "yes", False: "no", None: "cannot be told"}
 def parts(found: Replayed) -> list[Part]:
     """The answer in a sentence, how it was found, and the figures."""
     rows = [[check.law, _ANSWERS[check.holds], check.seen, check.codes] for check in found.checks]
-    table = Table(["what must hold", "does it", "what was measured", "its breach is"], rows, "Laws of a sound loop.", numeric=())
+    table = Table(
+        ["what must hold", "does it", "what was measured", "its breach is"],
+        rows,
+        "Laws of a sound loop.",
+        numeric=(),
+    )
     return [Text(f"{verdict(found)}\n\n{_how(found)}"), table]
 
 
@@ -32,7 +37,9 @@ def verdict(found: Replayed) -> str:
 
 def _how(found: Replayed) -> str:
     return (
-        "tt.doctor watches loops that somebody else wrote and leaves out that of throughtime train. Here updates of the run were compared "
-        f"with the same layers run by hand in plain PyTorch: the first {found.updates} of an epoch, {found.steps:,} steps of every lane, "
-        "at the weights of the audit. What the optimizer does between two updates (TT302) is not part of it."
+        "tt.doctor watches loops that somebody else wrote and leaves out that of throughtime"
+        " train. Here updates of the run were compared with the same layers run by hand in plain"
+        f" PyTorch: the first {found.updates} of an epoch, {found.steps:,} steps of every lane, at"
+        " the weights of the audit. What the optimizer does between two updates (TT302) is not"
+        " part of it."
     )

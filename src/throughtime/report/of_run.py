@@ -28,23 +28,42 @@ _NAMES = 6  # classes or outputs that are told by name
 
 
 def write_report(folder: Folder) -> Path:
-    """Writes `report.html` from what is in the folder; scores and audit appear once `eval` and `audit` have made them."""
+    """Writes `report.html` from what is in the folder.
+
+    Scores and audit appear once `eval` and `audit` have made them.
+    """
     config, rows = folder.read_config(), folder.read_metrics()
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
-        raise RunError(f"{folder.metrics}: the lines that a report is made of are missing; {folder.report.name} was not written")
+        raise RunError(
+            f"{folder.metrics}: the lines that a report is made of are missing;"
+            f" {folder.report.name} was not written"
+        )
     net, spec = load_model(folder.model)
     names = tuple(spec.score().figures())
     sections = [
-        Section("The run", [_facts(config, rows, net), *map(Text, _in_words(config, spec, rows[0]))]),
+        Section(
+            "The run", [_facts(config, rows, net), *map(Text, _in_words(config, spec, rows[0]))]
+        ),
         Section("Learning", list(_curves(config, rows, names))),
         *_scores(folder, rows, names),
         *_audited(folder, config, rows[-1]["update"]),
         *_course(rows),
-        Section("A stretch of signal", [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")]),
+        Section(
+            "A stretch of signal",
+            [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")],
+        ),
         Section("Settings", [_settings(config)]),
     ]
-    how = "unbroken recordings, the state carried" if config.train_on == "stream" else f"windows of {config.stride} steps from a zero state"
-    page = Page(f"throughtime: {folder.path.name}", f"{spec.model.upper()} trained on {Path(config.data).name}: {how}.", sections)
+    how = (
+        "unbroken recordings, the state carried"
+        if config.train_on == "stream"
+        else f"windows of {config.stride} steps from a zero state"
+    )
+    page = Page(
+        f"throughtime: {folder.path.name}",
+        f"{spec.model.upper()} trained on {Path(config.data).name}: {how}.",
+        sections,
+    )
     files.write_atomically(folder.report, render(page).encode())
     return folder.report
 
@@ -69,20 +88,46 @@ def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
 def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
     """The model, the data, the gradient setting and the scoring, in sentences."""
     recordings, lanes = data["train"], config.lanes
-    found = f"{recordings:,} recordings with {data['steps']:,} steps to train on, {data['valid']:,} held out: {'; '.join(data['remarks'])}."
+    found = (
+        f"{recordings:,} recordings with {data['steps']:,} steps to train on, {data['valid']:,}"
+        f" held out: {'; '.join(data['remarks'])}."
+    )
     if config.train_on == "windows":
-        start = f"They were cut into shuffled windows of {config.stride} steps, each starting from a zero state: for comparison."
+        start = (
+            f"They were cut into shuffled windows of {config.stride} steps, each starting from a"
+            " zero state: for comparison."
+        )
     elif lanes > recordings:
-        start = f"They were cut into {lanes} contiguous parts, one for each lane; within a part the state is carried from update to update."
+        start = (
+            f"They were cut into {lanes} contiguous parts, one for each lane; within a part the"
+            " state is carried from update to update."
+        )
     else:
-        start = f"Each of {lanes} lanes plays whole recordings one after another, its state carried; only a recording's start resets it."
-    warm = f" The first {config.warm_up} steps after a reset only warm the state up; their loss does not count." if config.warm_up else ""
+        start = (
+            f"Each of {lanes} lanes plays whole recordings one after another, its state carried;"
+            " only a recording's start resets it."
+        )
+    warm = (
+        f" The first {config.warm_up} steps after a reset only warm the state up; their loss does"
+        " not count."
+        if config.warm_up
+        else ""
+    )
     return [
         _model_in_words(config, spec),
         f"{found} {start}{warm}",
-        f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm {config.clip:g}.{_weighed(config)}",
-        "Scores are those of whole recordings, played from first step to last with the state carried, as the model is deployed.",
-        f"Inputs ({spec.features}) are standardised with the training split's mean and deviation, which are kept in the model.",
+        (
+            f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm"
+            f" {config.clip:g}.{_weighed(config)}"
+        ),
+        (
+            "Scores are those of whole recordings, played from first step to last with the state"
+            " carried, as the model is deployed."
+        ),
+        (
+            f"Inputs ({spec.features}) are standardised with the training split's mean and"
+            " deviation, which are kept in the model."
+        ),
     ]
 
 
@@ -90,9 +135,18 @@ def _model_in_words(config: Config, spec: Spec) -> str:
     """What reads what and names what."""
     layers = f"{config.layers} layer{'' if config.layers == 1 else 's'} of {config.hidden} units"
     names = spec.classes if spec.task == "classify" else spec.targets
-    some = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
-    makes = f"names one of {len(names)} classes ({some})" if spec.task == "classify" else f"tells {some}"
-    numbers = f"Weights and the order of the recordings are drawn with seed {config.seed}; numbers are {config.dtype} on {config.device}."
+    some = ", ".join(names[:_NAMES]) + (
+        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    )
+    makes = (
+        f"names one of {len(names)} classes ({some})"
+        if spec.task == "classify"
+        else f"tells {some}"
+    )
+    numbers = (
+        f"Weights and the order of the recordings are drawn with seed {config.seed}; numbers are"
+        f" {config.dtype} on {config.device}."
+    )
     read = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
     return f"{spec.model.upper()} of {layers}. At every step it reads {read} and {makes}. {numbers}"
 
@@ -101,7 +155,11 @@ def _weighed(config: Config) -> str:
     """What counts how much in the loss, if not all alike."""
     if config.class_weights == "none":
         return ""
-    how = "the inverse of its frequency" if config.class_weights == "balanced" else f"what was said ({config.class_weights}), others 1"
+    how = (
+        "the inverse of its frequency"
+        if config.class_weights == "balanced"
+        else f"what was said ({config.class_weights}), others 1"
+    )
     return f" In the loss each class weighs {how}."
 
 
@@ -111,21 +169,34 @@ def _course(rows: Sequence[Row]) -> list[Section]:
     if len(train) < _FEWEST:
         return []
     updates = [float(row["update"]) for _, row in train]
-    # The clock runs on while a validation plays whole recordings: what follows one is no pace of training.
+    # The clock runs on while a validation plays whole recordings: what follows one is no pace of
+    # training.
     paces = [_pace(before, row) if before["kind"] == "train" else math.nan for before, row in train]
     known = sorted(pace for pace in paces if math.isfinite(pace))
     usual = known[len(known) // 2] if known else math.nan
     speed = lines(
         [Series("frames per second", updates, paces)],
         title="Throughput",
-        description=f"Frames trained on per second between two log lines; half of them above {usual:,.0f}.",
+        description=(
+            f"Frames trained on per second between two log lines; half of them above {usual:,.0f}."
+        ),
         x_label="update",
         y_label="frames per second",
         y_range=(0.0, 1.1 * known[-1]) if known else None,
     )
     waited = f"{rows[-1].get('waiting', 0.0):.0%} of the time was spent waiting for data."
-    figures = [Figure(speed, f"Frames of all lanes between two log lines, where no validation lies between. {waited}")]
-    held = [(float(row["update"]), row["peak_memory"] / 1e6) for row in rows if row["peak_memory"] is not None]
+    figures = [
+        Figure(
+            speed,
+            "Frames of all lanes between two log lines, where no validation lies between."
+            f" {waited}",
+        )
+    ]
+    held = [
+        (float(row["update"]), row["peak_memory"] / 1e6)
+        for row in rows
+        if row["peak_memory"] is not None
+    ]
     return [Section("Speed and memory", [*figures, *([_memory(held)] if held else [])])]
 
 
@@ -139,15 +210,18 @@ def _memory(held: Sequence[tuple[float, float]]) -> Figure:
     svg = lines(
         [Series("peak memory", [update for update, _ in held], [size for _, size in held])],
         title="Memory",
-        description=f"The most memory that the process has held so far, from {first:,.0f} MB to {last:,.0f} MB.",
+        description=(
+            f"The most memory that the process has held so far, from {first:,.0f} MB to"
+            f" {last:,.0f} MB."
+        ),
         x_label="update",
         y_label="MB",
         y_range=(0.0, 1.1 * max(size for _, size in held)),
     )
     return Figure(
         svg,
-        "The most memory that the process has held up to each log line. No graph outlives its update, so one that goes on rising has "
-        "another cause.",
+        "The most memory that the process has held up to each log line. No graph outlives its"
+        " update, so one that goes on rising has another cause.",
     )
 
 
@@ -165,20 +239,32 @@ def _curves(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Sequen
     name = names[1] if len(names) > 1 and names[0] == "accuracy" else names[0]
     series = [Series("training, last update", steps, [row[name] for row in train])]
     if valid:
-        series.append(Series("validation, whole recordings", [float(row["update"]) for row in valid], [row[name] for row in valid]))
+        series.append(
+            Series(
+                "validation, whole recordings",
+                [float(row["update"]) for row in valid],
+                [row[name] for row in valid],
+            )
+        )
     metric = lines(
         series,
         title=_title(name),
-        description=f"{_title(name)} of the training steps of one update and of the validation recordings, over the run.",
+        description=(
+            f"{_title(name)} of the training steps of one update and of the validation recordings,"
+            " over the run."
+        ),
         x_label="update",
         y_label=_title(name),
     )
     return [
-        Figure(loss, "The loss that is minimised, averaged over the updates since the last log line."),
+        Figure(
+            loss, "The loss that is minimised, averaged over the updates since the last log line."
+        ),
         Figure(
             metric,
-            f"Training figures are those of {'the last chunk of an update' if config.exact else 'a single update'} and therefore noisy; "
-            "validation plays whole recordings.",
+            "Training figures are those of"
+            f" {'the last chunk of an update' if config.exact else 'a single update'} and therefore"
+            " noisy; validation plays whole recordings.",
         ),
     ]
 
@@ -192,17 +278,33 @@ def _scores(folder: Folder, rows: Sequence[Row], names: Sequence[str]) -> list[S
     found: dict[str, tuple[Row, Row, str]] = {}
     for row in rows:
         if row["kind"] == "valid":
-            found["valid"] = ({name: row[name] for name in names}, row["recordings"], Path(folder.read_config().data).name)
+            found["valid"] = (
+                {name: row[name] for name in names},
+                row["recordings"],
+                Path(folder.read_config().data).name,
+            )
     for path in sorted(folder.path.glob("scores-*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            found[content["split"]] = (content["figures"], content["recordings"], Path(content["data"]).name)
+            found[content["split"]] = (
+                content["figures"],
+                content["recordings"],
+                Path(content["data"]).name,
+            )
         except (json.JSONDecodeError, KeyError) as error:
-            raise RunError(f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run eval again") from error
-    return [Section(f"Scores: {split}", _score_parts(split, names, *figures)) for split, figures in found.items()]
+            raise RunError(
+                f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
+                " eval again"
+            ) from error
+    return [
+        Section(f"Scores: {split}", _score_parts(split, names, *figures))
+        for split, figures in found.items()
+    ]
 
 
-def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Row, data: str) -> list[Table | Figure]:
+def _score_parts(
+    split: str, names: Sequence[str], together: Row, recordings: Row, data: str
+) -> list[Table | Figure]:
     cells = [[name, *(figures[n] for n in names)] for name, figures in recordings.items()]
     table = Table(
         ["recording", *map(_title, names)],
@@ -215,11 +317,19 @@ def _score_parts(split: str, names: Sequence[str], together: Row, recordings: Ro
     picture = bars(
         [(recording, figures[name]) for recording, figures in recordings.items()],
         title=f"{_title(name)} by recording",
-        description=f"{_title(name)} of each of the {len(recordings)} recordings of the split {split}.",
+        description=(
+            f"{_title(name)} of each of the {len(recordings)} recordings of the split {split}."
+        ),
         x_label=_title(name),
         x_range=(0.0, 1.0) if name == "macro_f1" else None,
     )
-    return [table, Figure(picture, "Recordings differ: a mean over all steps hides the ones on which a model fails.")]
+    return [
+        table,
+        Figure(
+            picture,
+            "Recordings differ: a mean over all steps hides the ones on which a model fails.",
+        ),
+    ]
 
 
 def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
@@ -227,10 +337,14 @@ def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
     if not folder.audit.is_file():
         return []
     found = Audited.read(folder.audit)
-    where = f"Measured on {found.looked_at()} of the split '{found.split}' of {Path(found.data).name}"
+    where = (
+        f"Measured on {found.looked_at()} of the split '{found.split}' of {Path(found.data).name}"
+    )
     if found.update is not None:
         where += f", with the weights of update {found.update:,}"
-        where += f"; the run has gone on to update {updates:,} since" if found.update < updates else ""
+        where += (
+            f"; the run has gone on to update {updates:,} since" if found.update < updates else ""
+        )
     parts = [
         Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."),
         *of_audit.pictures(found, found.own(config), _window(config)),
@@ -253,19 +367,32 @@ def _window(config: Config) -> int | None:
 def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:
     """The liveliest part of the first recording of a split, if it is still there."""
     try:
-        shown = stretch(net, spec, recordings_for(spec, Path(config.data), split, config)[0], config)
+        shown = stretch(
+            net, spec, recordings_for(spec, Path(config.data), split, config)[0], config
+        )
     except DataError as error:
         return Text(f"Not shown, since the recordings of the run cannot be read any more: {error}")
-    where = f"Steps {shown.start:,} to {shown.start + len(shown.signal):,} of recording {shown.recording} ({split} split)"
+    where = (
+        f"Steps {shown.start:,} to {shown.start + len(shown.signal):,} of recording"
+        f" {shown.recording} ({split} split)"
+    )
     draw = _classes_drawn if spec.task == "classify" else _values_drawn
     return Figure(draw(shown, spec, where), f"{where}, the state carried from its first step.")
 
 
 def _classes_drawn(shown: Stretch, spec: Spec, where: str) -> str:
     counts = shown.targets >= 0
-    wrong = float((shown.predicted[counts] != shown.targets[counts]).mean()) if counts.any() else 0.0
-    bands = [Band("labels", shown.targets.astype(int).tolist()), Band("predicted", shown.predicted.astype(int).tolist())]
-    described = f"{where}: the signal, its labels and the predictions, which differ on {wrong:.1%} of the steps."
+    wrong = (
+        float((shown.predicted[counts] != shown.targets[counts]).mean()) if counts.any() else 0.0
+    )
+    bands = [
+        Band("labels", shown.targets.astype(int).tolist()),
+        Band("predicted", shown.predicted.astype(int).tolist()),
+    ]
+    described = (
+        f"{where}: the signal, its labels and the predictions, which differ on {wrong:.1%} of the"
+        " steps."
+    )
     return strip(
         shown.signal.tolist(),
         bands,
@@ -280,11 +407,29 @@ def _classes_drawn(shown: Stretch, spec: Spec, where: str) -> str:
 
 def _values_drawn(shown: Stretch, spec: Spec, where: str) -> str:
     x = [float(i) for i in range(shown.start, shown.start + len(shown.signal))]
-    series = [Series("target", x, shown.targets.tolist()), Series("predicted", x, shown.predicted.tolist())]
+    series = [
+        Series("target", x, shown.targets.tolist()),
+        Series("predicted", x, shown.predicted.tolist()),
+    ]
     described = f"{where}: the target and its prediction."
-    return lines(series, title=f"Recording {shown.recording}", description=described, x_label="step", y_label=f"target {spec.targets[0]}")
+    return lines(
+        series,
+        title=f"Recording {shown.recording}",
+        description=described,
+        x_label="step",
+        y_label=f"target {spec.targets[0]}",
+    )
 
 
 def _settings(config: Config) -> Table:
-    rows = [[key, ", ".join(value) if isinstance(value, tuple) else str(value)] for key, value in config.settings().items() if value != ()]
-    return Table(["setting", "value"], rows, "config.toml of this run; every key is also a flag of throughtime train.", numeric=())
+    rows = [
+        [key, ", ".join(value) if isinstance(value, tuple) else str(value)]
+        for key, value in config.settings().items()
+        if value != ()
+    ]
+    return Table(
+        ["setting", "value"],
+        rows,
+        "config.toml of this run; every key is also a flag of throughtime train.",
+        numeric=(),
+    )

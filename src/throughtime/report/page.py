@@ -1,11 +1,13 @@
-"""One self-contained HTML page: text, facts, tables and figures, and how it writes names, numbers, axes and colours.
+"""One self-contained HTML page: text, facts, tables and figures, and how it writes names, numbers,
+axes and colours.
 
-No script and no request to anywhere, which its content security policy also says to the browser. It follows the reader's
-choice of light or dark, fits a phone (what is wider scrolls within its own frame) and prints. It is well-formed XML, too.
+No script and no request to anywhere, which its content security policy also says to the browser. It
+follows the reader's choice of light or dark, fits a phone (what is wider scrolls within its own
+frame) and prints. It is well-formed XML, too.
 
-The colours of the charts are custom properties, so that one picture serves both themes; each has a contrast of at least 4.5
-to the page, and any two stay apart under protanopia, deuteranopia and tritanopia (found by a search in OKLab, with Machado
-et al.'s 2009 model of colour blindness).
+The colours of the charts are custom properties, so that one picture serves both themes; each has a
+contrast of at least 4.5 to the page, and any two stay apart under protanopia, deuteranopia and
+tritanopia (found by a search in OKLab, with Machado et al.'s 2009 model of colour blindness).
 """
 
 import math
@@ -60,7 +62,10 @@ class Table:
     def __post_init__(self) -> None:
         for i, row in enumerate(self.rows):
             if len(row) != len(self.columns):
-                raise DataError(f"row {i} of table {self.caption!r} has {len(row)} cells, expected one for each of {list(self.columns)}")
+                raise DataError(
+                    f"row {i} of table {self.caption!r} has {len(row)} cells, expected one for each"
+                    f" of {list(self.columns)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -140,19 +145,23 @@ def render(page: Page) -> str:
     main = "\n".join(body)
     lead = f'<p class="lead">{clean(page.lead)}</p>' if page.lead else ""
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<meta name="color-scheme" content="light dark"/>\n'
-        f"<title>{clean(page.title)}</title>\n<style>\n{_theme()}{_STYLE}</style>\n</head>\n<body>\n"
-        f'<a class="skip" href="#content">Skip to the content</a>\n<header><h1>{clean(page.title)}</h1>{lead}{_contents(page)}</header>\n'
-        f'<main id="content" tabindex="-1">\n{main}\n</main>\n</body>\n</html>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta'
+        ' http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src'
+        ' \'unsafe-inline\'"/>\n<meta name="viewport" content="width=device-width,'
+        ' initial-scale=1"/>\n<meta name="color-scheme" content="light'
+        f' dark"/>\n<title>{clean(page.title)}</title>\n<style>\n{_theme()}{_STYLE}</style>\n</head>\n<body>\n<a'
+        ' class="skip" href="#content">Skip to the'
+        f" content</a>\n<header><h1>{clean(page.title)}</h1>{lead}{_contents(page)}</header>\n<main"
+        f' id="content" tabindex="-1">\n{main}\n</main>\n</body>\n</html>\n'
     )
 
 
 def clean(text: str) -> str:
     """The text as it can stand in a page: escaped, and without what neither UTF-8 nor XML can hold."""
     whole = text.encode("utf-8", "replace").decode()
-    return escape("".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in whole))
+    return escape(
+        "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in whole)
+    )
 
 
 def numbers(values: Sequence[float], digits: int = 4) -> list[str]:
@@ -160,7 +169,8 @@ def numbers(values: Sequence[float], digits: int = 4) -> list[str]:
 
     Args:
         values: the numbers; one that is not finite becomes a dash.
-        digits: the most significant digits of the largest; decimals that none of them needs are left away.
+        digits: the most significant digits of the largest; decimals that none of them needs are
+            left away.
 
     Example:
         >>> from throughtime.report import numbers
@@ -174,7 +184,9 @@ def numbers(values: Sequence[float], digits: int = 4) -> list[str]:
     most = max(0, digits - 1 - math.floor(math.log10(top))) if top else 0
     if len(finite) > 1 and any(0 < v < 10.0**-most for v in finite):  # it would read as zero
         return [numbers([v], digits)[0] for v in values]
-    places = next((p for p in range(most) if all(abs(round(v, p) - v) <= 1e-9 * v for v in finite)), most)
+    places = next(
+        (p for p in range(most) if all(abs(round(v, p) - v) <= 1e-9 * v for v in finite)), most
+    )
     return [f"{v:,.{places}f}".replace("-", _MINUS) if math.isfinite(v) else _NONE for v in values]
 
 
@@ -190,14 +202,17 @@ _TINY = 1e-290  # powers of ten are exact enough above it
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, from at or below `low` to at or above `high`.
+    """Round numbers, 1, 2 or 5 times a power of ten apart, from at or below `low` to at or above
+    `high`.
 
     Example:
         >>> from throughtime.report import ticks
         >>> ticks(0.13, 0.94)
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    if not high - low > max(1e-12 * max(abs(low), abs(high)), _TINY):  # one value: room on both sides
+    if not high - low > max(
+        1e-12 * max(abs(low), abs(high)), _TINY
+    ):  # one value: room on both sides
         room = abs(low) / 2 if abs(low) > _TINY else 1.0
         low, high = low - room, high + room
     rough = (high - low) / about
@@ -218,7 +233,8 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The ticks of one axis as text, in thousands (k), millions (M) or billions (G) where that is exact.
+    """The ticks of one axis as text, in thousands (k), millions (M) or billions (G) where that is
+    exact.
 
     Example:
         >>> from throughtime.report import tick_labels
@@ -228,12 +244,18 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     top = max(map(abs, values), default=0.0)
     for unit, sign, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
         if least <= top < 1e12 and all(abs(round(v / unit, 1) - v / unit) < 1e-9 for v in values):
-            return [text + sign if v else "0" for v, text in zip(values, numbers([v / unit for v in values]), strict=True)]
+            return [
+                text + sign if v else "0"
+                for v, text in zip(values, numbers([v / unit for v in values]), strict=True)
+            ]
     return numbers(values, digits=12)
 
 
 def drawn(value: float, *, log: bool = False) -> bool:
-    """Whether a chart can show the value; browsers draw nothing far beyond 1e300, nor does arithmetic end well there."""
+    """Whether a chart can show the value.
+
+    Browsers draw nothing far beyond 1e300, nor does arithmetic end well there.
+    """
     return abs(value) < 1e300 and (value > 0 or not log)
 
 
@@ -254,33 +276,56 @@ def axis_range(values: Sequence[float], given: Range | None = None, *, log: bool
         every = ticks(*extent(values))
         return every[0], every[-1]
     if not (drawn(given[0], log=log) and drawn(given[1]) and given[0] < given[1]):
-        raise ConfigError(f"range {given}: expected two finite numbers{' above 0' if log else ''}, the lower one first")
+        raise ConfigError(
+            f"range {given}: expected two finite numbers{' above 0' if log else ''}, the lower one"
+            " first"
+        )
     return given
 
 
 def width(*texts: str) -> float:
     """A generous guess at the width of the widest: digits are wide in some fonts, and wide scripts take about twice the room."""
-    return max((sum(8.3 if c.isdigit() else 7.4 if ord(c) < 0x1100 else 14 for c in text) for text in texts), default=0.0)
+    return max(
+        (
+            sum(8.3 if c.isdigit() else 7.4 if ord(c) < 0x1100 else 14 for c in text)
+            for text in texts
+        ),
+        default=0.0,
+    )
 
 
 def shorten(text: str, most: int) -> str:
     """What names of files share is at the front, what tells them apart at the end: the middle goes."""
-    return text if len(text) <= most else f"{text[: most // 3]}…{text[len(text) + 1 + most // 3 - most :]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[: most // 3]}…{text[len(text) + 1 + most // 3 - most :]}"
+    )
 
 
 def _contents(page: Page) -> str:
     if len(page.sections) < 3:
         return ""
-    links = "".join(f'<li><a href="#s{i}">{clean(section.heading)}</a></li>' for i, section in enumerate(page.sections, 1))
+    links = "".join(
+        f'<li><a href="#s{i}">{clean(section.heading)}</a></li>'
+        for i, section in enumerate(page.sections, 1)
+    )
     return f'<nav aria-label="Contents"><ol>{links}</ol></nav>'
 
 
 def _part(part: Part, number: int) -> str:
     match part:
         case Text():
-            return "".join(f"<p>{clean(text)}</p>" for text in re.split(r"\n\s*\n", part.paragraphs) if text.strip())
+            return "".join(
+                f"<p>{clean(text)}</p>"
+                for text in re.split(r"\n\s*\n", part.paragraphs)
+                if text.strip()
+            )
         case Facts():
-            cards = "".join(f"<div><dt>{clean(name)}</dt><dd>{clean(value)}</dd></div>" for name, value in part.pairs)
+            cards = "".join(
+                f"<div><dt>{clean(name)}</dt><dd>{clean(value)}</dd></div>"
+                for name, value in part.pairs
+            )
             return f'<dl class="facts">{cards}</dl>' if cards else ""
         case Table():
             return _table(part, number)
@@ -289,8 +334,14 @@ def _part(part: Part, number: int) -> str:
         case Link():
             return f'<p><a href="{clean(part.address)}">{clean(part.text)}</a></p>'
         case Figure():
-            frame = f'<div class="frame" tabindex="0" role="group" aria-label="Figure {number}">{_numbered(part.svg, number)}</div>'
-            return f"<figure>{frame}<figcaption><b>Figure {number}</b> {clean(part.caption)}</figcaption></figure>"
+            frame = (
+                '<div class="frame" tabindex="0" role="group" aria-label="Figure'
+                f' {number}">{_numbered(part.svg, number)}</div>'
+            )
+            return (
+                f"<figure>{frame}<figcaption><b>Figure {number}</b>"
+                f" {clean(part.caption)}</figcaption></figure>"
+            )
 
 
 def _numbered(svg: str, number: int) -> str:
@@ -300,7 +351,10 @@ def _numbered(svg: str, number: int) -> str:
 
 
 def _code(code: Code, number: int) -> str:
-    """The lines with their numbers; an arrow points at the one to look at, which is not told by colour alone."""
+    """The lines with their numbers.
+
+    An arrow points at the one to look at, which is not told by colour alone.
+    """
     wide = len(str(code.first + len(code.lines)))
     rows: list[str] = []
     for at, line in enumerate(code.lines, code.first):
@@ -309,24 +363,34 @@ def _code(code: Code, number: int) -> str:
         rows.append(f"<mark>{row}</mark>" if at == code.marked else row)
     told = "\n".join(rows)
     return (
-        f'<div class="code"><p class="caption" id="c{number}">{clean(code.caption)}</p>'
-        f'<div class="frame" tabindex="0" role="region" aria-labelledby="c{number}"><pre><code>{told}</code></pre></div></div>'
+        f'<div class="code"><p class="caption" id="c{number}">{clean(code.caption)}</p><div'
+        ' class="frame" tabindex="0" role="region"'
+        f' aria-labelledby="c{number}"><pre><code>{told}</code></pre></div></div>'
     )
 
 
 def _table(table: Table, number: int) -> str:
     columns = [_column([row[i] for row in table.rows]) for i in range(len(table.columns))]
-    numeric = [i for i, (_, plain) in enumerate(columns) if plain] if table.numeric is None else table.numeric
+    numeric = (
+        [i for i, (_, plain) in enumerate(columns) if plain]
+        if table.numeric is None
+        else table.numeric
+    )
     kind = [' class="n"' if i in numeric else "" for i in range(len(columns))]
-    head = "".join(f'<th scope="col"{k}>{clean(name)}</th>' for k, name in zip(kind, table.columns, strict=True))
+    head = "".join(
+        f'<th scope="col"{k}>{clean(name)}</th>'
+        for k, name in zip(kind, table.columns, strict=True)
+    )
     rows: list[str] = []
     for row in zip(*(cells for cells, _ in columns), strict=True):
         first, *rest = (clean(cell) for cell in row)
         cells = "".join(f"<td{k}>{cell}</td>" for k, cell in zip(kind[1:], rest, strict=True))
         rows.append(f'<tr><th scope="row"{kind[0]}>{first}</th>{cells}</tr>')
     return (
-        f'<div class="table"><p class="caption" id="t{number}"><b>Table {number}</b> {clean(table.caption)}</p>'
-        f'<div class="frame" tabindex="0" role="region" aria-labelledby="t{number}"><table aria-labelledby="t{number}">'
+        f'<div class="table"><p class="caption" id="t{number}"><b>Table {number}</b>'
+        f" {clean(table.caption)}</p>"
+        f'<div class="frame" tabindex="0" role="region" aria-labelledby="t{number}"><table'
+        f' aria-labelledby="t{number}">'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></div>"
     )
 
@@ -342,10 +406,13 @@ def _theme() -> str:
     """The colours, light and dark; paper is always light."""
     light = "--paper:#fff;--ink:#191c20;--soft:#59616b;--line:#dfe1e4;--wash:#f5f6f7;--link:#1d48b5;--on-series:#fff;--alarm:#b3121f"
     dark = "--paper:#121519;--ink:#e8eaed;--soft:#a5adb8;--line:#30363d;--wash:#1a1e24;--link:#86b4ff;--on-series:#121519;--alarm:#ff7b72"
-    series = [";".join(f"--series-{i}:{colour}" for i, colour in enumerate(palette, 1)) for palette in (PALETTE, _DARK)]
+    series = [
+        ";".join(f"--series-{i}:{colour}" for i, colour in enumerate(palette, 1))
+        for palette in (PALETTE, _DARK)
+    ]
     return (
-        f":root{{color-scheme:light;{light};{series[0]}}}\n"
-        f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark};{series[1]}}}}}\n"
+        f":root{{color-scheme:light;{light};{series[0]}}}\n@media screen and"
+        f" (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark};{series[1]}}}}}\n"
     )
 
 

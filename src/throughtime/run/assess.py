@@ -21,12 +21,19 @@ def recordings_for(spec: Spec, data: Path, split: str, config: Config) -> list[R
     """The recordings of a split with the columns and classes of the model, their labels as in its run."""
     found = find(data, spec.static)
     wanted = found if split == "all" else datasets.of_splits(found, (split,))
-    form = replace(spec.form, label_every=config.label_every, label_at=config.label_at, outside=config.outside)
+    form = replace(
+        spec.form, label_every=config.label_every, label_at=config.label_at, outside=config.outside
+    )
     opened = open_recordings(wanted, form)
     holdout = 0.0 if split == "all" else config.holdout
-    splits, _ = datasets.split([(one.split, datasets.Numeric(one.recording, spec.task == "regress")) for one in opened], holdout)
+    splits, _ = datasets.split(
+        [(one.split, datasets.Numeric(one.recording, spec.task == "regress")) for one in opened],
+        holdout,
+    )
     chosen = datasets.choose(splits, split)
-    return [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
+    return (
+        [datasets.Labelled(r, spec.classes) for r in chosen] if spec.task == "classify" else chosen
+    )
 
 
 def usual_split(data: Path | None, config: Config) -> str:
@@ -38,11 +45,18 @@ def usual_split(data: Path | None, config: Config) -> str:
 
 def adjusted(config: Config, missing: str | None) -> Config:
     """The settings of a run, inputs that are not finite treated as asked for now."""
-    return config if missing is None else make_config({**config.settings(), "missing": missing}, source="the command line")
+    return (
+        config
+        if missing is None
+        else make_config({**config.settings(), "missing": missing}, source="the command line")
+    )
 
 
-def assess(folder: Folder, data: Path | None, split: str | None, missing: str | None) -> tuple[str, Evaluation]:
-    """Scores the run's model on a split of `data` (default: its own) and writes `scores-SPLIT.json`; returns the split's name too.
+def assess(
+    folder: Folder, data: Path | None, split: str | None, missing: str | None
+) -> tuple[str, Evaluation]:
+    """Scores the run's model on a split of `data` (default: its own) and writes
+    `scores-SPLIT.json`; returns the split's name too.
 
     Raises:
         RunError: the folder holds no run that reached a checkpoint.

@@ -1,6 +1,8 @@
-"""The audit of a run: how far the gradient of its model goes on its recordings, and what cutting it costs.
+"""The audit of a run: how far the gradient of its model goes on its recordings, and what cutting it
+costs.
 
-The model is looked at where its gradients come from: the recordings and lanes of training, its loss and class weights.
+The model is looked at where its gradients come from: the recordings and lanes of training, its loss
+and class weights.
 """
 
 from collections import Counter
@@ -27,7 +29,10 @@ from throughtime.stream import Recording, Stream
 
 HORIZONS = (50, 200, 800)
 LENGTHS = 8  # so many times the longest horizon are looked at
-ANCHORS, SETS = 64, 8  # losses that are traced back, and passes at most: each pass takes one of every lane
+ANCHORS, SETS = (
+    64,
+    8,
+)  # losses that are traced back, and passes at most: each pass takes one of every lane
 _MORE_STEPS = "Take fewer --lanes, or longer recordings."
 
 
@@ -36,10 +41,12 @@ class Question:
     """What to look at; `None` means what the run and its data suggest.
 
     Attributes:
-        horizons: steps; default: 50, 200, 800 and the run's own, as far as an epoch is twice as long.
+        horizons: steps; default: 50, 200, 800 and the run's own, as far as an epoch is twice as
+            long.
         stride: steps between two updates; default: each horizon is its own.
         steps: how many steps of every lane; default: eight times the longest horizon.
-        lanes: recordings played side by side; default: as in training, or fewer where other recordings are fewer.
+        lanes: recordings played side by side; default: as in training, or fewer where other
+            recordings are fewer.
         max_lag: how far back the gradient is traced.
         tolerance: the largest bias to put up with.
     """
@@ -52,11 +59,18 @@ class Question:
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, value in (("stride", self.stride), ("steps", self.steps), ("lanes", self.lanes), ("max_lag", self.max_lag)):
+        for name, value in (
+            ("stride", self.stride),
+            ("steps", self.steps),
+            ("lanes", self.lanes),
+            ("max_lag", self.max_lag),
+        ):
             if value is not None:
                 schedule.whole(name, value, 1)
         if not 0 < self.tolerance < 1:
-            raise ConfigError(f"tolerance={self.tolerance}: expected a relative bias between 0 and 1")
+            raise ConfigError(
+                f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
+            )
         for horizon in self.horizons or ():
             schedule.whole("horizons", horizon, 1)
             schedule.check(horizon if self.stride is None else self.stride, horizon)
@@ -96,25 +110,60 @@ class Look:
 
     def describe(self) -> str:
         """What will be looked at."""
-        every = "each its own stride" if self.question.stride is None else f"stride {self.question.stride}"
+        every = (
+            "each its own stride"
+            if self.question.stride is None
+            else f"stride {self.question.stride}"
+        )
         return (
-            f"auditing {places(self.steps, self.stream.steps, self.stream.lanes)} of split '{self.split}': horizons "
-            f"{', '.join(map(str, self.horizons))}, {every}; credit traced back through at most "
-            f"{min(self.question.max_lag, self.steps):,} steps"
+            f"auditing {places(self.steps, self.stream.steps, self.stream.lanes)} of split"
+            f" '{self.split}': horizons {', '.join(map(str, self.horizons))}, {every}; credit"
+            f" traced back through at most {min(self.question.max_lag, self.steps):,} steps"
         )
 
     def go(self) -> Audited:
         """Computes it: seconds to minutes."""
         anchors = min(ANCHORS, SETS * self.stream.lanes)
         with one_thread(when=small(self.spec, self.stream.lanes)):
-            costs = audit(self.net, self.stream, self.loss_fn, self.horizons, stride=self.question.stride, steps=self.steps)
-            goes = reach(self.net, self.stream, self.loss_fn, max_lag=self.question.max_lag, anchors=anchors, steps=self.steps)
+            costs = audit(
+                self.net,
+                self.stream,
+                self.loss_fn,
+                self.horizons,
+                stride=self.question.stride,
+                steps=self.steps,
+            )
+            goes = reach(
+                self.net,
+                self.stream,
+                self.loss_fn,
+                max_lag=self.question.max_lag,
+                anchors=anchors,
+                steps=self.steps,
+            )
             steps = traced(self.net, self.spec, self.first, self.loss_fn, self.config)
             again = replayed(self.net, self.stream, self.loss_fn, self.config)
-        return Audited(self.split, str(self.data), self.update, self.stream.steps, self.question.tolerance, costs, goes, steps, again)
+        return Audited(
+            self.split,
+            str(self.data),
+            self.update,
+            self.stream.steps,
+            self.question.tolerance,
+            costs,
+            goes,
+            steps,
+            again,
+        )
 
 
-def look_at(folder: Folder, question: Question, data: Path | None, split: str | None, device: str | None, missing: str | None) -> Look:
+def look_at(
+    folder: Folder,
+    question: Question,
+    data: Path | None,
+    split: str | None,
+    device: str | None,
+    missing: str | None,
+) -> Look:
     """Opens the model and the recordings of a run, or other ones.
 
     Args:
@@ -137,7 +186,9 @@ def look_at(folder: Folder, question: Question, data: Path | None, split: str | 
     split = split or ("train" if data is None else usual_split(data, config))
     where = data or Path(config.data)
     recordings = recordings_for(spec, where, split, config)
-    lanes = config.lanes if data is None and split == "train" else min(config.lanes, len(recordings))
+    lanes = (
+        config.lanes if data is None and split == "train" else min(config.lanes, len(recordings))
+    )
     stream = Stream(
         recordings, question.lanes or lanes, config.stride, seed=config.seed, warm_up=config.warm_up, dtype=spec.torch_dtype,
         missing=config.missing,
@@ -146,7 +197,20 @@ def look_at(folder: Folder, question: Question, data: Path | None, split: str | 
     steps = min(question.steps or LENGTHS * horizons[-1], stream.steps)
     _refuse_uncut(horizons[-1], steps, stream)
     loss_fn = loss_of(config, spec, net, _class_counts(config, spec))
-    return Look(net, spec, stream, loss_fn, question, horizons, steps, split, recordings[0], where, _updates_of(folder), config)
+    return Look(
+        net,
+        spec,
+        stream,
+        loss_fn,
+        question,
+        horizons,
+        steps,
+        split,
+        recordings[0],
+        where,
+        _updates_of(folder),
+        config,
+    )
 
 
 def _horizons(question: Question, config: Config, stream: Stream) -> tuple[int, ...]:
@@ -157,15 +221,25 @@ def _horizons(question: Question, config: Config, stream: Stream) -> tuple[int, 
     least = question.stride or 1
     fitting = sorted(h for h in {*HORIZONS, *own} if h >= least and 2 * h <= stream.steps)
     if not fitting and stream.steps < 2 * least:
-        raise DataError(f"a lane plays {stream.steps} steps in an epoch, too few to cut at a stride of {least}. {_MORE_STEPS}")
+        raise DataError(
+            f"a lane plays {stream.steps} steps in an epoch, too few to cut at a stride of {least}."
+            f" {_MORE_STEPS}"
+        )
     return tuple(fitting or [stream.steps // 2])
 
 
 def _refuse_uncut(longest: int, steps: int, stream: Stream) -> None:
     """A horizon as long as all that is looked at cuts nothing: its bias of zero would say nothing."""
     if longest >= steps:
-        more = _MORE_STEPS if steps == stream.steps else f"Take more --steps: there are {stream.steps:,}."
-        raise ConfigError(f"horizon {longest:,} is not shorter than the {steps:,} steps looked at, so it would cut nothing. {more}")
+        more = (
+            _MORE_STEPS
+            if steps == stream.steps
+            else f"Take more --steps: there are {stream.steps:,}."
+        )
+        raise ConfigError(
+            f"horizon {longest:,} is not shorter than the {steps:,} steps looked at, so it would"
+            f" cut nothing. {more}"
+        )
 
 
 def _class_counts(config: Config, spec: Spec) -> Counter[str]:
@@ -174,9 +248,14 @@ def _class_counts(config: Config, spec: Spec) -> Counter[str]:
         return Counter()
     try:
         train = recordings_for(spec, Path(config.data), "train", config)
-        return survey([r.source if isinstance(r, Labelled) else r for r in train], classify=True).classes
+        return survey(
+            [r.source if isinstance(r, Labelled) else r for r in train], classify=True
+        ).classes
     except DataError as error:
-        raise DataError(f"class_weights='balanced' counts the training recordings of the run, which cannot be read: {error}") from error
+        raise DataError(
+            "class_weights='balanced' counts the training recordings of the run, which cannot be"
+            f" read: {error}"
+        ) from error
 
 
 def _updates_of(folder: Folder) -> int | None:

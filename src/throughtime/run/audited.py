@@ -29,7 +29,8 @@ class Audited:
         tolerance: the largest bias to put up with.
         audit: what the truncations cost.
         reach: how far the gradient goes.
-        traced: the gradient at every step of a stretch; `None` if nobody has looked, as in files of before it was measured.
+        traced: the gradient at every step of a stretch; `None` if nobody has looked, as in files of
+            before it was measured.
         replayed: whether the loop does what it says; `None` as there, and for windows.
     """
 
@@ -63,7 +64,11 @@ class Audited:
     def advice(self, config: Config) -> str:
         """Which window to train with, and how good that of the run was."""
         own = self.own(config)
-        return self._window(config) + ("" if own is None else f" The run was trained with {_flags(own)}, whose bias is {own.bias:.2g}.")
+        return self._window(config) + (
+            ""
+            if own is None
+            else f" The run was trained with {_flags(own)}, whose bias is {own.bias:.2g}."
+        )
 
     def _window(self, config: Config) -> str:
         if not self.audit.norm:
@@ -71,22 +76,37 @@ class Audited:
         if self.enough is None:
             return self._too_short()
         if not self.reach.memory_used:
-            return "No window can be chosen by these figures, since the net makes no use of its past yet: train on, then audit again."
+            return (
+                "No window can be chosen by these figures, since the net makes no use of its past"
+                " yet: train on, then audit again."
+            )
         return self._long_enough(self.enough, config)
 
     def _long_enough(self, row: Truncation, config: Config) -> str:
         often = not config.exact and config.stride < row.stride
-        more = f", or --stride {config.stride} --horizon {row.horizon} for more updates" if often else ""
-        shortest = " It is the shortest audited: a shorter one may do as well." if row is self.audit.rows[0] and row.horizon > 1 else ""
-        return f"Train with {_flags(row)}{more}: a bias of {row.bias:.2g}, within the tolerance of {self.tolerance:g}.{shortest}"
+        more = (
+            f", or --stride {config.stride} --horizon {row.horizon} for more updates"
+            if often
+            else ""
+        )
+        shortest = (
+            " It is the shortest audited: a shorter one may do as well."
+            if row is self.audit.rows[0] and row.horizon > 1
+            else ""
+        )
+        return (
+            f"Train with {_flags(row)}{more}: a bias of {row.bias:.2g}, within the tolerance of"
+            f" {self.tolerance:g}.{shortest}"
+        )
 
     def _too_short(self) -> str:
         row = self.audit.rows[-1]
         longer = [str(n) for n in (4 * row.horizon, 16 * row.horizon) if 2 * n <= self.epoch]
         first = f"Audit longer ones, --horizons {','.join(longer)}, or train" if longer else "Train"
         return (
-            f"No audited horizon is enough: the longest, {row.horizon} steps, has a bias of {row.bias:.2g}, above the tolerance of "
-            f"{self.tolerance:g}. {first} with the exact gradient, --exact."
+            f"No audited horizon is enough: the longest, {row.horizon} steps, has a bias of"
+            f" {row.bias:.2g}, above the tolerance of {self.tolerance:g}. {first} with the exact"
+            " gradient, --exact."
         )
 
     def warning(self) -> str:
@@ -96,7 +116,11 @@ class Audited:
 
     def facts(self) -> dict[str, Any]:
         """Plain numbers for machines, `None` where one is not finite."""
-        enough = None if self.enough is None else {"stride": self.enough.stride, "horizon": self.enough.horizon}
+        enough = (
+            None
+            if self.enough is None
+            else {"stride": self.enough.stride, "horizon": self.enough.horizon}
+        )
         return plain({**asdict(self), "enough": enough, "warning": self.warning()})
 
     def write(self, path: Path) -> None:
@@ -112,7 +136,9 @@ class Audited:
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            where = {name: content[name] for name in ("split", "data", "update", "epoch", "tolerance")}
+            where = {
+                name: content[name] for name in ("split", "data", "update", "epoch", "tolerance")
+            }
             steps, again = content.get("traced"), content.get("replayed")
             return cls(
                 **where,
@@ -122,7 +148,10 @@ class Audited:
                 replayed=None if again is None else Replayed.read(again),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit again") from error
+            raise RunError(
+                f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit"
+                " again"
+            ) from error
 
 
 def places(steps: int, epoch: int, lanes: int) -> str:
@@ -137,11 +166,15 @@ def places(steps: int, epoch: int, lanes: int) -> str:
 
 
 def _flags(row: Truncation) -> str:
-    return f"--stride {row.stride}" + ("" if row.horizon == row.stride else f" --horizon {row.horizon}")
+    return f"--stride {row.stride}" + (
+        "" if row.horizon == row.stride else f" --horizon {row.horizon}"
+    )
 
 
 def _audit(content: Any) -> Audit:
-    rows = (_infinite(row) | {"by_parameter": _infinite(row["by_parameter"])} for row in content["rows"])
+    rows = (
+        _infinite(row) | {"by_parameter": _infinite(row["by_parameter"])} for row in content["rows"]
+    )
     return Audit(**(content | {"rows": tuple(Truncation(**row) for row in rows)}))
 
 

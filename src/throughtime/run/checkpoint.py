@@ -25,7 +25,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         RunError: no such file, or one that is no checkpoint.
     """
-    return _unpacked(*files.read(path, _KIND, "no checkpoint to go on from; begin the run again with another --out"))
+    return _unpacked(
+        *files.read(
+            path, _KIND, "no checkpoint to go on from; begin the run again with another --out"
+        )
+    )
 
 
 def copied(content: Any) -> Any:
@@ -40,10 +44,14 @@ def copied(content: Any) -> Any:
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON, each tensor replaced by its number; JSON has no tuples and no keys but text."""
+    """The value as JSON, each tensor replaced by its number.
+
+    JSON has no tuples and no keys but text.
+    """
     if isinstance(value, Tensor):
         name = str(len(tensors))
-        # A copy of its own: safetensors refuses tensors that share memory, as the two states of a policy may.
+        # A copy of its own: safetensors refuses tensors that share memory, as the two states of a
+        # policy may.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(value, dict):
@@ -52,7 +60,9 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {type(value).__name__: [_packed(v, tensors) for v in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise RunError(f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values")
+    raise RunError(
+        f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values"
+    )
 
 
 def _unpacked(plan: Any, tensors: dict[str, Tensor]) -> Any:
@@ -60,7 +70,8 @@ def _unpacked(plan: Any, tensors: dict[str, Tensor]) -> Any:
         return plan
     ((kind, content),) = plan.items()
     if kind == "tensor":
-        # A copy in torch's own memory: where a tensor lies decides how a kernel rounds, and a resumed run must round alike.
+        # A copy in torch's own memory: where a tensor lies decides how a kernel rounds, and a
+        # resumed run must round alike.
         return tensors[content].clone()
     if kind == "dict":
         return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}

@@ -21,7 +21,10 @@ from throughtime.stream.targets import IGNORED, Every
 
 
 def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
-    """The recordings of some splits, and those that no split is named for; all of them if there is none such."""
+    """The recordings of some splits, and those that no split is named for.
+
+    All of them if there is none such.
+    """
     chosen = [files for files in found if files.split in {*wanted, ""}]
     return chosen or list(found)
 
@@ -42,15 +45,26 @@ class Numeric:
 
     def read(self, start: int, stop: int) -> Steps:
         steps = self.source.read(start, stop)
-        named = (("inputs", steps.inputs), ("targets", steps.targets if self.check_targets else None))
+        named = (
+            ("inputs", steps.inputs),
+            ("targets", steps.targets if self.check_targets else None),
+        )
         for role, values in named:
             if values is not None and values.dtype.kind not in "biuf":
-                rows = self.source.targets if role == "targets" and self.source.targets is not None else self.source.inputs
+                rows = (
+                    self.source.targets
+                    if role == "targets" and self.source.targets is not None
+                    else self.source.inputs
+                )
                 fields = values.reshape(len(values), -1).tolist()
-                step, text = next(((i, v) for i, row in enumerate(fields) for v in row if not is_number(v)), (0, fields[0][0]))
+                step, text = next(
+                    ((i, v) for i, row in enumerate(fields) for v in row if not is_number(v)),
+                    (0, fields[0][0]),
+                )
                 raise DataError(
-                    f"{rows.where}: the {role} hold text, such as {text!r} at step {start + step}, expected numbers; choose columns with "
-                    f"--{role} (the file has {', '.join(_columns_of(rows))})"
+                    f"{rows.where}: the {role} hold text, such as {text!r} at step {start + step},"
+                    f" expected numbers; choose columns with --{role} (the file has"
+                    f" {', '.join(_columns_of(rows))})"
                 )
         return steps
 
@@ -86,17 +100,21 @@ class Labelled:
     def _indices(self, targets: Array, start: int) -> Array:
         if targets.ndim > 1:
             raise DataError(
-                f"recording '{self.name}': classification needs one column of targets, got {targets.shape[1]}; choose it with --targets"
+                f"recording '{self.name}': classification needs one column of targets, got"
+                f" {targets.shape[1]}; choose it with --targets"
             )
         values, inverse = np.unique(targets, return_inverse=True)
         index = {name: i for i, name in enumerate(self.classes)}
-        codes = np.array([IGNORED if name == "" else index.get(name, -1) for name in map(class_name, values)], dtype=np.int64)
+        codes = np.array(
+            [IGNORED if name == "" else index.get(name, -1) for name in map(class_name, values)],
+            dtype=np.int64,
+        )
         if (codes == -1).any():
             wrong = values[codes == -1][0]
             at = start + int(np.argmax(targets == wrong))
             raise DataError(
-                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {at}; the training split has "
-                f"{', '.join(self.classes)}"
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {at}; the"
+                f" training split has {', '.join(self.classes)}"
             )
         return codes[inverse]
 
@@ -115,10 +133,13 @@ def class_name(value: object) -> str:
     return str(int(number)) if number.is_integer() else text
 
 
-def split(recordings: Sequence[tuple[str, Recording]], holdout: float) -> tuple[dict[str, list[Recording]], str]:
+def split(
+    recordings: Sequence[tuple[str, Recording]], holdout: float
+) -> tuple[dict[str, list[Recording]], str]:
     """Recordings by split, and in words where the splits come from.
 
-    Without a split column the last recordings by name are held out as `valid`; of a single recording, its end.
+    Without a split column the last recordings by name are held out as `valid`; of a single
+    recording, its end.
     """
     if any(name for name, _ in recordings):
         splits: dict[str, list[Recording]] = {}
@@ -127,11 +148,16 @@ def split(recordings: Sequence[tuple[str, Recording]], holdout: float) -> tuple[
         return splits, "splits as in the manifest"
     everything = [recording for _, recording in recordings]
     if holdout == 0:
-        return {"train": everything}, "nothing held out (--holdout 0): the scores are those of the training data"
+        return {
+            "train": everything
+        }, "nothing held out (--holdout 0): the scores are those of the training data"
     if len(everything) == 1:
         whole, cut = everything[0], round(len(everything[0]) * (1 - holdout))
         if not 0 < cut < len(whole):
-            raise DataError(f"recording '{whole.name}' has {len(whole)} steps, too few to hold out a share of {holdout}; take --holdout 0")
+            raise DataError(
+                f"recording '{whole.name}' has {len(whole)} steps, too few to hold out a share of"
+                f" {holdout}; take --holdout 0"
+            )
         return {
             "train": [Part(whole, 0, cut)],
             "valid": [Part(whole, cut, len(whole))],
@@ -152,6 +178,8 @@ def choose(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
         there = ", ".join(f"{k} ({len(v)})" for k, v in splits.items())
-        hint = "; write train into the column 'split' of those to train on" if name == "train" else ""
+        hint = (
+            "; write train into the column 'split' of those to train on" if name == "train" else ""
+        )
         raise DataError(f"no recordings in split '{name}'; there are {there}{hint}")
     return chosen

@@ -1,11 +1,12 @@
 """The demo: rare events that change the labels of thousands of later frames.
 
-A machine is off or on. A pulse of ten frames, one every 2,000 frames or so, switches it; single spikes, one every 30
-frames or so, mean nothing. Each frame is labelled off or on, and one label in twenty is wrong at random: no model can be
-right more often than 0.95, and one that remembers the last pulse is.
+A machine is off or on. A pulse of ten frames, one every 2,000 frames or so, switches it; single
+spikes, one every 30 frames or so, mean nothing. Each frame is labelled off or on, and one label in
+twenty is wrong at random: no model can be right more often than 0.95, and one that remembers the
+last pulse is.
 
-Windows of 100 frames from a zero state seldom hold a pulse. A network trained on them learns from almost nothing
-what to do with one, and nothing at all about keeping it.
+Windows of 100 frames from a zero state seldom hold a pulse. A network trained on them learns from
+almost nothing what to do with one, and nothing at all about keeping it.
 
 Shapes: `T` frames.
 """
@@ -43,8 +44,20 @@ WRONG_LABELS = 0.05
 BEST = 1 - WRONG_LABELS  # reached by naming the mode of the last pulse
 CHANCE = 1 / len(MODES)
 STRIDE, LANES, HIDDEN, RATE = 100, 16, 32, 1e-2
-HORIZONS, AUDITED, LAGS, TOLERANCE = (10, 25, 50, STRIDE, 400), 4_000, 1_024, 0.1  # of the audit, in frames, and a bias
-SINCE = (0, 30, 100, 300, 1_000, 3_000)  # frames since the last pulse, edges of the bins of the picture
+HORIZONS, AUDITED, LAGS, TOLERANCE = (
+    (10, 25, 50, STRIDE, 400),
+    4_000,
+    1_024,
+    0.1,
+)  # of the audit, in frames, and a bias
+SINCE = (
+    0,
+    30,
+    100,
+    300,
+    1_000,
+    3_000,
+)  # frames since the last pulse, edges of the bins of the picture
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 
 
@@ -73,7 +86,9 @@ def generate(name: str, frames: int, seed: int) -> Generated:
     mode = np.repeat(modes, lengths)
     labels = np.where(random.random(frames) < WRONG_LABELS, 1 - mode, mode)
     return Generated(
-        Composed(name, Held("inputs", signal), Held("targets", labels)), labels, np.arange(frames) - np.repeat(starts, lengths)
+        Composed(name, Held("inputs", signal), Held("targets", labels)),
+        labels,
+        np.arange(frames) - np.repeat(starts, lengths),
     )
 
 
@@ -116,8 +131,11 @@ class Demo:
         return [network for network in self.networks if network.name == name]
 
 
-def run_demo(updates_each: int, seeds: Sequence[int], watch: Callable[[str, int, float], None]) -> Demo:
-    """Trains both ways at the same number of updates, for every seed, and runs all on the same unbroken recording.
+def run_demo(
+    updates_each: int, seeds: Sequence[int], watch: Callable[[str, int, float], None]
+) -> Demo:
+    """Trains both ways at the same number of updates, for every seed, and runs all on the same
+    unbroken recording.
 
     Args:
         updates_each: updates of each network.
@@ -131,7 +149,11 @@ def run_demo(updates_each: int, seeds: Sequence[int], watch: Callable[[str, int,
         STREAM: (train, [test.recording]),
     }
     with one_thread():
-        found = [_way(Trained(name, seed), *parts, test, updates_each, watch) for seed in seeds for name, parts in pieces.items()]
+        found = [
+            _way(Trained(name, seed), *parts, test, updates_each, watch)
+            for seed in seeds
+            for name, parts in pieces.items()
+        ]
         net = next(net for way, net in found if way.name == STREAM)
         audited, whole = _audited(net, train, updates_each), _whole(net, train)
     return Demo(updates_each, test, tuple(way for way, _ in found), audited, whole)
@@ -140,7 +162,9 @@ def run_demo(updates_each: int, seeds: Sequence[int], watch: Callable[[str, int,
 def _whole(net: Carried, train: list[Recording]) -> Whole:
     """One exact gradient of everything; the network is left as it was."""
     stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
-    size = measure(net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn))
+    size = measure(
+        net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn)
+    )
     began = time.perf_counter()
     (update,) = updates(net, stream, loss_fn, gradient=Exact())
     seconds = time.perf_counter() - began
@@ -171,16 +195,23 @@ def _way(
     way.predicted = outputs.argmax(dim=1).numpy()
     right = way.predicted == test.labels
     way.accuracy = float(right.mean())
-    bins = [right[(test.since >= low) & (test.since < high)] for low, high in pairwise((*SINCE, len(right) + 1))]
+    bins = [
+        right[(test.since >= low) & (test.since < high)]
+        for low, high in pairwise((*SINCE, len(right) + 1))
+    ]
     way.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
     pieces = Stream(as_trained, min(LANES, len(as_trained)), STRIDE, seed=None)
     way.as_trained = evaluate(net, pieces, score=Classification(MODES)).figures["accuracy"]
     return way, net
 
 
-def _trained(way: Trained, train: list[Recording], count: int, watch: Callable[[str, int, float], None]) -> Carried:
+def _trained(
+    way: Trained, train: list[Recording], count: int, watch: Callable[[str, int, float], None]
+) -> Carried:
     torch.manual_seed(way.seed)
-    net = carry(nn.Sequential(OrderedDict(lstm=nn.LSTM(1, HIDDEN), readout=nn.Linear(HIDDEN, len(MODES)))))
+    net = carry(
+        nn.Sequential(OrderedDict(lstm=nn.LSTM(1, HIDDEN), readout=nn.Linear(HIDDEN, len(MODES))))
+    )
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     stream = Stream(train, LANES, STRIDE, seed=way.seed)
     losses = list[torch.Tensor]()
@@ -205,9 +236,18 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
 def summary(demo: Demo) -> list[tuple[str, str, str]]:
     """The table of the demo: what, on the unbroken recording, on the pieces trained on."""
     rows = [
-        (name, _spread([n.accuracy for n in demo.of(name)]), _spread([n.as_trained for n in demo.of(name)])) for name in (WINDOWS, STREAM)
+        (
+            name,
+            _spread([n.accuracy for n in demo.of(name)]),
+            _spread([n.as_trained for n in demo.of(name)]),
+        )
+        for name in (WINDOWS, STREAM)
     ]
-    return [*rows, ("best reachable, by construction", f"{BEST:.3f}", ""), ("chance", f"{CHANCE:.3f}", "")]
+    return [
+        *rows,
+        ("best reachable, by construction", f"{BEST:.3f}", ""),
+        ("chance", f"{CHANCE:.3f}", ""),
+    ]
 
 
 def credit(demo: Demo) -> str:
@@ -216,8 +256,9 @@ def credit(demo: Demo) -> str:
     bias = next(row.bias for row in rows if row.horizon == STRIDE)
     steps, cold = max(reach.contexts.items())
     return (
-        f"credit on the stream: 99% of it goes back {reach.reach_99} frames or fewer, and cutting it every {STRIDE} frames changes the "
-        f"gradient by {bias:.1%}; loss after {steps:,} frames from a zero state {cold:.2f}, with the state carried {reach.loss:.2f}"
+        f"credit on the stream: 99% of it goes back {reach.reach_99} frames or fewer, and cutting"
+        f" it every {STRIDE} frames changes the gradient by {bias:.1%}; loss after {steps:,} frames"
+        f" from a zero state {cold:.2f}, with the state carried {reach.loss:.2f}"
     )
 
 
@@ -225,8 +266,9 @@ def exact(demo: Demo) -> str:
     """What the exact gradient took, in a sentence."""
     whole = demo.whole
     return (
-        f"the exact gradient of all {LANES} x {whole.frames:,} frames, credit from the last to the first, took {whole.seconds:.1f} s and "
-        f"{in_bytes(whole.edges)}, {whole.chunk} frames at a time; one graph of them would hold {in_bytes(whole.one_graph)}"
+        f"the exact gradient of all {LANES} x {whole.frames:,} frames, credit from the last to the"
+        f" first, took {whole.seconds:.1f} s and {in_bytes(whole.edges)}, {whole.chunk} frames at a"
+        f" time; one graph of them would hold {in_bytes(whole.one_graph)}"
     )
 
 

@@ -26,9 +26,14 @@ class Folder:
         """
         folder = cls(Path(config.out))
         if folder.path.exists() and not folder.path.is_dir():
-            raise RunError(f"{folder.path}: is a file; choose another --out, a folder that does not exist yet")
+            raise RunError(
+                f"{folder.path}: is a file; choose another --out, a folder that does not exist yet"
+            )
         if folder.config.exists():
-            raise RunError(f"{folder.path}: holds a run already; continue it with --resume {folder.path}, or choose another --out")
+            raise RunError(
+                f"{folder.path}: holds a run already; continue it with --resume {folder.path}, or"
+                " choose another --out"
+            )
         return folder
 
     @classmethod
@@ -79,7 +84,10 @@ class Folder:
             RunError: the folder holds no run.
         """
         if not self.config.is_file():
-            raise RunError(f"{self.path}: no run there (no {self.config.name}); give the folder that `throughtime train --out` wrote")
+            raise RunError(
+                f"{self.path}: no run there (no {self.config.name}); give the folder that"
+                " `throughtime train --out` wrote"
+            )
         return make_config(read_toml(self.config), source=str(self.config))
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -87,7 +95,9 @@ class Folder:
         if not self.metrics.is_file():
             return []
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a last line cut short by a kill is none
+        return [
+            json.loads(line) for line in lines if line.endswith("\n")
+        ]  # a last line cut short by a kill is none
 
     def sweep(self) -> None:
         """Removes temporary files that a kill in the middle of a write has left."""

@@ -1,7 +1,9 @@
-"""Frames: consecutive rows of a file as one step, as audio at 8,000 rows a second becomes 100 steps of 80 numbers.
+"""Frames: consecutive rows of a file as one step, as audio at 8,000 rows a second becomes 100 steps
+of 80 numbers.
 
-A frame is complete or none: rows at the end that fill no frame are left out. Its target is that of its last row, where the
-net has seen all of it; so an interval of rows covers the steps whose last row it covers.
+A frame is complete or none: rows at the end that fill no frame are left out. Its target is that of
+its last row, where the net has seen all of it; so an interval of rows covers the steps whose last
+row it covers.
 
 Shapes: `N` rows per frame, `n` steps read, `D` columns.
 """

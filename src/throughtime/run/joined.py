@@ -16,7 +16,10 @@ from throughtime.stream.rows import check_lengths
 
 @dataclass(frozen=True)
 class Joined:
-    """Tables of equal length; `places` tells of every column which of them has it, and what it is called there."""
+    """Tables of equal length.
+
+    `places` tells of every column which of them has it, and what it is called there.
+    """
 
     tables: tuple[Table, ...]
     places: dict[str, tuple[int, str]]
@@ -38,15 +41,18 @@ class Joined:
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         groups = groupby((self.places[name] for name in columns), key=lambda place: place[0])
-        parts = [self.tables[index].read(start, stop, [column for _, column in places]) for index, places in groups]
+        parts = [
+            self.tables[index].read(start, stop, [column for _, column in places])
+            for index, places in groups
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def joined(name: str, tables: Sequence[Table]) -> Table:
     """One table as it is; several side by side.
 
-    A column that several of them have is called by its file's place too, `1.u` and `2.u`: unlike the name of the file, that is the
-    same in all recordings.
+    A column that several of them have is called by its file's place too, `1.u` and `2.u`: unlike
+    the name of the file, that is the same in all recordings.
 
     Raises:
         DataError: their lengths differ.
@@ -54,9 +60,22 @@ def joined(name: str, tables: Sequence[Table]) -> Table:
     check_lengths(name, [(str(table.path), len(table)) for table in tables])
     if len(tables) == 1:
         return tables[0]
-    shared = {column for column, count in Counter(c for table in tables for c in table.columns).items() if count > 1}
-    places = [(f"{i + 1}.{c}" if c in shared else c, (i, c)) for i, table in enumerate(tables) for c in table.columns]
+    shared = {
+        column
+        for column, count in Counter(c for table in tables for c in table.columns).items()
+        if count > 1
+    }
+    places = [
+        (f"{i + 1}.{c}" if c in shared else c, (i, c))
+        for i, table in enumerate(tables)
+        for c in table.columns
+    ]
     if len(dict(places)) < len(places):
-        twice = next(column for column, count in Counter(column for column, _ in places).items() if count > 1)
-        raise DataError(f"recording '{name}': its files have a column '{twice}' and another that would be called so; rename one")
+        twice = next(
+            column for column, count in Counter(column for column, _ in places).items() if count > 1
+        )
+        raise DataError(
+            f"recording '{name}': its files have a column '{twice}' and another that would be"
+            " called so; rename one"
+        )
     return Joined(tuple(tables), dict(places))

@@ -1,4 +1,5 @@
-"""Labels: the targets of a recording as they come, for each row, for every so many, for intervals, or for the whole of it.
+"""Labels: the targets of a recording as they come, for each row, for every so many, for intervals,
+or for the whole of it.
 
 What is said in rows of the file becomes steps: `frame` rows are one.
 
@@ -54,8 +55,15 @@ class Kind:
 
 
 def in_kind(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text where they are classes, as floating numbers else; others as they are."""
-    return labels if labels.dtype.kind not in "biu" else labels.astype(np.str_ if classify else np.float64)
+    """Whole numbers as text where they are classes, as floating numbers else.
+
+    Others as they are.
+    """
+    return (
+        labels
+        if labels.dtype.kind not in "biu"
+        else labels.astype(np.str_ if classify else np.float64)
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,9 @@ class Filled:
         return len(self.inner)
 
     def read(self, start: int, stop: int) -> Array:
-        covered = replace(self.inner, labels=np.ones(len(self.inner.starts)), at="all").read(start, stop)
+        covered = replace(self.inner, labels=np.ones(len(self.inner.starts)), at="all").read(
+            start, stop
+        )
         return np.where(np.isnan(covered), self.outside, self.inner.read(start, stop))
 
 
@@ -96,16 +106,21 @@ def of_intervals(files: Files, table: Table, steps: int, form: Form) -> Targets:
     """Labels of intervals in rows of the inputs; `steps` counts these rows.
 
     Raises:
-        DataError: intervals that are unsorted, overlap or leave the recording, or labels of the wrong kind; the file is named.
+        DataError: intervals that are unsorted, overlap or leave the recording, or labels of the
+            wrong kind; the file is named.
     """
     starts, stops, labels = interval_columns(table)
     labels = in_kind(labels, classify=form.task == "classify")
     if form.task == "regress" and labels.dtype.kind == "U" and len(labels):
         wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
-        raise DataError(f"{table.path}: the label {wrong!r} is no number, and --task regress needs one")
+        raise DataError(
+            f"{table.path}: the label {wrong!r} is no number, and --task regress needs one"
+        )
     if labels.dtype.kind == "U":
         labels = np.char.strip(labels)
-    spans = intervals(files.name, str(table.path), starts, stops, labels, steps, form.label_at or "all")
+    spans = intervals(
+        files.name, str(table.path), starts, stops, labels, steps, form.label_at or "all"
+    )
     if form.frame > 1:
         spans, lost = _framed(spans, form.frame)
     else:
@@ -117,7 +132,13 @@ def _framed(spans: Intervals, frame: int) -> tuple[Intervals, int]:
     """The steps whose last row an interval covers; one that covers none is lost."""
     starts, stops = spans.starts // frame, spans.stops // frame
     kept = starts < stops
-    framed = replace(spans, starts=starts[kept], stops=stops[kept], labels=spans.labels[kept], steps=spans.steps // frame)
+    framed = replace(
+        spans,
+        starts=starts[kept],
+        stops=stops[kept],
+        labels=spans.labels[kept],
+        steps=spans.steps // frame,
+    )
     return framed, int((~kept).sum())
 
 
@@ -127,11 +148,15 @@ def of_every(files: Files, table: Table, steps: int, count: int, form: Form) -> 
     Raises:
         DataError: there are more or fewer.
     """
-    chosen = columns(files.name, table, table.columns, table, form.targets or table.columns).target_columns
+    chosen = columns(
+        files.name, table, table.columns, table, form.targets or table.columns
+    ).target_columns
     labels = Kind(Selected(table, chosen, flat=True), form.task == "classify")
     checked = every(files.name, labels, count, steps, form.label_at or "last")
     rows = Every(labels, count // form.frame, steps // form.frame, checked.at)
-    return Targets(rows, chosen, () if table.rate is None else (Rate(str(table.path), table.rate * count),))
+    return Targets(
+        rows, chosen, () if table.rate is None else (Rate(str(table.path), table.rate * count),)
+    )
 
 
 def of_rows(table: Table, chosen: tuple[str, ...], frame: int) -> Targets:

@@ -14,7 +14,9 @@ from throughtime.stream.formats.csv_fields import is_number
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
 _FAULTS = 5  # listed at most
-_HEADER = 65_536  # bytes: the header of a manifest is shorter, the first line of another file may be as long as memory
+# bytes: the header of a manifest is shorter, the first line of another file may be as long as
+# memory
+_HEADER = 65_536
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Files:
         split: empty if nothing says.
         inputs: its files, whose columns stand side by side.
         targets: the file of its targets, if they have one of their own.
-        label: that of the whole recording; empty where the manifest has labels and none for this one; `None` if it has none at all.
+        label: that of the whole recording; empty where the manifest has labels and none for this
+            one; `None` if it has none at all.
         static: its static features, in the order asked for.
     """
 
@@ -46,7 +49,9 @@ def together(faults: Sequence[str]) -> str:
         ('a; b', 'a; b; c; d; e; and 3 more faults')
     """
     rest = len(faults) - _FAULTS
-    return "; ".join(faults[:_FAULTS]) + (f"; and {rest} more fault{'s' if rest > 1 else ''}" if rest > 0 else "")
+    return "; ".join(faults[:_FAULTS]) + (
+        f"; and {rest} more fault{'s' if rest > 1 else ''}" if rest > 0 else ""
+    )
 
 
 def find(data: Path, static: Sequence[str] = ()) -> list[Files]:
@@ -57,21 +62,32 @@ def find(data: Path, static: Sequence[str] = ()) -> list[Files]:
         static: columns of the manifest that are static features.
 
     Raises:
-        DataError: nothing there, or a manifest with a missing file or column, or a recording listed twice.
+        DataError: nothing there, or a manifest with a missing file or column, or a recording listed
+            twice.
     """
     if not data.exists():
         raise DataError(f"{data}: no such file or folder")
     folder = data.is_dir() and data.suffix.lower() not in formats.SUFFIXES
-    manifest = next((data / name for name in MANIFESTS if (data / name).is_file()), None) if folder else data
+    manifest = (
+        next((data / name for name in MANIFESTS if (data / name).is_file()), None)
+        if folder
+        else data
+    )
     if manifest is not None and (folder or _is_manifest(manifest)):
         return _read(manifest, static)
     if static:
-        raise DataError(f"{data}: static={','.join(static)} names columns of a manifest (CSV: {', '.join(COLUMNS)}), and this is none")
+        raise DataError(
+            f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
+            f" {', '.join(COLUMNS)}), and this is none"
+        )
     if not folder:
         return [Files(data.name, "", (data,))]
     paths = sorted(p for p in data.iterdir() if p.suffix.lower() in formats.SUFFIXES)
     if not paths:
-        raise DataError(f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no {' or '.join(MANIFESTS)}")
+        raise DataError(
+            f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no"
+            f" {' or '.join(MANIFESTS)}"
+        )
     return [Files(path.name, "", (path,)) for path in paths]
 
 
@@ -95,11 +111,21 @@ def _read(path: Path, static: Sequence[str]) -> list[Files]:
     """A manifest is text: the ids `1` and `001` are two recordings."""
     columns = csv.read_columns(path)
     _check_columns(path, list(columns), static)
-    rows = [dict(zip(columns, map(str.strip, row), strict=True)) for row in zip(*columns.values(), strict=True)]
+    rows = [
+        dict(zip(columns, map(str.strip, row), strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
     if not rows:
-        raise DataError(f"{path}: the manifest lists no recording; write a line for each, such as: a,train,a.csv")
+        raise DataError(
+            f"{path}: the manifest lists no recording; write a line for each, such as:"
+            " a,train,a.csv"
+        )
     found = [_files(path.parent, row, static) for row in rows]
-    faults = [fault for row, files in zip(rows, found, strict=True) for fault in _faults(row, files, static)] + _listed_twice(found)
+    faults = [
+        fault
+        for row, files in zip(rows, found, strict=True)
+        for fault in _faults(row, files, static)
+    ] + _listed_twice(found)
     if faults:
         raise DataError(f"{path}: {together(faults)}")
     return found
@@ -109,13 +135,25 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
     reserved = [name for name in static if name in COLUMNS]
     absent = [name for name in static if name not in columns]
     if reserved or absent:
-        what = f"'{reserved[0]}' says something else in a manifest" if reserved else f"there is no column '{absent[0]}'"
-        raise DataError(f"{path}: static={','.join(static)}, but {what}; its columns are {', '.join(columns)}")
+        what = (
+            f"'{reserved[0]}' says something else in a manifest"
+            if reserved
+            else f"there is no column '{absent[0]}'"
+        )
+        raise DataError(
+            f"{path}: static={','.join(static)}, but {what}; its columns are {', '.join(columns)}"
+        )
     unknown = [c for c in columns if c not in {*COLUMNS, *static}]
     if unknown or not {"id", "inputs"} <= set(columns):
-        hint = f"; a number of each recording that the net is to see: --static {','.join((*static, *unknown))}" if unknown else ""
+        hint = (
+            "; a number of each recording that the net is to see: --static"
+            f" {','.join((*static, *unknown))}"
+            if unknown
+            else ""
+        )
         raise DataError(
-            f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs optional); got {', '.join(columns)}{hint}"
+            f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
+            f" optional); got {', '.join(columns)}{hint}"
         )
 
 
@@ -132,7 +170,10 @@ def _faults(row: dict[str, str], files: Files, static: Sequence[str]) -> list[st
     name = files.name
     faults = [] if name else ["a recording has no id"]
     if not all(part.strip() for part in row["inputs"].split(";")):
-        return [*faults, f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'"]
+        return [
+            *faults,
+            f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'",
+        ]
     paths = [*files.inputs, *([files.targets] if files.targets is not None else [])]
     faults += [f"'{name}': no such file {path}" for path in paths if not _is_there(path)]
     if len(set(files.inputs)) < len(files.inputs):
@@ -140,7 +181,8 @@ def _faults(row: dict[str, str], files: Files, static: Sequence[str]) -> list[st
     if row.get("targets") and row.get("label"):
         faults.append(f"'{name}' has targets and the label {row['label']!r}, expected one of them")
     faults += [
-        f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number for every recording"
+        f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number for"
+        " every recording"
         for feature, value in zip(static, files.static, strict=True)
         if not math.isfinite(value)
     ]
@@ -162,8 +204,13 @@ def _listed_twice(found: Sequence[Files]) -> list[str]:
         if files.name in names:
             faults.append(f"'{files.name}' is listed twice")
         names.add(files.name)
-        owner = owners.setdefault(tuple(path.resolve() if _is_there(path) else path for path in files.inputs), files.name)
+        owner = owners.setdefault(
+            tuple(path.resolve() if _is_there(path) else path for path in files.inputs), files.name
+        )
         if owner != files.name:
             same = ", ".join(map(str, files.inputs))
-            faults.append(f"'{owner}' and '{files.name}' are the same recording, {same}: list it once, in one split")
+            faults.append(
+                f"'{owner}' and '{files.name}' are the same recording, {same}: list it once, in one"
+                " split"
+            )
     return faults

@@ -27,8 +27,9 @@ _KIND = "throughtime.model/1"
 class Spec:
     """All it takes to build the model again and to feed it: kept in the weights file.
 
-    `static` are columns of a manifest whose numbers follow the inputs at every step; `frame` rows of `inputs` are one step; `rate` is
-    that of the rows, if the files said one. An older file without these has the defaults.
+    `static` are columns of a manifest whose numbers follow the inputs at every step; `frame` rows
+    of `inputs` are one step; `rate` is that of the rows, if the files said one. An older file
+    without these has the defaults.
     """
 
     task: Literal["classify", "regress"]
@@ -47,7 +48,14 @@ class Spec:
     rate: float | None = None
 
     @classmethod
-    def of(cls, config: Config, found: Survey, inputs: tuple[str, ...], targets: tuple[str, ...], rate: float | None) -> "Spec":
+    def of(
+        cls,
+        config: Config,
+        found: Survey,
+        inputs: tuple[str, ...],
+        targets: tuple[str, ...],
+        rate: float | None,
+    ) -> "Spec":
         """What the configuration asks for on the data that were found."""
         classes = sorted_classes(found.classes) if config.task == "classify" else ()
         return cls(
@@ -71,13 +79,19 @@ class Spec:
     def from_plain(cls, values: Mapping[str, Any]) -> "Spec":
         """What `asdict` gave, read back from JSON."""
         plain: dict[str, Any] = dict(values)
-        plain |= {key: tuple(plain[key]) for key in ("classes", "inputs", "targets", "static") if key in plain}
+        plain |= {
+            key: tuple(plain[key])
+            for key in ("classes", "inputs", "targets", "static")
+            if key in plain
+        }
         return cls(**plain)
 
     @property
     def form(self) -> Form:
         """How to read the inputs of a file."""
-        return Form(self.task, self.inputs, self.targets, self.static, self.frame, self.csv, rate=self.rate)
+        return Form(
+            self.task, self.inputs, self.targets, self.static, self.frame, self.csv, rate=self.rate
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -138,14 +152,18 @@ class StandardisedMSE:
         return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
 
 
-def loss_of(config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]) -> nn.Module | StandardisedMSE:
-    """Cross-entropy, with class weights if asked for, or the squared error in units of the statistics that the net holds.
+def loss_of(
+    config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]
+) -> nn.Module | StandardisedMSE:
+    """Cross-entropy, with class weights if asked for, or the squared error in units of the
+    statistics that the net holds.
 
     Args:
         config: says whether classes are weighed.
         spec: of the net.
         net: with its statistics, on its device.
-        classes: how often each occurs in the training split; looked at only where they are balanced.
+        classes: how often each occurs in the training split; looked at only where they are
+            balanced.
 
     Raises:
         ConfigError: a weight for a class that there is not.
@@ -154,12 +172,16 @@ def loss_of(config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]
     if spec.task == "regress":
         return StandardisedMSE(net.module.get_buffer("units.scale").clone())
     weights = class_weights(config.class_weights, spec.classes, classes)
-    return nn.CrossEntropyLoss(weight=None if weights is None else weights.to(device, spec.torch_dtype))
+    return nn.CrossEntropyLoss(
+        weight=None if weights is None else weights.to(device, spec.torch_dtype)
+    )
 
 
 def save_model(path: Path, net: Carried, spec: Spec) -> None:
     """Writes weights, statistics and description into one safetensors file."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in net.module.state_dict().items()}
+    tensors = {
+        name: value.detach().cpu().contiguous() for name, value in net.module.state_dict().items()
+    }
     files.write(path, _KIND, asdict(spec), tensors)
 
 
@@ -169,7 +191,9 @@ def load_model(path: Path) -> tuple[Carried, Spec]:
     Raises:
         RunError: no such file, or one that holds no model of throughtime.
     """
-    values, tensors = files.read(path, _KIND, "is it the folder of a run that has reached its first checkpoint?")
+    values, tensors = files.read(
+        path, _KIND, "is it the folder of a run that has reached its first checkpoint?"
+    )
     spec = Spec.from_plain(values)
     net = build(spec)
     net.module.load_state_dict(tensors)

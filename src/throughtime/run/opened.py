@@ -1,4 +1,5 @@
-"""Opened: the recordings of a list of files, with the columns and labels that are asked for, checked against each other.
+"""Opened: the recordings of a list of files, with the columns and labels that are asked for,
+checked against each other.
 
 Shapes: `T` steps, `D` input features, `S` static features.
 """
@@ -45,8 +46,9 @@ def open_recordings(found: Sequence[Files], form: Form) -> list[Opened]:
     """Opens every recording with the columns and labels asked for, in order.
 
     Raises:
-        DataError: missing columns, targets of another length, an empty recording, an unreadable file, other columns or rates than those
-            of the first recording; all such faults are listed.
+        DataError: missing columns, targets of another length, an empty recording, an unreadable
+            file, other columns or rates than those of the first recording; all such faults are
+            listed.
     """
     opened: list[Opened] = []
     faults: list[str] = []
@@ -56,7 +58,9 @@ def open_recordings(found: Sequence[Files], form: Form) -> list[Opened]:
         except DataError as error:
             faults.append(str(error))
     known = [] if form.rate is None else [Rate("what the model was trained on", form.rate)]
-    faults += disagreements([*known, *(rate for one in opened for rate in one.rates)]) + _other_columns(opened)
+    faults += disagreements(
+        [*known, *(rate for one in opened for rate in one.rates)]
+    ) + _other_columns(opened)
     if faults:
         raise DataError(together(faults))
     return opened
@@ -68,8 +72,8 @@ def _other_columns(opened: Sequence[Opened]) -> list[str]:
     for role in ("input", "target"):
         named = [(one.recording.name, getattr(one.recording, f"{role}_columns")) for one in opened]
         faults += [
-            f"recording '{name}' has the {role} columns {', '.join(got)}, '{named[0][0]}' has {', '.join(named[0][1])}; name them with "
-            f"--{role}s, or rename them"
+            f"recording '{name}' has the {role} columns {', '.join(got)}, '{named[0][0]}' has"
+            f" {', '.join(named[0][1])}; name them with --{role}s, or rename them"
             for name, got in named
             if got != named[0][1]
         ]
@@ -84,15 +88,28 @@ def _opened(files: Files, form: Form) -> Opened:
     chosen = form.inputs or tuple(c for c in table.columns if apart or c not in targets.columns)
     if not chosen:
         said = ", ".join(targets.columns)
-        raise DataError(f"{table.path}: no column is left for the inputs, {said} being the targets; name them with --inputs")
+        raise DataError(
+            f"{table.path}: no column is left for the inputs, {said} being the targets; name them"
+            " with --inputs"
+        )
     recording = composed(files.name, table, replace(form, inputs=chosen), files.static)
     recording = replace(recording, targets=targets.rows, target_columns=targets.columns)
-    return Opened(files.split, recording, rates_of(tables) + targets.rates, len(table) % form.frame, targets.lost)
+    return Opened(
+        files.split,
+        recording,
+        rates_of(tables) + targets.rates,
+        len(table) % form.frame,
+        targets.lost,
+    )
 
 
 def table_of(path: Path, form: Form) -> Table:
     """A file of a recording; one of intervals has its signals in columns in any case."""
-    on_its_side = form.csv == "rows" and path.suffix.lower() == ".csv" and set(header_of(path)) != set(INTERVAL_COLUMNS)
+    on_its_side = (
+        form.csv == "rows"
+        and path.suffix.lower() == ".csv"
+        and set(header_of(path)) != set(INTERVAL_COLUMNS)
+    )
     return formats.open_table(path, rows=on_its_side)
 
 
@@ -105,13 +122,18 @@ def composed(name: str, table: Table, form: Form, static: tuple[float, ...] = ()
     """The inputs of a recording: columns of a table, framed, with its static features."""
     recording = columns(name, table, form.inputs)
     if len(table) < form.frame:
-        raise DataError(f"{table.path}: has {len(table)} rows, too few for a single frame of {form.frame}")
+        raise DataError(
+            f"{table.path}: has {len(table)} rows, too few for a single frame of {form.frame}"
+        )
     inputs = recording.inputs if form.frame == 1 else Framed(recording.inputs, form.frame)
     return replace(recording, inputs=inputs, static=np.array(static) if static else None)
 
 
 def _targets(files: Files, table: Table, form: Form) -> Targets:
-    """The targets in the form in which they come; settings that belong to another form are refused."""
+    """The targets in the form in which they come.
+
+    Settings that belong to another form are refused.
+    """
     steps = len(table)
     apart = None if files.targets is None else table_of(files.targets, form)
     if apart is not None and labels.are_intervals(apart, form):
@@ -121,17 +143,28 @@ def _targets(files: Files, table: Table, form: Form) -> Targets:
         _refuse(files, form, "its label is for the whole recording", "label_every", "outside")
         return labels.whole(files, steps // form.frame, form)
     if apart is not None and form.label_every is not None:
-        _refuse(files, form, f"{apart.path} holds a row of targets for every {form.label_every} rows", "outside")
+        _refuse(
+            files,
+            form,
+            f"{apart.path} holds a row of targets for every {form.label_every} rows",
+            "outside",
+        )
         return labels.of_every(files, apart, steps, form.label_every, form)
     _refuse(files, form, "its targets are one for each row", "label_every", "label_at", "outside")
-    wanted = form.targets or (apart.columns if apart is not None else ("targets",) if "targets" in table.columns else ())
+    wanted = form.targets or (
+        apart.columns if apart is not None else ("targets",) if "targets" in table.columns else ()
+    )
     if not wanted:
-        raise DataError(f"{table.path}: which columns are the targets? The file has {', '.join(table.columns)}; name them with --targets")
+        raise DataError(
+            f"{table.path}: which columns are the targets? The file has {', '.join(table.columns)};"
+            " name them with --targets"
+        )
     own = table if apart is None else apart
     if len(own) != steps:
         raise DataError(
-            f"recording '{files.name}': {table.path} has {steps} steps and {own.path} has {len(own)}; targets need one row per step, or "
-            "say how many steps each of them is for: --label-every N"
+            f"recording '{files.name}': {table.path} has {steps} steps and {own.path} has"
+            f" {len(own)}; targets need one row per step, or say how many steps each of them is"
+            " for: --label-every N"
         )
     checked = columns(files.name, table, table.columns, own, wanted)
     return labels.of_rows(own, checked.target_columns, form.frame)
@@ -146,4 +179,7 @@ def _refuse(files: Files, form: Form, what: str, *settings: str) -> None:
     for name in settings:
         value = getattr(form, name)
         if value is not None:
-            raise DataError(f"recording '{files.name}': {name}={value} belongs to {belongs[name]}, but {what}; leave it out")
+            raise DataError(
+                f"recording '{files.name}': {name}={value} belongs to {belongs[name]}, but {what};"
+                " leave it out"
+            )

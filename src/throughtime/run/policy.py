@@ -13,14 +13,19 @@ from throughtime.stream import Stream
 
 def policy_of(config: Config) -> Truncated | Exact:
     """The policy that the settings ask for."""
-    return Exact(segment=config.segment) if config.exact else Truncated(config.stride, config.horizon)
+    return (
+        Exact(segment=config.segment) if config.exact else Truncated(config.stride, config.horizon)
+    )
 
 
-def settled(policy: Truncated | Exact, net: Carried, stream: Stream, loss_fn: LossFn) -> Truncated | Exact:
-    """The policy with pieces of a fixed length, measured on the first steps of the stream, which has not moved yet.
+def settled(
+    policy: Truncated | Exact, net: Carried, stream: Stream, loss_fn: LossFn
+) -> Truncated | Exact:
+    """The policy with pieces of a fixed length, measured on the first steps of the stream, which
+    has not moved yet.
 
-    Where a sweep is cut decides how its sums are rounded, and a run that goes on must round as it did before: what is measured
-    must not depend on where it goes on.
+    Where a sweep is cut decides how its sums are rounded, and a run that goes on must round as it
+    did before: what is measured must not depend on where it goes on.
     """
     if isinstance(policy, Truncated):
         return policy
@@ -30,14 +35,28 @@ def settled(policy: Truncated | Exact, net: Carried, stream: Stream, loss_fn: Lo
     steps = min(policy.segment or stream.steps, stream.steps)
     room = Room(policy.memory, policy.chunk, policy.offload)
     return replace(
-        policy, chunk=room.length(net, steps, lambda n: stream.read(0, min(n, stream.steps)).to(device), state, Objective(loss_fn))
+        policy,
+        chunk=room.length(
+            net,
+            steps,
+            lambda n: stream.read(0, min(n, stream.steps)).to(device),
+            state,
+            Objective(loss_fn),
+        ),
     )
 
 
 def updates_per_epoch(policy: Truncated | Exact, stream: Stream) -> int:
-    """How many updates an epoch makes; an estimate where it depends on when the lanes' recordings end."""
+    """How many updates an epoch makes.
+
+    An estimate where it depends on when the lanes' recordings end.
+    """
     if isinstance(policy, Truncated):
         return math.ceil(stream.steps / policy.stride)
     if policy.segment is not None:
         return math.ceil(stream.steps / policy.segment)
-    return len(stream.recordings) if stream.lanes * stream.shard.ranks == 1 else max(1, round(stream.steps / stream.unbroken()))
+    return (
+        len(stream.recordings)
+        if stream.lanes * stream.shard.ranks == 1
+        else max(1, round(stream.steps / stream.unbroken()))
+    )

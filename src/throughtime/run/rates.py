@@ -23,7 +23,10 @@ def disagreements(rates: Iterable[Rate]) -> list[str]:
     """
     first, *others = [*rates] or [None]
     return [
-        f"{other.where} has {other.value:.12g} rows per second, {first.where} has {first.value:.12g}; resample one of them"
+        f"{other.where} has {other.value:.12g} rows per second, {first.where} has"
+        f" {first.value:.12g}; resample one of them"
         for other in others
-        if first is not None and other is not None and not math.isclose(first.value, other.value, rel_tol=_CLOSE)
+        if first is not None
+        and other is not None
+        and not math.isclose(first.value, other.value, rel_tol=_CLOSE)
     ]

@@ -33,12 +33,25 @@ class Stretch:
 def stretch(net: Carried, spec: Spec, recording: Recording, config: Config) -> Stretch:
     """The liveliest 1,500 of the first 20,000 steps: those with most changes of class, or the last ones for regression."""
     steps = min(len(recording), _LEAD)
-    stream = Stream([recording], 1, steps, seed=None, dtype=spec.torch_dtype, missing=config.missing, rank=0, ranks=1)
+    stream = Stream(
+        [recording],
+        1,
+        steps,
+        seed=None,
+        dtype=spec.torch_dtype,
+        missing=config.missing,
+        rank=0,
+        ranks=1,
+    )
     chunk = stream.read(0, steps)
     player = Predictor(net)
     parts = [player(part.to(player.device)).squeeze(1).cpu() for part in chunk.inputs.split(1024)]
     outputs = torch.cat(parts).numpy()
-    targets = np.zeros(steps) if chunk.targets is None else chunk.targets[:, 0].reshape(steps, -1)[:, 0].numpy()
+    targets = (
+        np.zeros(steps)
+        if chunk.targets is None
+        else chunk.targets[:, 0].reshape(steps, -1)[:, 0].numpy()
+    )
     predicted = outputs.argmax(axis=1) if spec.task == "classify" else outputs[:, 0]
     start = _liveliest(targets) if spec.task == "classify" else max(0, steps - _SHOWN)
     shown = slice(start, min(start + _SHOWN, steps))

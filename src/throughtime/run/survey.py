@@ -39,7 +39,11 @@ class Moments:
         here = filled.sum(axis=0) / np.maximum(n, 1)
         step = here - self.mean
         total = np.maximum(self.count + n, 1)
-        self.spread = self.spread + (np.where(known, values - here, 0.0) ** 2).sum(axis=0) + step**2 * self.count * n / total
+        self.spread = (
+            self.spread
+            + (np.where(known, values - here, 0.0) ** 2).sum(axis=0)
+            + step**2 * self.count * n / total
+        )
         self.mean = self.mean + step * n / total
         self.count = self.count + n
 
@@ -60,7 +64,9 @@ class Survey:
     missing: int = 0
     without_target: int = 0
     steps: int = 0
-    rising: Array = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))  # input columns that only ever rise within a recording
+    rising: Array = field(
+        default_factory=lambda: np.zeros(0, dtype=np.bool_)
+    )  # input columns that only ever rise within a recording
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
 
@@ -79,7 +85,8 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
             width = width or (recording.name, inputs.shape[1])
             if inputs.shape[1] != width[1]:
                 raise DataError(
-                    f"recording '{recording.name}' has {inputs.shape[1]} input columns, '{width[0]}' has {width[1]}; all need the same"
+                    f"recording '{recording.name}' has {inputs.shape[1]} input columns,"
+                    f" '{width[0]}' has {width[1]}; all need the same"
                 )
             bad = ~np.isfinite(inputs)
             if bad.any() and not first:
@@ -95,7 +102,8 @@ def survey(recordings: Sequence[Recording], *, classify: bool) -> Survey:
         found.missing += missing_here
         if missing_here:
             found.faults.append(
-                f"recording '{recording.name}': {missing_here} steps have inputs that are NaN or infinite, the first at {first}"
+                f"recording '{recording.name}': {missing_here} steps have inputs that are NaN or"
+                f" infinite, the first at {first}"
             )
     return found
 
@@ -111,7 +119,9 @@ def _blocks(recording: Recording) -> Iterator[tuple[int, Array, Array | None]]:
     for start, steps in blocks(recording):
         inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
         if steps.static is not None:
-            inputs = np.concatenate([inputs, np.broadcast_to(steps.static, (len(inputs), len(steps.static)))], axis=1)
+            inputs = np.concatenate(
+                [inputs, np.broadcast_to(steps.static, (len(inputs), len(steps.static)))], axis=1
+            )
         yield start, inputs, steps.targets
 
 
@@ -126,7 +136,8 @@ def _add_targets(found: Survey, name: str, start: int, targets: Array, classify:
     infinite = np.isinf(rows).any(axis=1)
     if infinite.any():
         found.bad_targets.append(
-            f"recording '{name}': {int(infinite.sum())} targets are infinite from step {start + int(infinite.argmax())} on"
+            f"recording '{name}': {int(infinite.sum())} targets are infinite from step"
+            f" {start + int(infinite.argmax())} on"
         )
     found.without_target += int(np.isnan(rows).any(axis=1).sum())
     found.targets.add(rows)

@@ -1,8 +1,9 @@
-"""Team: the ranks of a run. The first of them writes and speaks; what goes wrong on one ends all, and is said once.
+"""Team: the ranks of a run. The first of them writes and speaks; what goes wrong on one ends all,
+and is said once.
 
-Every message carries what failed on its rank, if something did, beside what it is for: a rank that fails while the others are about
-to tell each other something else is heard all the same. All of it is `torch.distributed` on the default group; a team of one sends
-nothing.
+Every message carries what failed on its rank, if something did, beside what it is for: a rank that
+fails while the others are about to tell each other something else is heard all the same. All of it
+is `torch.distributed` on the default group; a team of one sends nothing.
 """
 
 from collections.abc import Callable, Generator
@@ -70,7 +71,8 @@ class Team:
         return [value] if self.count == 1 else self._exchanged(value, None)
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """Every rank does the work; what fails on one fails on all, and is said by the first on which it did.
+        """Every rank does the work; what fails on one fails on all, and is said by the first on
+        which it did.
 
         Returns:
             What came out on this rank.
@@ -86,7 +88,10 @@ class Team:
         return cast("T", done)
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """Only the first rank does the work, and all are told what came out, or that it failed; see `all_do`."""
+        """Only the first rank does the work, and all are told what came out, or that it failed.
+
+        See `all_do`.
+        """
         if self.count == 1:
             return work()
         done, failed = _attempt(work) if self.first else (None, None)
@@ -109,7 +114,10 @@ class Team:
         return [bool(wish) for wish in asked.tolist()]
 
     def part(self) -> None:
-        """Waits until all ranks have come here, so that none ends while the first still writes; one that is gone is not waited for."""
+        """Waits until all ranks have come here, so that none ends while the first still writes.
+
+        One that is gone is not waited for.
+        """
         if self.count > 1:
             with suppress(RuntimeError):
                 distributed.barrier()
@@ -118,14 +126,18 @@ class Team:
         """What each rank has, unless something failed."""
         everyone: list[Any] = [None] * self.count
         with _heard():
-            distributed.all_gather_object(everyone, (value, None if error is None else _said(error)))
+            distributed.all_gather_object(
+                everyone, (value, None if error is None else _said(error))
+            )
         failed = [(rank, said) for rank, (_, said) in enumerate(everyone) if said is not None]
         if not failed:
             return [one for one, _ in everyone]
         rank, said = failed[0]
         if error is not None and rank == self.rank and not _expected(error):
             raise error
-        raise TeamError(said if rank == 0 else f"rank {rank}: {said}", mine=rank == self.rank) from error
+        raise TeamError(
+            said if rank == 0 else f"rank {rank}: {said}", mine=rank == self.rank
+        ) from error
 
 
 ALONE = Team()
@@ -137,7 +149,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except (TeamError, LostRankError):
         raise
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others are told and then it is raised
+    # whatever it is, the others are told and then it is raised
+    except Exception as error:
         return None, error
 
 
@@ -157,4 +170,7 @@ def _heard() -> Generator[None]:
         yield
     except RuntimeError as error:
         said = str(error).partition("\n")[0].partition(". ")[0]  # gloo's advice on bugs follows
-        raise LostRankError(f"another rank has ended, or did not answer within the time limit of the process group ({said})") from error
+        raise LostRankError(
+            "another rank has ended, or did not answer within the time limit of the process group"
+            f" ({said})"
+        ) from error

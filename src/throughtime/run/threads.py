@@ -8,7 +8,9 @@ import torch
 
 from throughtime.run.model import Spec
 
-_WORTH_IT = 2e6  # operations in the products of a step: some 40 microseconds, against some 10 of waiting for each other
+# operations in the products of a step: some 40 microseconds, against some 10 of waiting for each
+# other
+_WORTH_IT = 2e6
 
 
 def small(spec: Spec, lanes: int) -> bool:
@@ -18,10 +20,12 @@ def small(spec: Spec, lanes: int) -> bool:
 
 @contextmanager
 def one_thread(*, when: bool = True) -> Generator[None]:
-    """A single thread, for a net whose every step is tiny; `OMP_NUM_THREADS` says otherwise where it is set.
+    """A single thread, for a net whose every step is tiny; `OMP_NUM_THREADS` says otherwise where
+    it is set.
 
-    A second thread brings nothing then, and on a busy machine the two wait for each other at every step: with two processes
-    beside it on two cores, an audit of a net of 64 units took 142 s with two threads and 2 s with one.
+    A second thread brings nothing then, and on a busy machine the two wait for each other at every
+    step: with two processes beside it on two cores, an audit of a net of 64 units took 142 s with
+    two threads and 2 s with one.
     """
     before = torch.get_num_threads()
     if when and "OMP_NUM_THREADS" not in os.environ:

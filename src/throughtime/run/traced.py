@@ -1,10 +1,13 @@
-"""The gradient of a run over time and layer: what its own policy gives to each step of a stretch of one recording.
+"""The gradient of a run over time and layer: what its own policy gives to each step of a stretch of
+one recording.
 
-    G_t = sum over updates u of  dL_u / ds_t        s a state or gate, L_u the mean loss of the steps that update u counts
+    G_t = sum over updates u of  dL_u / ds_t        s a state or gate, L_u the mean loss of the
+    steps that update u counts
 
-A gradient of weights is the sum over steps of what each contributes under G_t: it is all that training learns from at step t. Where
-the horizon is longer than the stride, a step lies in several windows, whose gradients add up. One lane plays the recording, its state
-carried from the first step, at fixed weights.
+A gradient of weights is the sum over steps of what each contributes under G_t: it is all that
+training learns from at step t. Where the horizon is longer than the stride, a step lies in several
+windows, whose gradients add up. One lane plays the recording, its state carried from the first
+step, at fixed weights.
 
 Shapes: `T` steps, `H` hidden.
 """
@@ -32,7 +35,8 @@ from throughtime.updates import updates
 
 SHOWN, FEWEST = 400, 3  # steps that are shown at least, and strides
 LONGEST = 1_000  # a longer stride has no edge among the steps shown
-WORK = 30_000  # steps of all windows at most: a layer's recurrence takes about 0.1 ms for each while it is traced
+# steps of all windows at most: a layer's recurrence takes about 0.1 ms for each while it is traced
+WORK = 30_000
 VANISHED, EXPLODED = 1e-3, 10.0  # as tt.trace has them: docs/trace.md says why
 _DIGITS = 4
 
@@ -57,7 +61,11 @@ class Cut:
     def of(cls, config: Config, steps: int) -> "Cut":
         """As the run cuts, where there are so many steps from the first on."""
         stride = (config.segment if config.exact else config.stride) or steps
-        horizon = stride if config.exact or config.train_on == "windows" else max(stride, config.horizon or stride)
+        horizon = (
+            stride
+            if config.exact or config.train_on == "windows"
+            else max(stride, config.horizon or stride)
+        )
         if stride > LONGEST:
             played = min(LONGEST + SHOWN, steps)
             return cls(min(SHOWN, steps), played, played, played)
@@ -74,7 +82,11 @@ class Cut:
 
     def begins(self, stop: int) -> int:
         """The first step of the window whose update ends before `stop`."""
-        return next(w.start for w in schedule.windows(self.steps, self.stride, self.horizon) if w.stop == stop)
+        return next(
+            w.start
+            for w in schedule.windows(self.steps, self.stride, self.horizon)
+            if w.stop == stop
+        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +100,10 @@ class Life:
         lived: steps, counted back from the end of a window, that it lives; the median window.
         died: windows in which it has died before their first step.
         exploded: windows in which it blows up.
-        burst: steps, counted back from the end of a window, where it does; the median of these windows, `None` where there is none.
-        edge: what would flow on across the edge where a window begins, relative to its largest; the median window. `None` for gates.
+        burst: steps, counted back from the end of a window, where it does; the median of these
+            windows, `None` where there is none.
+        edge: what would flow on across the edge where a window begins, relative to its largest; the
+            median window. `None` for gates.
     """
 
     name: str
@@ -124,8 +138,10 @@ class Traced:
         horizon: steps that credit flowed back.
         ahead: steps after those shown whose losses were looked at, too.
         signal: the first input column at every step shown.
-        windows: how many windows the figures of `lives` are of, each of `horizon` steps unless the stretch is shorter.
-        norms: of each state and gate at every step shown, to four digits; infinite where they are not finite.
+        windows: how many windows the figures of `lives` are of, each of `horizon` steps unless the
+            stretch is shorter.
+        norms: of each state and gate at every step shown, to four digits; infinite where they are
+            not finite.
         lives: one for each.
         memories: one for each layer with a gate that keeps the past.
     """
@@ -156,17 +172,28 @@ class Traced:
         """What `asdict` gave, read back from JSON, which knows no infinity."""
         read = {
             "signal": tuple(_number(value) for value in content["signal"]),
-            "norms": {name: tuple(_number(norm) for norm in norms) for name, norms in content["norms"].items()},
-            "lives": tuple(Life(**(life | {"largest": _number(life["largest"])})) for life in content["lives"]),
+            "norms": {
+                name: tuple(_number(norm) for norm in norms)
+                for name, norms in content["norms"].items()
+            },
+            "lives": tuple(
+                Life(**(life | {"largest": _number(life["largest"])})) for life in content["lives"]
+            ),
             "memories": tuple(
-                Memory(m["name"], *(_number(m[key]) for key in ("short", "median", "long", "longest"))) for m in content["memories"]
+                Memory(
+                    m["name"], *(_number(m[key]) for key in ("short", "median", "long", "longest"))
+                )
+                for m in content["memories"]
             ),
         }
         return cls(**(content | read))
 
 
-def traced(net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, config: Config) -> Traced | None:
-    """The gradient over the liveliest stretch of a recording; `None` if none of its steps has a loss.
+def traced(
+    net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, config: Config
+) -> Traced | None:
+    """The gradient over the liveliest stretch of a recording; `None` if none of its steps has a
+    loss.
 
     Args:
         net: the run's model; its weights are left as they are.
@@ -183,25 +210,40 @@ def traced(net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, conf
     chunk, state = _placed(net, spec, recording, config, start, cut.steps)
     seen = Seen(cut)
     with trace(net, tensors=True, vanished=VANISHED, exploded=EXPLODED) as watch:
-        for update in updates(net, [chunk], loss_fn, gradient=Truncated(cut.stride, cut.horizon), state=state):
+        for update in updates(
+            net, [chunk], loss_fn, gradient=Truncated(cut.stride, cut.horizon), state=state
+        ):
             seen.take(watch, int(update.chunk.position[-1, 0]) + 1)
     net.zero_grad()
     signal = chunk.inputs[: cut.shown, 0].reshape(cut.shown, -1)[:, 0].double().tolist()
     return seen.summary(recording.name, start, signal) if seen.found else None
 
 
-def _placed(net: Carried, spec: Spec, recording: Recording, config: Config, start: int, steps: int) -> tuple[Chunk, State]:
+def _placed(
+    net: Carried, spec: Spec, recording: Recording, config: Config, start: int, steps: int
+) -> tuple[Chunk, State]:
     """The steps to play, counted from zero, and the state that enters them: carried from the start of the recording, or of the window."""
     apart = config.train_on == "windows"
     played: list[Recording] = list(windows([recording], config.stride)) if apart else [recording]
     stream = Stream(
-        played, 1, config.stride, seed=None, warm_up=config.warm_up, dtype=spec.torch_dtype, missing=config.missing, rank=0, ranks=1
+        played,
+        1,
+        config.stride,
+        seed=None,
+        warm_up=config.warm_up,
+        dtype=spec.torch_dtype,
+        missing=config.missing,
+        rank=0,
+        ranks=1,
     )
     player, device = Predictor(net), next(net.parameters()).device
     for at in range(0, 0 if apart else start, 1024):
         player(stream.read(at, min(at + 1024, start)).inputs.to(device))
     read = stream.read(start, start + steps)
-    return Chunk.of(read.inputs, read.targets, resets=read.resets, mask=read.mask).to(device), player.state
+    return (
+        Chunk.of(read.inputs, read.targets, resets=read.resets, mask=read.mask).to(device),
+        player.state,
+    )
 
 
 class Seen:
@@ -218,7 +260,9 @@ class Seen:
         begin, last = self.cut.begins(stop), watch.last
         for name in last.names:
             gradient = last.tensor(name)[:, 0].double().cpu()
-            whole = self.sums.setdefault(name, gradient.new_zeros(self.cut.steps, *gradient.shape[1:]))
+            whole = self.sums.setdefault(
+                name, gradient.new_zeros(self.cut.steps, *gradient.shape[1:])
+            )
             whole[begin : begin + len(gradient)] += gradient
         self.found.append((stop - begin, watch.found()))
         for name, mean in last.kept().items():
@@ -230,7 +274,10 @@ class Seen:
         norms = {name: _norms(self.sums[name][: self.cut.shown]) for name in names}
         longest = max(steps for steps, _ in self.found)
         whole = [found for steps, found in self.found if steps == longest]
-        memories = (Pace.of(name, torch.stack(self.kept[name]).mean(0)) for name in sorted(self.kept, key=lambda name: (len(name), name)))
+        memories = (
+            Pace.of(name, torch.stack(self.kept[name]).mean(0))
+            for name in sorted(self.kept, key=lambda name: (len(name), name))
+        )
         return Traced(
             recording,
             start,
@@ -241,7 +288,10 @@ class Seen:
             len(whole),
             norms,
             tuple(_life(name, values, start, whole) for name, values in norms.items()),
-            tuple(Memory(pace.name, *(_rounded((pace.short, pace.median, pace.long, max(pace.taus))))) for pace in memories),
+            tuple(
+                Memory(pace.name, *(_rounded((pace.short, pace.median, pace.long, max(pace.taus)))))
+                for pace in memories
+            ),
         )
 
 
@@ -270,7 +320,11 @@ def _life(name: str, norms: Sequence[float], start: int, whole: Sequence[Found])
 
 def _norms(gradients: Tensor) -> tuple[float, ...]:
     """Of `(T, H)`, one for each step."""
-    return tuple(_rounded(gradients.flatten(1).norm(dim=1).nan_to_num(nan=math.inf, posinf=math.inf).tolist()))
+    return tuple(
+        _rounded(
+            gradients.flatten(1).norm(dim=1).nan_to_num(nan=math.inf, posinf=math.inf).tolist()
+        )
+    )
 
 
 def _rounded(values: Sequence[float]) -> Iterator[float]:

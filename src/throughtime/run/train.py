@@ -61,10 +61,13 @@ class Moment:
 class Training:
     """A run in progress. Iterate `go()`; every `Moment` is a chance to print, or to stop and save.
 
-    On several ranks each has its own, and all of them do the same; the first alone writes the folder.
+    On several ranks each has its own, and all of them do the same; the first alone writes the
+    folder.
     """
 
-    def __init__(self, config: Config, prepared: Prepared, folder: Folder, team: Team = ALONE) -> None:
+    def __init__(
+        self, config: Config, prepared: Prepared, folder: Folder, team: Team = ALONE
+    ) -> None:
         self.config, self.prepared, self.folder, self.team = config, prepared, folder, team
         torch.manual_seed(config.seed)
         self.net = build(prepared.spec)
@@ -75,22 +78,36 @@ class Training:
         self.stream = self._stream()
         idle = sum(team.gathered(self.stream.idle)) / (self.stream.steps * config.lanes)
         self.prepared = replace(prepared, remarks=(*prepared.remarks, *of_idle(idle)))
-        self.policy = team.first_does(lambda: settled(policy_of(config), self.net, self.stream, self.loss_fn))
+        self.policy = team.first_does(
+            lambda: settled(policy_of(config), self.net, self.stream, self.loss_fn)
+        )
         self.count = self.rows = self.frames = 0
         self.seconds = self._waited = 0.0
         self.total = self._total()
         self.finished = False
         self.stopping = False
         self._updates: Updates | None = None
-        self._sum, self._sum_steps = torch.zeros((), dtype=prepared.spec.torch_dtype, device=config.device), 0
+        self._sum, self._sum_steps = (
+            torch.zeros((), dtype=prepared.spec.torch_dtype, device=config.device),
+            0,
+        )
 
     @classmethod
-    def resume(cls, path: Path, *, updates: int | None = None, epochs: int | None = None, team: Team = ALONE) -> "Training":
-        """The run in a folder, at its last checkpoint; at its start if it was ended before the first one.
+    def resume(
+        cls,
+        path: Path,
+        *,
+        updates: int | None = None,
+        epochs: int | None = None,
+        team: Team = ALONE,
+    ) -> "Training":
+        """The run in a folder, at its last checkpoint; at its start if it was ended before the
+        first one.
 
         Args:
             path: the folder.
-            updates: another end of the run than the one it was started with; so a finished run trains on.
+            updates: another end of the run than the one it was started with; so a finished run
+                trains on.
             epochs: the same, in epochs.
             team: as many ranks as the checkpoint was written by.
 
@@ -98,13 +115,17 @@ class Training:
             RunError: the folder holds no run, or one of another number of ranks.
             DataError: the data are not those that the run was started with.
         """
-        further = {} if updates is None and epochs is None else {"updates": updates, "epochs": epochs}
+        further = (
+            {} if updates is None and epochs is None else {"updates": updates, "epochs": epochs}
+        )
         training = team.all_do(lambda: cls._at_checkpoint(Folder(path), further, team))
         team.first_does(lambda: training.tidy(rewrite=bool(further)))
         return training
 
     @classmethod
-    def _at_checkpoint(cls, folder: Folder, further: Mapping[str, int | None], team: Team) -> "Training":
+    def _at_checkpoint(
+        cls, folder: Folder, further: Mapping[str, int | None], team: Team
+    ) -> "Training":
         config = replace(folder.read_config(), **further)
         saved = load_checkpoint(folder.checkpoint) if folder.checkpoint.is_file() else None
         training = cls(config, prepare(config), folder, team)
@@ -123,7 +144,9 @@ class Training:
 
     def _stream(self) -> Stream:
         config, recordings = self.config, self.prepared.train
-        played: list[Recording] = list(windows(recordings, config.stride)) if config.train_on == "windows" else recordings
+        played: list[Recording] = (
+            list(windows(recordings, config.stride)) if config.train_on == "windows" else recordings
+        )
         return Stream(
             played,
             config.lanes // self.team.count,
@@ -138,7 +161,10 @@ class Training:
         )
 
     def _total(self) -> int:
-        """Updates in the whole run; by epochs it is an estimate, since the order of recordings moves an epoch's end."""
+        """Updates in the whole run.
+
+        By epochs it is an estimate, since the order of recordings moves an epoch's end.
+        """
         return self.config.updates or (self.config.epochs or 1) * self.epoch_updates
 
     @property
@@ -152,7 +178,10 @@ class Training:
         return (self._waited + self.stream.waited) / self.seconds if self.seconds else 0.0
 
     def stop(self) -> None:
-        """Asks `go` to save and return after the update in hand; safe to call from a signal handler."""
+        """Asks `go` to save and return after the update in hand.
+
+        Safe to call from a signal handler.
+        """
         self.stopping = True
 
     def go(self) -> Iterator[Moment]:
@@ -162,15 +191,24 @@ class Training:
         self._begin_writing()
         clock = _Clock(self.seconds)
         every = max(1, self.total // 200)
-        valid_every = max(1, self.total // 5) if self.config.valid_every is None else self.config.valid_every
+        valid_every = (
+            max(1, self.total // 5) if self.config.valid_every is None else self.config.valid_every
+        )
         for update in self._all_updates():
             self._apply(update)
             self.seconds = clock.seconds()
             if self.count % every == 0:
                 yield self._log(update)
-            if self.prepared.valid and valid_every and self.count % valid_every == 0 and self.count < self.total:
+            if (
+                self.prepared.valid
+                and valid_every
+                and self.count % valid_every == 0
+                and self.count < self.total
+            ):
                 self._log_valid()
-            stop, due = self.team.agreed(self.stopping, self.team.first and clock.due(self.config.checkpoint_every))
+            stop, due = self.team.agreed(
+                self.stopping, self.team.first and clock.due(self.config.checkpoint_every)
+            )
             if stop or due:
                 self.save()
             if stop:
@@ -183,7 +221,9 @@ class Training:
     def _begin_writing(self) -> None:
         self.team.first_does(self.folder.drop_scores)
         if not self.rows:
-            self.team.first_does(lambda: self._write({"kind": "data", "update": 0, **self.prepared.facts()}))
+            self.team.first_does(
+                lambda: self._write({"kind": "data", "update": 0, **self.prepared.facts()})
+            )
             self.rows += 1
 
     def _all_updates(self) -> Iterator[Update]:
@@ -198,10 +238,15 @@ class Training:
             self._updates = None
             if self.count == 0:
                 nothing = f"warm_up={self.config.warm_up} or missing targets mask all of them"
-                self.team.settle(DataError(f"an epoch passed without a single step that counts: {nothing}"))
+                self.team.settle(
+                    DataError(f"an epoch passed without a single step that counts: {nothing}")
+                )
 
     def _next(self, from_here: Updates) -> Update | None:
-        """The next update of the epoch; where one rank cannot make it, none can, and all of them end here."""
+        """The next update of the epoch.
+
+        Where one rank cannot make it, none can, and all of them end here.
+        """
         try:
             return next(from_here, None)
         except Exception as error:
@@ -236,7 +281,9 @@ class Training:
         loss = (self._sum / self._sum_steps).item()
         self._sum.zero_()
         self._sum_steps = 0
-        rows = self.team.gathered([part.cpu().clone() for part in update.chunk.rows(update.outputs)])
+        rows = self.team.gathered(
+            [part.cpu().clone() for part in update.chunk.rows(update.outputs)]
+        )
         moment = self.team.first_does(lambda: self._logged(loss, rows))
         self.rows += 1
         return moment
@@ -249,8 +296,18 @@ class Training:
             score.add(outputs, targets)
         rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
-        moment = Moment(self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting)
-        self._write({"kind": "train", "update": self.count, "epoch": self.stream.epoch, "loss": loss, **moment.figures})
+        moment = Moment(
+            self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting
+        )
+        self._write(
+            {
+                "kind": "train",
+                "update": self.count,
+                "epoch": self.stream.epoch,
+                "loss": loss,
+                **moment.figures,
+            }
+        )
         return moment
 
     def _log_valid(self) -> None:
@@ -260,23 +317,34 @@ class Training:
 
     def _validate(self) -> None:
         found = scored(self.net, self.prepared.spec, self.prepared.valid, self.config)
-        self._write({"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings})
+        self._write(
+            {"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings}
+        )
 
     def _write(self, row: dict[str, Any]) -> None:
-        spent = {"seconds": round(self.seconds, 3), "waiting": round(self.waiting, 4), "peak_memory": peak_memory()}
+        spent = {
+            "seconds": round(self.seconds, 3),
+            "waiting": round(self.waiting, 4),
+            "peak_memory": peak_memory(),
+        }
         self.folder.add_metrics({**row, **spent, "frames": self.frames})
 
     def _diverged(self, what: str) -> Never:
         raise RunError(f"{what} at update {self.count}: training diverged. {self._advice()}")
 
     def _advice(self) -> str:
-        return f"The last checkpoint is untouched; try a lower --lr (now {self.config.lr}) or --clip (now {self.config.clip})"
+        return (
+            f"The last checkpoint is untouched; try a lower --lr (now {self.config.lr}) or --clip"
+            f" (now {self.config.clip})"
+        )
 
     def save(self) -> None:
-        """Writes the model, then the checkpoint that says it was reached, with the places of all ranks.
+        """Writes the model, then the checkpoint that says it was reached, with the places of all
+        ranks.
 
         Raises:
-            RunError: the weights are not finite, or the disk is full or not writable; the previous checkpoint is untouched.
+            RunError: the weights are not finite, or the disk is full or not writable; the previous
+                checkpoint is untouched.
         """
         places = self.team.gathered(copied(self._place()))
         self.team.first_does(lambda: self._save(places))
@@ -313,7 +381,9 @@ class Training:
                 if self.folder.checkpoint.is_file()
                 else "there is no earlier one"
             )
-            raise RunError(f"the checkpoint of update {self.count} could not be written ({error}); {kept}") from error
+            raise RunError(
+                f"the checkpoint of update {self.count} could not be written ({error}); {kept}"
+            ) from error
 
     def _load(self, saved: dict[str, Any]) -> None:
         place = self._place_in(saved)
@@ -326,7 +396,8 @@ class Training:
         self._waited = place.get("waited", 0.0)  # not in checkpoints of before it was measured
         self.stream.load_state_dict(place["stream"])
         if place["updates"] is None:
-            self.stream.start()  # between two epochs: the next one may go on from the states of the last
+            # between two epochs: the next one may go on from the states of the last
+            self.stream.start()
             if place.get("entering") is not None:
                 self.stream.hand_over(place["entering"], self.net)
         else:
@@ -339,9 +410,10 @@ class Training:
         places = saved.get("ranks", [saved])
         if len(places) != self.team.count:
             raise RunError(
-                f"{self.folder.checkpoint}: holds the places of {len(places)} rank{'' if len(places) == 1 else 's'}, each in its own share "
-                f"of the recordings, and there {'is' if self.team.count == 1 else 'are'} {self.team.count} now: go on with as many as "
-                f"before (strategy, devices and nodes in {self.folder.config})"
+                f"{self.folder.checkpoint}: holds the places of {len(places)}"
+                f" rank{'' if len(places) == 1 else 's'}, each in its own share of the recordings,"
+                f" and there {'is' if self.team.count == 1 else 'are'} {self.team.count} now: go on"
+                f" with as many as before (strategy, devices and nodes in {self.folder.config})"
             )
         return places[self.team.rank]
 
@@ -349,15 +421,23 @@ class Training:
         """The model's shape, classes and statistics, which the data decide, are those of the checkpoint."""
         mine, theirs = asdict(self.prepared.spec), saved["spec"]
         known = mine.keys() & theirs.keys()  # an older checkpoint tells less
-        faults = [f"{key} were {theirs[key]!r} and are now {mine[key]!r}" for key in mine if key in known and theirs[key] != mine[key]]
+        faults = [
+            f"{key} were {theirs[key]!r} and are now {mine[key]!r}"
+            for key in mine
+            if key in known and theirs[key] != mine[key]
+        ]
         if not faults:
             faults = [
-                f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()} and is now {value.tolist()}"
+                f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()}"
+                f" and is now {value.tolist()}"
                 for name, value in self.net.named_buffers()
                 if not torch.equal(saved["net"][name], value.cpu())
             ]
         if faults:
-            raise DataError(f"the data of {self.folder.path} have changed since the run was started: " + "; ".join(faults))
+            raise DataError(
+                f"the data of {self.folder.path} have changed since the run was started: "
+                + "; ".join(faults)
+            )
 
 
 class _Clock:
@@ -390,7 +470,9 @@ def begin(config: Config, team: Team = ALONE) -> Training:
     """
     resolved = replace(config, data=str(Path(config.data).resolve()))
     team.first_does(lambda: _check(resolved))
-    training = team.all_do(lambda: Training(resolved, prepare(resolved), Folder(Path(resolved.out)), team))
+    training = team.all_do(
+        lambda: Training(resolved, prepare(resolved), Folder(Path(resolved.out)), team)
+    )
     team.first_does(lambda: _create(resolved))
     return training
 

@@ -32,5 +32,8 @@ def class_weights(asked: str, classes: tuple[str, ...], counts: Mapping[str, int
     given = {class_name(name): weight for name, weight in weights_in(asked).items()}
     unknown = [name for name in given if name not in classes]
     if unknown:
-        raise ConfigError(f"class_weights={asked!r}: there is no class '{unknown[0]}'; the training split has {', '.join(classes)}")
+        raise ConfigError(
+            f"class_weights={asked!r}: there is no class '{unknown[0]}'; the training split has"
+            f" {', '.join(classes)}"
+        )
     return torch.tensor([given.get(name, 1.0) for name in classes], dtype=torch.float64)

@@ -45,7 +45,11 @@ class NpySink:
     def __init__(self, path: Path, steps: int, spec: Spec) -> None:
         self._file = path.open("wb")
         dtype = np.dtype(spec.dtype)
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (steps, spec.outputs)}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": (steps, spec.outputs),
+        }
         np.lib.format.write_array_header_2_0(self._file, header)
 
     def write(self, start: int, values: Array) -> None:
@@ -65,7 +69,9 @@ class CsvSink:
         self._open = path.open("w", newline="", encoding="utf-8")
         self._rows = csv.writer(self._open)
         names = (
-            [f"p[{name}]" for name in spec.classes] or [f"y[{name}]" for name in spec.targets] or [f"y[{i}]" for i in range(spec.outputs)]
+            [f"p[{name}]" for name in spec.classes]
+            or [f"y[{name}]" for name in spec.targets]
+            or [f"y[{i}]" for i in range(spec.outputs)]
         )
         self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
 
@@ -94,8 +100,11 @@ class _Outputs:
         self._sink.write(steps.start, values)
 
 
-def open_recording(paths: Sequence[Path], spec: Spec, static: Mapping[str, float] | None = None) -> Recording:
-    """The recording in a file, or in several side by side, with the input columns that the model was trained on.
+def open_recording(
+    paths: Sequence[Path], spec: Spec, static: Mapping[str, float] | None = None
+) -> Recording:
+    """The recording in a file, or in several side by side, with the input columns that the model
+    was trained on.
 
     Args:
         paths: its files.
@@ -103,7 +112,8 @@ def open_recording(paths: Sequence[Path], spec: Spec, static: Mapping[str, float
         static: the static features of the recording, by name.
 
     Raises:
-        DataError: a column or a static feature is missing, the rate is another one, or a file cannot be read.
+        DataError: a column or a static feature is missing, the rate is another one, or a file
+            cannot be read.
     """
     given = {} if static is None else dict(static)
     if set(given) != set(spec.static):
@@ -114,19 +124,36 @@ def open_recording(paths: Sequence[Path], spec: Spec, static: Mapping[str, float
             + (f"say --static {flag}" if flag else "leave out --static")
         )
     tables = [table_of(path, spec.form) for path in paths]
-    faults = disagreements(([] if spec.rate is None else [Rate("what the model was trained on", spec.rate)]) + [*rates_of(tables)])
+    faults = disagreements(
+        ([] if spec.rate is None else [Rate("what the model was trained on", spec.rate)])
+        + [*rates_of(tables)]
+    )
     if faults:
         raise DataError("; ".join(faults))
     name = ";".join(path.name for path in paths)
-    recording = composed(name, joined(name, tables), spec.form, tuple(given[feature] for feature in spec.static))
+    recording = composed(
+        name, joined(name, tables), spec.form, tuple(given[feature] for feature in spec.static)
+    )
     width = recording.read(0, 1).inputs.shape[1] + len(spec.static)
     if width != spec.features:
-        raise DataError(f"{name}: has {width} input columns, the model was trained on {spec.features} ({', '.join(spec.inputs)})")
+        raise DataError(
+            f"{name}: has {width} input columns, the model was trained on {spec.features}"
+            f" ({', '.join(spec.inputs)})"
+        )
     return recording
 
 
-def predict_to_file(net: Carried, spec: Spec, recording: Recording, out: Path, *, state: State = None, missing: Any = "error") -> State:
-    """Runs the net over the recording and writes what comes out; returns the state after its last step.
+def predict_to_file(
+    net: Carried,
+    spec: Spec,
+    recording: Recording,
+    out: Path,
+    *,
+    state: State = None,
+    missing: Any = "error",
+) -> State:
+    """Runs the net over the recording and writes what comes out; returns the state after its last
+    step.
 
     The file appears whole or not at all: it is written under another name first.
 
@@ -135,14 +162,24 @@ def predict_to_file(net: Carried, spec: Spec, recording: Recording, out: Path, *
     """
     kind = _SINKS.get(out.suffix.lower())
     if kind is None:
-        raise ConfigError(f"{out}: predictions are written as {' or '.join(_SINKS)}; got '{out.suffix}'")
+        raise ConfigError(
+            f"{out}: predictions are written as {' or '.join(_SINKS)}; got '{out.suffix}'"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     with ExitStack() as stack:
         stack.callback(temporary.unlink, missing_ok=True)
         sink = kind(temporary, len(recording), spec)
         try:
-            _, after = predict(net, recording, chunk=CHUNK, state=state, out=_Outputs(sink, spec), dtype=spec.torch_dtype, missing=missing)
+            _, after = predict(
+                net,
+                recording,
+                chunk=CHUNK,
+                state=state,
+                out=_Outputs(sink, spec),
+                dtype=spec.torch_dtype,
+                missing=missing,
+            )
         finally:
             sink.close()
         temporary.replace(out)

@@ -1,7 +1,9 @@
-"""Stretches of a stream, read when they are asked for or before: here, in a thread, or in worker processes.
+"""Stretches of a stream, read when they are asked for or before: here, in a thread, or in worker
+processes.
 
-A stretch is a pure function of what is played in it, so who reads it, and when, changes no number; a place in the stream
-is a number of steps, and what was read ahead of it is no part of it. The processes are those of `torch.utils.data.DataLoader`.
+A stretch is a pure function of what is played in it, so who reads it, and when, changes no number;
+a place in the stream is a number of steps, and what was read ahead of it is no part of it. The
+processes are those of `torch.utils.data.DataLoader`.
 """
 
 import threading
@@ -65,7 +67,9 @@ class InThread:
     """Reads the next stretches in a thread: enough where reading waits for a disk, or decodes outside Python."""
 
     here: Here
-    _waiting: deque[tuple[Request, Future[Stretch]]] = field(default_factory=deque[tuple[Request, Future[Stretch]]])
+    _waiting: deque[tuple[Request, Future[Stretch]]] = field(
+        default_factory=deque[tuple[Request, Future[Stretch]]]
+    )
     _later: Iterator[Request] = field(default_factory=lambda: iter(()))
 
     def __post_init__(self) -> None:
@@ -136,7 +140,8 @@ class InProcesses:
             persistent_workers=True,
         )
         self._stretches: Iterator[Any] = iter(())
-        # A loader that is garbage in a cycle (of an exception's frames, say) waits 5 s for each worker; kept until then it does not.
+        # A loader that is garbage in a cycle (of an exception's frames, say) waits 5 s for each
+        # worker; kept until then it does not.
         weakref.finalize(self, _let_go, self._loader)
 
     def __reduce__(self) -> tuple[type["InProcesses"], tuple[Collator, int]]:
@@ -151,13 +156,17 @@ class InProcesses:
             self._stretches = iter(self._loader)
         try:
             found = next(self._stretches, None)
-        except BaseException:  # whatever it was, what the workers give next is not what was asked for
+        except (
+            BaseException
+        ):  # whatever it was, what the workers give next is not what was asked for
             sent.clear()
             raise
         sent.popleft()
         if not isinstance(found, tuple):
             sent.clear()
-            raise found or RuntimeError("the worker processes ended before they had read all that they were asked for")
+            raise found or RuntimeError(
+                "the worker processes ended before they had read all that they were asked for"
+            )
         return found
 
 

@@ -1,12 +1,13 @@
 """Who plays where: recordings on lanes, as plans of integers (no torch, no numpy).
 
-A lane plays spans one after another without a gap. The longest spans are placed first, each on the lane that is free first
-(longest processing time first: the longest lane is at most 4/3 as long as it must be, Graham 1969); each lane then plays
-its own in a seeded order. Fewer recordings than lanes are cut into contiguous parts, so that no lane stands idle; part after
-part, lane after lane, so that the state in which one lane ends is the one in which the next began.
+A lane plays spans one after another without a gap. The longest spans are placed first, each on the
+lane that is free first (longest processing time first: the longest lane is at most 4/3 as long as
+it must be, Graham 1969); each lane then plays its own in a seeded order. Fewer recordings than
+lanes are cut into contiguous parts, so that no lane stands idle; part after part, lane after lane,
+so that the state in which one lane ends is the one in which the next began.
 
-All ranks make the same plan for all of their lanes together, and each plays its own rows: an epoch has the same number of
-steps on every rank, and a rank that has nothing left plays idle lanes.
+All ranks make the same plan for all of their lanes together, and each plays its own rows: an epoch
+has the same number of steps on every rank, and a rank that has nothing left plays idle lanes.
 """
 
 import heapq
@@ -23,7 +24,10 @@ from throughtime.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The steps `start` to before `stop` of a recording; the state entering `start` is the initial one."""
+    """The steps `start` to before `stop` of a recording.
+
+    The state entering `start` is the initial one.
+    """
 
     recording: int
     start: int
@@ -36,7 +40,8 @@ class Span:
 class Play(NamedTuple):
     """What a lane plays within a chunk: steps `at` to before `at + steps` of the chunk.
 
-    `since` counts steps from where the state was the initial one: 0 means that the first of them is a reset.
+    `since` counts steps from where the state was the initial one: 0 means that the first of them is
+    a reset.
     """
 
     lane: int
@@ -48,7 +53,8 @@ class Play(NamedTuple):
 
 
 def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None) -> list[Span]:
-    """One span per recording, or, with fewer recordings than lanes, one per lane of nearly equal length.
+    """One span per recording, or, with fewer recordings than lanes, one per lane of nearly equal
+    length.
 
     Args:
         lengths: steps of each recording.
@@ -68,7 +74,10 @@ def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
     begins = [0] * len(lengths) if offsets is None else offsets
     played = [length - begin for length, begin in zip(lengths, begins, strict=True)]
     if lanes > sum(played):
-        raise DataError(f"lanes={lanes} but the recordings have {sum(played)} steps in all: a lane needs at least one step")
+        raise DataError(
+            f"lanes={lanes} but the recordings have {sum(played)} steps in all: a lane needs at"
+            " least one step"
+        )
     parts = _parts(played, lanes)
     return [
         Span(i, begin + steps * k // parts[i], begin + steps * (k + 1) // parts[i])
@@ -78,7 +87,8 @@ def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
 
 
 def cut_evenly(lengths: Sequence[int], lanes: int) -> list[Span]:
-    """At most one span per lane, of the fewest steps that do; only the last span of a recording may be shorter.
+    """At most one span per lane, of the fewest steps that do; only the last span of a recording may
+    be shorter.
 
     Raises:
         DataError: see `cut`.
@@ -89,7 +99,11 @@ def cut_evenly(lengths: Sequence[int], lanes: int) -> list[Span]:
         middle = (least + most) // 2
         fits = sum(-(-length // middle) for length in lengths) <= lanes
         least, most = (least, middle) if fits else (middle + 1, most)
-    return [Span(i, at, min(at + least, length)) for i, length in enumerate(lengths) for at in range(0, length, least)]
+    return [
+        Span(i, at, min(at + least, length))
+        for i, length in enumerate(lengths)
+        for at in range(0, length, least)
+    ]
 
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
@@ -113,7 +127,8 @@ class Timetable:
         starts: the lane time at which each of them begins, and at which the last ends.
         steps: those of the longest lane.
         mine: the lanes that this rank plays.
-        handed: whether a part goes on from the state of the part before it, and so from where the recording began.
+        handed: whether a part goes on from the state of the part before it, and so from where the
+            recording began.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -145,14 +160,18 @@ class Timetable:
             rank: whose lanes `plays` tells.
             ranks: how many there are.
             handed: see `Timetable`.
-            even: parts of a recording are equally long but its last one, so that all others end with the epoch.
+            even: parts of a recording are equally long but its last one, so that all others end
+                with the epoch.
         """
         total = lanes * ranks
         mine = range(lanes * rank, lanes * (rank + 1))
         if len(lengths) >= total:
             placed = _placed(cut(lengths, total, offsets), total, order)
         else:
-            placed = [[span] for span in (cut_evenly(lengths, total) if even else cut(lengths, total, offsets))]
+            placed = [
+                [span]
+                for span in (cut_evenly(lengths, total) if even else cut(lengths, total, offsets))
+            ]
             placed += [[] for _ in range(total - len(placed))]
         starts = tuple((0, *accumulate(len(span) for span in row)) for row in placed)
         return cls(tuple(map(tuple, placed)), starts, max(row[-1] for row in starts), mine, handed)
@@ -167,7 +186,14 @@ class Timetable:
                 span, begin = row[index], begins[index]
                 steps = min(stop, begins[index + 1]) - now
                 position = span.start + now - begin
-                yield Play(lane, now - start, steps, span.recording, position, position if self.handed else now - begin)
+                yield Play(
+                    lane,
+                    now - start,
+                    steps,
+                    span.recording,
+                    position,
+                    position if self.handed else now - begin,
+                )
                 now += steps
                 index += 1
 
@@ -176,7 +202,9 @@ class Timetable:
         """The lane times at which no lane of any rank goes on with a span: each starts one, or has nothing left; the last is the end."""
         longest = max(self.starts, key=lambda row: row[-1])
         others = [(set(row), row[-1]) for row in self.starts]
-        return tuple(at for at in longest if all(at in starts or at >= end for starts, end in others))
+        return tuple(
+            at for at in longest if all(at in starts or at >= end for starts, end in others)
+        )
 
     @property
     def idle(self) -> int:
@@ -185,7 +213,10 @@ class Timetable:
 
 
 def _placed(spans: list[Span], lanes: int, order: random.Random | None) -> list[list[Span]]:
-    """The spans of each lane; with an order the longest are placed first, and each lane's are drawn anew."""
+    """The spans of each lane.
+
+    With an order the longest are placed first, and each lane's are drawn anew.
+    """
     if order is not None:
         order.shuffle(spans)  # among equal lengths the sort keeps it
         spans = sorted(spans, key=len, reverse=True)

@@ -60,7 +60,11 @@ class Composed:
         return len(self.inputs)
 
     def read(self, start: int, stop: int) -> Steps:
-        return Steps(self.inputs.read(start, stop), None if self.targets is None else self.targets.read(start, stop), self.static)
+        return Steps(
+            self.inputs.read(start, stop),
+            None if self.targets is None else self.targets.read(start, stop),
+            self.static,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,24 +100,28 @@ def windows(recordings: Sequence[Recording], length: int) -> list[Part]:
     """
     if length < 1:
         raise DataError(f"windows of {length} steps: expected at least 1")
-    return [Part(r, start, min(start + length, len(r))) for r in recordings for start in range(0, len(r), length)]
+    return [
+        Part(r, start, min(start + length, len(r)))
+        for r in recordings
+        for start in range(0, len(r), length)
+    ]
 
 
 def as_recording(source: Any, index: int) -> Recording:
     """A recording from whatever a user has: a mapping of arrays or files, a path, or a Recording.
 
     Args:
-        source: a path of a file with an `inputs` (and `targets`) column or array; anything with the Recording protocol; or a
-            mapping with
+        source: a path of a file with an `inputs` (and `targets`) column or array; anything with the
+            Recording protocol; or a mapping with
 
-            `inputs`: `(T, D)` or `(T,)`, an array, a tensor, the path of a file, or a list of them, side by side;
-            `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the whole recording; with `every`, one for
-            every so many steps;
-            `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with these columns, in order and
-            without overlap;
-            `at`: "all" steps of such a span carry its label, or only the "last"; default: all of an interval, the last of others;
-            `static`: `(S,)` numbers of the recording, given at every step after the inputs;
-            `name`: how messages and reports call it.
+            `inputs`: `(T, D)` or `(T,)`, an array, a tensor, the path of a file, or a list of them,
+            side by side; `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the
+            whole recording; with `every`, one for every so many steps;
+            `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with
+            these columns, in order and without overlap;
+            `at`: "all" steps of such a span carry its label, or only the "last"; default: all of an
+            interval, the last of others; `static`: `(S,)` numbers of the recording, given at every
+            step after the inputs; `name`: how messages and reports call it.
         index: names a recording that has no name of its own.
 
     Raises:
@@ -126,8 +134,8 @@ def as_recording(source: Any, index: int) -> Recording:
     if isinstance(source, Recording):
         return source
     raise DataError(
-        f"recording {index} is a {type(source).__name__}, expected a mapping with 'inputs' and 'targets', a path, "
-        "or an object with name, __len__ and read(start, stop)"
+        f"recording {index} is a {type(source).__name__}, expected a mapping with 'inputs' and"
+        " 'targets', a path, or an object with name, __len__ and read(start, stop)"
     )
 
 
@@ -140,16 +148,26 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     if "inputs" not in given or unknown:
         near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
         hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else ""
-        raise DataError(f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally {', '.join(_KEYS[1:])}{hint}")
+        raise DataError(
+            f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally"
+            f" {', '.join(_KEYS[1:])}{hint}"
+        )
     if "targets" in given and "intervals" in given:
-        raise DataError(f"recording '{name}' has targets and intervals, expected one of them: a step has one target")
+        raise DataError(
+            f"recording '{name}' has targets and intervals, expected one of them: a step has one"
+            " target"
+        )
     inputs = beside(name, [_rows(part, name, "inputs") for part in _several(given["inputs"])])
-    return Composed(name, inputs, _targets(given, name, len(inputs)), _static(given.get("static"), name))
+    return Composed(
+        name, inputs, _targets(given, name, len(inputs)), _static(given.get("static"), name)
+    )
 
 
 def _several(inputs: Any) -> Sequence[Any]:
     """What is to stand side by side: a list of files and arrays, or the one thing that is there."""
-    listed = isinstance(inputs, (list, tuple)) and all(isinstance(i, (str, Path, np.ndarray, torch.Tensor)) for i in inputs)
+    listed = isinstance(inputs, (list, tuple)) and all(
+        isinstance(i, (str, Path, np.ndarray, torch.Tensor)) for i in inputs
+    )
     return inputs if listed and inputs else [inputs]
 
 
@@ -159,7 +177,9 @@ def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
         return intervals(name, where, starts, stops, labels, steps, given.get("at", "all"))
     for key in ("every", "at"):
         if key in given and "targets" not in given:
-            raise DataError(f"recording '{name}' has '{key}' and no targets that it could belong to")
+            raise DataError(
+                f"recording '{name}' has '{key}' and no targets that it could belong to"
+            )
     if "targets" not in given:
         return None
     if np.ndim(given["targets"]) == 0 and not isinstance(given["targets"], (str, Path)):
@@ -169,11 +189,14 @@ def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
     if "every" in given:
         return every(name, targets, given["every"], steps, given.get("at", "last"))
     if "at" in given:
-        raise DataError(f"recording '{name}' has 'at' and a target for every step; it belongs to 'every', 'intervals' or a single target")
+        raise DataError(
+            f"recording '{name}' has 'at' and a target for every step; it belongs to 'every',"
+            " 'intervals' or a single target"
+        )
     if len(targets) != steps:
         raise DataError(
-            f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both need one row per step, or say how many "
-            "steps each target is for: 'every'"
+            f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both"
+            " need one row per step, or say how many steps each target is for: 'every'"
         )
     return targets
 
@@ -183,7 +206,10 @@ def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
     if isinstance(source, (str, Path)):
         return str(source), *interval_columns(formats.open_table(Path(source)))
     if not isinstance(source, (list, tuple)) or len(source) != 3:
-        raise DataError(f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops, labels), or a path")
+        raise DataError(
+            f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops,"
+            " labels), or a path"
+        )
     starts, stops, labels = source
     return "the mapping", starts, stops, labels
 
@@ -194,7 +220,9 @@ INTERVAL_COLUMNS = ("start", "stop", "label")
 def interval_columns(table: formats.Table) -> tuple[Array, Array, Array]:
     """Starts, stops and labels from a table with these columns."""
     _check_columns(table, INTERVAL_COLUMNS, "intervals")
-    starts, stops, labels = (table.read(0, len(table), (column,))[:, 0] for column in INTERVAL_COLUMNS)
+    starts, stops, labels = (
+        table.read(0, len(table), (column,))[:, 0] for column in INTERVAL_COLUMNS
+    )
     return starts, stops, labels
 
 
@@ -203,7 +231,10 @@ def _static(value: Any, name: str) -> Array | None:
         return None
     static = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
-        raise DataError(f"recording '{name}': static has shape {static.shape} and type {static.dtype}, expected (S,) finite numbers")
+        raise DataError(
+            f"recording '{name}': static has shape {static.shape} and type {static.dtype}, expected"
+            " (S,) finite numbers"
+        )
     return static
 
 
@@ -218,20 +249,29 @@ def _rows(value: Any, name: str, role: str) -> Rows:
 def _as_array(value: Any, name: str, role: str) -> Array:
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:
-            raise DataError(f"recording '{name}': {role} are torch.bfloat16, which NumPy does not know; convert them: {role}.float()")
+            raise DataError(
+                f"recording '{name}': {role} are torch.bfloat16, which NumPy does not know; convert"
+                f" them: {role}.float()"
+            )
         value = value.detach().cpu().numpy()
     if not isinstance(value, np.ndarray):
-        raise DataError(f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a torch tensor")
+        raise DataError(
+            f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a"
+            " torch tensor"
+        )
     if value.ndim == 0 or value.dtype.kind not in "biuf" or value.dtype == np.longdouble:
         raise DataError(
-            f"recording '{name}': {role} have shape {value.shape} and type {value.dtype}, expected numbers with one row per step"
+            f"recording '{name}': {role} have shape {value.shape} and type {value.dtype}, expected"
+            " numbers with one row per step"
         )
     return value
 
 
 def _from_path(path: Path) -> Recording:
     if path.suffix.lower() == ".txt":
-        from throughtime.stream.formats.text import text  # it is a recording itself, and so imports this module
+        from throughtime.stream.formats.text import (
+            text,
+        )  # it is a recording itself, and so imports this module
 
         return text(path)
     table = formats.open_table(path)
@@ -244,13 +284,21 @@ def _from_path(path: Path) -> Recording:
 
 def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     """Recordings without a single interval say nothing of the kind of their labels: they take that of the others."""
-    labels = [r.targets.labels for r in recordings if isinstance(r, Composed) and isinstance(r.targets, Intervals)]
+    labels = [
+        r.targets.labels
+        for r in recordings
+        if isinstance(r, Composed) and isinstance(r.targets, Intervals)
+    ]
     sample = next((found for found in labels if len(found)), None)
     if sample is None:
         return tuple(recordings)
 
     def alike(recording: Recording) -> Recording:
-        if isinstance(recording, Composed) and isinstance(recording.targets, Intervals) and not len(recording.targets.labels):
+        if (
+            isinstance(recording, Composed)
+            and isinstance(recording.targets, Intervals)
+            and not len(recording.targets.labels)
+        ):
             return replace(recording, targets=replace(recording.targets, labels=sample[:0]))
         return recording
 
@@ -270,13 +318,20 @@ def columns(
         _check_columns(targets, target_columns, "targets")
         if len(targets) != len(inputs):
             raise DataError(
-                f"recording '{name}': {inputs.path} has {len(inputs)} steps and {targets.path} has {len(targets)}; "
-                "targets need one row per step"
+                f"recording '{name}': {inputs.path} has {len(inputs)} steps and {targets.path} has"
+                f" {len(targets)}; targets need one row per step"
             )
     if len(inputs) == 0:
         raise DataError(f"{inputs.path}: the recording is empty, expected at least one step")
     labels = None if targets is None else Selected(targets, tuple(target_columns), flat=True)
-    return Composed(name, Selected(inputs, tuple(input_columns)), labels, None, tuple(input_columns), tuple(target_columns))
+    return Composed(
+        name,
+        Selected(inputs, tuple(input_columns)),
+        labels,
+        None,
+        tuple(input_columns),
+        tuple(target_columns),
+    )
 
 
 def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> None:
@@ -287,4 +342,6 @@ def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> No
     hint = f"; did you mean '{near[0]}'?" if near else ""
     if len(table.columns) == 1 and ";" in table.columns[0]:
         hint = "; its fields seem to be separated by ';', expected ','"
-    raise DataError(f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}{hint}")
+    raise DataError(
+        f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}{hint}"
+    )

@@ -1,4 +1,5 @@
-"""Rows: numbers with one row per step, read where they are needed, from arrays, from columns of files, or side by side.
+"""Rows: numbers with one row per step, read where they are needed, from arrays, from columns of
+files, or side by side.
 
 Shapes: `n` steps read, `D` columns.
 """
@@ -80,7 +81,9 @@ class SideBySide:
         return len(self.parts[0])
 
     def read(self, start: int, stop: int) -> Array:
-        return np.concatenate([(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1)
+        return np.concatenate(
+            [(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1
+        )
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
@@ -88,7 +91,8 @@ def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
     for (first, many), (second, others) in pairwise(parts):
         if many != others:
             raise DataError(
-                f"recording '{name}': {first} has {many} rows and {second} has {others}; all inputs of a recording need one row per step"
+                f"recording '{name}': {first} has {many} rows and {second} has {others}; all inputs"
+                " of a recording need one row per step"
             )
 
 

@@ -17,13 +17,17 @@ class Shard:
 
     @classmethod
     def of(cls, rank: int | None, ranks: int | None) -> "Shard":
-        """As asked for; else this process's place in `torch.distributed`'s default group, if there is one.
+        """As asked for; else this process's place in `torch.distributed`'s default group, if there
+        is one.
 
         Raises:
             DataError: half of it is given, or a rank that is none of `ranks`.
         """
         if (rank is None) != (ranks is None):
-            raise DataError(f"rank={rank}, ranks={ranks}: expected both or neither; without them torch.distributed's group says")
+            raise DataError(
+                f"rank={rank}, ranks={ranks}: expected both or neither; without them"
+                " torch.distributed's group says"
+            )
         if rank is not None and ranks is not None:
             if not 0 <= rank < ranks:
                 raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")

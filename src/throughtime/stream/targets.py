@@ -1,7 +1,9 @@
-"""Targets that come at a lower rate than the signal: a label for every so many steps, for intervals, or for the whole recording.
+"""Targets that come at a lower rate than the signal: a label for every so many steps, for
+intervals, or for the whole recording.
 
-Whether each step of a span carries its label (`at="all"`) or only the last one (`at="last"`), when the net has seen all of
-it, is a choice. A step without a label is missing: NaN, -100, or no text, so that it is masked.
+Whether each step of a span carries its label (`at="all"`) or only the last one (`at="last"`), when
+the net has seen all of it, is a choice. A step without a label is missing: NaN, -100, or no text,
+so that it is masked.
 
 Shapes: `n` steps read, `S` spans, `C` target columns.
 """
@@ -30,7 +32,10 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
 
 @dataclass(frozen=True)
 class Every:
-    """A label for every `every` steps, of a recording of `steps` steps; the last label may be for fewer."""
+    """A label for every `every` steps, of a recording of `steps` steps.
+
+    The last label may be for fewer.
+    """
 
     labels: Rows
     every: int
@@ -94,30 +99,44 @@ def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
     check_at(name, at)
     count = count.item() if isinstance(count, np.integer) else count
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise DataError(f"recording '{name}': every={count!r}, expected how many steps a label is for, at least 1")
+        raise DataError(
+            f"recording '{name}': every={count!r}, expected how many steps a label is for, at"
+            " least 1"
+        )
     wanted = -(-steps // count)
     if len(labels) != wanted:
         raise DataError(
-            f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of {steps} steps, expected {wanted}"
+            f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of"
+            f" {steps} steps, expected {wanted}"
         )
     return Every(labels, count, steps, at)
 
 
-def intervals(name: str, where: str, starts: Any, stops: Any, labels: Any, steps: int, at: At) -> Intervals:
+def intervals(
+    name: str, where: str, starts: Any, stops: Any, labels: Any, steps: int, at: At
+) -> Intervals:
     """Checked intervals, in steps.
 
     Raises:
-        DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the first such one is named.
+        DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
+            first such one is named.
     """
     check_at(name, at)
     begin, end, label = (np.asarray(values) for values in (starts, stops, labels))
     if not (begin.ndim == end.ndim == 1) or not len(begin) == len(end) == len(label):
         raise DataError(
-            f"recording '{name}': intervals in {where} have {len(begin)} starts, {len(end)} stops, {len(label)} labels; expected one each"
+            f"recording '{name}': intervals in {where} have {len(begin)} starts, {len(end)} stops,"
+            f" {len(label)} labels; expected one each"
         )
     for role, values in (("starts", begin), ("stops", end)):
-        if len(values) and (values.dtype.kind not in "iuf" or not (np.isfinite(values) & (values == np.floor(values))).all()):
-            raise DataError(f"recording '{name}': interval {role} in {where} are {values.dtype}, expected whole steps, such as 1200")
+        if len(values) and (
+            values.dtype.kind not in "iuf"
+            or not (np.isfinite(values) & (values == np.floor(values))).all()
+        ):
+            raise DataError(
+                f"recording '{name}': interval {role} in {where} are {values.dtype}, expected whole"
+                " steps, such as 1200"
+            )
     begin, end = begin.astype(np.int64), end.astype(np.int64)
     _check_order(name, where, begin, end, steps)
     return Intervals(where, begin, end, label, steps, at)
@@ -127,24 +146,35 @@ def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int)
     wrong = (starts < 0) | (stops > steps)
     if wrong.any():
         i = int(wrong.argmax())
-        raise DataError(f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]}, leaves the recording of {steps} steps")
+        raise DataError(
+            f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]}, leaves the"
+            f" recording of {steps} steps"
+        )
     if (starts >= stops).any():
         i = int((starts >= stops).argmax())
         raise DataError(
-            f"recording '{name}': interval {i} in {where} starts at {starts[i]} and stops at {stops[i]}; a stop is after its start"
+            f"recording '{name}': interval {i} in {where} starts at {starts[i]} and stops at"
+            f" {stops[i]}; a stop is after its start"
         )
     if (starts[1:] < starts[:-1]).any():
         i = int((starts[1:] < starts[:-1]).argmax()) + 1
-        raise DataError(f"recording '{name}': interval {i} in {where} starts at {starts[i]}, the one before at {starts[i - 1]}; sort them")
+        raise DataError(
+            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, the one before at"
+            f" {starts[i - 1]}; sort them"
+        )
     if (starts[1:] < stops[:-1]).any():
         i = int((starts[1:] < stops[:-1]).argmax()) + 1
         raise DataError(
-            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, before the one before it stops at {stops[i - 1]}: they "
-            "overlap, and a step has one label. Cut or join them"
+            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, before the one"
+            f" before it stops at {stops[i - 1]}: they overlap, and a step has one label. Cut or"
+            " join them"
         )
 
 
 def check_at(name: str, at: Any) -> None:
     """Refuses anything but the two words."""
     if at not in ("all", "last"):
-        raise DataError(f"recording '{name}': at={at!r}, expected 'all' (every step of a span carries its label) or 'last'")
+        raise DataError(
+            f"recording '{name}': at={at!r}, expected 'all' (every step of a span carries its"
+            " label) or 'last'"
+        )

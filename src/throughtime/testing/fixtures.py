@@ -1,4 +1,5 @@
-"""Fixtures of pytest: write `from throughtime.testing.fixtures import doctor, doctor_ignores  # noqa: F401` in `conftest.py`.
+"""Fixtures of pytest: write `from throughtime.testing.fixtures import doctor, doctor_ignores  #
+noqa: F401` in `conftest.py`.
 
 A test that takes `doctor` runs under `tt.doctor()`, and fails where something is found:
 
@@ -17,12 +18,17 @@ from throughtime.probe.doctor import doctor as open_doctor
 try:
     import pytest
 except ImportError as error:
-    raise MissingExtraError("throughtime.testing.fixtures needs pytest. Install it: pip install pytest") from error
+    raise MissingExtraError(
+        "throughtime.testing.fixtures needs pytest. Install it: pip install pytest"
+    ) from error
 
 
 @pytest.fixture
 def doctor_ignores() -> frozenset[str]:
-    """The codes that `doctor` does not report; none, unless a test file defines a fixture of this name."""
+    """The codes that `doctor` does not report.
+
+    None, unless a test file defines a fixture of this name.
+    """
     return frozenset()
 
 
@@ -31,10 +37,12 @@ def doctor(doctor_ignores: frozenset[str]) -> Iterator[Doctor]:
     """A doctor that watches the test.
 
     Yields:
-        The doctor; a test that expects findings reads and checks `doctor.findings` and calls `doctor.clear()`.
+        The doctor; a test that expects findings reads and checks `doctor.findings` and calls
+        `doctor.clear()`.
 
     Raises:
-        DiagnosisError: after the test, where something was found, or where the doctor itself failed and may have missed it.
+        DiagnosisError: after the test, where something was found, or where the doctor itself failed
+            and may have missed it.
     """
     with open_doctor(ignore=doctor_ignores) as watching:
         yield watching

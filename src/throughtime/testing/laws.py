@@ -30,7 +30,11 @@ class Law:
 
 
 def check_carry(
-    net: nn.Module, inputs: Tensor | None = None, *, chunks: tuple[int, ...] = (1, 7, 2, 13, 5), tolerance: float = 1e-12
+    net: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    chunks: tuple[int, ...] = (1, 7, 2, 13, 5),
+    tolerance: float = 1e-12,
 ) -> list[Law]:
     """Proves that a module may be carried: in chunks it computes what it computes as a whole.
 
@@ -38,8 +42,8 @@ def check_carry(
 
     Args:
         net: a module, or what `tt.carry` made of it.
-        inputs: `(T, B, D)`, T the sum of `chunks`, at least 2 lanes; default: random, D as the module's first weight
-            wants it. Needed for modules whose first layer does not tell.
+        inputs: `(T, B, D)`, T the sum of `chunks`, at least 2 lanes; default: random, D as the
+            module's first weight wants it. Needed for modules whose first layer does not tell.
         chunks: lengths of the chunks.
         tolerance: largest deviation allowed, absolute.
 
@@ -57,7 +61,11 @@ def check_carry(
         ['whole', 'reset', 'lanes', 'value']
     """
     carried = copy.deepcopy(net if isinstance(net, Carried) else carry(net)).double().eval()
-    x = _inputs(carried, sum(chunks)) if inputs is None else (inputs.double() if inputs.is_floating_point() else inputs)
+    x = (
+        _inputs(carried, sum(chunks))
+        if inputs is None
+        else (inputs.double() if inputs.is_floating_point() else inputs)
+    )
     laws = [
         Law("whole", _whole(carried, x, chunks), tolerance),
         Law("reset", _reset(carried, x), tolerance),
@@ -67,18 +75,30 @@ def check_carry(
     broken = [law for law in laws if not law.deviation <= law.tolerance]
     if broken:
         raise LawError(
-            "; ".join(f"{law.name}: {_MEANING[law.name]} (deviation {law.deviation:.2g}, allowed {law.tolerance:.2g})" for law in broken)
+            "; ".join(
+                f"{law.name}: {_MEANING[law.name]} (deviation {law.deviation:.2g}, allowed"
+                f" {law.tolerance:.2g})"
+                for law in broken
+            )
         )
     return laws
 
 
 _MEANING = {
-    "whole": "chunks with the carried state do not give what one forward call gives. Does the module look ahead, normalise over time, "
-    "convolve over steps without keeping them in its state, or keep a state that it does not return? A convolution "
-    "must be causal and carry its last steps: see docs/loop.md.",
-    "reset": "a lane that is reset does not go on as a new recording would, or a gradient crosses the reset. Does the module keep a state "
-    "outside the one it returns?",
-    "lanes": "what one lane is given changes another. Does the module mix its lanes: normalise over the batch, reshape time into it?",
+    "whole": (
+        "chunks with the carried state do not give what one forward call gives. Does the module"
+        " look ahead, normalise over time, convolve over steps without keeping them in its state,"
+        " or keep a state that it does not return? A convolution must be causal and carry its last"
+        " steps: see docs/loop.md."
+    ),
+    "reset": (
+        "a lane that is reset does not go on as a new recording would, or a gradient crosses the"
+        " reset. Does the module keep a state outside the one it returns?"
+    ),
+    "lanes": (
+        "what one lane is given changes another. Does the module mix its lanes: normalise over the"
+        " batch, reshape time into it?"
+    ),
     "value": "forward changes the state that it is given, in place. Return a new state instead.",
 }
 
@@ -91,10 +111,15 @@ def _inputs(net: Carried, steps: int, lanes: int = 3) -> Tensor:
         width = getattr(module, "input_size", None) or getattr(module, "in_features", None)
         if isinstance(width, int):
             return torch.randn(steps, lanes, width, generator=random, dtype=torch.float64)
-    raise ModelError("the module does not tell how many features it takes; give check_carry some inputs (T, B, D)")
+    raise ModelError(
+        "the module does not tell how many features it takes; give check_carry some inputs (T,"
+        " B, D)"
+    )
 
 
-def _run(net: Carried, x: Tensor, chunks: tuple[int, ...], resets: Tensor | None = None) -> tuple[Tensor, State]:
+def _run(
+    net: Carried, x: Tensor, chunks: tuple[int, ...], resets: Tensor | None = None
+) -> tuple[Tensor, State]:
     state, start, outputs = net.initial_state(x.shape[1], like=x), 0, list[Tensor]()
     for steps in chunks:
         stop = start + steps
@@ -109,7 +134,10 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _states_apart(a: State, b: State) -> float:
-    return max((_apart(p, q) for (_, p), (_, q) in zip(trees.leaves(a), trees.leaves(b), strict=True)), default=0.0)
+    return max(
+        (_apart(p, q) for (_, p), (_, q) in zip(trees.leaves(a), trees.leaves(b), strict=True)),
+        default=0.0,
+    )
 
 
 def _whole(net: Carried, x: Tensor, chunks: tuple[int, ...]) -> float:
@@ -129,7 +157,11 @@ def _reset(net: Carried, x: Tensor) -> float:
     with torch.no_grad():
         fresh, _ = _run(net, x[middle:], (len(x) - middle,))
         plain, _ = _run(net, x, (len(x),))
-    crossing = torch.autograd.grad(y[middle:, 0].sum(), leaf)[0][:middle].abs().max().item() if leaf.requires_grad else 0.0
+    crossing = (
+        torch.autograd.grad(y[middle:, 0].sum(), leaf)[0][:middle].abs().max().item()
+        if leaf.requires_grad
+        else 0.0
+    )
     return max(_apart(y[middle:, 0], fresh[:, 0]), _apart(y[:, 1:], plain[:, 1:]), crossing)
 
 

@@ -1,4 +1,8 @@
-"""A character model whose `repackage` clones the hidden state; a clone keeps the graph that detach would cut."""
+"""A character model whose `repackage` clones the hidden state.
+
+A clone keeps the graph that detach would cut.
+"""
+
 # raises: second time
 
 import torch

@@ -1,4 +1,8 @@
-"""`self.h.detach()` returns a new tensor; the result is thrown away, so the state keeps the graph of the chunk before."""
+"""`self.h.detach()` returns a new tensor.
+
+The result is thrown away, so the state keeps the graph of the chunk before.
+"""
+
 # raises: second time
 
 import torch

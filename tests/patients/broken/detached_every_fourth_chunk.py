@@ -1,4 +1,5 @@
 """Backward runs after every chunk, but the state is detached only after every fourth."""
+
 # raises: second time
 
 import torch
@@ -17,7 +18,9 @@ class Trainer:
         self.cfg = cfg
         self.cell = nn.RNNCell(2, cfg.hidden)
         self.linear = nn.Linear(cfg.hidden, 2)
-        self.optimizer = torch.optim.Adagrad([*self.cell.parameters(), *self.linear.parameters()], lr=cfg.lr)
+        self.optimizer = torch.optim.Adagrad(
+            [*self.cell.parameters(), *self.linear.parameters()], lr=cfg.lr
+        )
 
     def unroll(self, xs, h):
         hs = []

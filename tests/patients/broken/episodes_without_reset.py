@@ -1,4 +1,7 @@
-"""Episodes come from a data set one by one; the module keeps self.hidden and nobody calls its reset between them."""
+"""Episodes come from a data set one by one.
+
+The module keeps self.hidden and nobody calls its reset between them.
+"""
 
 import torch
 from torch import nn
@@ -8,7 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 class Episodes(Dataset):
     def __init__(self, count, steps):
         generator = torch.Generator().manual_seed(32)
-        self.items = [torch.randn(steps + 1, 2, generator=generator).cumsum(0) / 6 for _ in range(count)]
+        self.items = [
+            torch.randn(steps + 1, 2, generator=generator).cumsum(0) / 6 for _ in range(count)
+        ]
 
     def __len__(self):
         return len(self.items)

@@ -1,4 +1,5 @@
 """The recurrent state is detached, but the last prediction, fed back as an input of the next chunk, is not."""
+
 # raises: second time
 
 import torch

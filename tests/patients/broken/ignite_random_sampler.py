@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 class Step:
     def __init__(self):
         self.rnn, self.fc = nn.RNN(1, 10, batch_first=True), nn.Linear(10, 1)
-        self.optimizer = torch.optim.RMSprop([*self.rnn.parameters(), *self.fc.parameters()], lr=1e-3)
+        self.optimizer = torch.optim.RMSprop(
+            [*self.rnn.parameters(), *self.fc.parameters()], lr=1e-3
+        )
         self.h = torch.zeros(1, 1, 10)
 
     def __call__(self, engine, batch):

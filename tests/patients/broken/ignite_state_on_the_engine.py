@@ -1,4 +1,5 @@
 """Ignite: the state lives on engine.state and enters the next iteration with its graph."""
+
 # raises: second time
 
 import torch

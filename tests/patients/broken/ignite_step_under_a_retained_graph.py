@@ -1,4 +1,5 @@
 """Ignite: retain_graph=True in the update function, and the optimizer steps under the graph that it keeps."""
+
 # raises: in-place
 
 import torch

@@ -1,4 +1,7 @@
-"""Ignite's TBPTT trainer gets each chunk of a long stream as a batch of its own; it starts every batch without a state."""
+"""Ignite's TBPTT trainer gets each chunk of a long stream as a batch of its own.
+
+It starts every batch without a state.
+"""
 
 import torch
 from ignite.contrib.engines import Tbptt_Events, create_supervised_tbptt_trainer

@@ -31,7 +31,12 @@ def main():
     signal = torch.sin(torch.arange(121) * 0.2).unsqueeze(-1)
     data = TensorDataset(signal[:-1].view(12, 10, 1), signal[1:].view(12, 10, 1))
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(CellModule(), DataLoader(data, batch_size=1))
 

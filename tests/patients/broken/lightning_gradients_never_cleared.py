@@ -32,7 +32,12 @@ def main():
     L.seed_everything(60, verbose=False)
     x = torch.randn(3, 101, 1).cumsum(1) / 10
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(ManualTBPTT(), DataLoader(TensorDataset(x[:, :-1], x[:, 1:]), batch_size=3))
 

@@ -39,7 +39,12 @@ def main():
     x, y = torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs])
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(LitRNN(nn.RNN(1, 8, batch_first=True), nn.Linear(8, 1)), loader)
 

@@ -1,4 +1,7 @@
-"""Lightning: each batch is a whole recording, split in training_step; self.hidden is not reset when a new one starts."""
+"""Lightning: each batch is a whole recording, split in training_step.
+
+Self.hidden is not reset when a new one starts.
+"""
 
 import lightning as L
 import torch
@@ -9,7 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 class Recordings(Dataset):
     def __init__(self):
         generator = torch.Generator().manual_seed(57)
-        self.data = [torch.randn(n + 1, 2, generator=generator).cumsum(0) / 9 + 2 * k for k, n in enumerate((40, 60, 30))]
+        self.data = [
+            torch.randn(n + 1, 2, generator=generator).cumsum(0) / 9 + 2 * k
+            for k, n in enumerate((40, 60, 30))
+        ]
 
     def __len__(self):
         return len(self.data)
@@ -41,7 +47,12 @@ class LitNet(L.LightningModule):
 def main():
     L.seed_everything(57, verbose=False)
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(LitNet(), DataLoader(Recordings(), batch_size=1))
 

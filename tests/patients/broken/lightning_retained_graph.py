@@ -35,7 +35,12 @@ def main():
     x = torch.randn(4, 128, 2).cumsum(1) / 10
     loader = DataLoader(TensorDataset(x, (x.sum(-1) > 0).long()), batch_size=2)
     L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     ).fit(Tagger(), loader)
 
 

@@ -32,7 +32,9 @@ class Shared(L.LightningModule):
 
 
 def loader_of(wave):
-    return DataLoader(TensorDataset(wave[:-1].view(-1, 10, 1), wave[1:].view(-1, 10, 1)), batch_size=1)
+    return DataLoader(
+        TensorDataset(wave[:-1].view(-1, 10, 1), wave[1:].view(-1, 10, 1)), batch_size=1
+    )
 
 
 def main():
@@ -47,7 +49,11 @@ def main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Shared(), loader_of(time.sin().unsqueeze(-1)), loader_of((3 * time[:61]).cos().unsqueeze(-1)))
+    trainer.fit(
+        Shared(),
+        loader_of(time.sin().unsqueeze(-1)),
+        loader_of((3 * time[:61]).cos().unsqueeze(-1)),
+    )
 
 
 if __name__ == "__main__":

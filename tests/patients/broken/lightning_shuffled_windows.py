@@ -36,7 +36,12 @@ class Model(L.LightningModule):
 def main():
     L.seed_everything(59, verbose=False)
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Model(), datamodule=Windows())  # <- TT207
 

@@ -21,7 +21,9 @@ class Windowed(L.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         optimizer = self.optimizers()
-        for x_t, y_t in zip(x.split(self.truncated_steps, dim=1), y.split(self.truncated_steps, dim=1)):
+        for x_t, y_t in zip(
+            x.split(self.truncated_steps, dim=1), y.split(self.truncated_steps, dim=1)
+        ):
             prediction, state = self(x_t)  # <- TT201
             loss = nn.functional.mse_loss(prediction, y_t)
             optimizer.zero_grad()
@@ -37,7 +39,12 @@ def main():
     walks = torch.randn(4, 101, 2).cumsum(1) / 10
     loader = DataLoader(TensorDataset(walks[:, :-1], walks[:, 1:]), batch_size=4)
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Windowed(), loader)
 

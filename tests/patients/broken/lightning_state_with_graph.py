@@ -1,4 +1,5 @@
 """Lightning, automatic optimization: self.hidden goes into the next training_step with the graph of this one."""
+
 # raises: second time
 
 import lightning as L
@@ -29,7 +30,12 @@ def main():
     x, y = series[:-1].view(10, 10, 1), series[1:].view(10, 10, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=1, shuffle=False)
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Forecast(), loader)
 

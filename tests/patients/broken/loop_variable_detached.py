@@ -1,4 +1,5 @@
 """The states are kept in a list, and the loop that detaches them only rebinds its own variable."""
+
 # raises: second time
 
 import torch

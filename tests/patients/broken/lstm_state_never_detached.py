@@ -1,4 +1,5 @@
 """The usual first attempt: the LSTM's state goes from chunk to chunk as it came out."""
+
 # raises: second time
 
 import torch

@@ -1,4 +1,5 @@
 """A vanilla cell written with matrices: the last h of a chunk starts the next one without a cut."""
+
 # raises: second time
 
 import torch

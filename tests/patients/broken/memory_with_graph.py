@@ -1,4 +1,5 @@
 """A Transformer-XL-like memory of the last hidden vectors is kept with its graph and attended to by the next segment."""
+
 # raises: second time
 
 import torch
@@ -9,7 +10,11 @@ from torch import nn
 class MemoryBlock(nn.Module):
     def __init__(self, dim, mem_len):
         super().__init__()
-        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.q, self.kv, self.proj = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(dim, dim),
+        )
         self.norm = nn.LayerNorm(dim)
         self.mem_len = mem_len
 
@@ -27,7 +32,11 @@ def main():
     torch.manual_seed(7)
     vocab, dim, segment = 11, 16, 8
     tokens = torch.randint(vocab, (2, 8 * segment + 1))
-    embed, block, head = nn.Embedding(vocab, dim), MemoryBlock(dim, mem_len=12), nn.Linear(dim, vocab)
+    embed, block, head = (
+        nn.Embedding(vocab, dim),
+        MemoryBlock(dim, mem_len=12),
+        nn.Linear(dim, vocab),
+    )
     model = nn.ModuleList([embed, block, head])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     mem = None

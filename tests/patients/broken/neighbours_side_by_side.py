@@ -6,13 +6,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def windows_of(series, width):
-    return series[:-1].unfold(0, width, width).transpose(1, 2), series[1:].unfold(0, width, width).transpose(1, 2)
+    return series[:-1].unfold(0, width, width).transpose(1, 2), series[1:].unfold(
+        0, width, width
+    ).transpose(1, 2)
 
 
 def main():
     torch.manual_seed(42)
     series = torch.randn(321, 1).cumsum(0) / 15
-    loader = DataLoader(TensorDataset(*windows_of(series, 10)), batch_size=4, shuffle=False, drop_last=True)  # <- TT207
+    loader = DataLoader(
+        TensorDataset(*windows_of(series, 10)), batch_size=4, shuffle=False, drop_last=True
+    )  # <- TT207
     rnn = nn.RNN(1, 8, batch_first=True)
     readout = nn.Linear(8, 1)
     optimizer = torch.optim.Adam([*rnn.parameters(), *readout.parameters()], lr=1e-3)

@@ -1,4 +1,5 @@
 """Of the LSTM's pair (h, c) only h is detached; the cell state still hangs on the chunk before."""
+
 # raises: second time
 
 import torch

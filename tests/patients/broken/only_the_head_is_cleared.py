@@ -1,4 +1,7 @@
-"""Two optimizers step at every chunk, but only the head's gradients are cleared; those of the core pile up."""
+"""Two optimizers step at every chunk, but only the head's gradients are cleared.
+
+Those of the core pile up.
+"""
 
 import torch
 from torch import nn

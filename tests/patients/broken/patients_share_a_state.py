@@ -35,7 +35,10 @@ class Trainer:
 
     def fit(self, patients):
         for name, (signal, label) in patients.items():
-            losses = [self.chunk_step(x, y) for x, y in zip(signal.split(self.chunk), label.split(self.chunk))]
+            losses = [
+                self.chunk_step(x, y)
+                for x, y in zip(signal.split(self.chunk), label.split(self.chunk))
+            ]
             print(name, sum(losses) / len(losses))
 
 

@@ -9,7 +9,9 @@ class Learner:
 
     def __init__(self):
         self.cell, self.head = nn.GRUCell(2, 8), nn.Linear(8, 2)
-        self.optimizer = torch.optim.Adam([*self.cell.parameters(), *self.head.parameters()], lr=1e-3)
+        self.optimizer = torch.optim.Adam(
+            [*self.cell.parameters(), *self.head.parameters()], lr=1e-3
+        )
 
     def loss_of(self, signal, label, h):
         losses = []

@@ -1,4 +1,5 @@
 """Lanes whose recording ended are reset by writing zeros into the state, which tanh needs for its gradient."""
+
 # raises: in-place
 
 import torch

@@ -1,4 +1,5 @@
 """Of the two layers whose states are kept in a dict, only the first one is detached between chunks."""
+
 # raises: second time
 
 import torch

@@ -1,4 +1,7 @@
-"""The lanes of every chunk are sorted by loudness; the carried state stays in the order of the chunk before."""
+"""The lanes of every chunk are sorted by loudness.
+
+The carried state stays in the order of the chunk before.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,8 @@
-"""The initial state is computed from a context once, before the loop; every sequence after the first reuses its freed graph."""
+"""The initial state is computed from a context once, before the loop.
+
+Every sequence after the first reuses its freed graph.
+"""
+
 # raises: second time
 
 import torch
@@ -13,7 +17,9 @@ def main():
     start = nn.Sequential(nn.Linear(4, 10), nn.Tanh())
     gru = nn.GRU(3, 10)
     score = nn.Linear(10, 3)
-    optimizer = torch.optim.Adam([*start.parameters(), *gru.parameters(), *score.parameters()], lr=1e-3)
+    optimizer = torch.optim.Adam(
+        [*start.parameters(), *gru.parameters(), *score.parameters()], lr=1e-3
+    )
 
     h0 = start(context).unsqueeze(0)
     for number, sequence in enumerate(sequences):

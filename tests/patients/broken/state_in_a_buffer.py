@@ -1,4 +1,5 @@
 """The state is stored in a registered buffer together with its graph; a buffer detaches nothing."""
+
 # raises: second time
 
 import torch

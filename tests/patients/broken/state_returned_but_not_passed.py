@@ -32,7 +32,9 @@ def main():
     for i in range(0, stream.size(0) - 1 - bptt, bptt):
         model.zero_grad()
         logits, hidden = model(stream[i : i + bptt])  # <- TT201
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), stream[i + 1 : i + 1 + bptt].flatten())
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), stream[i + 1 : i + 1 + bptt].flatten()
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()

@@ -1,4 +1,8 @@
-"""All states of a chunk are written into one tensor; every write changes what the steps before were computed from."""
+"""All states of a chunk are written into one tensor.
+
+Every write changes what the steps before were computed from.
+"""
+
 # raises: in-place
 
 import torch

@@ -1,4 +1,5 @@
 """retain_graph=True keeps the chunk before alive, and optimizer.step() then changes the weights that it was computed with."""
+
 # raises: in-place
 
 import torch

@@ -1,4 +1,5 @@
 """The loss is summed over the chunks and the sum so far is sent backward at every chunk."""
+
 # raises: second time
 
 import torch

@@ -22,7 +22,9 @@ class Forecaster(nn.Module):
 def main():
     torch.manual_seed(21)
     grid = torch.arange(201) * 0.15
-    waves = torch.stack([torch.sin(grid), torch.sin(grid + 1), torch.sin(grid + 2)], dim=1).unsqueeze(-1)
+    waves = torch.stack(
+        [torch.sin(grid), torch.sin(grid + 1), torch.sin(grid + 2)], dim=1
+    ).unsqueeze(-1)
     model = Forecaster()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for start in range(0, 200, 20):

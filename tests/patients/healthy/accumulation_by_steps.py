@@ -1,4 +1,7 @@
-"""Chunks of unequal length make one step per recording; sums are accumulated and divided by the number of all steps."""
+"""Chunks of unequal length make one step per recording.
+
+Sums are accumulated and divided by the number of all steps.
+"""
 
 import torch
 from torch import nn

@@ -10,7 +10,9 @@ def buckets(sentences, batch):
     by_length = {}
     for sentence in sentences:
         by_length.setdefault(len(sentence), []).append(sentence)
-    batches = [group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)]
+    batches = [
+        group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)
+    ]
     random.shuffle(batches)
     return [torch.stack(group, 1) for group in batches]
 
@@ -18,7 +20,11 @@ def buckets(sentences, batch):
 class Model(nn.Module):
     def __init__(self, vocab=12):
         super().__init__()
-        self.embed, self.rnn, self.out = nn.Embedding(vocab, 8), nn.LSTM(8, 12), nn.Linear(12, vocab)
+        self.embed, self.rnn, self.out = (
+            nn.Embedding(vocab, 8),
+            nn.LSTM(8, 12),
+            nn.Linear(12, vocab),
+        )
 
     def forward(self, words, state):
         y, state = self.rnn(self.embed(words), state)

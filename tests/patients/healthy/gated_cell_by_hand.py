@@ -1,4 +1,7 @@
-"""A minimal gated cell written with matrices and a hand-made update; h is cut between chunks with detach_()."""
+"""A minimal gated cell written with matrices and a hand-made update.
+
+H is cut between chunks with detach_().
+"""
 
 import torch
 
@@ -15,7 +18,10 @@ def chunk_loss(params, x, y, h):
 
 def main():
     torch.manual_seed(127)
-    params = [(0.3 * torch.randn(shape)).requires_grad_() for shape in ((3, 10), (10, 10), (13, 10), (10, 1))]
+    params = [
+        (0.3 * torch.randn(shape)).requires_grad_()
+        for shape in ((3, 10), (10, 10), (13, 10), (10, 1))
+    ]
     x = torch.randn(72, 4, 3)
     y = x.sum(-1, keepdim=True).cumsum(0).tanh()
     h = torch.zeros(4, 10)

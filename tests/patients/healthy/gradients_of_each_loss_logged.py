@@ -1,4 +1,7 @@
-"""The gradient of each part of the loss is logged before the update; clearing it between is what is meant."""
+"""The gradient of each part of the loss is logged before the update.
+
+Clearing it between is what is meant.
+"""
 
 import torch
 from torch import nn

@@ -22,7 +22,9 @@ def main():
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     trainer = create_supervised_tbptt_trainer(net, optimizer, nn.MSELoss(), tbtt_step=10)
     losses = []
-    trainer.add_event_handler(Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.add_event_handler(
+        Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output)
+    )
     trainer.add_event_handler(Events.COMPLETED, lambda engine: print(sum(losses) / len(losses)))
     sequences = [torch.randn(41, 4, 2).cumsum(0) / 6 for _ in range(3)]
     trainer.run([(s[:-1], s[1:]) for s in sequences], max_epochs=1)

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-CORPUS = "so much depends upon a red wheel barrow glazed with rain water beside the white chickens " * 6
+CORPUS = (
+    "so much depends upon a red wheel barrow glazed with rain water beside the white chickens " * 6
+)
 
 
 class RNNModel(nn.Module):

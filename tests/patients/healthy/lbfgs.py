@@ -1,4 +1,7 @@
-"""LBFGS calls its closure several times for a chunk; each call starts from the same detached state."""
+"""LBFGS calls its closure several times for a chunk.
+
+Each call starts from the same detached state.
+"""
 
 import torch
 from torch import nn

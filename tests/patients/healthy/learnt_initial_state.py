@@ -1,4 +1,7 @@
-"""The initial state is a parameter; it enters at the start of every epoch and is never detached itself."""
+"""The initial state is a parameter.
+
+It enters at the start of every epoch and is never detached itself.
+"""
 
 import torch
 from torch import nn
@@ -7,7 +10,9 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self, hidden=8):
         super().__init__()
-        self.start = nn.ParameterDict({name: nn.Parameter(0.1 * torch.randn(1, 1, hidden)) for name in "hc"})
+        self.start = nn.ParameterDict(
+            {name: nn.Parameter(0.1 * torch.randn(1, 1, hidden)) for name in "hc"}
+        )
         self.lstm, self.out = nn.LSTM(1, hidden), nn.Linear(hidden, 1)
 
     def initial(self, lanes):

@@ -36,16 +36,27 @@ class Carried(L.LightningModule):
 
 
 def loader_of(wave):
-    return DataLoader(TensorDataset(wave[:-1].view(-1, 10, 1), wave[1:].view(-1, 10, 1)), batch_size=1)
+    return DataLoader(
+        TensorDataset(wave[:-1].view(-1, 10, 1), wave[1:].view(-1, 10, 1)), batch_size=1
+    )
 
 
 def main():
     L.seed_everything(132, verbose=False)
     time = torch.arange(101) * 0.1
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    trainer.fit(Carried(), loader_of(time.sin().unsqueeze(-1)), loader_of((3 * time[:61]).cos().unsqueeze(-1)))
+    trainer.fit(
+        Carried(),
+        loader_of(time.sin().unsqueeze(-1)),
+        loader_of((3 * time[:61]).cos().unsqueeze(-1)),
+    )
 
 
 if __name__ == "__main__":

@@ -33,9 +33,16 @@ def main():
     L.seed_everything(131, verbose=False)
     x = torch.randn(4, 61, 1).cumsum(1) / 8
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    trainer.fit(ManualTBPTT(), DataLoader(TensorDataset(x[:, :-1], x[:, 1:]), batch_size=2, shuffle=True))
+    trainer.fit(
+        ManualTBPTT(), DataLoader(TensorDataset(x[:, :-1], x[:, 1:]), batch_size=2, shuffle=True)
+    )
 
 
 if __name__ == "__main__":

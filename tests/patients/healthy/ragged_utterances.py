@@ -1,4 +1,7 @@
-"""Utterances of many lengths lie one after another in one tensor; each is a thing of its own and begins from zero."""
+"""Utterances of many lengths lie one after another in one tensor.
+
+Each is a thing of its own and begins from zero.
+"""
 
 import torch
 from torch import nn

@@ -23,7 +23,10 @@ class Trainer:
 
 def main():
     torch.manual_seed(107)
-    recordings = {name: torch.randn(n + 1, 1, 2).cumsum(0) / 8 + n / 20 for name, n in (("a", 60), ("b", 40), ("c", 80))}
+    recordings = {
+        name: torch.randn(n + 1, 1, 2).cumsum(0) / 8 + n / 20
+        for name, n in (("a", 60), ("b", 40), ("c", 80))
+    }
     trainer = Trainer(nn.LSTM(2, 8), nn.Linear(8, 2))
     for name, recording in recordings.items():
         print(name, trainer.play(recording, chunk=10))

@@ -44,7 +44,10 @@ def main():
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            right = sum((model(x).argmax(-1) == label).sum().item() for x, label in DataLoader(Samples(16), batch_size=8))
+            right = sum(
+                (model(x).argmax(-1) == label).sum().item()
+                for x, label in DataLoader(Samples(16), batch_size=8)
+            )
         print(epoch, right / 16)
 
 

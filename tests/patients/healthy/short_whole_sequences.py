@@ -1,4 +1,7 @@
-"""Plain backpropagation through short whole sequences, shuffled; each starts from nothing because each is complete."""
+"""Plain backpropagation through short whole sequences, shuffled.
+
+Each starts from nothing because each is complete.
+"""
 
 import torch
 from torch import nn
@@ -19,7 +22,9 @@ class Regressor(nn.Module):
 def main():
     torch.manual_seed(103)
     sequences = torch.randn(32, 16, 2).cumsum(1) / 4
-    loader = DataLoader(TensorDataset(sequences[:, :-1], sequences[:, 1:]), batch_size=8, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(sequences[:, :-1], sequences[:, 1:]), batch_size=8, shuffle=True
+    )
     model = Regressor()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for epoch in range(3):

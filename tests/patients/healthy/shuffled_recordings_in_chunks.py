@@ -1,4 +1,7 @@
-"""Whole recordings come shuffled, each is played in chunks from zeros; the state is carried only inside a recording."""
+"""Whole recordings come shuffled, each is played in chunks from zeros.
+
+The state is carried only inside a recording.
+"""
 
 import torch
 from torch import nn
@@ -18,7 +21,9 @@ class Net(nn.Module):
 def main():
     torch.manual_seed(129)
     recordings = torch.randn(12, 41, 2).cumsum(1) / 6
-    loader = DataLoader(TensorDataset(recordings[:, :-1], recordings[:, 1:]), batch_size=4, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(recordings[:, :-1], recordings[:, 1:]), batch_size=4, shuffle=True
+    )
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for epoch in range(2):

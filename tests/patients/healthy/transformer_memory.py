@@ -8,14 +8,20 @@ from torch import nn
 class Layer(nn.Module):
     def __init__(self, dim):
         super().__init__()
-        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.q, self.kv, self.proj = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(dim, dim),
+        )
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x, mem):
         context = torch.cat([mem, x], dim=1)
         k, v = self.kv(context).chunk(2, -1)
         visible = torch.ones(x.size(1), context.size(1), dtype=torch.bool).tril(mem.size(1))
-        return self.norm(x + self.proj(F.scaled_dot_product_attention(self.q(x), k, v, attn_mask=visible)))
+        return self.norm(
+            x + self.proj(F.scaled_dot_product_attention(self.q(x), k, v, attn_mask=visible))
+        )
 
 
 class TransformerXL(nn.Module):

@@ -1,4 +1,7 @@
-"""The model warms its state up for ten steps and detaches it; the steps before have no loss and get no credit."""
+"""The model warms its state up for ten steps and detaches it.
+
+The steps before have no loss and get no credit.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,7 @@
-"""Windows of one series come from a loader in order, one at a time; the state is carried and detached, fresh at every epoch."""
+"""Windows of one series come from a loader in order, one at a time.
+
+The state is carried and detached, fresh at every epoch.
+"""
 
 import torch
 from torch import nn

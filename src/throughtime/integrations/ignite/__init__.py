@@ -12,7 +12,9 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "ignite":
         raise
-    raise MissingExtraError("throughtime.integrations.ignite needs Ignite: pip install 'throughtime[ignite]'") from error
+    raise MissingExtraError(
+        "throughtime.integrations.ignite needs Ignite: pip install 'throughtime[ignite]'"
+    ) from error
 
 __all__ = [
     "Loader",

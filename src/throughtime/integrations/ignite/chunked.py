@@ -1,4 +1,5 @@
-"""The two ways in which Ignite's trainer plays a batch: chunk by chunk as it always did, or in windows of `tt.updates`.
+"""The two ways in which Ignite's trainer plays a batch: chunk by chunk as it always did, or in
+windows of `tt.updates`.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -80,7 +81,14 @@ class Windowed:
 
     def play(self, batch: Batch, hidden: Any, begin: Callable[[], None]) -> Iterator[Played]:
         chunks = list(self._chunks(batch))
-        updates = tt.updates(self.net, chunks, self.loss_fn, gradient=self.gradient, state=hidden, scaler=self.stepping.scaler)
+        updates = tt.updates(
+            self.net,
+            chunks,
+            self.loss_fn,
+            gradient=self.gradient,
+            state=hidden,
+            scaler=self.stepping.scaler,
+        )
         for _ in chunks:
             begin()
             self.net.train()
@@ -106,7 +114,9 @@ class Windowed:
             if fresh is not None and start == 0:
                 _check_rows(fresh, x.shape[1])
                 resets[0] = fresh
-            position = torch.arange(start, start + steps, device=x.device).unsqueeze(1).expand(x.shape[:2])
+            position = (
+                torch.arange(start, start + steps, device=x.device).unsqueeze(1).expand(x.shape[:2])
+            )
             yield tt.Chunk.of(x, y, resets=resets, position=position)
             start += steps
 
@@ -114,8 +124,8 @@ class Windowed:
         if not isinstance(part, Tensor) or part.dim() < 2:
             got = f"{tuple(part.shape)} tensor" if isinstance(part, Tensor) else type(part).__name__
             raise DataError(
-                f"prepare_batch gave a {got}, expected a tensor (T, B, ...), or (B, T, ...) with dim=1: resets and horizon need "
-                "lanes. Without both of them any nesting will do"
+                f"prepare_batch gave a {got}, expected a tensor (T, B, ...), or (B, T, ...) with"
+                " dim=1: resets and horizon need lanes. Without both of them any nesting will do"
             )
         return part.transpose(0, 1) if self.dim == 1 else part
 
@@ -124,15 +134,26 @@ class Windowed:
         if self.resets is None or callable(self.resets):
             return None if self.resets is None else self.resets(batch)
         if not isinstance(batch, Mapping) or self.resets not in batch:
-            held = f"the keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            held = (
+                f"the keys {list(batch)}"
+                if isinstance(batch, Mapping)
+                else f"a {type(batch).__name__}"
+            )
             raise DataError(
-                f"resets={self.resets!r} names no entry of the batch, which has {held}: give the key, or a function, "
-                "resets=lambda batch: ..."
+                f"resets={self.resets!r} names no entry of the batch, which has {held}: give the"
+                " key, or a function, resets=lambda batch: ..."
             )
         return batch[self.resets]
 
 
 def _check_rows(fresh: Any, lanes: int) -> None:
     if not isinstance(fresh, Tensor) or fresh.dtype != torch.bool or fresh.shape != (lanes,):
-        got = f"{fresh.dtype} of shape {tuple(fresh.shape)}" if isinstance(fresh, Tensor) else type(fresh).__name__
-        raise DataError(f"resets gave {got}, expected torch.bool of shape ({lanes},): true for each row whose recording starts here")
+        got = (
+            f"{fresh.dtype} of shape {tuple(fresh.shape)}"
+            if isinstance(fresh, Tensor)
+            else type(fresh).__name__
+        )
+        raise DataError(
+            f"resets gave {got}, expected torch.bool of shape ({lanes},): true for each row whose"
+            " recording starts here"
+        )

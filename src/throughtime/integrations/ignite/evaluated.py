@@ -23,7 +23,10 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """The chunks of a stream that have a valid step; the others only carry the state on, for a mean over none is NaN."""
+    """The chunks of a stream that have a valid step.
+
+    The others only carry the state on, for a mean over none is NaN.
+    """
 
     def __init__(self, net: tt.Carried, stream: tt.Stream) -> None:
         self._net, self._stream = net, stream
@@ -32,7 +35,10 @@ class Turns:
         player = tt.Predictor(self._net, self._stream.lanes)
         for chunk in (c.to(player.device) for c in self._stream):
             if chunk.targets is None:
-                raise DataError("the recordings of this stream have no targets; to run the net without scoring it use tt.predict")
+                raise DataError(
+                    "the recordings of this stream have no targets; to run the net without scoring"
+                    " it use tt.predict"
+                )
             if chunk.valid:
                 yield Turn(player, chunk, chunk.targets)
             else:
@@ -46,7 +52,8 @@ class StreamEvaluator(Engine):
         super().__init__(self._play)
         self._net = net
 
-    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]  # the order of the limits differs between releases
+    # the order of the limits differs between releases
+    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Plays one epoch of `data`, a `tt.Stream` of its own.
 
         Raises:
@@ -54,10 +61,18 @@ class StreamEvaluator(Engine):
             ConfigError: more epochs than one, or a part of one.
         """
         if not isinstance(data, tt.Stream):
-            raise DataError(f"an evaluation got a {type(data).__name__}, expected a tt.Stream: evaluator.run(tt.Stream(recordings, ...))")
+            raise DataError(
+                f"an evaluation got a {type(data).__name__}, expected a tt.Stream:"
+                " evaluator.run(tt.Stream(recordings, ...))"
+            )
         if max_epochs not in (None, 1) or limits:
-            raise ConfigError(f"max_epochs={max_epochs}, {limits}: an evaluation is one whole epoch: evaluator.run(stream)")
-        self.state.epoch_length = None  # how many chunks have a valid step may differ from run to run
+            raise ConfigError(
+                f"max_epochs={max_epochs}, {limits}: an evaluation is one whole epoch:"
+                " evaluator.run(stream)"
+            )
+        self.state.epoch_length = (
+            None  # how many chunks have a valid step may differ from run to run
+        )
         return super().run(Turns(self._net, data), 1)
 
     @staticmethod
@@ -66,24 +81,32 @@ class StreamEvaluator(Engine):
         chunk = turn.chunk
         outputs = turn.player(chunk.inputs, chunk.resets if chunk.any_reset else None)[chunk.mask]
         targets = turn.targets[chunk.mask]
-        if targets.is_floating_point() and targets.shape != outputs.shape and targets.numel() == outputs.numel():
+        if (
+            targets.is_floating_point()
+            and targets.shape != outputs.shape
+            and targets.numel() == outputs.numel()
+        ):
             targets = targets.view_as(outputs)  # (N,) against (N, 1) would be broadcast to (N, N)
         return outputs, targets
 
 
-def create_stream_evaluator(net: tt.Carried, metrics: Mapping[str, Metric] | None = None) -> StreamEvaluator:
+def create_stream_evaluator(
+    net: tt.Carried, metrics: Mapping[str, Metric] | None = None
+) -> StreamEvaluator:
     """An Ignite engine that runs a net over a stream for metrics: `evaluator.run(stream).metrics`.
 
-    The net runs in evaluation mode under `no_grad` and is put back; a training in progress keeps its state, as long as the stream is
-    another one. Without Ignite's metrics, and for scores of each recording, take `tt.evaluate`.
+    The net runs in evaluation mode under `no_grad` and is put back; a training in progress keeps
+    its state, as long as the stream is another one. Without Ignite's metrics, and for scores of
+    each recording, take `tt.evaluate`.
 
     Args:
         net: made by `tt.carry`.
-        metrics: by name; each sees outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid steps of a chunk, so
-            that its means are over valid steps.
+        metrics: by name; each sees outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid
+            steps of a chunk, so that its means are over valid steps.
 
     Returns:
-        The engine; `state.output` is `(outputs, targets)`. An iteration is a chunk that has a valid step.
+        The engine; `state.output` is `(outputs, targets)`. An iteration is a chunk that has a valid
+        step.
 
     Raises:
         DataError: when run, on anything but a `tt.Stream` with targets.

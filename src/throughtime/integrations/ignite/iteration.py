@@ -14,8 +14,11 @@ from throughtime.integrations.ignite.batches import Batch
 from throughtime.integrations.ignite.chunked import Way
 
 
-class Tbptt_Events(EventEnum):  # noqa: N801  # the name that scripts import
-    """Fired by the trainer around every chunk; `every=`, `once=` and other filters count the chunks of the run."""
+class Tbptt_Events(EventEnum):  # the name that scripts import
+    """Fired by the trainer around every chunk.
+
+    `every=`, `once=` and other filters count the chunks of the run.
+    """
 
     TIME_ITERATION_STARTED = "time_iteration_started"
     TIME_ITERATION_COMPLETED = "time_iteration_completed"
@@ -41,9 +44,13 @@ class Iteration:
         losses: list[float] = []
         steps: list[int] = []
         state: Any = engine.state
-        for played in self.way.play(batch, self._entering(state, batch), partial(self._begin, engine)):
+        for played in self.way.play(
+            batch, self._entering(state, batch), partial(self._begin, engine)
+        ):
             if self.carry:
-                self.kept = state.hidden = None if played.hidden is None else _detach_hidden(played.hidden)
+                self.kept = state.hidden = (
+                    None if played.hidden is None else _detach_hidden(played.hidden)
+                )
             if not played.steps:
                 break
             state.output = played.loss
@@ -68,8 +75,10 @@ class Iteration:
         lanes = self.lanes(batch)
         if state.hidden is not None and state.hidden is self.kept and lanes != self.kept_lanes:
             raise DataError(
-                f"the batch has {lanes} lanes, the carried state {self.kept_lanes}: with carry=True row i goes on where row i of the batch "
-                "before it ended, so all batches of an epoch need the same rows. Leave out the last one, DataLoader(..., drop_last=True)"
+                f"the batch has {lanes} lanes, the carried state {self.kept_lanes}: with carry=True"
+                " row i goes on where row i of the batch before it ended, so all batches of an"
+                " epoch need the same rows. Leave out the last one, DataLoader(...,"
+                " drop_last=True)"
             )
         self.kept_lanes = lanes
         return state.hidden

@@ -21,14 +21,22 @@ class Stepping:
 
     def __post_init__(self) -> None:
         if self.amp_mode not in (None, "amp"):
-            raise ConfigError(f"amp_mode={self.amp_mode!r}: expected None or 'amp', which runs the forward pass under torch.autocast")
-        if self.scaler is not None and (self.amp_mode is None or not isinstance(self.scaler, torch.amp.GradScaler)):  # pyright: ignore[reportUnnecessaryIsInstance]  # Ignite takes True here
             raise ConfigError(
-                f"scaler={self.scaler!r} with amp_mode={self.amp_mode!r}: expected a torch.amp.GradScaler and amp_mode='amp'; a scaler of "
-                "your own can be saved: scaler=torch.amp.GradScaler(), to_save={..., 'scaler': scaler}"
+                f"amp_mode={self.amp_mode!r}: expected None or 'amp', which runs the forward pass"
+                " under torch.autocast"
+            )
+        if self.scaler is not None and (
+            self.amp_mode is None or not isinstance(self.scaler, torch.amp.GradScaler)
+        ):  # pyright: ignore[reportUnnecessaryIsInstance]  # Ignite takes True here
+            raise ConfigError(
+                f"scaler={self.scaler!r} with amp_mode={self.amp_mode!r}: expected a"
+                " torch.amp.GradScaler and amp_mode='amp'; a scaler of your own can be saved:"
+                " scaler=torch.amp.GradScaler(), to_save={..., 'scaler': scaler}"
             )
         if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(f"max_norm={self.max_norm}: expected a norm above 0, or None not to clip")
+            raise ConfigError(
+                f"max_norm={self.max_norm}: expected a norm above 0, or None not to clip"
+            )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """What the forward pass and the loss run under."""
@@ -43,7 +51,10 @@ class Stepping:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
-            nn.utils.clip_grad_norm_([weight for group in self.optimizer.param_groups for weight in group["params"]], self.max_norm)
+            nn.utils.clip_grad_norm_(
+                [weight for group in self.optimizer.param_groups for weight in group["params"]],
+                self.max_norm,
+            )
 
     def step(self) -> None:
         """New weights."""

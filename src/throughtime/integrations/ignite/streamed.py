@@ -24,29 +24,32 @@ def stream_trainer(
 ) -> StreamTrainer:
     """An Ignite engine that trains on a stream: `trainer.run(stream, max_epochs=5)`.
 
-    The state is carried over the whole stream and reset where recordings start. Where batches come from a loader of your own,
-    take `create_supervised_tbptt_trainer`.
+    The state is carried over the whole stream and reset where recordings start. Where batches come
+    from a loader of your own, take `create_supervised_tbptt_trainer`.
 
     Args:
         net: made by `tt.carry`.
         optimizer: any; stepped once per update.
         loss_fn: as for `tt.updates`.
         gradient: `tt.Truncated(...)`, `tt.Exact(...)` or another policy.
-        chunks: how many chunks of the stream an iteration plays, with as many updates as the policy makes of them. More of
-            them make Ignite's own cost per iteration matter less.
+        chunks: how many chunks of the stream an iteration plays, with as many updates as the policy
+            makes of them. More of them make Ignite's own cost per iteration matter less.
         accumulate: as for `tt.updates`: so many of the policy's updates are one.
         max_norm: the gradient is clipped to this global norm.
         amp_mode: "amp" runs net and loss under `torch.autocast`.
         scaler: a `torch.amp.GradScaler`; only with `amp_mode`.
 
     Returns:
-        The engine. `state.output` of an iteration is the mean loss over its valid steps; an iteration in which no update fell due
-        keeps that of the one before. Each update fires `StreamEvents`; handlers find it in `state.update`, and the number of
-        updates in `state.updates`. `terminate()` in a handler stops after the present update. `state_dict()` holds the carried
-        state, the place in the stream and torch's random state; an epoch that was terminated and not loaded again starts anew.
+        The engine. `state.output` of an iteration is the mean loss over its valid steps; an
+        iteration in which no update fell due keeps that of the one before. Each update fires
+        `StreamEvents`; handlers find it in `state.update`, and the number of updates in
+        `state.updates`. `terminate()` in a handler stops after the present update. `state_dict()`
+        holds the carried state, the place in the stream and torch's random state; an epoch that was
+        terminated and not loaded again starts anew.
 
     Raises:
-        ConfigError: settings that contradict each other. Running on anything but a `tt.Stream` or a `Loader` of one raises `DataError`.
+        ConfigError: settings that contradict each other. Running on anything but a `tt.Stream` or a
+            `Loader` of one raises `DataError`.
 
     Cost: that of `tt.updates`, and Ignite's per iteration.
 
@@ -61,4 +64,6 @@ def stream_trainer(
         >>> state.iteration, state.updates
         (6, 10)
     """
-    return StreamTrainer(net, loss_fn, gradient, Stepping(optimizer, max_norm, amp_mode, scaler), chunks, accumulate)
+    return StreamTrainer(
+        net, loss_fn, gradient, Stepping(optimizer, max_norm, amp_mode, scaler), chunks, accumulate
+    )

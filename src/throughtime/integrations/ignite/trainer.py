@@ -19,9 +19,11 @@ from throughtime.integrations.stretches import Loader, Stretch, stretch
 
 
 class StreamEvents(EventEnum):
-    """Fired by a `StreamTrainer` in every update; filters count the updates of the run, `state.updates`.
+    """Fired by a `StreamTrainer` in every update; filters count the updates of the run,
+    `state.updates`.
 
-    `GRADIENT_READY`: `.grad` is what the optimizer will see. `UPDATE_COMPLETED`: the weights are new.
+    `GRADIENT_READY`: `.grad` is what the optimizer will see. `UPDATE_COMPLETED`: the weights are
+    new.
     """
 
     GRADIENT_READY = "gradient_ready"
@@ -32,11 +34,24 @@ class StreamTrainer(Engine):
     """What `stream_trainer` returns: an engine whose `state_dict` holds the carried state and the place in the stream."""
 
     def __init__(
-        self, net: tt.Carried, loss_fn: LossFn, gradient: Policy, stepping: Stepping, chunks: int = 1, accumulate: int = 1
+        self,
+        net: tt.Carried,
+        loss_fn: LossFn,
+        gradient: Policy,
+        stepping: Stepping,
+        chunks: int = 1,
+        accumulate: int = 1,
     ) -> None:
         super().__init__(self._play)
         self._net, self._stepping, self._chunks = net, stepping, chunks
-        self._begun = partial(tt.updates, net, loss_fn=loss_fn, gradient=gradient, scaler=stepping.scaler, accumulate=accumulate)
+        self._begun = partial(
+            tt.updates,
+            net,
+            loss_fn=loss_fn,
+            gradient=gradient,
+            scaler=stepping.scaler,
+            accumulate=accumulate,
+        )
         self._updates: tt.Updates | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._loader: Loader | None = None
@@ -47,10 +62,20 @@ class StreamTrainer(Engine):
         self.register_events(*StreamEvents, event_to_attr=counted)
         self.add_event_handler(Events.EPOCH_STARTED, self._count_anew)
 
-    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]  # the order of the limits differs between releases
-        """Plays `data`, a `tt.Stream` or a `Loader` of one, for `max_epochs` epochs; `limits` are those of `Engine.run`."""
-        if isinstance(data, tt.Stream):  # the same loader, so that every epoch has as many iterations as the first
-            data = self._loader if self._loader is not None and self._loader.stream is data else Loader(data, self._chunks)
+    # the order of the limits differs between releases
+    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Plays `data`, a `tt.Stream` or a `Loader` of one, for `max_epochs` epochs.
+
+        `limits` are those of `Engine.run`.
+        """
+        if isinstance(
+            data, tt.Stream
+        ):  # the same loader, so that every epoch has as many iterations as the first
+            data = (
+                self._loader
+                if self._loader is not None and self._loader.stream is data
+                else Loader(data, self._chunks)
+            )
         if isinstance(data, Loader):
             self._loader = data
             if self._loaded is not None:
@@ -64,17 +89,25 @@ class StreamTrainer(Engine):
             random = generators(device_of(self._net))
             done: Any = self.state
             at = self._updates.state_dict(stepped=self._stepped)
-            place = {"place": at, "next": self._next, "updates": done.updates - (not self._stepped), "random": random}
+            place = {
+                "place": at,
+                "next": self._next,
+                "updates": done.updates - (not self._stepped),
+                "random": random,
+            }
         return OrderedDict(super().state_dict(), stream=place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from there with the next `run`, to the bit if weights and optimizer are those of the same moment."""
         if "stream" not in state_dict:
             raise DataError(
-                f"the state has {list(state_dict)}, expected 'stream' as well: it was saved from another kind of engine. Save the trainer "
-                "itself: Checkpoint({'trainer': trainer, 'net': net, 'optimizer': optimizer}, ...)"
+                f"the state has {list(state_dict)}, expected 'stream' as well: it was saved from"
+                " another kind of engine. Save the trainer itself: Checkpoint({'trainer':"
+                " trainer, 'net': net, 'optimizer': optimizer}, ...)"
             )
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "stream"})
+        super().load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "stream"}
+        )
         self._loaded, self._updates = state_dict["stream"], None
         state: Any = self.state
         state.updates = 0 if self._loaded is None else self._loaded["updates"]
@@ -102,7 +135,9 @@ class StreamTrainer(Engine):
         """The updates of a stretch: until it is over, or for the last one until there are none left."""
         updates = self._entered(part)
         self._next = part.index
-        if part.index == 0 and part.stream.position:  # resumed within the last stretch, which counts as played: its rest comes first
+        if (
+            part.index == 0 and part.stream.position
+        ):  # resumed within the last stretch, which counts as played: its rest comes first
             while (update := self._update(updates)) is not None:
                 yield update
             updates = self._updates = self._begun(part.stream)

@@ -5,7 +5,9 @@ from throughtime.errors import MissingExtraError
 try:
     import lightning.pytorch as pl
 except ModuleNotFoundError as error:
-    raise MissingExtraError("throughtime.integrations.lightning needs Lightning: pip install 'throughtime[lightning]'") from error
+    raise MissingExtraError(
+        "throughtime.integrations.lightning needs Lightning: pip install 'throughtime[lightning]'"
+    ) from error
 from throughtime.integrations.lightning.stream import StreamModule
 from throughtime.integrations.lightning.tbptt import TBPTT
 from throughtime.integrations.stretches import Loader

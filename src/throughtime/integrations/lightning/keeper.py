@@ -18,7 +18,8 @@ class Streaming(LightningModule):
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         LightningModule.trainer.__set__(self, trainer)
-        callbacks: list[Callback] = [] if trainer is None else getattr(trainer, "callbacks")  # noqa: B009  # typed as a property without a setter
+        # typed as a property without a setter
+        callbacks: list[Callback] = [] if trainer is None else getattr(trainer, "callbacks")
         if trainer is not None and not any(isinstance(callback, Keeper) for callback in callbacks):
             callbacks.insert(0, Keeper())
 
@@ -44,30 +45,40 @@ class Streaming(LightningModule):
 class Keeper(Callback):
     """Asks modules that keep something; others it leaves alone."""
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002  # Lightning gives it
+    # Lightning gives it
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, Streaming):
             pl_module.keep_settings()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:  # noqa: ARG002  # Lightning gives it
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:  # Lightning gives it
         if isinstance(pl_module, Streaming):
             pl_module.keep_clipped(optimizer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002  # Lightning gives it
+    # Lightning gives it
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, Streaming):
             pl_module.keep_scheduled()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002  # Lightning gives it
+    # Lightning gives it
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, Streaming):
             pl_module.keep_logged("val")
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002  # Lightning gives it
+    # Lightning gives it
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, Streaming):
             pl_module.keep_logged("test")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002  # Lightning gives it
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:  # Lightning gives it
         if isinstance(pl_module, Streaming):
             pl_module.keep_saved(checkpoint)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002  # Lightning gives it
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:  # Lightning gives it
         if isinstance(pl_module, Streaming):
             pl_module.keep_loaded(checkpoint)

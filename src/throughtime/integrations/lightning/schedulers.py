@@ -22,7 +22,9 @@ def step_schedulers(module: LightningModule, interval: str, count: int, monitor:
     for config in module.trainer.lr_scheduler_configs:
         if config.interval == interval and count % config.frequency == 0:
             plateau = isinstance(config.scheduler, ReduceLROnPlateau)
-            module.lr_scheduler_step(config.scheduler, _logged(module, monitor) if plateau else None)
+            module.lr_scheduler_step(
+                config.scheduler, _logged(module, monitor) if plateau else None
+            )
 
 
 def _logged(module: LightningModule, name: str) -> Tensor:

@@ -13,7 +13,10 @@ from throughtime.errors import ConfigError
 
 
 class TBPTTError(ConfigError, MisconfigurationException):
-    """A module or a batch that cannot be split; `except MisconfigurationException` catches it too, as in Lightning 1.9."""
+    """A module or a batch that cannot be split.
+
+    `except MisconfigurationException` catches it too, as in Lightning 1.9.
+    """
 
 
 def steps(batch: Any, whole: Collection[int | str] = ()) -> int:
@@ -24,23 +27,29 @@ def steps(batch: Any, whole: Collection[int | str] = ()) -> int:
         whole: keys or positions of the items that do not count.
 
     Raises:
-        TBPTTError: a name in `whole` that the batch does not have, no item with a time dimension, or two that disagree.
+        TBPTTError: a name in `whole` that the batch does not have, no item with a time dimension,
+            or two that disagree.
     """
     items = dict(_items(batch))
     if unknown := [name for name in whole if name not in items]:
-        raise TBPTTError(f"tbptt_whole names {unknown}, the batch has {list(items)}. Name keys of a mapping, or positions of a list.")
+        raise TBPTTError(
+            f"tbptt_whole names {unknown}, the batch has {list(items)}. Name keys of a mapping, or"
+            " positions of a list."
+        )
     found = {name: _lengths(item) for name, item in items.items() if name not in whole}
     timed = {name: sorted(lengths) for name, lengths in found.items() if lengths}
     if not timed:
         raise TBPTTError(
-            f"no time dimension in a {type(batch).__name__}: expected a tensor (B, T, ...) or a list of B rows, alone or in a mapping, "
-            "tuple or list. Override tbptt_split_batch(self, batch, split_size) for another layout."
+            f"no time dimension in a {type(batch).__name__}: expected a tensor (B, T, ...) or a"
+            " list of B rows, alone or in a mapping, tuple or list. Override"
+            " tbptt_split_batch(self, batch, split_size) for another layout."
         )
     lengths = {length for several in timed.values() for length in several}
     if len(lengths) > 1 or lengths == {0}:
         raise TBPTTError(
-            f"the time dimension is ambiguous, steps by item: {timed}; expected one number, above 0. If an item has no time, name it: "
-            f"tbptt_whole = ({list(timed)[-1]!r},). Override tbptt_split_batch(self, batch, split_size) for another layout."
+            f"the time dimension is ambiguous, steps by item: {timed}; expected one number, above"
+            f" 0. If an item has no time, name it: tbptt_whole = ({list(timed)[-1]!r},). Override"
+            " tbptt_split_batch(self, batch, split_size) for another layout."
         )
     return lengths.pop()
 
@@ -63,7 +72,8 @@ def shares(lengths: Sequence[int], count: int) -> list[float]:
     """
     if len(lengths) != count or min(lengths) < 0 or sum(lengths) == 0:
         raise TBPTTError(
-            f"tbptt_split_steps returned {list(lengths)} for {count} splits; expected the steps of each, by which gradients are weighted"
+            f"tbptt_split_steps returned {list(lengths)} for {count} splits; expected the steps of"
+            " each, by which gradients are weighted"
         )
     return [length / sum(lengths) for length in lengths]
 
@@ -80,7 +90,11 @@ def _lists(item: Any) -> bool:
 
 def _rows(item: Any) -> bool:
     """Whether an item has a row for each lane: something is in it, and all of it can be cut."""
-    return _lists(item) and len(item) > 0 and all(row.dim() > 0 if isinstance(row, Tensor) else _lists(row) for row in item)
+    return (
+        _lists(item)
+        and len(item) > 0
+        and all(row.dim() > 0 if isinstance(row, Tensor) else _lists(row) for row in item)
+    )
 
 
 def _lengths(item: Any) -> set[int]:
@@ -93,8 +107,9 @@ def _lengths(item: Any) -> set[int]:
         return set()
     if len(shapes := {tuple(row.shape[1:]) for row in item if isinstance(row, Tensor)}) > 1:
         raise TBPTTError(
-            f"a list of tensors that differ by more than their steps, {sorted(shapes)}, is no list of rows; a nested batch, or one of "
-            "several dataloaders? Override tbptt_split_batch(self, batch, split_size)."
+            f"a list of tensors that differ by more than their steps, {sorted(shapes)}, is no list"
+            " of rows; a nested batch, or one of several dataloaders? Override"
+            " tbptt_split_batch(self, batch, split_size)."
         )
     return {len(row) for row in item}
 

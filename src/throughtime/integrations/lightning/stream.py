@@ -1,4 +1,5 @@
-"""A Lightning module that trains on a stream: any gradient policy, the state carried, many updates in a training step.
+"""A Lightning module that trains on a stream: any gradient policy, the state carried, many updates
+in a training step.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -21,29 +22,35 @@ from throughtime.integrations.stretches import Stretch, stretch
 
 
 class StreamModule(Evaluating):
-    """A carried net that a Trainer trains on a `tt.Stream`; write `configure_optimizers`, and hooks as you like.
+    """A carried net that a Trainer trains on a `tt.Stream`; write `configure_optimizers`, and hooks
+    as you like.
 
-    The Trainer gets `Loader(stream, chunks=20)` as its dataloader: a training step makes all updates of so many chunks, and each
-    is one of Lightning's global steps. Validation, test and prediction play their streams chunk by chunk with a state of
-    their own. Checkpoints hold the carried state and the place of every rank: what is resumed goes on to the bit. Under the strategy
-    "ddp" each rank plays its lanes, and `tt.updates` adds gradients up, once per update.
+    The Trainer gets `Loader(stream, chunks=20)` as its dataloader: a training step makes all
+    updates of so many chunks, and each is one of Lightning's global steps. Validation, test and
+    prediction play their streams chunk by chunk with a state of their own. Checkpoints hold the
+    carried state and the place of every rank: what is resumed goes on to the bit. Under the
+    strategy "ddp" each rank plays its lanes, and `tt.updates` adds gradients up, once per update.
 
-    Logged are `train_loss`, `val_loss` and `test_loss`, means over valid steps, with the figures of `score`: `val_macro_f1`.
+    Logged are `train_loss`, `val_loss` and `test_loss`, means over valid steps, with the figures of
+    `score`: `val_macro_f1`.
 
     Args:
         net: made by `tt.carry`; it is `self.net`.
         loss_fn: as for `tt.updates`.
         gradient: `tt.Truncated(...)` or another policy.
-        clip: norm to which the gradient is clipped; Lightning's own `gradient_clip_val` wants one update per training step.
+        clip: norm to which the gradient is clipped; Lightning's own `gradient_clip_val` wants one
+            update per training step.
         accumulate: as for `tt.updates`.
-        schedule: whether schedulers of interval "step" step after every "update" or every "batch" (training step).
+        schedule: whether schedulers of interval "step" step after every "update" or every "batch"
+            (training step).
         monitor: what a `ReduceLROnPlateau` looks at, of the logged values.
         score: figures for validation and test, as for `tt.evaluate`.
 
     Raises:
         ConfigError: a setting out of its range.
 
-    Cost: Lightning's own, once per training step but for the optimizer's step; docs/lightning.md has the figures.
+    Cost: Lightning's own, once per training step but for the optimizer's step; docs/lightning.md
+    has the figures.
 
     Example:
         >>> import torch, throughtime as tt
@@ -76,21 +83,39 @@ class StreamModule(Evaluating):
     ) -> None:
         super().__init__(net, loss_fn, score)
         if schedule not in ("update", "batch") or (clip is not None and not clip > 0):
-            raise ConfigError(f"schedule={schedule!r}, clip={clip!r}: expected schedule 'update' or 'batch', and a clip above 0 or None")
+            raise ConfigError(
+                f"schedule={schedule!r}, clip={clip!r}: expected schedule 'update' or 'batch', and"
+                " a clip above 0 or None"
+            )
         self.automatic_optimization = False  # a training step makes many updates
-        self.gradient, self.clip, self.accumulate, self.schedule, self.monitor = gradient, clip, accumulate, schedule, monitor
+        self.gradient, self.clip, self.accumulate, self.schedule, self.monitor = (
+            gradient,
+            clip,
+            accumulate,
+            schedule,
+            monitor,
+        )
         self._updates: tt.Updates | None = None
         self._finished = self._stepped = True
         self._places = Places()
 
     def on_update(self, update: tt.Update) -> None:
-        """Called after every update, before its optimizer step; for metrics and logging of your own."""
+        """Called after every update, before its optimizer step.
+
+        For metrics and logging of your own.
+        """
 
     def training_step(self, batch: Stretch, batch_idx: int) -> dict[str, Tensor] | None:
-        """All updates of a stretch of the stream; it ends early where a checkpoint is due, and the next one makes up for it."""
+        """All updates of a stretch of the stream.
+
+        It ends early where a checkpoint is due, and the next one makes up for it.
+        """
         self._begin(stretch(batch))
         optimizer, loss, steps = self.optimizers(), torch.zeros((), device=self.device), 0
-        while not (batch.over or reached_the_end(self.trainer)) and (update := self._next()) is not None:
+        while (
+            not (batch.over or reached_the_end(self.trainer))
+            and (update := self._next()) is not None
+        ):
             self.on_update(update)
             optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]  # one: `check`
             self._stepped = True
@@ -100,10 +125,20 @@ class StreamModule(Evaluating):
             if not batch.last and wants_to_save(self.trainer):
                 break
         if reached_the_end(self.trainer) and not batch.stream.ahead(1):
-            self._next()  # max_steps fell on the last update of the epoch: it is over, and a checkpoint must say so
+            # max_steps fell on the last update of the epoch: it is over, and a checkpoint must say
+            # so
+            self._next()
         if steps:
             self._schedule("batch", batch_idx + 1)
-            self.log("train_loss", loss / steps, batch_size=steps, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+            self.log(
+                "train_loss",
+                loss / steps,
+                batch_size=steps,
+                on_step=True,
+                on_epoch=True,
+                prog_bar=True,
+                sync_dist=True,
+            )
         return {"loss": loss / steps} if steps else None
 
     def _next(self) -> tt.Update | None:
@@ -119,12 +154,20 @@ class StreamModule(Evaluating):
             if fresh:
                 self._places.take_up(self, self._updates)
         if first and batch.stream.position and self.trainer.num_training_batches < batch.count:
-            batch.stream.skip()  # limit_train_batches cut the epoch before short: this one has an order of its own
+            # limit_train_batches cut the epoch before short: this one has an order of its own
+            batch.stream.skip()
             self._updates = self._made(batch)
 
     def _made(self, batch: Stretch) -> tt.Updates:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return tt.updates(self.net, batch.stream, self.loss_fn, gradient=self.gradient, scaler=scaler, accumulate=self.accumulate)
+        return tt.updates(
+            self.net,
+            batch.stream,
+            self.loss_fn,
+            gradient=self.gradient,
+            scaler=scaler,
+            accumulate=self.accumulate,
+        )
 
     def keep_settings(self) -> None:
         check(self.trainer)
@@ -139,7 +182,9 @@ class StreamModule(Evaluating):
 
     def keep_clipped(self, optimizer: Optimizer | LightningOptimizer) -> None:
         if self.clip is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]
+            self.clip_gradients(
+                optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+            )  # pyright: ignore[reportArgumentType]
 
     def keep_scheduled(self) -> None:
         step_schedulers(self, "epoch", self.current_epoch + 1, self.monitor)

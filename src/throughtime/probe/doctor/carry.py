@@ -18,7 +18,11 @@ from throughtime.probe.doctor.watch import LAYERS, Watcher
 
 ROOTS = 64  # recordings remembered, the lanes of some chunks
 FRESH = 3  # adjacent chunks that start from zero before it is said
-CHUNKS, STEPS, LONG = 4, 32, 256  # an evaluation's chunks or steps in one graph; steps before the only backward
+CHUNKS, STEPS, LONG = (
+    4,
+    32,
+    256,
+)  # an evaluation's chunks or steps in one graph; steps before the only backward
 
 
 class Carrying:
@@ -33,11 +37,21 @@ class Carrying:
         self.carried: set[Unit] = set()
         self.followed: dict[int, Tensor] = {}
         self.axes: dict[int, tuple[Tensor, int]] = {}
-        self.entered: dict[int, tuple[Tensor, tuple[Place, str, tuple[int, int]]]] = {}  # by a state of another recording
+        self.entered: dict[
+            int, tuple[Tensor, tuple[Place, str, tuple[int, int]]]
+        ] = {}  # by a state of another recording
         self.hanging: dict[Unit, Step] = {}  # evaluations in one graph
         self.longest: Step | None = None
 
-    def recurrent(self, name: str, args: Any, inputs: list[Tensor], notes: list[Any], key: Key, made: dict[str, Any]) -> Step:
+    def recurrent(
+        self,
+        name: str,
+        args: Any,
+        inputs: list[Tensor],
+        notes: list[Any],
+        key: Key,
+        made: dict[str, Any],
+    ) -> Step:
         """A call of a layer or cell of torch."""
         packed = name in LAYERS and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state = args[2] if packed else args[1]
@@ -57,28 +71,67 @@ class Carrying:
             data = None
         return self.step(unit, key, data, hx, steps, (lane, time), made)
 
-    def operation(self, inputs: list[Tensor], notes: list[Any], outputs: list[Tensor], key: Key, made: dict[str, Any]) -> Step | None:
+    def operation(
+        self,
+        inputs: list[Tensor],
+        notes: list[Any],
+        outputs: list[Tensor],
+        key: Key,
+        made: dict[str, Any],
+    ) -> Step | None:
         """Any other operation; it counts where it takes in what it gave earlier."""
-        states = [(t, n) for t, n in zip(inputs, notes, strict=True) if n is not None and n.learned and key in n.lineage]
+        states = [
+            (t, n)
+            for t, n in zip(inputs, notes, strict=True)
+            if n is not None and n.learned and key in n.lineage
+        ]
         if not states and outputs[0].dim() == 2 and (key, self.clock.training) in self.last:
             return self._starts_by_hand(inputs, notes, key, made)
         if not states or outputs[0].dim() != 2 or outputs[0].numel() == 1:
             made["step"] = None if outputs[0].numel() == 1 else made["step"]
             return None
         others = [
-            n.data if n is not None and n.learned else t for t, n in zip(inputs, notes, strict=True) if not any(t is s for s, _ in states)
+            n.data if n is not None and n.learned else t
+            for t, n in zip(inputs, notes, strict=True)
+            if not any(t is s for s, _ in states)
         ]
-        data = next((d for d in others if d is not None and d.dim() == 2 and d.shape[0] == outputs[0].shape[0]), None)
+        data = next(
+            (
+                d
+                for d in others
+                if d is not None and d.dim() == 2 and d.shape[0] == outputs[0].shape[0]
+            ),
+            None,
+        )
         made["lane"] = 0
         made["data"] = data if data is not None else made["data"]
-        return self.step(key, key, data, [t for t, _ in states], 1, (0, None), made) if data is not None else None
+        return (
+            self.step(key, key, data, [t for t, _ in states], 1, (0, None), made)
+            if data is not None
+            else None
+        )
 
-    def _starts_by_hand(self, inputs: list[Tensor], notes: list[Any], key: Key, made: dict[str, Any]) -> Step | None:
+    def _starts_by_hand(
+        self, inputs: list[Tensor], notes: list[Any], key: Key, made: dict[str, Any]
+    ) -> Step | None:
         """An operation that took in what it gave, and now does not: where a part of it is all zeros, its state is."""
-        zero = next((t for t in inputs if not isinstance(t, nn.Parameter) and not bool(t.any())), None)
+        zero = next(
+            (t for t in inputs if not isinstance(t, nn.Parameter) and not bool(t.any())), None
+        )
         pairs = [(t, n) for t, n in zip(inputs, notes, strict=True) if t is not zero]
-        found = [n.data if n is not None and n.learned else t for t, n in pairs if not t.is_leaf or not t.requires_grad]
-        data = next((d for d in found if d is not None and d.dim() == 2 and d.shape[0] == inputs[0].shape[0]), None)
+        found = [
+            n.data if n is not None and n.learned else t
+            for t, n in pairs
+            if not t.is_leaf or not t.requires_grad
+        ]
+        data = next(
+            (
+                d
+                for d in found
+                if d is not None and d.dim() == 2 and d.shape[0] == inputs[0].shape[0]
+            ),
+            None,
+        )
         if zero is None or data is None:
             return None
         clock = self.clock
@@ -90,7 +143,14 @@ class Carrying:
         return cur
 
     def step(
-        self, unit: Unit, key: Key, data: Tensor | None, hx: list[Tensor], steps: int, dims: tuple[Any, Any], made: dict[str, Any]
+        self,
+        unit: Unit,
+        key: Key,
+        data: Tensor | None,
+        hx: list[Tensor],
+        steps: int,
+        dims: tuple[Any, Any],
+        made: dict[str, Any],
     ) -> Step:
         clock = self.clock
         cur = Step(
@@ -122,11 +182,21 @@ class Carrying:
         return cur
 
     def _at_an_edge(self, cur: Step, origin: Step) -> bool:
-        if cur.clock[0] != origin.clock[0] or cur.clock[2] != origin.clock[2] or cur.training != origin.training or cur.grad != origin.grad:
+        if (
+            cur.clock[0] != origin.clock[0]
+            or cur.clock[2] != origin.clock[2]
+            or cur.training != origin.training
+            or cur.grad != origin.grad
+        ):
             return True
         if cur.clock[1] == origin.clock[1]:
             return False
-        return cur.steps > 1 or cur.data is None or origin.data is None or _root(cur.data) is not _root(origin.data)
+        return (
+            cur.steps > 1
+            or cur.data is None
+            or origin.data is None
+            or _root(cur.data) is not _root(origin.data)
+        )
 
     def _lanes(self, step: Step) -> Any:
         if step.lanes is None and step.data is not None:
@@ -163,7 +233,11 @@ class Carrying:
         base = base_of(step.data) if step.data is not None else None
         if not before or not after or base is None or base is not after[0].first.root:
             return
-        moved = [d for d, (i, k) in enumerate(zip(before[0].last.at, after[0].first.at, strict=True)) if i != k]
+        moved = [
+            d
+            for d, (i, k) in enumerate(zip(before[0].last.at, after[0].first.at, strict=True))
+            if i != k
+        ]
         _keep(self.axes, id(base), (base, moved[0]))
 
     def _judge(self, cur: Step, origin: Step, state: Seen, key: Key) -> None:
@@ -179,21 +253,33 @@ class Carrying:
         place, phase = line_of(key), cur.training != origin.training
         batches = cur.clock[2] != origin.clock[2]
         if phase or (cur.grad != origin.grad and how == "start" and self._known_roots(origin)):
-            into = "training to validation" if not (cur.training if phase else cur.grad) else "validation to training"
+            into = (
+                "training to validation"
+                if not (cur.training if phase else cur.grad)
+                else "validation to training"
+            )
             self._tell("TT205", place, f"It goes from {into}.", (cur, origin, state))
         elif batches and cur.clock[2][0] == origin.clock[2][0] and self.clock.random:
-            self._tell("TT207", self.clock.loader, f"The state enters at {place}.", (cur, origin, state))
+            self._tell(
+                "TT207", self.clock.loader, f"The state enters at {place}.", (cur, origin, state)
+            )
         elif how == "rows" and not state.edited:
             self._tell("TT206", place, "", (cur, origin, state))
         elif how == "jump" and cur.clock[0] != origin.clock[0]:
             line = self.clock.loader if batches else for_line(place)
-            self._tell("TT207", line or place, f"The state enters at {place}.", (cur, origin, state))
+            self._tell(
+                "TT207", line or place, f"The state enters at {place}.", (cur, origin, state)
+            )
         elif how == "start" and self._known_roots(origin):
             self._enters_another(cur, origin, state, place)
 
-    def _tell(self, code: str, place: Place | None, detail: str, met: tuple[Step, Step, Seen]) -> None:
+    def _tell(
+        self, code: str, place: Place | None, detail: str, met: tuple[Step, Step, Seen]
+    ) -> None:
         cur, origin, state = met
-        self.findings.add(code, place, detail, self._name(cur.key, state), (origin.clock[0], cur.clock[0]))
+        self.findings.add(
+            code, place, detail, self._name(cur.key, state), (origin.clock[0], cur.clock[0])
+        )
 
     def _enters_another(self, cur: Step, origin: Step, state: Seen, place: Place) -> None:
         found = place, self._name(cur.key, state), (origin.clock[0], cur.clock[0])
@@ -203,7 +289,10 @@ class Carrying:
             self._followed(cur)
 
     def _followed(self, step: Step) -> None:
-        """What two chunks were read from is a recording, not a copy of one chunk; then a state that entered it from another is told."""
+        """What two chunks were read from is a recording, not a copy of one chunk.
+
+        Then a state that entered it from another is told.
+        """
         for lane in step.lanes:
             root = lane.last.root
             _keep(self.followed, id(root), root)
@@ -224,7 +313,12 @@ class Carrying:
 
     def _starts(self, cur: Step, hx: list[Tensor]) -> None:
         before = self.last.get((cur.unit, cur.training))
-        if before is None or not cur.grad or cur.training is False or not self._at_an_edge(cur, before):
+        if (
+            before is None
+            or not cur.grad
+            or cur.training is False
+            or not self._at_an_edge(cur, before)
+        ):
             return
         if any(bool(t.any()) for t in hx) or self._relation(before, cur) != "next":
             return
@@ -237,9 +331,14 @@ class Carrying:
 
     def _never_carried(self, unit: Unit) -> None:
         count, key = self.fresh[unit]
-        if unit not in self.carried and len(self.lengths[unit]) == 1:  # pieces of unequal length are things of their own
+        if (
+            unit not in self.carried and len(self.lengths[unit]) == 1
+        ):  # pieces of unequal length are things of their own
             self.findings.add(
-                "TT201", line_of(key), f"{count} times the inputs went on where those before ended, and the state began anew."
+                "TT201",
+                line_of(key),
+                f"{count} times the inputs went on where those before ended, and the state began"
+                " anew.",
             )
 
     def _grows(self, cur: Step, origin: Step, graph: bool) -> None:
@@ -260,8 +359,13 @@ class Carrying:
             self._grew(self.hanging.pop(cur.unit))
 
     def _grew(self, old: Step) -> None:
-        if old.clock[0] == self.clock.chunk and (old.links >= CHUNKS if old.steps > 1 else old.links >= STEPS):
-            what = f"{old.reached} steps hang together in one graph, and no backward goes through them."
+        if old.clock[0] == self.clock.chunk and (
+            old.links >= CHUNKS if old.steps > 1 else old.links >= STEPS
+        ):
+            what = (
+                f"{old.reached} steps hang together in one graph, and no backward goes through"
+                " them."
+            )
             self.findings.add("TT202", line_of(old.key), what)
 
     def recent(self) -> Key | None:
@@ -278,9 +382,15 @@ class Carrying:
         longest = self.longest
         if self.clock.chunk != 1 or longest is None or longest.clock[0] != 0:
             return
-        several = longest.steps > 1 or 0 < 2 * longest.calls <= longest.reached  # a cell that runs through one sequence is no stream
+        several = (
+            longest.steps > 1 or 0 < 2 * longest.calls <= longest.reached
+        )  # a cell that runs through one sequence is no stream
         if longest.reached >= LONG and several:
-            self.findings.add("TT202", line_of(longest.key), f"{longest.reached} steps were kept for the only backward.")
+            self.findings.add(
+                "TT202",
+                line_of(longest.key),
+                f"{longest.reached} steps were kept for the only backward.",
+            )
 
 
 def _keep(where: dict[int, Any], key: int, value: Any) -> None:
@@ -314,5 +424,9 @@ def for_line(place: Place) -> Place:
         tree = ast.parse(Path(place.file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return place
-    around = [n for n in ast.walk(tree) if isinstance(n, ast.For) and n.lineno < place.line <= (n.end_lineno or n.lineno)]
+    around = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.For) and n.lineno < place.line <= (n.end_lineno or n.lineno)
+    ]
     return Place(place.file, max(around, key=lambda n: n.lineno).lineno) if around else place

@@ -1,10 +1,12 @@
 """The doctor: a context manager around a training loop that somebody else wrote.
 
-It watches every operation on tensors through a mode of torch (`torch.overrides.TorchFunctionMode`), calls of modules, optimizer
-steps, backwards and batches, and keeps what each tensor came from. It changes no result: it draws no random number, keeps no
-gradient and puts back at the end whatever it wrapped. It is not a profiler and no debugger of shapes.
+It watches every operation on tensors through a mode of torch (`torch.overrides.TorchFunctionMode`),
+calls of modules, optimizer steps, backwards and batches, and keeps what each tensor came from. It
+changes no result: it draws no random number, keeps no gradient and puts back at the end whatever it
+wrapped. It is not a profiler and no debugger of shapes.
 
-Cost: some microseconds per operation of the user's code, at most 0.3 of the time of usual loops (`benchmarks/doctor.py`).
+Cost: some microseconds per operation of the user's code, at most 0.3 of the time of usual loops
+(`benchmarks/doctor.py`).
 """
 
 from collections.abc import Iterable
@@ -25,7 +27,9 @@ class Doctor:
     def __init__(self, findings: Findings) -> None:
         self._findings, self._patches = findings, Patches()
         self._events: Events | None = None
-        self.fault: Exception | None = None  # of the doctor itself: then something may have been missed
+        self.fault: Exception | None = (
+            None  # of the doctor itself: then something may have been missed
+        )
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -39,7 +43,8 @@ class Doctor:
     def __enter__(self) -> Self:
         if _OPEN:
             raise ConfigError(
-                "a doctor is watching already, expected one at a time in a process. Put one tt.doctor() around the whole loop"
+                "a doctor is watching already, expected one at a time in a process. Put one"
+                " tt.doctor() around the whole loop"
             )
         _OPEN.append(self)
         self._events = Events(self._findings)
@@ -47,7 +52,12 @@ class Doctor:
         self._events.watcher.on()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         events = self._events
         self._events = None
         try:
@@ -71,31 +81,43 @@ class Doctor:
 
     def __str__(self) -> str:
         count = len(self.findings)
-        first = f"tt.doctor: {count} finding{'s' if count > 1 else ''}" if count else "tt.doctor: nothing found"
-        fault = [f"The doctor itself failed and stopped looking: {type(self.fault).__name__}: {self.fault}"] if self.fault else []
+        first = (
+            f"tt.doctor: {count} finding{'s' if count > 1 else ''}"
+            if count
+            else "tt.doctor: nothing found"
+        )
+        fault = (
+            [
+                f"The doctor itself failed and stopped looking: {type(self.fault).__name__}:"
+                f" {self.fault}"
+            ]
+            if self.fault
+            else []
+        )
         return "\n".join([first, *map(str, self.findings), *fault])
 
 
 def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:
     """A context manager that names what is wrong with the training loop inside it.
 
-    Use it around a loop in plain PyTorch, Lightning or Ignite that fails, or that trains worse than it should. For what the
-    gradient of a sound loop does, take `tt.audit` and `tt.reach`.
+    Use it around a loop in plain PyTorch, Lightning or Ignite that fails, or that trains worse than
+    it should. For what the gradient of a sound loop does, take `tt.audit` and `tt.reach`.
 
     Args:
         ignore: codes that are not reported, such as `{"TT207"}`.
         strict: raise at the first finding.
 
     Returns:
-        A context manager; `findings` holds what was found, printing it gives a report. An exception that passes through keeps
-        its type and gains the diagnosis as a note.
+        A context manager; `findings` holds what was found, printing it gives a report. An exception
+        that passes through keeps its type and gains the diagnosis as a note.
 
     Raises:
         ConfigError: an unknown code, or a doctor inside another.
         DiagnosisError: under `strict`, at the first finding.
 
     Cost:
-        Some microseconds for each operation that the loop's own code calls; nothing when it is not open.
+        Some microseconds for each operation that the loop's own code calls; nothing when it is not
+        open.
 
     Example:
         >>> import torch, throughtime as tt
@@ -109,6 +131,7 @@ def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:
         ['TT201']
 
     References:
-        Williams & Peng, An efficient gradient-based algorithm for on-line training of recurrent network trajectories, 1990.
+        Williams & Peng, An efficient gradient-based algorithm for on-line training of recurrent
+        network trajectories, 1990.
     """
     return Doctor(Findings.checked(ignore, strict))

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from throughtime.probe.doctor.carry import Carrying
 from throughtime.probe.doctor.credit import Credit
@@ -23,7 +29,11 @@ from throughtime.probe.doctor.stepping import Stepping
 from throughtime.probe.doctor.unwatched import Unwatched
 from throughtime.probe.doctor.watch import CELLS, LAYERS, MOST, Watcher
 
-FIRST, AGAIN, AGAIN_FOR = 8, 256, 3  # chunks watched closely: at the start, every so often, and for how long
+FIRST, AGAIN, AGAIN_FOR = (
+    8,
+    256,
+    3,
+)  # chunks watched closely: at the start, every so often, and for how long
 
 
 class Events:
@@ -32,12 +42,17 @@ class Events:
     def __init__(self, findings: Findings) -> None:
         self.findings, self.clock, self.thread = findings, Clock(), threading.get_ident()
         self.watcher = Watcher(self.clock)
-        self.carrying, self.growing = Carrying(self.watcher, findings), Growing(self.watcher, findings)
+        self.carrying, self.growing = (
+            Carrying(self.watcher, findings),
+            Growing(self.watcher, findings),
+        )
         self.credit, self.stepping = Credit(self.watcher, findings), Stepping(findings, self.clock)
         self.post = PostMortem(self.watcher, findings, self.carrying.recent)
         self.watcher.listeners.append(self.operation)
         self.loaders: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
-        self.reading: weakref.WeakKeyDictionary[Any, tuple[int, bool, Place | None]] = weakref.WeakKeyDictionary()
+        self.reading: weakref.WeakKeyDictionary[Any, tuple[int, bool, Place | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.numbers = itertools.count(1)
         self.until, self.stepping_blind, self.inner = FIRST, False, False
         self.phases: dict[int, bool] = {}
@@ -59,7 +74,11 @@ class Events:
         if name in LAYERS or name in CELLS:
             step = self.carrying.recurrent(name, args, inputs, notes, key, made)
             self.credit.hold(step.unit, name, func, args, outputs)
-            self.watcher.given[step.unit] = outputs[1:] if name in LAYERS else outputs, step, 1 if name in LAYERS else 0
+            self.watcher.given[step.unit] = (
+                outputs[1:] if name in LAYERS else outputs,
+                step,
+                1 if name in LAYERS else 0,
+            )
         else:
             self.carrying.operation(inputs, notes, outputs, key, made)
             self.growing.operation(inputs, notes, outputs, key, made)
@@ -72,7 +91,12 @@ class Events:
         if key in self.watcher.names:
             return
         for tensor, note in zip(inputs, notes, strict=True):
-            if note is not None and note.learned and tensor.grad_fn is not None and note.chunk < self.clock.chunk:
+            if (
+                note is not None
+                and note.learned
+                and tensor.grad_fn is not None
+                and note.chunk < self.clock.chunk
+            ):
                 self.watcher.names[key] = name_of(lambda value, t=tensor: value is t, frame_at())
                 return
 
@@ -128,14 +152,22 @@ class Events:
         return self._through_a_graph(lambda: old(tensors, *args, **kwargs), tensors, retain)
 
     def grad(self, old: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        retain = bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else False) or kwargs.get("create_graph", False))
-        found = self._through_a_graph(lambda: old(outputs, *args, **kwargs), outputs, retain, chunk=not retain)
+        retain = bool(
+            kwargs.get("retain_graph", args[2] if len(args) > 2 else False)
+            or kwargs.get("create_graph", False)
+        )
+        found = self._through_a_graph(
+            lambda: old(outputs, *args, **kwargs), outputs, retain, chunk=not retain
+        )
         if not self.off and not self.inner:
             self._look_away()
         return found
 
     def _through_a_graph(self, run: Any, tensors: Any, retain: bool, chunk: bool = True) -> Any:
-        """A backward of the user; one that keeps its graph for a gradient of gradients ends no chunk."""
+        """A backward of the user.
+
+        One that keeps its graph for a gradient of gradients ends no chunk.
+        """
         frame = innermost(frame_at(2))
         if self.off or frame is None or self.inner:  # torch calls itself again through the mode
             return run()
@@ -153,7 +185,11 @@ class Events:
         finally:
             self.inner = False
             if chunk:
-                self._busy(self.credit.after_backward, place, max(self.growing.cuts.values(), default=0) > 1)
+                self._busy(
+                    self.credit.after_backward,
+                    place,
+                    max(self.growing.cuts.values(), default=0) > 1,
+                )
         if chunk:
             self._after_backward(node, place)
         return result
@@ -166,7 +202,10 @@ class Events:
             self._busy(self.stepping.backward, node, place)
 
     def _after_backward(self, node: Any, place: Place) -> None:
-        self.watcher.boundary = max(sequence(node) if node is not None else -1, self.watcher.numbers[-1] if self.watcher.numbers else -1)
+        self.watcher.boundary = max(
+            sequence(node) if node is not None else -1,
+            self.watcher.numbers[-1] if self.watcher.numbers else -1,
+        )
         self.post.bounds.append(self.watcher.boundary)
         self.clock.chunk += 1
         self._busy(self.growing.after_backward, place)
@@ -184,7 +223,9 @@ class Events:
     def steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.off:
             self.stepping.known(optimizer).inside = True
-            if not args[1:] and not kwargs and self.watcher.active:  # a closure would be the user's loop
+            if (
+                not args[1:] and not kwargs and self.watcher.active
+            ):  # a closure would be the user's loop
                 self.watcher.off()
                 self.stepping_blind = True
 
@@ -195,14 +236,22 @@ class Events:
             self.stepping_blind = False
             self.watcher.on()
         place = here(2)
-        self._busy(self.post.stepped, place, [p for group in optimizer.param_groups for p in group["params"]])
+        self._busy(
+            self.post.stepped,
+            place,
+            [p for group in optimizer.param_groups for p in group["params"]],
+        )
         self.growing.steps += 1
         self._busy(self.stepping.step, optimizer, place)
 
     def zero_grad(self, old: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.off:
             grouped = isinstance(owner, torch.optim.Optimizer)
-            parameters = [p for g in owner.param_groups for p in g["params"]] if grouped else list(owner.parameters())
+            parameters = (
+                [p for g in owner.param_groups for p in g["params"]]
+                if grouped
+                else list(owner.parameters())
+            )
             self._busy(self.stepping.clearing, parameters, here(2))
         return old(owner, *args, **kwargs)
 
@@ -224,7 +273,11 @@ class Events:
         found = old(iterator)
         if not self.off and iterator in self.reading:
             number, random, place = self.reading[iterator]
-            self.clock.batch, self.clock.random, self.clock.loader = (number, self.clock.batch[1] + 1), random, place
+            self.clock.batch, self.clock.random, self.clock.loader = (
+                (number, self.clock.batch[1] + 1),
+                random,
+                place,
+            )
         return found
 
     def close(self) -> None:

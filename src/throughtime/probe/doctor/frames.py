@@ -11,9 +11,18 @@ from types import CodeType, FrameType
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 HERE = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent.parent)
-LAYERS = tuple(f"{Path(PACKAGE, part)}{os.sep}" for part in ("nn", "kernels", "probe/trace"))  # stand in for torch's
+LAYERS = tuple(
+    f"{Path(PACKAGE, part)}{os.sep}" for part in ("nn", "kernels", "probe/trace")
+)  # stand in for torch's
 _LIBRARIES = tuple(
-    {str(Path(p).resolve()) for p in (*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))}
+    {
+        str(Path(p).resolve())
+        for p in (
+            *site.getsitepackages(),
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib"),
+        )
+    }
     | {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 )
 _KINDS: dict[str, int] = {}
@@ -48,13 +57,18 @@ def _classified(file: str) -> int:
         return OURS
     if f"{os.sep}torch{os.sep}optim{os.sep}" in file:
         return OPTIMIZER
-    if file.startswith(_LIBRARIES) or "site-packages" in file or file in {"<string>", "<__array_function__ internals>"}:
+    if (
+        file.startswith(_LIBRARIES)
+        or "site-packages" in file
+        or file in {"<string>", "<__array_function__ internals>"}
+    ):
         return LIBRARY
     return USER
 
 
 def innermost(frame: FrameType | None, through: int = OURS) -> FrameType | None:
-    """The innermost frame of the user; `None` where throughtime itself comes first, whose own loops are not the user's.
+    """The innermost frame of the user; `None` where throughtime itself comes first, whose own loops
+    are not the user's.
 
     With `through=LIBRARY` an optimizer's own work is none of the user's either.
     """
@@ -79,7 +93,9 @@ def here(depth: int = 1) -> Place | None:
 def through_framework(frame: FrameType | None) -> bool:
     """Whether a trainer of a framework stands between here and the user's code."""
     while frame is not None and kind_of(frame.f_code.co_filename) != USER:
-        if str(frame.f_globals.get("__name__", "")).startswith(("lightning.", "pytorch_lightning.", "ignite.")):
+        if str(frame.f_globals.get("__name__", "")).startswith(
+            ("lightning.", "pytorch_lightning.", "ignite.")
+        ):
             return True
         frame = frame.f_back
     return False

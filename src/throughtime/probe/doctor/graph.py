@@ -55,7 +55,11 @@ def reached(root: Any, limit: int = NODES) -> Iterator[Any]:
 
 def leaves_of(node: Any, limit: int = 200) -> frozenset[int]:
     """The leaves, such as weights, that the nodes near this one go back to."""
-    return frozenset(id(below.variable) for below in reached(node, limit) if is_leaf(below)) if node is not None else frozenset()
+    return (
+        frozenset(id(below.variable) for below in reached(node, limit) if is_leaf(below))
+        if node is not None
+        else frozenset()
+    )
 
 
 def saved(node: Any) -> Iterator[str]:
@@ -160,7 +164,10 @@ def means(root: Any) -> list[tuple[str, float, float]]:
             found.append((name, weight, count))
         elif name in {"MulBackward0", "DivBackward0"} and (factor := _factor(node)) is not None:
             inner = [child for child in children(node) if not is_leaf(child)]
-            stack += [(child, weight * factor if name == "MulBackward0" else weight / factor) for child in inner]
+            stack += [
+                (child, weight * factor if name == "MulBackward0" else weight / factor)
+                for child in inner
+            ]
         elif name == "AddBackward0":
             stack += [(child, weight) for child in children(node)]
         else:
@@ -173,7 +180,11 @@ def _factor(node: Any) -> float | None:
         other = factor_of(node)
     except RuntimeError:
         return None
-    return float(other) if other is not None and len(children(node)) == 1 and float(other) != 0 else None
+    return (
+        float(other)
+        if other is not None and len(children(node)) == 1 and float(other) != 0
+        else None
+    )
 
 
 def _counted(node: Any, name: str) -> float | None:
@@ -187,4 +198,6 @@ def _counted(node: Any, name: str) -> float | None:
         inner = getattr(node, "_saved_self", None) if weight is None else None
     except RuntimeError:  # freed by an earlier backward
         return None
-    return float(weight) if weight is not None else float(inner.numel()) if inner is not None else None
+    return (
+        float(weight) if weight is not None else float(inner.numel()) if inner is not None else None
+    )

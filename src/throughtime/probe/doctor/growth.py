@@ -29,7 +29,9 @@ class Growing:
 
     def __init__(self, watcher: Watcher, findings: Findings) -> None:
         self.watcher, self.findings = watcher, findings
-        self.retained: dict[Place, list[tuple[int, int, float, int]]] = {}  # chunks reached, nodes, seconds, bytes
+        self.retained: dict[
+            Place, list[tuple[int, int, float, int]]
+        ] = {}  # chunks reached, nodes, seconds, bytes
         self.edges: dict[Place, list[int]] = {}
         self.cuts: dict[Key, int] = {}
         self.tries: dict[Key, int] = {}
@@ -67,7 +69,11 @@ class Growing:
                 self._retained(place)
         for key, count in self.cuts.items():
             if count >= CUTS:
-                self.findings.add("TT203", line_of(key), f"{count} detaches in one chunk, a single step between them.")
+                self.findings.add(
+                    "TT203",
+                    line_of(key),
+                    f"{count} detaches in one chunk, a single step between them.",
+                )
         self.cuts.clear()
         self._kept()
 
@@ -77,10 +83,19 @@ class Growing:
         if not all(b[0] == a[0] + 1 and b[1] > a[1] for a, b in itertools.pairwise(tail)):
             return
         chunk, stepped = self.watcher.clock.chunk, self.stepped[place][-len(tail) :]
-        if stepped[0] == stepped[-1] and not any(c in self.watcher.clock.crossed for c in range(chunk - len(tail), chunk + 1)):
+        if stepped[0] == stepped[-1] and not any(
+            c in self.watcher.clock.crossed for c in range(chunk - len(tail), chunk + 1)
+        ):
             return  # several losses of one forward
         chunks = list(range(len(tail)))
-        slopes = [statistics.linear_regression(chunks, [row[i] for row in tail]).slope for i in (1, 2, 3)] if len(tail) > 1 else [0.0] * 3
+        slopes = (
+            [
+                statistics.linear_regression(chunks, [row[i] for row in tail]).slope
+                for i in (1, 2, 3)
+            ]
+            if len(tail) > 1
+            else [0.0] * 3
+        )
         slope = f"{slopes[0]:+.0f} nodes, {1e3 * slopes[1]:+.2f} ms, {slopes[2] / 1024:+.0f} kB"
         said = f"It reaches {tail[-1][0]} chunks back. Per chunk: {slope}."
         self.findings.add("TT102", place, said)
@@ -95,7 +110,9 @@ class Growing:
         for key, notes in by_key.items():
             if len({note.chunk for note in notes}) >= KEPT and self.tries.get(key, 0) < TRIES:
                 self.tries[key] = self.tries.get(key, 0) + 1
-                self._hold([t for note in notes if (t := note.ref()) is not None and t.grad_fn is not None])
+                self._hold(
+                    [t for note in notes if (t := note.ref()) is not None and t.grad_fn is not None]
+                )
 
     def _hold(self, tensors: list[Tensor]) -> None:
         if len(tensors) < KEPT or not hangs_on_freed(tensors[0].grad_fn, 60):
@@ -103,21 +120,38 @@ class Growing:
         holder = names.holder_of(tensors)
         found = names.line_that_fills(holder, self.watcher.files) if holder is not None else None
         if found:
-            self.findings.add("TT104", found[0], f"{len(tensors)} of them are still there.", found[1])
+            self.findings.add(
+                "TT104", found[0], f"{len(tensors)} of them are still there.", found[1]
+            )
 
-    def operation(self, inputs: list[Tensor], notes: list[Any], outputs: list[Tensor], key: Key, made: dict[str, Any]) -> None:
+    def operation(
+        self,
+        inputs: list[Tensor],
+        notes: list[Any],
+        outputs: list[Tensor],
+        key: Key,
+        made: dict[str, Any],
+    ) -> None:
         """A sum that goes on from chunk to chunk with its graph."""
         chunk = self.watcher.clock.chunk
         if outputs[0].numel() != 1 or outputs[0].grad_fn is None:
             return
         old = [
-            n for t, n in zip(inputs, notes, strict=True) if n is not None and t.grad_fn is not None and t.numel() == 1 and n.chunk < chunk
+            n
+            for t, n in zip(inputs, notes, strict=True)
+            if n is not None and t.grad_fn is not None and t.numel() == 1 and n.chunk < chunk
         ]
         old = [n for n in old if key in n.lineage]
-        within = [n.depth for n in notes if n is not None and n.learned and n.chunk == chunk and key in n.lineage]
+        within = [
+            n.depth
+            for n in notes
+            if n is not None and n.learned and n.chunk == chunk and key in n.lineage
+        ]
         made["depth"] = max([*(n.depth + 1 for n in old), *within], default=0)
         if made["depth"] >= SUMS and old:
-            self.findings.add("TT104", line_of(key), f"The sum goes through {made['depth']} chunks.")
+            self.findings.add(
+                "TT104", line_of(key), f"The sum goes through {made['depth']} chunks."
+            )
 
     def close(self) -> None:
         for place, rows in self.retained.items():

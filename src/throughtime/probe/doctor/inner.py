@@ -1,5 +1,6 @@
 """Names of torch that begin with an underscore and have no public counterpart, in one place."""
-# ruff: noqa: SLF001  # that is what this file is for
+
+# that is what this file is for
 
 from typing import Any
 
@@ -32,5 +33,8 @@ def elements_of(node: Any) -> int:
 
 
 def factor_of(node: Any) -> Any:
-    """What a MulBackward or DivBackward multiplies or divides by; `RuntimeError` where it was freed."""
+    """What a MulBackward or DivBackward multiplies or divides by.
+
+    `RuntimeError` where it was freed.
+    """
     return node._saved_other

@@ -22,9 +22,13 @@ def _branches(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", item) for key, item in list(value.items())[:32])
     elif isinstance(value, nn.Module):
         yield from (
-            (f".{key}", item) for key, item in (*vars(value).items(), *value.named_buffers(recurse=False)) if not key.startswith("__")
+            (f".{key}", item)
+            for key, item in (*vars(value).items(), *value.named_buffers(recurse=False))
+            if not key.startswith("__")
         )
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, Tensor)) and not callable(value):
+    elif (
+        hasattr(value, "__dict__") and not isinstance(value, (type, Tensor)) and not callable(value)
+    ):
         yield from ((f".{key}", item) for key, item in list(vars(value).items())[:32])
 
 
@@ -47,13 +51,20 @@ def name_of(wanted: Callable[[Any], bool], frame: FrameType | None) -> str:
             for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
                 found = None if name.startswith("__") else _within(value, wanted, name, DEPTH)
                 if found:
-                    return found.replace("._buffers['", ".").replace("']", "") if "._buffers['" in found else found
+                    return (
+                        found.replace("._buffers['", ".").replace("']", "")
+                        if "._buffers['" in found
+                        else found
+                    )
         frame = frame.f_back
     return ""
 
 
 def holder_of(tensors: list[Tensor]) -> Any:
-    """The list or dict that keeps many of these tensors, directly or in pairs; one pass over what is alive for each."""
+    """The list or dict that keeps many of these tensors, directly or in pairs.
+
+    One pass over what is alive for each.
+    """
     ids = {id(tensor) for tensor in tensors}
     around = [c for c in gc.get_referrers(*tensors) if c is not tensors]
     pairs = [c for c in around if type(c) is tuple]
@@ -63,7 +74,9 @@ def holder_of(tensors: list[Tensor]) -> Any:
     for holder in around:
         if type(holder) in {list, dict} and holder is not around:
             inside = list(holder.values()) if isinstance(holder, dict) else holder
-            if sum(id(item) in ids or id(item) in held for item in inside) >= max(4, len(tensors) // 3):
+            if sum(id(item) in ids or id(item) in held for item in inside) >= max(
+                4, len(tensors) // 3
+            ):
                 return holder
     return None
 
@@ -79,14 +92,20 @@ def names_of_holder(holder: Any) -> set[str]:
     for owner in gc.get_referrers(holder):
         inside = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
         if isinstance(inside, dict):
-            found |= {key for key, value in list(inside.items()) if value is holder and isinstance(key, str)}
+            found |= {
+                key
+                for key, value in list(inside.items())
+                if value is holder and isinstance(key, str)
+            }
     return found
 
 
 def line_that_fills(holder: Any, files: set[str]) -> tuple[Place, str] | None:
     """The line `name.append(...)` of a user's file, with the name."""
     for name in sorted(names_of_holder(holder)):
-        filling = re.compile(rf"\b{re.escape(name)}(\.(append|extend|insert|add)\(|\s*\+=|\[.*\]\s*=)")
+        filling = re.compile(
+            rf"\b{re.escape(name)}(\.(append|extend|insert|add)\(|\s*\+=|\[.*\]\s*=)"
+        )
         for file in sorted(files):
             try:
                 lines = Path(file).read_text(encoding="utf-8").splitlines()

@@ -26,7 +26,9 @@ class Clock:
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader draws without order
     loader: Place | None = None  # the line to blame for the order of the batches
-    crossed: set[int] = field(default_factory=set)  # chunks that a recurrent state of an earlier one came into
+    crossed: set[int] = field(
+        default_factory=set
+    )  # chunks that a recurrent state of an earlier one came into
 
 
 @dataclass(slots=True, eq=False)

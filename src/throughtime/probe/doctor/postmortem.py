@@ -18,17 +18,26 @@ from throughtime.probe.doctor.watch import Watcher
 class PostMortem:
     """Explains a RuntimeError of backward from the graph of its loss."""
 
-    def __init__(self, watcher: Watcher, findings: Findings, recent: Callable[[], Key | None]) -> None:
+    def __init__(
+        self, watcher: Watcher, findings: Findings, recent: Callable[[], Key | None]
+    ) -> None:
         self.recent = recent  # where a recurrent layer was called last
         self.watcher, self.findings = watcher, findings
-        self.steps: list[tuple[int, Place | None, set[tuple[int, ...]]]] = []  # node number at a step, its line, the parameters' shapes
+        self.steps: list[
+            tuple[int, Place | None, set[tuple[int, ...]]]
+        ] = []  # node number at a step, its line, the parameters' shapes
         self.bounds: list[int] = []  # node numbers at each backward
 
     def stepped(self, place: Place | None, parameters: list[Tensor]) -> None:
         numbers = self.watcher.numbers
-        self.steps = [*self.steps[-64:], (numbers[-1] if numbers else -1, place, {tuple(p.shape) for p in parameters})]
+        self.steps = [
+            *self.steps[-64:],
+            (numbers[-1] if numbers else -1, place, {tuple(p.shape) for p in parameters}),
+        ]
 
-    def explain(self, error: RuntimeError, roots: Iterable[Tensor], place: Place | None) -> Finding | None:
+    def explain(
+        self, error: RuntimeError, roots: Iterable[Tensor], place: Place | None
+    ) -> Finding | None:
         """The finding behind an error of `backward`, if it is one of those known here."""
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         if "second time" in str(error):
@@ -56,18 +65,26 @@ class PostMortem:
             return self.findings.add("TT104", place, "", self._named(first.old), chunks)
         made = watcher.key_of(old)
         where = f"It was made at {line_of(made)}." if made else ""
-        return self.findings.add("TT101", line_of(key) if key else place, where, self._name(key, first.old), chunks)
+        return self.findings.add(
+            "TT101", line_of(key) if key else place, where, self._name(key, first.old), chunks
+        )
 
     def _root_itself(self, root: Any, place: Place | None) -> Finding | None:
         old = sequence(root) <= self.watcher.boundary
-        return self.findings.add("TT104", place, "The loss is one of an earlier chunk.") if old else None
+        return (
+            self.findings.add("TT104", place, "The loss is one of an earlier chunk.")
+            if old
+            else None
+        )
 
     def _name(self, key: Any, node: Any) -> str:
         return self.watcher.names.get(key, "") or self._named(node)
 
     @staticmethod
     def _named(node: Any) -> str:
-        return name_of(lambda value: isinstance(value, Tensor) and value.grad_fn is node, frame_at())
+        return name_of(
+            lambda value: isinstance(value, Tensor) and value.grad_fn is node, frame_at()
+        )
 
     def _in_place(self, root: Any) -> Finding | None:
         found = changed(root)
@@ -85,7 +102,11 @@ class PostMortem:
         return self.findings.add("TT103", culprit, detail)
 
     def _by_the_user(self, shape: list[int], now: int, expected: int, number: int) -> Place | None:
-        later = [entry for entry in self.watcher.in_place if expected < entry[0] <= now and entry[3] >= number - 64]
+        later = [
+            entry
+            for entry in self.watcher.in_place
+            if expected < entry[0] <= now and entry[3] >= number - 64
+        ]
         same = [entry for entry in later if list(entry[1]) == shape]
         part = [entry for entry in later if _count(entry[1]) >= _count(shape)]
         chosen = same or part

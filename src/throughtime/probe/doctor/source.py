@@ -1,8 +1,9 @@
-"""Where data comes from: which elements of which tensor a chunk of inputs is, found without reading a value.
+"""Where data comes from: which elements of which tensor a chunk of inputs is, found without reading
+a value.
 
-A chunk that is a slice of a longer tensor tells by its strides where in that tensor it lies; stacking, indexing and copying
-are followed through what the watcher noted. Two chunks are adjacent where the first step of one is, in every lane, the step
-after the last of the other.
+A chunk that is a slice of a longer tensor tells by its strides where in that tensor it lies;
+stacking, indexing and copying are followed through what the watcher noted. Two chunks are adjacent
+where the first step of one is, in every lane, the step after the last of the other.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -19,7 +20,10 @@ from throughtime.probe.doctor.inner import base_of
 LANES = 12  # lanes compared; a fault of order shows in the first ones
 INDEXED = 200_000  # elements of a tensor whose indexing is replayed
 
-STRIDES = (1, 2)  # a chunk whose last step serves as a target only, x[:-1], leaves a gap of one step
+STRIDES = (
+    1,
+    2,
+)  # a chunk whose last step serves as a target only, x[:-1], leaves a gap of one step
 
 Lookup = Callable[[Tensor], Any]
 
@@ -51,7 +55,9 @@ def locate(tensor: Tensor, index: tuple[int, ...], seen: Lookup, depth: int = 0)
     base = base_of(tensor)
     if base is None:
         return Spot(tensor, index)
-    offset = int(tensor.storage_offset()) + sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
+    offset = int(tensor.storage_offset()) + sum(
+        i * s for i, s in zip(index, tensor.stride(), strict=True)
+    )
     at = _unravel(offset - int(base.storage_offset()), base)
     return locate(base, at, seen, depth + 1) if at is not None else None
 
@@ -61,7 +67,11 @@ def _unravel(offset: int, base: Tensor) -> tuple[int, ...] | None:
     for dim in sorted(range(base.dim()), key=lambda d: -base.stride(d)):
         if base.size(dim) > 1:
             at[dim], offset = divmod(offset, base.stride(dim))
-    return tuple(at) if offset == 0 and all(i < n for i, n in zip(at, base.shape, strict=True)) else None
+    return (
+        tuple(at)
+        if offset == 0 and all(i < n for i, n in zip(at, base.shape, strict=True))
+        else None
+    )
 
 
 def _through(note: Any, index: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]] | None:
@@ -72,11 +82,17 @@ def _through(note: Any, index: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]
         return _part(parts, dim % len(index), index, stacked=name == "stack")
     source: Tensor = args[0]
     if name not in {"__getitem__", "index_select", "flip", "roll"}:
-        return (source, index[: source.dim()]) if source.shape == note.shape[: source.dim()] else None
+        return (
+            (source, index[: source.dim()]) if source.shape == note.shape[: source.dim()] else None
+        )
     if source.numel() > INDEXED:
         return None
     if note.numbers is None:
-        note.numbers = func(torch.arange(source.numel(), device=source.device).view(source.shape), *args[1:], **kwargs)
+        note.numbers = func(
+            torch.arange(source.numel(), device=source.device).view(source.shape),
+            *args[1:],
+            **kwargs,
+        )
     number, at = int(note.numbers[index]), list[int]()
     for size in reversed(source.shape):
         number, i = divmod(number, size)
@@ -84,7 +100,9 @@ def _through(note: Any, index: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]
     return source, tuple(at)
 
 
-def _part(parts: list[Tensor], dim: int, index: tuple[int, ...], *, stacked: bool) -> tuple[Tensor, tuple[int, ...]] | None:
+def _part(
+    parts: list[Tensor], dim: int, index: tuple[int, ...], *, stacked: bool
+) -> tuple[Tensor, tuple[int, ...]] | None:
     at = index[dim]
     if stacked:
         return parts[at], index[:dim] + index[dim + 1 :]
@@ -95,7 +113,9 @@ def _part(parts: list[Tensor], dim: int, index: tuple[int, ...], *, stacked: boo
     return None
 
 
-def lanes(data: Tensor, lane_dim: int | None, time_dim: int | None, seen: Lookup) -> list[Lane] | None:
+def lanes(
+    data: Tensor, lane_dim: int | None, time_dim: int | None, seen: Lookup
+) -> list[Lane] | None:
     """What each lane of `data` plays; `None` where that cannot be told."""
     count = data.shape[lane_dim] if lane_dim is not None and lane_dim < data.dim() else 1
     found: list[Lane] = []
@@ -116,7 +136,11 @@ def follows(before: Lane, after: Lane) -> bool:
     """Whether one lane goes on where the other ended."""
     if before.last.root is not after.first.root or len(before.last.at) != len(after.first.at):
         return False
-    moved = [(b - a, dim) for dim, (a, b) in enumerate(zip(before.last.at, after.first.at, strict=True)) if a != b]
+    moved = [
+        (b - a, dim)
+        for dim, (a, b) in enumerate(zip(before.last.at, after.first.at, strict=True))
+        if a != b
+    ]
     axes = axis(before) | axis(after)
     return len(moved) == 1 and moved[0][0] in STRIDES and (not axes or moved[0][1] in axes)
 
@@ -133,7 +157,11 @@ def relation(before: list[Lane], after: list[Lane], rows: list[int]) -> str:
 
     `rows[b]` is the lane of `before` whose state lane `b` of `after` has.
     """
-    pairs = [(before[rows[b]], lane) for b, lane in enumerate(after) if b < len(rows) and rows[b] < len(before)]
+    pairs = [
+        (before[rows[b]], lane)
+        for b, lane in enumerate(after)
+        if b < len(rows) and rows[b] < len(before)
+    ]
     if not pairs:
         return ""
     if all(follows(a, b) for a, b in pairs):
@@ -153,8 +181,12 @@ def _kind(before: Lane, after: Lane, lane: int) -> str:
     start = [i for i in after.first.at if i] in ([], [lane])
     if before.last.root is not after.first.root:
         return "start" if start or _begins(after) else ""
-    moved = {d for d, (a, b) in enumerate(zip(before.last.at, after.first.at, strict=True)) if a != b}
-    along = axis(before) | axis(after) or {d for d in moved if len(moved) == 1 or after.first.at[d] == 0}
+    moved = {
+        d for d, (a, b) in enumerate(zip(before.last.at, after.first.at, strict=True)) if a != b
+    }
+    along = axis(before) | axis(after) or {
+        d for d in moved if len(moved) == 1 or after.first.at[d] == 0
+    }
     if len(along) != 1 or not moved:
         return ""
     begins = after.first.at[next(iter(along))] == 0

@@ -106,13 +106,25 @@ class Stepping:
     def _wrong_place(self, optimizer: Any, record: Record) -> None:
         if record.wiped is None:
             return
-        nothing = all(p.grad is None or not bool(p.grad.any()) for group in optimizer.param_groups for p in group["params"])
+        nothing = all(
+            p.grad is None or not bool(p.grad.any())
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
         always = len(record.drops) == 1 and self._carried(record.since)
         if nothing or (record.lines and record.lines <= record.wiped_lines and always):
             record.lost += 1
             if record.lost == TWICE:
-                what = "the step finds no gradient" if nothing else "the step gets those of the last chunk only"
-                self.findings.add("TT302", record.wiped, f"It clears what backward left, before a step has used it: {what}.")
+                what = (
+                    "the step finds no gradient"
+                    if nothing
+                    else "the step gets those of the last chunk only"
+                )
+                self.findings.add(
+                    "TT302",
+                    record.wiped,
+                    f"It clears what backward left, before a step has used it: {what}.",
+                )
 
     def _carried(self, since: int) -> bool:
         """Whether a recurrent state joins the chunks since that one."""
@@ -122,7 +134,12 @@ class Stepping:
         if record.steps > 1 and not record.cleared and record.backwards:
             record.uncleared += 1
             if record.uncleared == TWICE:
-                self.findings.add("TT302", place, "Since the step before nothing cleared the gradients; this one uses the old ones again.")
+                self.findings.add(
+                    "TT302",
+                    place,
+                    "Since the step before nothing cleared the gradients; this one uses the old"
+                    " ones again.",
+                )
 
     def _means(self) -> None:
         """Means of one line, with one weight for all and unequal numbers of elements."""
@@ -131,15 +148,33 @@ class Stepping:
             if len(parts) == 1:
                 by_line.setdefault(place, []).append(parts[0])
         for place, parts in by_line.items():
-            kinds, weights, counts = {p[0] for p in parts}, {round(p[1], 9) for p in parts}, {p[2] for p in parts}
-            if len(parts) > 1 and len(kinds) == len(weights) == 1 and len(counts) > 1 and self._carried(self.since):
-                self.findings.add("TT301", place, f"Means over {sorted(int(c) for c in counts)} elements count the same in one step.")
+            kinds, weights, counts = (
+                {p[0] for p in parts},
+                {round(p[1], 9) for p in parts},
+                {p[2] for p in parts},
+            )
+            if (
+                len(parts) > 1
+                and len(kinds) == len(weights) == 1
+                and len(counts) > 1
+                and self._carried(self.since)
+            ):
+                self.findings.add(
+                    "TT301",
+                    place,
+                    f"Means over {sorted(int(c) for c in counts)} elements count the same in one"
+                    " step.",
+                )
         self.means.clear()
 
 
 def _first(optimizer: Any) -> Tensor | None:
-    return next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+    return next(
+        (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None
+    )
 
 
 def _grad(parameter: Tensor | None) -> Tensor:
-    return parameter.grad if parameter is not None and parameter.grad is not None else torch.zeros(())
+    return (
+        parameter.grad if parameter is not None and parameter.grad is not None else torch.zeros(())
+    )

@@ -1,6 +1,8 @@
-"""Layers and cells of torch while the watcher is off: their states are followed by the memory they lie in.
+"""Layers and cells of torch while the watcher is off: their states are followed by the memory they
+lie in.
 
-This costs a few microseconds per call, and it cannot follow a state through a copy; what it cannot follow it says nothing of.
+This costs a few microseconds per call, and it cannot follow a state through a copy; what it cannot
+follow it says nothing of.
 """
 
 from types import FrameType
@@ -33,7 +35,11 @@ class Unwatched:
         ):
             step.data, step.lanes = data if step.data is not None else None, None
             return
-        step = self._first(module, given, data, frame) if frame is not None and data is not None else None
+        step = (
+            self._first(module, given, data, frame)
+            if frame is not None and data is not None
+            else None
+        )
         self.running[id(module)] = (clock.chunk, clock.batch, clock.training), step
 
     def _first(self, module: nn.Module, given: Any, data: Tensor, frame: FrameType) -> Step | None:
@@ -44,10 +50,15 @@ class Unwatched:
         own = not data.requires_grad and (known is None or not known.learned)
         first = bool(getattr(module, "batch_first", False))
         lane, time = (0 if first else 1, 1 if first else 0) if layer else (0, None)
-        steps, state = (1 if time is None else data.shape[time]), list(tensors(given[1] if len(given) > 1 else ()))
+        steps, state = (
+            (1 if time is None else data.shape[time]),
+            list(tensors(given[1] if len(given) > 1 else ())),
+        )
         unit, key = id(next(module.parameters())), (frame.f_code, frame.f_lasti)
         made = {"unknown": len(given) < 2}  # a state by keyword is not told to hooks on all modules
-        return self.carrying.step(unit, key, data if own else None, state, steps, (lane, time), made)
+        return self.carrying.step(
+            unit, key, data if own else None, state, steps, (lane, time), made
+        )
 
     def leaves(self, module: nn.Module, result: Any) -> None:
         """After it: what it gave is remembered, without its graph once the chunk is over."""

@@ -20,7 +20,21 @@ from throughtime.probe.doctor.notes import NOTHING, Clock, Cut, Seen, Step, tens
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-COPIES = {"stack", "cat", "__getitem__", "index_select", "flip", "roll", "to", "float", "double", "half", "clone", "contiguous", "one_hot"}
+COPIES = {
+    "stack",
+    "cat",
+    "__getitem__",
+    "index_select",
+    "flip",
+    "roll",
+    "to",
+    "float",
+    "double",
+    "half",
+    "clone",
+    "contiguous",
+    "one_hot",
+}
 ROWS = {"__getitem__", "index_select", "flip", "roll"}
 CUTS = {"detach", "data", "detach_"}
 HANDED = frozenset(
@@ -77,7 +91,8 @@ EDITS = frozenset(
         "index_fill",
     ]
 )
-GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]  # a getter of C, which the checker takes for its value
+# a getter of C, which the checker takes for its value
+GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 GETTERS = {"data", "T", "mT", "H"}
 MOST = 20_000  # operations watched in one go
 PURGE = 4_096  # operations after which what is gone is forgotten, where no backward comes
@@ -87,7 +102,9 @@ WIDEST = 400  # instructions kept in a lineage
 def name_of_function(func: Any) -> str:
     """The name of an operation; of a getter, that of the attribute."""
     name = getattr(func, "__name__", "")
-    return f"{getattr(getattr(func, '__self__', None), '__name__', '')}" if name == "__get__" else name
+    return (
+        f"{getattr(getattr(func, '__self__', None), '__name__', '')}" if name == "__get__" else name
+    )
 
 
 def is_in_place(name: str) -> bool:
@@ -109,20 +126,26 @@ class Watcher(TorchFunctionMode):
         self.numbers: list[int] = []  # sequence numbers of nodes, growing
         self.keys: list[Key | None] = []  # where they were made
         self.boundary = -1  # the largest one before the last backward
-        self.in_place: list[tuple[int, Any, Key, int]] = []  # version after, shape, where, sequence number
+        self.in_place: list[
+            tuple[int, Any, Key, int]
+        ] = []  # version after, shape, where, sequence number
         self.before: set[Key] = set()  # instructions of earlier chunks
         self.now: set[Key] = set()
         self.files: set[str] = set()
         self.names: dict[Key, str] = {}  # of states that came in with a graph
         self.listeners: list[Callable[..., None]] = []
         self.busy = False
-        self.closed = False  # once the doctor is; on a stack that is not its own it then only hands on
+        self.closed = (
+            False  # once the doctor is; on a stack that is not its own it then only hands on
+        )
         self.leaf = torch.zeros(1, requires_grad=True)
         self.active = False
         self.fault: Exception | None = None  # of the doctor itself
         self.depth = _len_torch_function_stack()
         self.notes = 0  # operations noted since it was last switched on
-        self.given: dict[Any, tuple[Any, Step, int]] = {}  # what layers gave last, and where its lanes are
+        self.given: dict[
+            Any, tuple[Any, Step, int]
+        ] = {}  # what layers gave last, and where its lanes are
         self.tails: dict[Any, tuple[list[Tensor], Seen]] = {}  # the same without graphs
 
     def on(self) -> None:
@@ -133,7 +156,10 @@ class Watcher(TorchFunctionMode):
             self.active = True
 
     def _mark_gap(self) -> None:
-        """Nodes made while it was off have no known line; one node of its own tells where they end."""
+        """Nodes made while it was off have no known line.
+
+        One node of its own tells where they end.
+        """
         if self.numbers:
             with torch.inference_mode(mode=False), torch.enable_grad():
                 number = number_of((self.leaf * 1).grad_fn)
@@ -154,7 +180,11 @@ class Watcher(TorchFunctionMode):
         if name == "__iter__":
             func, name, wrap = torch.unbind, "unbind", iter
         result = func(*args, **kwargs)
-        if not self.busy and self.notes <= MOST and (isinstance(result, (Tensor, tuple, list)) or name == "__setitem__"):
+        if (
+            not self.busy
+            and self.notes <= MOST
+            and (isinstance(result, (Tensor, tuple, list)) or name == "__setitem__")
+        ):
             frame = innermost(frame_at(1), LIBRARY)
             if frame is not None:
                 self.guarded(self._note, name, func, args, kwargs, result, frame)
@@ -167,7 +197,8 @@ class Watcher(TorchFunctionMode):
             return work(*args)
         except DiagnosisError:
             raise
-        except Exception as error:  # noqa: BLE001  # a doctor that fails must not take the patient along; the report says so
+        # a doctor that fails must not take the patient along; the report says so
+        except Exception as error:
             self.fault, self.notes = error, MOST + 1
             return None
         finally:
@@ -206,7 +237,16 @@ class Watcher(TorchFunctionMode):
         clock = self.clock
         for unit, (given, step, lane) in self.given.items():
             found = list(tensors(given))
-            note = Seen(weakref.ref(found[0]), step.clock[0], clock.call, step.key, found[0].shape, learned=True, lane=lane, step=step)
+            note = Seen(
+                weakref.ref(found[0]),
+                step.clock[0],
+                clock.call,
+                step.key,
+                found[0].shape,
+                learned=True,
+                lane=lane,
+                step=step,
+            )
             self.tails[unit] = [t.detach() for t in found], note
         self.given.clear()
 
@@ -215,7 +255,9 @@ class Watcher(TorchFunctionMode):
         at = bisect_left(self.numbers, number)
         return self.keys[at] if at < len(self.keys) else None
 
-    def _note(self, name: str, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
+    def _note(
+        self, name: str, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType
+    ) -> None:
         if isinstance(func, GETTER) and name not in GETTERS:
             return
         self.notes += 1
@@ -228,7 +270,10 @@ class Watcher(TorchFunctionMode):
             result = inputs[0]
             self._changed(inputs[0], key)
         outputs = list(tensors(result))
-        if not any(t.requires_grad or (n is not None and n.learned) for t, n in zip(inputs, notes, strict=True)):
+        if not any(
+            t.requires_grad or (n is not None and n.learned)
+            for t, n in zip(inputs, notes, strict=True)
+        ):
             self._note_data(name, func, args, kwargs, outputs, key)
         elif outputs:
             self._note_learned(name, func, args, inputs, notes, outputs, key)
@@ -238,19 +283,40 @@ class Watcher(TorchFunctionMode):
             return
         if len(self.in_place) > 5000:
             del self.in_place[:2500]
-        self.in_place.append((version_of(target), target.shape, key, self.numbers[-1] if self.numbers else -1))
+        self.in_place.append(
+            (version_of(target), target.shape, key, self.numbers[-1] if self.numbers else -1)
+        )
 
-    def _note_data(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], key: Key) -> None:
+    def _note_data(
+        self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], key: Key
+    ) -> None:
         for out in outputs:
-            if name in COPIES and base_of(out) is None and not out.requires_grad and out is not args[0]:
+            if (
+                name in COPIES
+                and base_of(out) is None
+                and not out.requires_grad
+                and out is not args[0]
+            ):
                 self.seen[id(out)] = Seen(
-                    weakref.ref(out), self.clock.chunk, self.clock.call, key, out.shape, origin=(name, func, args, kwargs)
+                    weakref.ref(out),
+                    self.clock.chunk,
+                    self.clock.call,
+                    key,
+                    out.shape,
+                    origin=(name, func, args, kwargs),
                 )
             elif name in {"zero_", "fill_"}:
                 self.seen.pop(id(out), None)
 
     def _note_learned(
-        self, name: str, func: Any, args: Any, inputs: list[Tensor], notes: list[Any], outputs: list[Tensor], key: Key
+        self,
+        name: str,
+        func: Any,
+        args: Any,
+        inputs: list[Tensor],
+        notes: list[Any],
+        outputs: list[Tensor],
+        key: Key,
     ) -> None:
         if name in {"zero_", "fill_"} or (outputs[0].is_leaf and outputs[0].requires_grad):
             self.seen.pop(id(outputs[0]), None)
@@ -273,7 +339,9 @@ class Watcher(TorchFunctionMode):
 
     def _keep(self, made: dict[str, Any], outputs: list[Tensor]) -> None:
         for i, out in enumerate(outputs):
-            own = dict(made, lane=made["lane"][i] if isinstance(made["lane"], list) else made["lane"])
+            own = dict(
+                made, lane=made["lane"][i] if isinstance(made["lane"], list) else made["lane"]
+            )
             if isinstance(made["data"], (tuple, list)):
                 own["data"] = made["data"][i] if i < len(made["data"]) else None
             self.seen[id(out)] = Seen(weakref.ref(out), shape=out.shape, **own)
@@ -285,7 +353,9 @@ class Watcher(TorchFunctionMode):
                 self.numbers.append(number)
                 self.keys.append(key)
 
-    def _blank(self, key: Key, inputs: list[Tensor], notes: list[Any], learned: list[Seen]) -> dict[str, Any]:
+    def _blank(
+        self, key: Key, inputs: list[Tensor], notes: list[Any], learned: list[Seen]
+    ) -> dict[str, Any]:
         """What the result of an operation inherits from what went in."""
         lineage, path, twice, cut = NOTHING, NOTHING, False, None
         data: Tensor | None = None
@@ -295,37 +365,98 @@ class Watcher(TorchFunctionMode):
                 continue
             data = note.data if data is None else data
             lineage = lineage | note.lineage if lineage is not note.lineage else lineage
-            cut = note.cut if note.cut is not None and (cut is None or note.cut.count > cut.count) else cut
+            cut = (
+                note.cut
+                if note.cut is not None and (cut is None or note.cut.count > cut.count)
+                else cut
+            )
             if tensor.requires_grad:
                 path, twice = path | note.path, twice or note.twice or key in note.path
         if len(lineage) < WIDEST:
             lineage, path = lineage | {key}, path | {key}
         step = next((n.step for n in learned if n.step is not None), None)
-        base = {"chunk": self.clock.chunk, "call": self.clock.call, "key": key, "learned": True, "lane": None}
-        return base | {"lineage": lineage, "path": path, "twice": twice, "cut": cut, "data": data, "step": step, "edited": True}
+        base = {
+            "chunk": self.clock.chunk,
+            "call": self.clock.call,
+            "key": key,
+            "learned": True,
+            "lane": None,
+        }
+        return base | {
+            "lineage": lineage,
+            "path": path,
+            "twice": twice,
+            "cut": cut,
+            "data": data,
+            "step": step,
+            "edited": True,
+        }
 
-    def _handed_on(self, name: str, func: Any, args: Any, inputs: list[Tensor], note: Seen, key: Key) -> dict[str, Any]:
+    def _handed_on(
+        self, name: str, func: Any, args: Any, inputs: list[Tensor], note: Seen, key: Key
+    ) -> dict[str, Any]:
         """The same state in another form: detached, copied, chosen by rows, masked."""
         cut, path, twice = note.cut, note.path, note.twice or key in note.path
         source = next((t for t in inputs if self.known(t) is note), inputs[0])
         if name in CUTS and source.requires_grad and not isinstance(source, nn.Parameter):
             weights = NOTHING if note.twice else leaves_of(source.grad_fn)
-            again = cut is not None and cut.chunk == self.clock.chunk and cut.key == key and not note.twice and weights & cut.weights
-            cut, path, twice = Cut(key, self.clock.chunk, cut.count + 1 if again and cut else 1, weights), NOTHING, False
+            again = (
+                cut is not None
+                and cut.chunk == self.clock.chunk
+                and cut.key == key
+                and not note.twice
+                and weights & cut.weights
+            )
+            cut, path, twice = (
+                Cut(key, self.clock.chunk, cut.count + 1 if again and cut else 1, weights),
+                NOTHING,
+                False,
+            )
             for listener in self.listeners:
                 listener("cut", cut, note)
         else:
             path = path if key in path or len(path) >= WIDEST else path | {key}
         rows, edited = note.rows, note.edited or name in EDITS or name == "__setitem__"
-        if name in ROWS and note.lane is not None and note.lane < source.dim() and source is args[0]:
+        if (
+            name in ROWS
+            and note.lane is not None
+            and note.lane < source.dim()
+            and source is args[0]
+        ):
             rows, edited = self._rows(func, args, source, note, edited)
         data = (
-            note.data if note.data is None or name not in SLICES or source is not args[0] else self._sliced(func, args, source, note.data)
+            note.data
+            if note.data is None or name not in SLICES or source is not args[0]
+            else self._sliced(func, args, source, note.data)
         )
-        lineage = note.lineage if key in note.lineage or len(note.lineage) >= WIDEST else note.lineage | {key}
-        lane = 0 if name == "__getitem__" and note.lane == 1 and isinstance(args[1], int) else note.lane
-        base = {"chunk": note.chunk, "call": note.call, "key": key, "learned": True, "lane": lane, "data": data, "step": note.step}
-        return base | {"lineage": lineage, "path": path, "twice": twice, "cut": cut, "edited": edited, "rows": rows, "depth": note.depth}
+        lineage = (
+            note.lineage
+            if key in note.lineage or len(note.lineage) >= WIDEST
+            else note.lineage | {key}
+        )
+        lane = (
+            0
+            if name == "__getitem__" and note.lane == 1 and isinstance(args[1], int)
+            else note.lane
+        )
+        base = {
+            "chunk": note.chunk,
+            "call": note.call,
+            "key": key,
+            "learned": True,
+            "lane": lane,
+            "data": data,
+            "step": note.step,
+        }
+        return base | {
+            "lineage": lineage,
+            "path": path,
+            "twice": twice,
+            "cut": cut,
+            "edited": edited,
+            "rows": rows,
+            "depth": note.depth,
+        }
 
     @staticmethod
     def _sliced(func: Any, args: Any, source: Tensor, data: Tensor) -> Any:
@@ -337,17 +468,26 @@ class Watcher(TorchFunctionMode):
         except (IndexError, RuntimeError, TypeError):
             return None
 
-    def _rows(self, func: Any, args: Any, source: Tensor, note: Seen, edited: bool) -> tuple[Any, bool]:
-        """Which lane each row of a choice comes from; found by choosing among the numbers of the lanes."""
+    def _rows(
+        self, func: Any, args: Any, source: Tensor, note: Seen, edited: bool
+    ) -> tuple[Any, bool]:
+        """Which lane each row of a choice comes from.
+
+        Found by choosing among the numbers of the lanes.
+        """
         lane = note.lane or 0
-        numbers = torch.tensor(note.rows) if note.rows is not None else torch.arange(source.shape[lane])
+        numbers = (
+            torch.tensor(note.rows) if note.rows is not None else torch.arange(source.shape[lane])
+        )
         if len(numbers) != source.shape[lane]:
             return None, True
         shape = [1] * source.dim()
         shape[lane] = -1
         chosen = func(numbers.view(shape).expand(source.shape), *args[1:])
         kept = (
-            chosen.movedim(lane, 0).reshape(chosen.shape[lane], -1)[:, 0] if chosen.dim() > lane and chosen.numel() else chosen.reshape(-1)
+            chosen.movedim(lane, 0).reshape(chosen.shape[lane], -1)[:, 0]
+            if chosen.dim() > lane and chosen.numel()
+            else chosen.reshape(-1)
         )
         return kept.tolist(), edited
 

@@ -1,13 +1,17 @@
-"""What a pass says in words: where its gradient dies or blows up, what crosses the edge, how long the gates remember.
+"""What a pass says in words: where its gradient dies or blows up, what crosses the edge, how long
+the gates remember.
 
-    dies at t       |a_s| < vanished * max|a|  for every s <= t                       a_t: total gradient at step t, over all lanes
-    blows up at t   |a_t| > exploded * (steps from t to its end) * largest |a| of the last tenth: more than as many losses
-                    of that size add up to, carried back without growth
+    dies at t       |a_s| < vanished * max|a|  for every s <= t                       a_t: total
+    gradient at step t, over all lanes
+    blows up at t   |a_t| > exploded * (steps from t to its end) * largest |a| of the last tenth:
+                    more than as many losses of that size add up to, carried back without growth
     crosses         |adjoint of the state entering the first step| / max|a|
-    remembers       tau = -1 / log(mean of the gate that keeps the past), steps after which 1/e is left
+    remembers       tau = -1 / log(mean of the gate that keeps the past), steps after which 1/e is
+    left
 
-References: S. Hochreiter, Y. Bengio, P. Frasconi and J. Schmidhuber, Gradient flow in recurrent nets (2001), for vanishing and
-exploding; C. Tallec and Y. Ollivier, Can recurrent neural networks warp time?, ICLR 2018, for gates as time constants.
+References: S. Hochreiter, Y. Bengio, P. Frasconi and J. Schmidhuber, Gradient flow in recurrent
+nets (2001), for vanishing and exploding; C. Tallec and Y. Ollivier, Can recurrent neural networks
+warp time?, ICLR 2018, for gates as time constants.
 """
 
 import math
@@ -31,10 +35,14 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         if not 0 < self.vanished < 1:
-            raise ConfigError(f"vanished={self.vanished}: expected a share of the largest gradient, between 0 and 1, such as 1e-3")
+            raise ConfigError(
+                f"vanished={self.vanished}: expected a share of the largest gradient, between 0 and"
+                " 1, such as 1e-3"
+            )
         if not self.exploded >= 1:
             raise ConfigError(
-                f"exploded={self.exploded}: expected a factor of at least 1, such as 10: without growth there is no explosion"
+                f"exploded={self.exploded}: expected a factor of at least 1, such as 10: without"
+                " growth there is no explosion"
             )
 
 
@@ -49,10 +57,12 @@ class Row:
         at: the step of the largest.
         end: the last step that it reaches; lags are counted from there.
         last: its norm at that step.
-        vanished: the step at which it has died, seen from the end; `None` if it lives to the first step.
-        exploded: the latest step at which it has blown up, or is not finite; `None` if there is none.
-        edge: the norm of what flows on into the steps before the pass, relative to the largest; above 1 it grows still. `None` for
-            gates.
+        vanished: the step at which it has died, seen from the end; `None` if it lives to the first
+            step.
+        exploded: the latest step at which it has blown up, or is not finite; `None` if there is
+            none.
+        edge: the norm of what flows on into the steps before the pass, relative to the largest;
+            above 1 it grows still. `None` for gates.
     """
 
     name: str
@@ -83,7 +93,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the gates of a layer remember, in steps: `tau = -1 / log(mean gate)`, one for each unit.
+    """How long the gates of a layer remember, in steps: `tau = -1 / log(mean gate)`, one for each
+    unit.
 
     Attributes:
         name: `layer0`.
@@ -104,7 +115,9 @@ class Pace:
         """From the mean of the gate, `(H,)`."""
         taus = (1 / mean.double().log()).abs().cpu()
         ranks = taus.sort().values
-        short, median, long = (ranks[round(share * (len(ranks) - 1))].item() for share in (0.1, 0.5, 0.9))
+        short, median, long = (
+            ranks[round(share * (len(ranks) - 1))].item() for share in (0.1, 0.5, 0.9)
+        )
         return cls(name, short, median, long, tuple(taus.tolist()))
 
 
@@ -126,16 +139,33 @@ class Found:
     def of(cls, seen: Pass, thresholds: Thresholds) -> "Found":
         """The figures of a pass."""
         rows = tuple(_row(seen, name, thresholds) for name in seen.names)
-        return cls(rows, tuple(Pace.of(name, mean) for name, mean in seen.kept().items()), thresholds)
+        return cls(
+            rows, tuple(Pace.of(name, mean) for name, mean in seen.kept().items()), thresholds
+        )
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers by `layer0.c/lived` and the like; what is not finite, or is not there, is left out."""
+        """Plain numbers by `layer0.c/lived` and the like.
+
+        What is not finite, or is not there, is left out.
+        """
         found: dict[str, float] = {}
         for row in self.rows:
-            told = {"largest": row.largest, "last": row.last, "edge": row.edge, "lived": row.lived, "exploded": row.exploded is not None}
-            found |= {f"{row.name}/{key}": float(value) for key, value in told.items() if value is not None}
+            told = {
+                "largest": row.largest,
+                "last": row.last,
+                "edge": row.edge,
+                "lived": row.lived,
+                "exploded": row.exploded is not None,
+            }
+            found |= {
+                f"{row.name}/{key}": float(value)
+                for key, value in told.items()
+                if value is not None
+            }
         for pace in self.paces:
-            found |= {f"{pace.name}/tau_{key}": getattr(pace, key) for key in ("short", "median", "long")}
+            found |= {
+                f"{pace.name}/tau_{key}": getattr(pace, key) for key in ("short", "median", "long")
+            }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def spreads(self, seen: Pass) -> dict[str, Tensor]:
@@ -153,21 +183,27 @@ class Found:
     def table(self) -> str:
         """The figures as text, one line for each state and gate, then what they mean."""
         wide = max(len("gradient of"), *(len(row.name) for row in self.rows))
-        lines = [f"{'gradient of':<{wide}} {'largest':>9} {'at step':>8} {'at the end':>10} {'lives':>8} {'edge':>7}  "]
+        lines = [
+            f"{'gradient of':<{wide}} {'largest':>9} {'at step':>8} {'at the end':>10} {'lives':>8}"
+            f" {'edge':>7}  "
+        ]
         for row in self.rows:
             edge = "" if row.edge is None else f"{row.edge:.3f}"
-            lines.append(f"{row.name:<{wide}} {row.largest:>9.3g} {row.at:>8} {row.last:>10.3g} {row.lived:>8} {edge:>7}  {row.in_words()}")
+            lines.append(
+                f"{row.name:<{wide}} {row.largest:>9.3g} {row.at:>8} {row.last:>10.3g}"
+                f" {row.lived:>8} {edge:>7}  {row.in_words()}"
+            )
         lines += [
-            f"{pace.name}: its gates keep 1/e for {pace.median:.3g} steps (median; a tenth under {pace.short:.3g}, "
-            f"a tenth over {pace.long:.3g})"
+            f"{pace.name}: its gates keep 1/e for {pace.median:.3g} steps (median; a tenth under"
+            f" {pace.short:.3g}, a tenth over {pace.long:.3g})"
             for pace in self.paces
         ]
         return "\n".join([*(line.rstrip() for line in lines), self._foot()])
 
     def _foot(self) -> str:
         return (
-            f"lives: steps back from the end above {self.thresholds.vanished:g} of the largest; edge: what flows on into the steps before, "
-            "of the largest"
+            f"lives: steps back from the end above {self.thresholds.vanished:g} of the largest;"
+            " edge: what flows on into the steps before, of the largest"
         )
 
     def __str__(self) -> str:

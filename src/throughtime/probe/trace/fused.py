@@ -1,9 +1,12 @@
-"""A layer of tt.nn under watch: the compiled kernel adds up the squares of the gradients that it makes anyway.
+"""A layer of tt.nn under watch: the compiled kernel adds up the squares of the gradients that it
+makes anyway.
 
-Its backward pass leaves one piece of memory, (T, B, S) squares and little more; roots are taken when somebody asks. Whole tensors it
-does not give: then it plays the forward pass alone, and the recurrence of `played.py` the backward one, between resets.
+Its backward pass leaves one piece of memory, (T, B, S) squares and little more; roots are taken
+when somebody asks. Whole tensors it does not give: then it plays the forward pass alone, and the
+recurrence of `played.py` the backward one, between resets.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection, `S` letters.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection,
+`S` letters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +24,20 @@ from throughtime.probe.trace.played import Call
 from throughtime.probe.trace.span import Weights
 from throughtime.probe.trace.track import Shown, Track
 
-Turns = Iterator[tuple[Track, bool]]  # the tracks in the order of play, and whether they begin at the end
+Turns = Iterator[
+    tuple[Track, bool]
+]  # the tracks in the order of play, and whether they begin at the end
 Played = tuple[Tensor, Tensor, Tensor | None]
 
 
 def captured(
-    turns: Turns, kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: layer.Weights, resets: Tensor | None = None
+    turns: Turns,
+    kind: Kind,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: layer.Weights,
+    resets: Tensor | None = None,
 ) -> Played:
     """The kernel, told to say what its backward pass sees."""
     track, back = next(turns)
@@ -47,7 +58,9 @@ class _Seen:
     def __call__(self, captured: Tensor, h: Tensor, y: Tensor) -> None:
         track = self.track
         run = track.history.run()
-        ends = ([h.detach()], [y.detach()[-1].clone()]) if run.piece else None  # only pieces of a sweep are joined by them
+        ends = (
+            ([h.detach()], [y.detach()[-1].clone()]) if run.piece else None
+        )  # only pieces of a sweep are joined by them
         run.note(track.name, self.start, Told(self.kind, captured, y.shape, self.back), ends)
 
 
@@ -85,7 +98,11 @@ class Told:
     @property
     def entering(self) -> Mapping[str, Tensor]:
         """By leaf, `(B,)`; of a direction that starts at the end the state is that after the steps."""
-        return {} if self._back else dict(zip("hc", self._parts.entering.sqrt().unbind(1), strict=False))
+        return (
+            {}
+            if self._back
+            else dict(zip("hc", self._parts.entering.sqrt().unbind(1), strict=False))
+        )
 
     @property
     def kept(self) -> tuple[Tensor, int] | None:
@@ -107,27 +124,39 @@ def stretched(
     """The same as `run`, a call for each stretch between resets, whose backward pass shows whole tensors."""
     track, back = next(turns)
     given = [w for w in weights if w is not None]
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, h, c, *given)):
+    if not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in (x, h, c, *given)
+    ):
         return run(kind, x, h, c, weights, resets)
     start, kernel = track.begin(len(x)), partial(_kernel, run, kind, weights.b_ih is not None)
     states = tuple(leaf for leaf in (h, c) if leaf is not None)
     outputs: list[Tensor] = []
     for first, stop in pairwise([*_starts(resets), len(x)]):
         fresh = None if resets is None else resets[first]
-        states = states if fresh is None else tuple(leaf.masked_fill(fresh.unsqueeze(1), 0) for leaf in states)
+        states = (
+            states
+            if fresh is None
+            else tuple(leaf.masked_fill(fresh.unsqueeze(1), 0) for leaf in states)
+        )
         begin = start + (len(x) - stop if back else first)
         call = Call(kind, kernel, [_Stretch(track, back, fresh)], [begin], weights.b_ih is not None)
         y, *after = call(x[first:stop], tuple(leaf.unsqueeze(0) for leaf in states), given)
         states = tuple(leaf.squeeze(0) for leaf in after)
         outputs.append(y)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), states[0], states[1] if len(states) == 2 else None
+    return (
+        outputs[0] if len(outputs) == 1 else torch.cat(outputs),
+        states[0],
+        states[1] if len(states) == 2 else None,
+    )
 
 
 def _starts(resets: Tensor | None) -> list[int]:
     return [0] if resets is None else sorted({0, *resets.any(1).nonzero().flatten().tolist()})
 
 
-def _kernel(run: Run, kind: Kind, biases: bool, x: Tensor, states: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
+def _kernel(
+    run: Run, kind: Kind, biases: bool, x: Tensor, states: tuple[Tensor, ...], given: list[Tensor]
+) -> tuple[Tensor, ...]:
     """One layer in one direction, as torch's kernels are called."""
     with torch.no_grad():
         c = states[1][0] if len(states) == 2 else None
@@ -147,7 +176,13 @@ class _Stretch:
         """In the order of time."""
         gradients, entering = shown.gradients, shown.entering
         if self.back:
-            gradients, entering = {leaf: gradient.flip(0) for leaf, gradient in gradients.items()}, {}
+            gradients, entering = (
+                {leaf: gradient.flip(0) for leaf, gradient in gradients.items()},
+                {},
+            )
         if self.fresh is not None:
-            entering = {leaf: gradient.masked_fill(self.fresh.unsqueeze(1), 0) for leaf, gradient in entering.items()}
+            entering = {
+                leaf: gradient.masked_fill(self.fresh.unsqueeze(1), 0)
+                for leaf, gradient in entering.items()
+            }
         self.track.note(start, shown._replace(gradients=gradients, entering=entering))

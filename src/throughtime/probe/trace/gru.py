@@ -1,9 +1,12 @@
-"""The backward recurrence of the GRU, as torch computes it: the reset gate multiplies what n sees of h.
+"""The backward recurrence of the GRU, as torch computes it: the reset gate multiplies what n sees
+of h.
 
-    r, z = sigmoid(.)        n = tanh(a + r b)        h[t] = (1 - z) n + z h[t-1]        a: from the inputs, b: from h[t-1]
+    r, z = sigmoid(.)        n = tanh(a + r b)        h[t] = (1 - z) n + z h[t-1]        a: from the
+    inputs, b: from h[t-1]
 
     dh[t] = dy[t] + z[t+1] dh[t+1] + W_hh' ds[t+1]
-    ds[t] = (dn' b r(1-r),  dh (h[t-1] - n) z(1-z),  dn' r)   with dn' = dh (1-z) (1-n^2), and dn' itself on the side of the inputs
+    ds[t] = (dn' b r(1-r),  dh (h[t-1] - n) z(1-z),  dn' r)   with dn' = dh (1-z) (1-n^2), and dn'
+    itself on the side of the inputs
 
 z says how much of the past is kept, as the forget gate of an LSTM does.
 Cost per step: one product with W_hh and two elementwise operations.
@@ -33,12 +36,20 @@ class _Values(NamedTuple):
 
     def slopes(self) -> Tensor:
         """What turns (dh, dh, dh) into ds, `(T, B, 3H)`."""
-        by_r, by_z = self.to_n * self.b * self.r * (1 - self.r), (self.h - self.n) * self.z * (1 - self.z)
+        by_r, by_z = (
+            self.to_n * self.b * self.r * (1 - self.r),
+            (self.h - self.n) * self.z * (1 - self.z),
+        )
         return torch.cat([by_r, by_z, self.to_n * self.r], 2)
 
     def told(self, dh: Tensor, entering: Tensor) -> Told:
         """The gradients by letter."""
-        seen = {"h": dh, "r": dh * self.to_n * self.b, "z": dh * (self.h - self.n), "n": dh * (1 - self.z)}
+        seen = {
+            "h": dh,
+            "r": dh * self.to_n * self.b,
+            "z": dh * (self.h - self.n),
+            "n": dh * (1 - self.z),
+        }
         return Told(seen, (entering,), self.z)
 
 
@@ -47,7 +58,9 @@ def pull(steps: Steps, given: Cotangents) -> Pulled:
     v, hh = _values(steps), steps.weights.hh
     carry: Tensor | None = None
     found: list[tuple[Tensor, ...]] = []
-    for dy, slopes, keep in reversed(list(zip(given.dy.unbind(0), v.slopes().unbind(0), v.z.unbind(0), strict=True))):
+    for dy, slopes, keep in reversed(
+        list(zip(given.dy.unbind(0), v.slopes().unbind(0), v.z.unbind(0), strict=True))
+    ):
         dh = dy if carry is None else dy + carry
         ds = torch.cat([dh, dh, dh], 1) * slopes
         carry = torch.addmm(dh * keep, ds, hh)

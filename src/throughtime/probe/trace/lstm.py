@@ -1,16 +1,19 @@
 """The backward recurrence of the LSTM.
 
-    i, f, o = sigmoid(.), g = tanh(.)       c[t] = f c[t-1] + i g       h[t] = o tanh(c[t])  (times W_hr, if projected)
+    i, f, o = sigmoid(.), g = tanh(.)       c[t] = f c[t-1] + i g       h[t] = o tanh(c[t])  (times
+    W_hr, if projected)
 
     dh[t] = dy[t] + W_hh' ds[t+1]           s: what enters the four nonlinearities
     dc[t] = dc[t+1] f[t+1] + dh[t] o (1 - tanh(c[t])^2)
     ds[t] = (dc g i(1-i),  dc c[t-1] f(1-f),  dc i (1-g^2),  dh tanh(c) o(1-o))
 
-The gates of all steps are computed at once from the h that are known, only dh and dc run step by step.
-Cost per step: one product with W_hh and four elementwise operations; three products for all steps together.
+The gates of all steps are computed at once from the h that are known, only dh and dc run step by
+step. Cost per step: one product with W_hh and four elementwise operations; three products for all
+steps together.
 
-References: S. Hochreiter and J. Schmidhuber, Long short-term memory, Neural Computation 9 (1997); F. Gers, J. Schmidhuber and
-F. Cummins, Learning to forget, Neural Computation 12 (2000); H. Sak, A. Senior and F. Beaufays, Interspeech 2014, for the projection.
+References: S. Hochreiter and J. Schmidhuber, Long short-term memory, Neural Computation 9 (1997);
+F. Gers, J. Schmidhuber and F. Cummins, Learning to forget, Neural Computation 12 (2000); H. Sak, A.
+Senior and F. Beaufays, Interspeech 2014, for the projection.
 
 Shapes: `T` steps, `B` lanes, `H` hidden, `P` = H or the size of a projection.
 """
@@ -25,7 +28,10 @@ from throughtime.probe.trace.span import Cotangents, Pulled, Steps, Told, rows_o
 
 
 class _Values(NamedTuple):
-    """Of all steps, `(T, B, H)` each; `past` is the c entering each, `tanh` that of the c after it."""
+    """Of all steps, `(T, B, H)` each.
+
+    `past` is the c entering each, `tanh` that of the c after it.
+    """
 
     i: Tensor
     f: Tensor
@@ -37,11 +43,20 @@ class _Values(NamedTuple):
     def slopes(self) -> Tensor:
         """What turns (dc, dc, dc, dh) into ds, `(T, B, 4H)`."""
         by_i, by_f = self.g * self.i * (1 - self.i), self.past * self.f * (1 - self.f)
-        return torch.cat([by_i, by_f, self.i * (1 - self.g.square()), self.tanh * self.o * (1 - self.o)], 2)
+        return torch.cat(
+            [by_i, by_f, self.i * (1 - self.g.square()), self.tanh * self.o * (1 - self.o)], 2
+        )
 
     def told(self, dh: Tensor, dc: Tensor, inner: Tensor, entering: tuple[Tensor, ...]) -> Told:
         """The gradients by letter; `inner` is that of h before a projection."""
-        seen = {"h": dh, "c": dc, "i": dc * self.g, "f": dc * self.past, "g": dc * self.i, "o": inner * self.tanh}
+        seen = {
+            "h": dh,
+            "c": dc,
+            "i": dc * self.g,
+            "f": dc * self.past,
+            "g": dc * self.i,
+            "o": inner * self.tanh,
+        }
         return Told(seen, entering, self.f)
 
 
@@ -71,14 +86,18 @@ def _gates(steps: Steps) -> tuple[Tensor, ...]:
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
-def _back(steps: Steps, v: _Values, given: Cotangents) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+def _back(
+    steps: Steps, v: _Values, given: Cotangents
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """From the last step to the first: dh, dc, ds, and the gradients of the state entering."""
     to_c = v.o * (1 - v.tanh.square())
     hh, hr = steps.weights.hh, steps.weights.hr
     late = [None] * len(to_c) if given.late is None else given.late.unbind(0)
     carry = torch.zeros_like(v.f[0]) if given.dc is None else given.dc
     found: list[tuple[Tensor, ...]] = []
-    rows = zip(given.dy.unbind(0), to_c.unbind(0), v.slopes().unbind(0), v.f.unbind(0), late, strict=True)
+    rows = zip(
+        given.dy.unbind(0), to_c.unbind(0), v.slopes().unbind(0), v.f.unbind(0), late, strict=True
+    )
     for dy, through, slopes, keep, more in reversed(list(rows)):
         dh = torch.addmm(dy, found[-1][2], hh) if found else dy
         inner = dh if hr is None else dh @ hr

@@ -1,4 +1,5 @@
-"""Where the steps of one direction of a layer lie in its data: forward or backward in time, packed or not.
+"""Where the steps of one direction of a layer lie in its data: forward or backward in time, packed
+or not.
 
 Shapes: `T` steps, `B` lanes, `N` rows of packed data.
 """
@@ -14,7 +15,8 @@ class Order(NamedTuple):
 
     Attributes:
         reverse: whether it begins at the end.
-        rows: `(T, B)`, for packed data the row of each step, as played; 0 past a lane's end. `None`: the data are `(T, B, ...)`.
+        rows: `(T, B)`, for packed data the row of each step, as played; 0 past a lane's end.
+            `None`: the data are `(T, B, ...)`.
         in_time: the same in the order of time.
         there: `(T, B)`, whether the lane has that step.
     """
@@ -32,12 +34,22 @@ class Order(NamedTuple):
         steps, lanes = torch.arange(len(sizes)).unsqueeze(1), torch.arange(int(sizes[0]))
         there = lanes < sizes.unsqueeze(1)
         rows = torch.where(there, (sizes.cumsum(0) - sizes).unsqueeze(1) + lanes, 0)
-        played = torch.where(there, rows.gather(0, (there.sum(0) - 1 - steps).clamp(min=0)), 0) if reverse else rows
+        played = (
+            torch.where(there, rows.gather(0, (there.sum(0) - 1 - steps).clamp(min=0)), 0)
+            if reverse
+            else rows
+        )
         return cls(reverse, played.to(device), rows.to(device), there.to(device))
 
     def played(self, data: Tensor) -> Tensor:
         """`(T, B, ...)` in the order of play, zeros past a lane's end."""
-        return self._padded(data, self.rows) if self.rows is not None else data.flip(0) if self.reverse else data
+        return (
+            self._padded(data, self.rows)
+            if self.rows is not None
+            else data.flip(0)
+            if self.reverse
+            else data
+        )
 
     def laid_back(self, played: Tensor) -> Tensor:
         """The inverse of `played`: as the data lie."""
@@ -56,7 +68,10 @@ class Order(NamedTuple):
         return data[rows] * there.unsqueeze(2)
 
     def at_the_end(self, last: Tensor, steps: int) -> Tensor | None:
-        """What belongs to each lane's last step, `(B, ...)`, there, `(T, B, ...)`; `None` where all end together."""
+        """What belongs to each lane's last step, `(B, ...)`, there, `(T, B, ...)`.
+
+        `None` where all end together.
+        """
         if self.there is None:
             return None
         found = last.new_zeros(steps, *last.shape)

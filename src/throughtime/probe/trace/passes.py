@@ -1,7 +1,8 @@
 """What was seen of backward passes: norms by step and lane, the last few passes and no more.
 
-A pass is one run of autograd's engine. The runs of a sweep, which plays a long stretch piece by piece from its end, are one pass:
-the state after the later run is the state that entered the earlier one.
+A pass is one run of autograd's engine. The runs of a sweep, which plays a long stretch piece by
+piece from its end, are one pass: the state after the later run is the state that entered the
+earlier one.
 
 Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 """
@@ -72,12 +73,20 @@ class Run:
 
     task: int
     piece: bool = False
-    waiting: dict[int, tuple[Any, dict[str, Tensor]]] = field(default_factory=dict[int, tuple[Any, dict[str, Tensor]]])
+    waiting: dict[int, tuple[Any, dict[str, Tensor]]] = field(
+        default_factory=dict[int, tuple[Any, dict[str, Tensor]]]
+    )
     blocks: dict[str, dict[int, Block]] = field(default_factory=dict[str, dict[int, Block]])
-    came: dict[str, tuple[int, list[Tensor]]] = field(default_factory=dict[str, tuple[int, list[Tensor]]])
-    went: dict[str, tuple[int, list[Tensor]]] = field(default_factory=dict[str, tuple[int, list[Tensor]]])
+    came: dict[str, tuple[int, list[Tensor]]] = field(
+        default_factory=dict[str, tuple[int, list[Tensor]]]
+    )
+    went: dict[str, tuple[int, list[Tensor]]] = field(
+        default_factory=dict[str, tuple[int, list[Tensor]]]
+    )
 
-    def note(self, track: str, start: int, block: Block, ends: tuple[list[Tensor], list[Tensor]] | None) -> None:
+    def note(
+        self, track: str, start: int, block: Block, ends: tuple[list[Tensor], list[Tensor]] | None
+    ) -> None:
         """Takes in what consecutive steps of a track were seen to do, with the states at their ends."""
         blocks = self.blocks.get(track)
         if blocks is None:
@@ -94,7 +103,8 @@ class Run:
     def leads_to(self, later: "Run") -> bool:
         """Whether a lane's state after this run entered the other one, having moved in this one."""
         return any(
-            _same_lane(candidate, went) and not any(_same_lane(before, went) for before in self.came[track][1])
+            _same_lane(candidate, went)
+            and not any(_same_lane(before, went) for before in self.came[track][1])
             for track, (_, ends) in self.went.items()
             for went in ends
             for candidate in later.came.get(track, (0, []))[1]
@@ -113,9 +123,11 @@ def _same_lane(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a backward pass did: the norm of the gradient of each state and gate, at each step and in each lane.
+    """What a backward pass did: the norm of the gradient of each state and gate, at each step and
+    in each lane.
 
-    Steps are counted from the first one that the pass reached; names are `layer0.c`, and `layer0.c[17]` for one step.
+    Steps are counted from the first one that the pass reached; names are `layer0.c`, and
+    `layer0.c[17]` for one step.
     """
 
     runs: tuple[Run, ...]  # in the order of time
@@ -123,7 +135,12 @@ class Pass:
     @property
     def names(self) -> tuple[str, ...]:
         """Every state and gate seen: `layer0.h`, `layer0.c`, `layer0.f` and so on."""
-        found = {f"{track}.{leaf}": None for track in self._tracks() for block in self._blocks(track) for leaf in block.norms}
+        found = {
+            f"{track}.{leaf}": None
+            for track in self._tracks()
+            for block in self._blocks(track)
+            for leaf in block.norms
+        }
         return tuple(found)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -143,7 +160,10 @@ class Pass:
         """
         track, leaf, step = self._place(name)
         if not any(block.tensors for block in self._blocks(track)):
-            raise ConfigError(f"'{name}': this trace keeps norms only; to have the gradients themselves, tt.trace(net, tensors=True)")
+            raise ConfigError(
+                f"'{name}': this trace keeps norms only; to have the gradients themselves,"
+                " tt.trace(net, tensors=True)"
+            )
         return _at(self._steps(track, "tensors", leaf), name, step)
 
     def norms(self, name: str) -> Tensor:
@@ -151,11 +171,13 @@ class Pass:
         return self[name].square().sum(1).sqrt()
 
     def edges(self, name: str) -> dict[int, float]:
-        """What crosses the edges between calls of a layer, and the first: by step, the norm of the adjoint of the state entering it.
+        """What crosses the edges between calls of a layer, and the first: by step, the norm of the
+        adjoint of the state entering it.
 
-        Over all lanes. Step 0 is the edge of the pass: what flows on into the past, or was cut off. A cell, which is called at every
-        step, has the edges of the pass and of the pieces of a sweep. Empty for a gate, for a direction that starts at the end, and for
-        a cell of your own, whose entering state is not seen.
+        Over all lanes. Step 0 is the edge of the pass: what flows on into the past, or was cut off.
+        A cell, which is called at every step, has the edges of the pass and of the pieces of a
+        sweep. Empty for a gate, for a direction that starts at the end, and for a cell of your own,
+        whose entering state is not seen.
         """
         track, leaf, _ = self._place(name)
         placed = ((at, block.entering.get(leaf)) for at, block in self._placed(track))
@@ -167,7 +189,9 @@ class Pass:
         for track in self._tracks():
             sums = [block.kept for block in self._blocks(track) if block.kept is not None]
             if sums:
-                found[track] = torch.stack([total for total, _ in sums]).sum(0) / sum(count for _, count in sums)
+                found[track] = torch.stack([total for total, _ in sums]).sum(0) / sum(
+                    count for _, count in sums
+                )
         return found
 
     def _tracks(self) -> Iterable[str]:
@@ -180,7 +204,8 @@ class Pass:
         found = PLACE.fullmatch(name)
         if found is None or f"{found['name']}.{found['leaf']}" not in self.names:
             raise ConfigError(
-                f"nothing was seen of '{name}'; there are {', '.join(self.names) or 'no names'}, and '{_example(self.names)}'"
+                f"nothing was seen of '{name}'; there are {', '.join(self.names) or 'no names'},"
+                f" and '{_example(self.names)}'"
             )
         return found["name"], found["leaf"], None if found["step"] is None else int(found["step"])
 
@@ -202,7 +227,9 @@ class Pass:
             parts += [rows.new_zeros(at - end, *rows.shape[1:]), rows]
             end = at + len(rows)
         lanes = max(part.shape[1] for part in parts)
-        return torch.cat([part if part.shape[1] == lanes else _widened(part, lanes) for part in parts])
+        return torch.cat(
+            [part if part.shape[1] == lanes else _widened(part, lanes) for part in parts]
+        )
 
 
 def _widened(part: Tensor, lanes: int) -> Tensor:
@@ -241,11 +268,14 @@ class History:
         self._kept = deque[Pass | Unread]()
         self._open: Run | None = None
         self._count = 0
-        self._turn = RLock()  # who reads in another thread sees whole passes, before they are forgotten
+        self._turn = (
+            RLock()
+        )  # who reads in another thread sees whole passes, before they are forgotten
 
     def run(self) -> Run:
         """What the engine's present run is noted in."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001  # the engine has no public name for its runs
+        # the engine has no public name for its runs
+        task = torch._C._current_graph_task_id()
         if self._open is None or self._open.task != task:
             self._settle()
             self._open = Run(task, PULLING.get())

@@ -1,8 +1,9 @@
 """A layer under watch: torch's own kernel forward, the explicit recurrence backward.
 
-The kernel gives the outputs, so they are those of the untraced net to the bit. It does not say what happened between its steps:
-on the way back the gates are computed again from its inputs and outputs, and the recurrence of `lstm.py`, `gru.py` or `rnn.py`
-gives the gradients of inputs, weights and states together with those of every step.
+The kernel gives the outputs, so they are those of the untraced net to the bit. It does not say what
+happened between its steps: on the way back the gates are computed again from its inputs and
+outputs, and the recurrence of `lstm.py`, `gru.py` or `rnn.py` gives the gradients of inputs,
+weights and states together with those of every step.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection.
 """
@@ -33,7 +34,8 @@ class Call:
         tracks: one for each direction, told what was seen.
         starts: the step of each track at which the call begins.
         biases: whether there are any.
-        sizes: of packed data, the lanes of each step; they come in order of length, and `lanes` puts them back.
+        sizes: of packed data, the lanes of each step; they come in order of length, and `lanes`
+            puts them back.
     """
 
     kind: str
@@ -48,17 +50,23 @@ class Call:
     def states(self) -> int:
         return 2 if self.kind == "lstm" else 1
 
-    def __call__(self, x: Tensor, states: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x: Tensor, states: tuple[Tensor, ...], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """What the kernel returns: outputs, and the states after the last step."""
         return Played.apply(self, x, *states, *weights)
 
-    def run(self, x: Tensor, states: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(
+        self, x: Tensor, states: tuple[Tensor, ...], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """The kernel, as it computes with a graph: on a CPU that of the LSTM in float32 rounds otherwise without one."""
         if self.kind != "lstm" or x.is_cuda or x.dtype == torch.float64:
             return self.kernel(x, states, list(weights))
         with torch.enable_grad():
             given = [t.detach().requires_grad_(t.requires_grad) for t in (x, *states, *weights)]
-            found = self.kernel(given[0], tuple(given[1 : 1 + len(states)]), given[1 + len(states) :])
+            found = self.kernel(
+                given[0], tuple(given[1 : 1 + len(states)]), given[1 + len(states) :]
+            )
         return tuple(t.detach() for t in found)
 
 
@@ -71,7 +79,9 @@ class Played(torch.autograd.Function):
         found = call.run(x, states, weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        own = [t.clone() for t in found[:2]]  # the outputs and the last h: the caller may write into what it was given
+        own = [
+            t.clone() for t in found[:2]
+        ]  # the outputs and the last h: the caller may write into what it was given
         ctx.save_for_backward(*own, x, *states, *weights)
         return found
 
@@ -79,8 +89,9 @@ class Played(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # as under create_graph=True
             raise ModelError(
-                "a second derivative through a traced layer: its backward pass is played step by step, without a graph. Make the backward "
-                "pass with create_graph=True outside `with tt.trace(net)`, or call trace.close() before"
+                "a second derivative through a traced layer: its backward pass is played step by"
+                " step, without a graph. Make the backward pass with create_graph=True outside"
+                " `with tt.trace(net)`, or call trace.close() before"
             )
         call: Call = ctx.call
         y, last, x, *given = ctx.saved_tensors  # asked for once: a checkpoint hands them out once
@@ -112,9 +123,13 @@ class _Side(NamedTuple):
 
 
 def _side(call: Call, seen: _Seen, index: int) -> _Side:
-    kind = torch.promote_types(seen.weights[0].dtype, torch.float32)  # under autocast, and for half types, wider than the kernel
+    kind = torch.promote_types(
+        seen.weights[0].dtype, torch.float32
+    )  # under autocast, and for half types, wider than the kernel
     per = len(seen.weights) // len(call.tracks)
-    weights = Weights.of([w.to(kind) for w in seen.weights[per * index : per * (index + 1)]], call.biases)
+    weights = Weights.of(
+        [w.to(kind) for w in seen.weights[per * index : per * (index + 1)]], call.biases
+    )
     order = Order.of(call.sizes, bool(index), seen.x.device)
     h, c = (s[index].to(kind) for s in (seen.states[0], seen.states[-1]))
     y = order.played(_own(seen.y, call, index).to(kind))
@@ -122,7 +137,11 @@ def _side(call: Call, seen: _Seen, index: int) -> _Side:
     dy = torch.zeros_like(y) if direct is None else order.played(_own(direct, call, index).to(kind))
     given = _cotangents(order, dy, [None if g is None else g[index].to(kind) for g in ends])
     before = torch.cat([h.unsqueeze(0), y[:-1]])
-    return _Side(order, Steps(order.played(seen.x.to(kind)), before, y, c, weights, call.kind == "rnn_relu"), given)
+    return _Side(
+        order,
+        Steps(order.played(seen.x.to(kind)), before, y, c, weights, call.kind == "rnn_relu"),
+        given,
+    )
 
 
 def _own(y: Tensor, call: Call, index: int) -> Tensor:
@@ -140,7 +159,9 @@ def _cotangents(order: Order, dy: Tensor, ends: Sequence[Tensor | None]) -> Cota
     return Cotangents(dy, dc if late is None else None, late)
 
 
-def _note(call: Call, index: int, order: Order, pulled: Pulled, ends: tuple[Tensor, Tensor]) -> None:
+def _note(
+    call: Call, index: int, order: Order, pulled: Pulled, ends: tuple[Tensor, Tensor]
+) -> None:
     """Hands the track what was seen, in the order of time and of lanes as the caller has them."""
     told = pulled.told
     seen = {leaf: order.timed(gradient) for leaf, gradient in told.seen.items()}
@@ -150,18 +171,37 @@ def _note(call: Call, index: int, order: Order, pulled: Pulled, ends: tuple[Tens
         entering = {leaf: gradient[call.lanes] for leaf, gradient in entering.items()}
     kept = None
     if told.kept is not None:
-        count = told.kept.shape[0] * told.kept.shape[1] if order.there is None else int(order.there.sum())
+        count = (
+            told.kept.shape[0] * told.kept.shape[1]
+            if order.there is None
+            else int(order.there.sum())
+        )
         kept = order.timed(told.kept).sum((0, 1)), count
     call.tracks[index].note(call.starts[index], Shown(seen, entering, kept, [ends[0]], [ends[1]]))
 
 
-def _gradients(sides: Sequence[_Side], pulled: Sequence[Pulled], given: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+def _gradients(
+    sides: Sequence[_Side],
+    pulled: Sequence[Pulled],
+    given: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
     """Those of the inputs, the states and the weights, each in its own type."""
-    parts = [side.order.laid_back(found.by_x @ side.steps.weights.ih) for side, found in zip(sides, pulled, strict=True)]
+    parts = [
+        side.order.laid_back(found.by_x @ side.steps.weights.ih)
+        for side, found in zip(sides, pulled, strict=True)
+    ]
     by_x = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    by_state = [torch.stack(leaf) for leaf in zip(*(found.told.entering for found in pulled), strict=True)]
-    by_weight = [g for side, found in zip(sides, pulled, strict=True) for g in _by_weights(side.steps, found)]
-    return [g.to(t.dtype) if need else None for g, t, need in zip([by_x, *by_state, *by_weight], given, needed, strict=True)]
+    by_state = [
+        torch.stack(leaf) for leaf in zip(*(found.told.entering for found in pulled), strict=True)
+    ]
+    by_weight = [
+        g for side, found in zip(sides, pulled, strict=True) for g in _by_weights(side.steps, found)
+    ]
+    return [
+        g.to(t.dtype) if need else None
+        for g, t, need in zip([by_x, *by_state, *by_weight], given, needed, strict=True)
+    ]
 
 
 def _by_weights(steps: Steps, pulled: Pulled) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""What updates in one call are seen to do: the kernel writes into frames that were laid out once, and nothing is taken apart until asked.
+"""What updates in one call are seen to do: the kernel writes into frames that were laid out once,
+and nothing is taken apart until asked.
 
-One frame is written to, others hold the last passes; when a newer one has come the oldest is written to again. What somebody reads is
-copied first. So an update pays for a pointer or two, memory stays as it is, and what was read stays true.
+One frame is written to, others hold the last passes; when a newer one has come the oldest is
+written to again. What somebody reads is copied first. So an update pays for a pointer or two,
+memory stays as it is, and what was read stays true.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ class Reel:
         self._now = self._new()
 
     def _new(self) -> "Frame":
-        return Frame(self, [track for track, _ in self._calls], [Room(call) for _, call in self._calls])
+        return Frame(
+            self, [track for track, _ in self._calls], [Room(call) for _, call in self._calls]
+        )
 
     def point(self) -> None:
         """The update that comes is written where nothing is kept."""

@@ -1,6 +1,7 @@
 """The backward recurrence of the simple RNN.
 
-    h[t] = tanh(s) or relu(s)        dh[t] = dy[t] + W_hh' ds[t+1]        ds[t] = dh (1 - h^2), or dh where h > 0
+    h[t] = tanh(s) or relu(s)        dh[t] = dy[t] + W_hh' ds[t+1]        ds[t] = dh (1 - h^2), or
+    dh where h > 0
 
 Cost per step: one product with W_hh and one elementwise operation.
 
@@ -19,7 +20,9 @@ def pull(steps: Steps, given: Cotangents) -> Pulled:
     """The gradients of a layer's steps."""
     hh = steps.weights.hh
     found: list[tuple[Tensor, ...]] = []
-    for dy, slope in reversed(list(zip(given.dy.unbind(0), _slopes(steps.y, steps.relu).unbind(0), strict=True))):
+    for dy, slope in reversed(
+        list(zip(given.dy.unbind(0), _slopes(steps.y, steps.relu).unbind(0), strict=True))
+    ):
         dh = torch.addmm(dy, found[-1][1], hh) if found else dy
         found.append((dh, dh * slope))
     dh, ds = together(found)

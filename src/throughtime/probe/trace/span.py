@@ -1,6 +1,7 @@
 """What the backward pass of consecutive steps needs, and what it gives.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection, `G` gates.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = H or the size of a projection,
+`G` gates.
 """
 
 from typing import NamedTuple
@@ -32,14 +33,17 @@ class Steps(NamedTuple):
     x: Tensor  # (T, B, D)
     h: Tensor  # (T, B, P), entering each step
     y: Tensor  # (T, B, P), the h after each step
-    c: Tensor  # of an LSTM, the c entering the first step, (B, H); of its cell, each step, (T, B, H)
+    # of an LSTM, the c entering the first step, (B, H); of its cell, each step, (T, B, H)
+    c: Tensor
     weights: Weights
     relu: bool = False
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """What the gates see of the inputs and of h, `(T, B, G*H)` each: all steps at once, since every h is known."""
         w = self.weights
-        return torch.nn.functional.linear(self.x, w.ih, w.b_ih), torch.nn.functional.linear(self.h, w.hh, w.b_hh)
+        return torch.nn.functional.linear(self.x, w.ih, w.b_ih), torch.nn.functional.linear(
+            self.h, w.hh, w.b_hh
+        )
 
 
 class Cotangents(NamedTuple):
@@ -68,7 +72,10 @@ class Pulled(NamedTuple):
 
 
 def rows_of(steps: Tensor) -> Tensor:
-    """`(T, B, N)` as `(T * B, N)`; `flatten` has no rule for a batch of gradients (`is_grads_batched`)."""
+    """`(T, B, N)` as `(T * B, N)`.
+
+    `flatten` has no rule for a batch of gradients (`is_grads_batched`).
+    """
     return steps.reshape(-1, steps.shape[2])
 
 

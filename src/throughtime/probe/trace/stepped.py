@@ -1,7 +1,8 @@
 """A cell under watch: it runs as it is, and what it returns tells its gradient.
 
-The gates are not among what it returns. When the backward pass is over, the gates of all its steps are computed at once from what
-went into the cell, and with dh and dc they give the gradient of each gate.
+The gates are not among what it returns. When the backward pass is over, the gates of all its steps
+are computed at once from what went into the cell, and with dh and dc they give the gradient of each
+gate.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
@@ -34,8 +35,11 @@ class Copied:
 
     def of(self, given: list[Tensor]) -> Weights:
         """A copy, made anew only where a weight was replaced or written to."""
-        versions = [weight._version for weight in given]  # noqa: SLF001  # torch's documented counter has no other name
-        same = len(given) == len(self._given) and all(a is b for a, b in zip(given, self._given, strict=True))
+        # torch's documented counter has no other name
+        versions = [weight._version for weight in given]
+        same = len(given) == len(self._given) and all(
+            a is b for a, b in zip(given, self._given, strict=True)
+        )
         if self._copy is None or not same or versions != self._versions:
             self._given, self._versions = given, versions
             self._copy = Weights.of([weight.detach().clone() for weight in given], len(given) > 2)
@@ -81,13 +85,17 @@ class Step:
             return
         run = self.track.history.run()
         if not run.waiting:
-            Variable._execution_engine.queue_callback(partial(finish, run))  # noqa: SLF001  # as DistributedDataParallel does
+            # as DistributedDataParallel does
+            Variable._execution_engine.queue_callback(partial(finish, run))
         run.waiting.setdefault(id(self), (self, {}))[1][leaf] = gradient
 
     def like(self) -> tuple[object, ...]:
         """What steps that are looked at together have in common."""
         shapes = tuple((leaf, value.shape, value.dtype) for leaf, value in self.values.items())
-        return (*shapes, None if self.inside is None else (id(self.inside.weights), self.inside.x.shape))
+        return (
+            *shapes,
+            None if self.inside is None else (id(self.inside.weights), self.inside.x.shape),
+        )
 
 
 class _Waiting(NamedTuple):
@@ -99,9 +107,15 @@ class _Waiting(NamedTuple):
 
 def finish(run: Run) -> None:
     """At the end of a run: looks at all steps that were seen in it."""
-    waiting = sorted((_Waiting(*one) for one in run.waiting.values()), key=lambda one: (one.step.track.name, one.step.start))
+    waiting = sorted(
+        (_Waiting(*one) for one in run.waiting.values()),
+        key=lambda one: (one.step.track.name, one.step.start),
+    )
     run.waiting = {}
-    keyed = [((w.step.track.name, w.step.start - place, w.step.like()), w) for place, w in enumerate(waiting)]
+    keyed = [
+        ((w.step.track.name, w.step.start - place, w.step.like()), w)
+        for place, w in enumerate(waiting)
+    ]
     for _, group in groupby(keyed, key=lambda one: one[0]):  # consecutive steps of one track
         _look([w for _, w in group])
 
@@ -114,12 +128,22 @@ def _look(group: list[_Waiting]) -> None:
     kept: tuple[Tensor, int] | None = None
     if first.inside is not None:
         with torch.no_grad(), torch.autocast(first.inside.x.device.type, enabled=False):
-            steps = _steps([(w.step.inside, w.step.values["h"]) for w in group if w.step.inside is not None])
-            dh, dc = (seen[leaf].to(steps.x.dtype) for leaf in (("h", "c") if "c" in seen else ("h", "h")))
+            steps = _steps(
+                [(w.step.inside, w.step.values["h"]) for w in group if w.step.inside is not None]
+            )
+            dh, dc = (
+                seen[leaf].to(steps.x.dtype) for leaf in (("h", "c") if "c" in seen else ("h", "h"))
+            )
             told = LOOKS[first.inside.kind](steps, dh, dc)
         seen, entering = told.seen, dict(zip("hc", told.entering, strict=False))
-        kept = None if told.kept is None else (told.kept.sum((0, 1)), told.kept.shape[0] * told.kept.shape[1])
-    first.track.note(first.start, Shown(seen, entering, kept, first.came, list(last.values.values())))
+        kept = (
+            None
+            if told.kept is None
+            else (told.kept.sum((0, 1)), told.kept.shape[0] * told.kept.shape[1])
+        )
+    first.track.note(
+        first.start, Shown(seen, entering, kept, first.came, list(last.values.values()))
+    )
 
 
 def _filled(waiting: _Waiting, leaf: str) -> Tensor:
@@ -133,6 +157,12 @@ def _steps(calls: Iterable[tuple[Inside, Tensor]]) -> Steps:
     rows = list(calls)
     first = rows[0][0]
     kind = torch.promote_types(first.weights.ih.dtype, torch.float32)
-    weights = Weights(*(None if w is None else w.to(kind) for w in first.weights))  # pyright: ignore[reportArgumentType]  # ih and hh are there
-    x, h, c = (torch.stack(column).to(kind) for column in zip(*((i.x, i.states[0], i.states[-1]) for i, _ in rows), strict=True))
-    return Steps(x, h, torch.stack([y for _, y in rows]).to(kind), c, weights, first.kind == "rnn_relu")
+    # ih and hh are there
+    weights = Weights(*(None if w is None else w.to(kind) for w in first.weights))  # pyright: ignore[reportArgumentType]
+    x, h, c = (
+        torch.stack(column).to(kind)
+        for column in zip(*((i.x, i.states[0], i.states[-1]) for i, _ in rows), strict=True)
+    )
+    return Steps(
+        x, h, torch.stack([y for _, y in rows]).to(kind), c, weights, first.kind == "rnn_relu"
+    )

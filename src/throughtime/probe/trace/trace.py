@@ -1,6 +1,8 @@
-"""The trace: the gradient of each state and gate at every step, seen in the backward pass that is made anyway.
+"""The trace: the gradient of each state and gate at every step, seen in the backward pass that is
+made anyway.
 
-It is the total gradient, dL/dh[t] through every path to the loss, not what reaches h[t] from its own output alone.
+It is the total gradient, dL/dh[t] through every path to the loss, not what reaches h[t] from its
+own output alone.
 
 Shapes: `T` steps, `B` lanes, `H` hidden.
 """
@@ -40,32 +42,40 @@ def trace(
     vanished: float = 1e-3,
     exploded: float = 10.0,
 ) -> "Trace":
-    """The net under watch, until the trace is closed: `with tt.trace(net) as trace:` around any loop.
+    """The net under watch, until the trace is closed: `with tt.trace(net) as trace:` around any
+    loop.
 
-    Use it to see where along time a gradient dies or blows up; `tt.reach` measures the same of single losses, by lag, and
-    `tt.audit` what a truncation costs. Loss, outputs and gradients stay what they are. Every backward pass is seen, and the last
-    `keep` are kept.
+    Use it to see where along time a gradient dies or blows up; `tt.reach` measures the same of
+    single losses, by lag, and `tt.audit` what a truncation costs. Loss, outputs and gradients stay
+    what they are. Every backward pass is seen, and the last `keep` are kept.
 
     Args:
-        net: any module with layers or cells of torch.nn or `tt.nn` inside, carried by `tt.carry` or not; weights and modes are not touched.
-        names: cells of your own, called once per step, by their path in the net (`""` is the net): a name for each tensor that they
-            return, in order, `"_"` for one that is not wanted: `names={"cell": ("h", "c")}`. Lanes come first.
-        tensors: keep the gradients themselves, not their norms alone; of each pass about as much memory as its graph.
+        net: any module with layers or cells of torch.nn or `tt.nn` inside, carried by `tt.carry` or
+            not; weights and modes are not touched.
+        names: cells of your own, called once per step, by their path in the net (`""` is the net):
+            a name for each tensor that they return, in order, `"_"` for one that is not wanted:
+            `names={"cell": ("h", "c")}`. Lanes come first.
+        tensors: keep the gradients themselves, not their norms alone; of each pass about as much
+            memory as its graph.
         keep: how many passes are kept, at least 1.
-        vanished: a gradient has died where it is below this share of its largest step, there and at every step before; in (0, 1).
-        exploded: it has blown up where it is so many times larger than what the losses after it could add up to without any growth.
+        vanished: a gradient has died where it is below this share of its largest step, there and at
+            every step before; in (0, 1).
+        exploded: it has blown up where it is so many times larger than what the losses after it
+            could add up to without any growth.
 
     Returns:
-        A `Trace`: `trace["layer0.c[17]"]` for norms, `(B,)`, `print(trace)` for a table in words. What was seen stays after it is closed.
+        A `Trace`: `trace["layer0.c[17]"]` for norms, `(B,)`, `print(trace)` for a table in words.
+        What was seen stays after it is closed.
 
     Raises:
         ModelError: nothing in the net can be traced, or a module in `names` is not there.
         ConfigError: a number out of range, or the net is traced already.
 
-    Cost: layers of tt.nn 1.02 to 1.14 of the time of an untraced step, cells 1.4 to 1.8, nn.GRU and nn.RNN on a CPU no more than
-        untraced, nn.LSTM in float32 3 to 4 (docs/trace.md): the kernels of tt.nn tell the norms; of torch.nn, a layer's kernel plays
-        the forward pass, a recurrence in plain PyTorch the backward one. Second derivatives through a traced layer of torch.nn are
-        refused.
+    Cost: layers of tt.nn 1.02 to 1.14 of the time of an untraced step, cells 1.4 to 1.8, nn.GRU and
+        nn.RNN on a CPU no more than untraced, nn.LSTM in float32 3 to 4 (docs/trace.md): the
+        kernels of tt.nn tell the norms; of torch.nn, a layer's kernel plays the forward pass, a
+        recurrence in plain PyTorch the backward one. Second derivatives through a traced layer of
+        torch.nn are refused.
 
     Example:
         >>> import torch, throughtime as tt
@@ -96,17 +106,23 @@ def trace(
     return Trace(watched, history, thresholds)
 
 
-def _parts(net: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, nn.Module, Sequence[str] | None]]:
+def _parts(
+    net: nn.Module, names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, nn.Module, Sequence[str] | None]]:
     """What is to be watched, by its path in the net."""
     modules = dict(net.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:
-        raise ModelError(f"names has '{unknown[0]}', the net only {sorted(modules)}; give the path that net.named_modules() has")
+        raise ModelError(
+            f"names has '{unknown[0]}', the net only {sorted(modules)}; give the path that"
+            " net.named_modules() has"
+        )
     own = {name for name, part in modules.items() if isinstance(part, (nn.RNNBase, nn.RNNCellBase))}
     if not own and not names:
         raise ModelError(
-            f"{type(net).__name__} has no recurrent layer or cell of torch.nn inside. For a cell of your own, say where it is and what it "
-            'returns: tt.trace(net, names={"cell": ("h", "c")})'
+            f"{type(net).__name__} has no recurrent layer or cell of torch.nn inside. For a cell of"
+            ' your own, say where it is and what it returns: tt.trace(net, names={"cell": ("h",'
+            ' "c")})'
         )
     for name, part in modules.items():
         if name in own or name in names:
@@ -116,17 +132,24 @@ def _parts(net: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[tuple
 class Trace:
     """What `tt.trace` returns: the net under watch, and the last passes seen.
 
-    Names are `layer0.c`, `lstm.layer1.f`, `cell.h`: the path of the module, the layer, the state or gate; `layer0.c[17]` is one step
-    of the pass.
+    Names are `layer0.c`, `lstm.layer1.f`, `cell.h`: the path of the module, the layer, the state or
+    gate; `layer0.c[17]` is one step of the pass.
     """
 
-    def __init__(self, watched: Sequence[Watched], history: History, thresholds: Thresholds) -> None:
+    def __init__(
+        self, watched: Sequence[Watched], history: History, thresholds: Thresholds
+    ) -> None:
         self._watched, self._history, self._thresholds = watched, history, thresholds
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -154,7 +177,8 @@ class Trace:
         passes = self.passes
         if not passes:
             raise RunError(
-                "no backward pass was seen yet: run loss.backward() (or an update of tt.updates) on outputs that the net made while traced"
+                "no backward pass was seen yet: run loss.backward() (or an update of tt.updates) on"
+                " outputs that the net made while traced"
             )
         return passes[-1]
 
@@ -176,11 +200,17 @@ class Trace:
         return Found.of(self.last, self._thresholds)
 
     def as_dict(self) -> dict[str, float]:
-        """The same as plain numbers, for any logger; what is not finite, or is not there, is left out."""
+        """The same as plain numbers, for any logger.
+
+        What is not finite, or is not there, is left out.
+        """
         return self.found().as_dict()
 
-    def to_tensorboard(self, writer: Writer, step: int | None = None, *, prefix: str = "trace") -> None:
-        """Writes the last pass: each number of `as_dict`, the norms of all steps and the time constants as distributions.
+    def to_tensorboard(
+        self, writer: Writer, step: int | None = None, *, prefix: str = "trace"
+    ) -> None:
+        """Writes the last pass: each number of `as_dict`, the norms of all steps and the time
+        constants as distributions.
 
         Args:
             writer: anything with `add_scalar` and `add_histogram`.

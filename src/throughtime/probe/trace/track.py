@@ -1,4 +1,5 @@
-"""One layer, direction or cell under watch, by name: counts its steps and notes what its calls are seen to do.
+"""One layer, direction or cell under watch, by name: counts its steps and notes what its calls are
+seen to do.
 
 Shapes: `T` steps, `B` lanes, `H` numbers of a state or gate.
 """
@@ -19,7 +20,8 @@ class Shown(NamedTuple):
     Attributes:
         gradients: by leaf, `(T, B, ...)`.
         entering: those of the state entering the first step, by leaf, `(B, ...)`.
-        kept: the sum over steps and lanes of the gate that keeps the past, `(H,)`, and their number.
+        kept: the sum over steps and lanes of the gate that keeps the past, `(H,)`, and their
+            number.
         came: the state entering the first step.
         went: the state after the last.
     """
@@ -67,7 +69,11 @@ class Track:
             return
         block = Noted(
             {leaf: _norms(gradient, 2) for leaf, gradient in shown.gradients.items()},
-            {leaf: gradient.detach() for leaf, gradient in shown.gradients.items()} if self.tensors else {},
+            (
+                {leaf: gradient.detach() for leaf, gradient in shown.gradients.items()}
+                if self.tensors
+                else {}
+            ),
             {leaf: _norms(gradient, 1) for leaf, gradient in shown.entering.items()},
             shown.kept,
         )
@@ -76,11 +82,20 @@ class Track:
 
 def batched(gradient: Tensor) -> bool:
     """Whether these are rows of a Jacobian (`is_grads_batched`), as `tt.Online` takes them: no gradient of a loss."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _norms(gradient: Tensor, rows: int) -> Tensor:
-    """Over all but the first dimensions; in double precision where there is one, since squares of small numbers vanish in single."""
-    flat = gradient.detach().flatten(rows) if gradient.dim() > rows else gradient.detach().unsqueeze(rows)
+    """Over all but the first dimensions.
+
+    In double precision where there is one, since squares of small numbers vanish in single.
+    """
+    flat = (
+        gradient.detach().flatten(rows)
+        if gradient.dim() > rows
+        else gradient.detach().unsqueeze(rows)
+    )
     kind = torch.float64 if flat.device.type != "mps" else torch.float32
-    return torch.linalg.vector_norm(flat, dim=rows, dtype=torch.complex128 if flat.is_complex() else kind)
+    return torch.linalg.vector_norm(
+        flat, dim=rows, dtype=torch.complex128 if flat.is_complex() else kind
+    )

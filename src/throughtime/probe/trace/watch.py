@@ -1,7 +1,9 @@
-"""How a module is put under watch: its forward is stood in for, in the instance, until the trace is closed.
+"""How a module is put under watch: its forward is stood in for, in the instance, until the trace is
+closed.
 
-A layer or cell of torch.nn runs its own forward, checks and all; only the kernel that it calls at the end is taken over. A cell
-of the user's runs as it is, and each named tensor that it returns tells its gradient.
+A layer or cell of torch.nn runs its own forward, checks and all; only the kernel that it calls at
+the end is taken over. A cell of the user's runs as it is, and each named tensor that it returns
+tells its gradient.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -29,8 +31,18 @@ from throughtime.probe.trace.reel import Reel
 from throughtime.probe.trace.stepped import Copied, Inside, Step
 from throughtime.probe.trace.track import Track
 
-LAYERS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
-CELLS = {torch.lstm_cell: "lstm", torch.gru_cell: "gru", torch.rnn_tanh_cell: "rnn_tanh", torch.rnn_relu_cell: "rnn_relu"}
+LAYERS = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "rnn_tanh",
+    torch.rnn_relu: "rnn_relu",
+}
+CELLS = {
+    torch.lstm_cell: "lstm",
+    torch.gru_cell: "gru",
+    torch.rnn_tanh_cell: "rnn_tanh",
+    torch.rnn_relu_cell: "rnn_relu",
+}
 
 
 class Watched:
@@ -40,7 +52,10 @@ class Watched:
         self._module, self._run = module, run
         self._before: Callable[..., Any] | None = module.__dict__.get("forward")
         if isinstance(self._before, Watched) and self._before.open:
-            raise ConfigError(f"this {type(module).__name__} is traced already; close the first trace before the second: trace.close()")
+            raise ConfigError(
+                f"this {type(module).__name__} is traced already; close the first trace before the"
+                " second: trace.close()"
+            )
         self._inner: Callable[..., Any] = module.forward
         update_wrapper(self, self._inner)
         self.open = True
@@ -70,7 +85,9 @@ class Watched:
         return getattr, (self._module, "forward")
 
 
-def watch(name: str, module: nn.Module, leaves: Sequence[str] | None, history: History, tensors: bool) -> Watched:
+def watch(
+    name: str, module: nn.Module, leaves: Sequence[str] | None, history: History, tensors: bool
+) -> Watched:
     """The module under watch; `leaves` names what a user's cell returns."""
     if leaves is not None:
         return Watched(module, OwnCell(Track(name or "cell", history, tensors), leaves))
@@ -79,11 +96,20 @@ def watch(name: str, module: nn.Module, leaves: Sequence[str] | None, history: H
     if isinstance(module, nn.RNNBase):
         path = f"{name}." if name else ""
         ends = ("", "_reverse") if module.bidirectional else ("",)
-        layer = Layer([[Track(f"{path}layer{k}{end}", history, tensors) for end in ends] for k in range(module.num_layers)])
-        return WatchedFused(module, Fused(layer, tensors)) if isinstance(module, Recurrent) else Watched(module, layer)
+        layer = Layer(
+            [
+                [Track(f"{path}layer{k}{end}", history, tensors) for end in ends]
+                for k in range(module.num_layers)
+            ]
+        )
+        return (
+            WatchedFused(module, Fused(layer, tensors))
+            if isinstance(module, Recurrent)
+            else Watched(module, layer)
+        )
     raise ModelError(
-        f"module '{name}' is a {type(module).__name__}, which torch.nn does not know as a recurrent layer or cell; name what it returns, "
-        "tt.trace(net, names={...})"
+        f"module '{name}' is a {type(module).__name__}, which torch.nn does not know as a recurrent"
+        " layer or cell; name what it returns, tt.trace(net, names={...})"
     )
 
 
@@ -94,18 +120,29 @@ class Taking(TorchFunctionMode):
         super().__init__()
         self._kernels, self._play = kernels, play
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         del types
         kind = None if kwargs else self._kernels.get(func)
         if kind is None:
             return func(*args, **(kwargs or {}))
         if not _len_torch_function_stack():
             return self._play(func, kind, *args)
-        return handle_torch_function(_Once(func, partial(self._play, func, kind)), (), *args)  # a tt.doctor looks on as well
+        return handle_torch_function(
+            _Once(func, partial(self._play, func, kind)), (), *args
+        )  # a tt.doctor looks on as well
 
 
 class _Once:
-    """A kernel that is taken over once, as whoever looks on knows it; who calls it again gets the kernel itself."""
+    """A kernel that is taken over once, as whoever looks on knows it.
+
+    Who calls it again gets the kernel itself.
+    """
 
     def __init__(self, kernel: Callable[..., Any], play: Callable[..., Any]) -> None:
         self._kernel, self._next, self.__name__ = kernel, play, kernel.__name__
@@ -130,7 +167,12 @@ class Cell:
         found = (result,) if isinstance(result, Tensor) else tuple(result)
         if found[0].requires_grad:
             states = tuple(s.detach() for s in ((state,) if isinstance(state, Tensor) else state))
-            inside = Inside(kind, x.detach(), states, self._weights.of([weight for weight in given if weight is not None]))
+            inside = Inside(
+                kind,
+                x.detach(),
+                states,
+                self._weights.of([weight for weight in given if weight is not None]),
+            )
             returned = dict(zip("hc", found, strict=False))
             values = {leaf: tensor.detach() for leaf, tensor in returned.items()}
             Step(self._track, self._track.begin(1), values, [states[0]], inside).watch(returned)
@@ -158,8 +200,9 @@ class Layer:
         drop = dropout if train and layers > 1 else 0.0
         if drop and x.is_cuda:
             raise ModelError(
-                f"dropout={drop:g} between the layers of '{self.tracks[0][0].name}' and those after it: cuDNN draws it inside its kernel, "
-                "where nothing can see it. Trace in eval() mode or with dropout=0, or put nn.Dropout between layers of one each"
+                f"dropout={drop:g} between the layers of '{self.tracks[0][0].name}' and those after"
+                " it: cuDNN draws it inside its kernel, where nothing can see it. Trace in eval()"
+                " mode or with dropout=0, or put nn.Dropout between layers of one each"
             )
         turned = bool(first and first[0])
 
@@ -170,21 +213,28 @@ class Layer:
             y = torch.dropout(y, drop, True) if k and drop else y
             starts = [track.begin(len(y) if sizes is None else len(sizes)) for track in tracks]
             call = Call(kind, kernel, tracks, starts, biases, sizes, lanes)
-            y, *after = call(y, tuple(s[ways * k : ways * (k + 1)] for s in states), weights[per * k : per * (k + 1)])
+            y, *after = call(
+                y,
+                tuple(s[ways * k : ways * (k + 1)] for s in states),
+                weights[per * k : per * (k + 1)],
+            )
             ends.append(tuple(after))
         after = ends[0] if layers == 1 else [torch.cat(leaf) for leaf in zip(*ends, strict=True)]
         return (y.transpose(0, 1) if turned else y, *after)
 
 
 class Fused:
-    """tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN: the kernel tells the norms; what torch.nn plays is seen as there.
+    """tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN: the kernel tells the norms; what torch.nn plays is seen as
+    there.
 
     They are asked by the layer itself, wherever in a forward of the user's it is that it plays.
     """
 
     def __init__(self, layer: Layer, tensors: bool) -> None:
         self.layer, self.tensors = layer, tensors
-        self._turns = [(track, bool(back)) for tracks in layer.tracks for back, track in enumerate(tracks)]
+        self._turns = [
+            (track, bool(back)) for tracks in layer.tracks for back, track in enumerate(tracks)
+        ]
 
     @property
     def history(self) -> History:
@@ -194,7 +244,11 @@ class Fused:
     def over(self, run: Run) -> Run:
         """The kernel, or what computes the same, with a look at every layer and direction."""
         turns = iter(self._turns)
-        return partial(stretched, turns, run) if self.tensors or run is not recurrent.run else partial(captured, turns)
+        return (
+            partial(stretched, turns, run)
+            if self.tensors or run is not recurrent.run
+            else partial(captured, turns)
+        )
 
     def by_torch(self, play: Callable[..., Any], *given: Any) -> Any:
         """As a layer of torch.nn."""
@@ -202,7 +256,8 @@ class Fused:
 
 
 class WatchedFused(Watched):
-    """A layer of tt.nn under watch; that its forward is stood in for shows that it is, to whoever would go past it.
+    """A layer of tt.nn under watch; that its forward is stood in for shows that it is, to whoever
+    would go past it.
 
     An update in one call may: what its kernel captures is all that norms are made of.
     """
@@ -211,7 +266,9 @@ class WatchedFused(Watched):
         super().__init__(module, _as_it_is)
         self._watch = watch
         WATCHES[module] = watch
-        if self._before is None and not watch.tensors:  # nobody else has to be called, and norms are all that is wanted
+        if (
+            self._before is None and not watch.tensors
+        ):  # nobody else has to be called, and norms are all that is wanted
             LISTENERS[module] = self
 
     @property
@@ -240,7 +297,14 @@ def _as_it_is(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _one_layer(
-    func: Any, sizes: Tensor | None, biases: bool, train: bool, both: bool, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
+    func: Any,
+    sizes: Tensor | None,
+    biases: bool,
+    train: bool,
+    both: bool,
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    weights: list[Tensor],
 ) -> tuple[Tensor, ...]:
     """The kernel of a layer by itself, time first."""
     entering = states if len(states) == 2 else states[0]
@@ -260,12 +324,19 @@ class OwnCell:
         found = list(_tensors(result))
         if len(found) != len(self._leaves):
             raise ModelError(
-                f"'{self._track.name}' returns {len(found)} tensors, names says {len(self._leaves)}: {list(self._leaves)}. Name each, in "
-                "order, with '_' for one that is not wanted"
+                f"'{self._track.name}' returns {len(found)} tensors, names says"
+                f" {len(self._leaves)}: {list(self._leaves)}. Name each, in order, with '_' for one"
+                " that is not wanted"
             )
-        returned = {leaf: tensor for leaf, tensor in zip(self._leaves, found, strict=True) if leaf != "_"}
+        returned = {
+            leaf: tensor for leaf, tensor in zip(self._leaves, found, strict=True) if leaf != "_"
+        }
         if any(tensor.requires_grad for tensor in returned.values()):
-            came = [t.detach() for t in _tensors((args, kwargs)) if t.is_floating_point() or t.is_complex()]
+            came = [
+                t.detach()
+                for t in _tensors((args, kwargs))
+                if t.is_floating_point() or t.is_complex()
+            ]
             values = {leaf: tensor.detach() for leaf, tensor in returned.items()}
             Step(self._track, self._track.begin(1), values, came).watch(returned)
         return result

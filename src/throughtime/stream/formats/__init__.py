@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from throughtime.errors import DataError
-from throughtime.stream.formats import arrow, audio, csv, edf, hdf5, netcdf, npy, parquet, wfdb, zarr
+from throughtime.stream.formats import (
+    arrow,
+    audio,
+    csv,
+    edf,
+    hdf5,
+    netcdf,
+    npy,
+    parquet,
+    wfdb,
+    zarr,
+)
 from throughtime.stream.formats.csv_rows import open_csv_rows
 from throughtime.stream.formats.table import Stamp, Table, Unchanged
 
@@ -43,13 +54,16 @@ SUFFIXES = tuple(_FORMATS)
 
 
 def open_table(path: Path, *, rows: bool = False) -> Table:
-    """Opens a recording's file by its suffix; reads no more than its header where the format allows.
+    """Opens a recording's file by its suffix; reads no more than its header where the format
+    allows.
 
-    The table notices a file that is written to after it was opened. It can be pickled, and then reopens its file.
+    The table notices a file that is written to after it was opened. It can be pickled, and then
+    reopens its file.
 
     Args:
         path: a file, or a folder that is one recording (`.zarr`).
-        rows: of a CSV file, each line is a signal and time runs along it; the columns are then `0`, `1`, ..., and `-1`, `-2`,
+        rows: of a CSV file, each line is a signal and time runs along it; the columns are then `0`,
+            `1`, ..., and `-1`, `-2`,
             ... from the last line.
 
     Raises:
@@ -60,11 +74,20 @@ def open_table(path: Path, *, rows: bool = False) -> Table:
     if path.is_dir() and not (found is not None and found.folder):
         raise DataError(f"{path}: is a folder, expected one file")
     if found is None:
-        text = "; text is read as tokens: throughtime.stream.text(path)" if path.suffix.lower() == ".txt" else ""
-        raise DataError(f"{path}: the format '{path.suffix}' is unknown, expected one of {', '.join(SUFFIXES)}{text}")
+        text = (
+            "; text is read as tokens: throughtime.stream.text(path)"
+            if path.suffix.lower() == ".txt"
+            else ""
+        )
+        raise DataError(
+            f"{path}: the format '{path.suffix}' is unknown, expected one of"
+            f" {', '.join(SUFFIXES)}{text}"
+        )
     if not path.exists() or not (path.is_dir() if found.folder else path.is_file()):
         raise DataError(f"{path}: no such {'folder' if found.folder else 'file'}")
     if rows and path.suffix.lower() != ".csv":
-        raise DataError(f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'")
+        raise DataError(
+            f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
+        )
     stamps = tuple(Stamp.of(file) for file in found.files(path))
     return Unchanged(open_csv_rows(path) if rows else found.open(path), stamps)

@@ -36,13 +36,16 @@ def open_arrow(path: Path) -> "ArrowTable":
         MissingExtraError: pyarrow is not installed.
         DataError: the file is neither, or cut short.
 
-    Cost: batches that are not compressed are not copied but mapped; a compressed one is decoded whole, and when the file is
-    opened each of them once, to learn its length; a compressed stream stays decoded in memory.
+    Cost: batches that are not compressed are not copied but mapped; a compressed one is decoded
+    whole, and when the file is opened each of them once, to learn its length; a compressed stream
+    stays decoded in memory.
     """
     handle = Handle(path, _opened)
     opened = handle.get()
     schema = opened.reader[0].schema if isinstance(opened.reader, list) else opened.reader.schema
-    count = len(opened.reader) if isinstance(opened.reader, list) else opened.reader.num_record_batches
+    count = (
+        len(opened.reader) if isinstance(opened.reader, list) else opened.reader.num_record_batches
+    )
     columns = tuple(schema.names)
     if len(set(columns)) < len(columns):
         raise DataError(f"{path}: has the columns {list(columns)}, expected distinct names")
@@ -50,7 +53,9 @@ def open_arrow(path: Path) -> "ArrowTable":
     for index in range(count):
         batch = _batch(path, opened, index)
         lengths.append(batch.num_rows)
-        gaps.update(name for name, column in zip(columns, batch.columns, strict=True) if column.null_count)
+        gaps.update(
+            name for name, column in zip(columns, batch.columns, strict=True) if column.null_count
+        )
     return ArrowTable(path, handle, columns, (0, *accumulate(lengths)), frozenset(gaps))
 
 
@@ -58,7 +63,9 @@ def _opened(path: Path) -> Mapped:
     try:
         import pyarrow as pa
     except ImportError as error:
-        raise MissingExtraError(f"{path}: Arrow needs pyarrow; pip install 'throughtime[arrow]'") from error
+        raise MissingExtraError(
+            f"{path}: Arrow needs pyarrow; pip install 'throughtime[arrow]'"
+        ) from error
     try:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -82,7 +89,9 @@ def _batch(path: Path, opened: Mapped, index: int) -> Any:
     try:
         return opened.batch(index)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: record batch {index} cannot be read ({error}); is the file cut short?") from error
+        raise DataError(
+            f"{path}: record batch {index} cannot be read ({error}); is the file cut short?"
+        ) from error
 
 
 @dataclass
@@ -121,7 +130,11 @@ class ArrowTable:
         """A decoded batch is kept; one that lies in the mapping costs nothing to have again."""
         base = _address(opened)
         key = (self.token, id(opened), index)
-        return KEPT.get(key, lambda: _batch(self.path, opened, index), lambda batch: _decoded_bytes(batch, base, len(opened.mapping)))
+        return KEPT.get(
+            key,
+            lambda: _batch(self.path, opened, index),
+            lambda batch: _decoded_bytes(batch, base, len(opened.mapping)),
+        )
 
     def _release(self, opened: Mapped, read: int) -> None:
         self._held += read
@@ -144,10 +157,13 @@ def _decoded_bytes(batch: Any, base: int, size: int) -> int:
 def stacked(path: Path, rows: Any, columns: Sequence[str], gaps: frozenset[str]) -> Array:
     """Columns of a record batch, side by side.
 
-    A missing number is NaN, a missing text empty; whole numbers of a column with `gaps` are float64 wherever they are read.
+    A missing number is NaN, a missing text empty; whole numbers of a column with `gaps` are float64
+    wherever they are read.
     """
     arrays = [(name, rows.column(rows.schema.get_field_index(name))) for name in columns]
-    return np.stack([_values(path, name, column, gap=name in gaps) for name, column in arrays], axis=1)
+    return np.stack(
+        [_values(path, name, column, gap=name in gaps) for name, column in arrays], axis=1
+    )
 
 
 def _values(path: Path, name: str, column: Any, *, gap: bool) -> Array:
@@ -158,10 +174,14 @@ def _values(path: Path, name: str, column: Any, *, gap: bool) -> Array:
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return np.array(["" if text is None else text for text in column.to_pylist()], dtype=np.str_)
+        return np.array(
+            ["" if text is None else text for text in column.to_pylist()], dtype=np.str_
+        )
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise DataError(f"{path}: column '{name}' has the type {column.type}, expected numbers or text")
+        raise DataError(
+            f"{path}: column '{name}' has the type {column.type}, expected numbers or text"
+        )
     values = column.to_numpy(zero_copy_only=False)
     return values.astype(np.float64) if gap and values.dtype.kind != "f" else values

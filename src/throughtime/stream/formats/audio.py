@@ -11,42 +11,64 @@ from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats.handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
-WARM_UP = 8192  # samples: the longest block of Vorbis. Right after a seek it decodes up to one block wrongly (libsndfile 1.2.2)
+# samples: the longest block of Vorbis. Right after a seek it decodes up to one block wrongly
+# (libsndfile 1.2.2)
+WARM_UP = 8192
 
 
 def open_audio(path: Path) -> "AudioTable":
-    """WAV, FLAC or Ogg Vorbis: channels are the columns `0`, `1`, ...; samples are float32 in [-1, 1).
+    """WAV, FLAC or Ogg Vorbis: channels are the columns `0`, `1`, ...; samples are float32 in [-1,
+    1).
 
     Raises:
         MissingExtraError: soundfile is not installed.
-        DataError: the file is no sound file, holds fewer samples than its header promises, or cannot be read from the middle.
+        DataError: the file is no sound file, holds fewer samples than its header promises, or
+            cannot be read from the middle.
 
-    Cost: in Ogg, going to a place decodes 8192 samples before it, so that it gives the samples that reading from the start gives.
+    Cost: in Ogg, going to a place decodes 8192 samples before it, so that it gives the samples that
+    reading from the start gives.
     """
     handle = Handle(path, _opened)
     file = handle.get()
-    return AudioTable(path, handle, tuple(map(str, range(file.channels))), file.frames, float(file.samplerate), file.format == "OGG")
+    return AudioTable(
+        path,
+        handle,
+        tuple(map(str, range(file.channels))),
+        file.frames,
+        float(file.samplerate),
+        file.format == "OGG",
+    )
 
 
 def _opened(path: Path) -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise MissingExtraError(f"{path}: {path.suffix[1:].upper()} needs soundfile; pip install 'throughtime[audio]'") from error
+        raise MissingExtraError(
+            f"{path}: {path.suffix[1:].upper()} needs soundfile; pip install 'throughtime[audio]'"
+        ) from error
     _refuse_cut_short(path)
     try:
         file = soundfile.SoundFile(path)
     except (OSError, soundfile.LibsndfileError) as error:
         raise DataError(f"{path}: not a readable sound file ({error}); is it cut short?") from error
     if file.subtype == "OPUS":
-        raise DataError(f"{path}: Opus gives other samples from the middle than from the start; convert it to WAV, FLAC or Vorbis")
+        raise DataError(
+            f"{path}: Opus gives other samples from the middle than from the start; convert it to"
+            " WAV, FLAC or Vorbis"
+        )
     if not file.seekable() or file.frames >= 2**62:
-        raise DataError(f"{path}: {file.subtype_info} cannot be read from the middle; convert it to PCM")
+        raise DataError(
+            f"{path}: {file.subtype_info} cannot be read from the middle; convert it to PCM"
+        )
     return file
 
 
 def _refuse_cut_short(path: Path) -> None:
-    """Libsndfile plays what is left of a file cut short; a RIFF header tells how long it was, and the last page of Ogg that it is one."""
+    """Libsndfile plays what is left of a file cut short.
+
+    A RIFF header tells how long it was, and the last page of Ogg that it is one.
+    """
     with path.open("rb") as file:
         header = file.read(8)
         file.seek(-min(path.stat().st_size, 2**16 + 2**10), 2)
@@ -54,7 +76,10 @@ def _refuse_cut_short(path: Path) -> None:
     promised = 8 + int.from_bytes(header[4:8], "little")
     streamed = 8 + 0xFFFFFFFF  # written by programs that could not seek back
     if header[:4] == b"RIFF" and path.stat().st_size < promised != streamed:
-        raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header promises {promised}; the file is cut short")
+        raise DataError(
+            f"{path}: holds {path.stat().st_size} bytes, its header promises {promised}; the file"
+            " is cut short"
+        )
     if header[:4] == b"OggS" and not _ends_a_stream(tail):
         raise DataError(f"{path}: its last page does not end the stream; the file is cut short")
 
@@ -87,7 +112,10 @@ class AudioTable:
             return np.empty((0, len(columns)), np.float32)
         samples = self._samples(start, stop)
         if len(samples) != stop - start:
-            raise DataError(f"{self.path}: ends at sample {start + len(samples)}, its header promises {self.frames}; the file is cut short")
+            raise DataError(
+                f"{self.path}: ends at sample {start + len(samples)}, its header promises"
+                f" {self.frames}; the file is cut short"
+            )
         return samples[:, [self.columns.index(c) for c in columns]]
 
     def _samples(self, start: int, stop: int) -> Array:
@@ -100,4 +128,7 @@ class AudioTable:
                 file.seek(begin)
             return file.read(stop - begin, dtype="float32", always_2d=True)[start - begin :]
         except soundfile.LibsndfileError as error:
-            raise DataError(f"{self.path}: samples {start} to {stop} cannot be read ({error}); is the file cut short?") from error
+            raise DataError(
+                f"{self.path}: samples {start} to {stop} cannot be read ({error}); is the file cut"
+                " short?"
+            ) from error

@@ -20,19 +20,20 @@ __all__ = ["CsvTable", "is_number", "open_csv", "read_columns"]
 def open_csv(path: Path) -> "CsvTable":
     r"""Scans the file: every line is checked, none is kept.
 
-    A column whose first filled field is text is text, even where other fields look like numbers; any other column is numbers
-    (float64, an empty field is NaN), and a field of it that is none is an error where it is read. A first line of nothing but
-    numbers is no header: the columns are then called `0`, `1`, ...
+    A column whose first filled field is text is text, even where other fields look like numbers;
+    any other column is numbers (float64, an empty field is NaN), and a field of it that is none is
+    an error where it is read. A first line of nothing but numbers is no header: the columns are
+    then called `0`, `1`, ...
 
     Args:
         path: a file in UTF-8, its fields separated by commas, its lines ended by `\n` or `\r\n`.
 
     Raises:
-        DataError: duplicate or empty column names, a line with more or fewer fields, an open quote, a NUL, or bytes that are
-            not UTF-8; the line is named.
+        DataError: duplicate or empty column names, a line with more or fewer fields, an open quote,
+            a NUL, or bytes that are not UTF-8; the line is named.
 
-    Cost: one pass, some 100 MB/s without quotes and less with; 24 bytes for each 120 kB of the file. Reading
-    parses the blocks of the rows asked for and keeps the last ones.
+    Cost: one pass, some 100 MB/s without quotes and less with; 24 bytes for each 120 kB of the
+    file. Reading parses the blocks of the rows asked for and keeps the last ones.
     """
     return CsvTable(path, csv_scan.scan(path))
 
@@ -95,15 +96,24 @@ class CsvTable:
         data, width = self._bytes(block), len(self.columns)
         text = plain(data, width)
         fields = rows_of(data, width) if text is None else text.replace("\n", ",").split(",")
-        return np.stack([self._column(block, index, fields[index::width]) for index in indices], axis=1)
+        return np.stack(
+            [self._column(block, index, fields[index::width]) for index in indices], axis=1
+        )
 
     def _column(self, block: int, index: int, fields: list[str]) -> Array:
         if self.layout.text[index]:
             longest = max(map(len, fields))
             if longest > csv_scan.LABEL:
-                raise DataError(f"{self.path}: column '{self.columns[index]}' holds a text of {longest} characters, expected labels")
+                raise DataError(
+                    f"{self.path}: column '{self.columns[index]}' holds a text of {longest}"
+                    " characters, expected labels"
+                )
             return np.array(fields, dtype=np.str_)
-        values = column_values(",".join(fields), len(fields)) if not any("," in f for f in fields) else None
+        values = (
+            column_values(",".join(fields), len(fields))
+            if not any("," in f for f in fields)
+            else None
+        )
         if values is None:
             filled = [f if f.strip() else "nan" for f in fields]
             wrong = next((row for row, f in enumerate(filled) if not is_number(f)), None)
@@ -115,8 +125,9 @@ class CsvTable:
     def _no_number(self, block: int, index: int, row: int, text: str) -> DataError:
         line = csv_scan.line_of(self.path, self.layout, block, row)
         return DataError(
-            f"{self.path}: line {line}, column '{self.columns[index]}' holds {text[:40]!r}, expected a number as in the lines before "
-            "it; correct the line, or leave the column out"
+            f"{self.path}: line {line}, column '{self.columns[index]}' holds {text[:40]!r},"
+            " expected a number as in the lines before it; correct the line, or leave the"
+            " column out"
         )
 
 
@@ -124,25 +135,31 @@ def read_columns(path: Path) -> dict[str, list[str]]:
     """The fields of every column of a small file with a header line, as text.
 
     Raises:
-        DataError: no header, duplicate column names, a line with more or fewer fields, or bytes that
-            are not UTF-8; the line is named.
+        DataError: no header, duplicate column names, a line with more or fewer fields, or bytes
+            that are not UTF-8; the line is named.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = csv_scan.names(path, next(reader, []))
             rows: list[list[str]] = [[] for _ in header]
-            blank = 0  # lines without a field: missing values of a single column, unless nothing follows
+            # lines without a field: missing values of a single column, unless nothing follows
+            blank = 0
             for fields in reader:
                 if not fields:
                     blank += len(header) == 1
                     continue
                 if len(fields) != len(header):
-                    raise DataError(f"{path}: line {reader.line_num} has {len(fields)} fields, the header has {len(header)}")
+                    raise DataError(
+                        f"{path}: line {reader.line_num} has {len(fields)} fields, the header has"
+                        f" {len(header)}"
+                    )
                 for column, text in zip(rows, fields, strict=True):
                     column.extend([""] * blank)
                     column.append(text)
                 blank = 0
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line") from error
+        raise DataError(
+            f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line"
+        ) from error
     return dict(zip(header, rows, strict=True))

@@ -23,7 +23,8 @@ def is_number(text: str) -> bool:
 
 
 def plain(data: bytes, width: int) -> str | None:
-    r"""Records without quotes as text: `\n` between them, none at the end, no blank lines unless there is a single column.
+    r"""Records without quotes as text: `\n` between them, none at the end, no blank lines unless
+    there is a single column.
 
     `None` if the csv module must read them: quotes, or lines that end in `\r`.
     """
@@ -46,7 +47,9 @@ def column_values(joined: str, count: int) -> Array | None:
     if ",," in joined or joined[:1] == "," or joined[-1:] == ",":
         joined = _GAP.sub("nan", f",{joined},")[1:-1]
     try:
-        values = np.fromstring(joined, sep=",")  # text, not the deprecated bytes: it rounds as float() does
+        values = np.fromstring(
+            joined, sep=","
+        )  # text, not the deprecated bytes: it rounds as float() does
     except (ValueError, DeprecationWarning):
         return None
     return values if len(values) == count else None
@@ -82,7 +85,8 @@ class _Feed:
 
 
 class Records:
-    """Records as the csv module reads them, from bytes that hold whole lines; one that goes on beyond them takes more.
+    """Records as the csv module reads them, from bytes that hold whole lines; one that goes on
+    beyond them takes more.
 
     Args:
         data: whole lines.
@@ -117,7 +121,10 @@ def _lines(data: bytes) -> list[str]:
 
 
 def rows_of(data: bytes, width: int) -> list[str]:
-    """The fields of all records, one after another; a blank line is a missing value of a single column, else nothing."""
+    """The fields of all records, one after another.
+
+    A blank line is a missing value of a single column, else nothing.
+    """
     records = Records(data)
     fields: list[str] = []
     while (record := records.take()) is not None:

@@ -21,8 +21,9 @@ LINES = 65_536  # at most: a file of more has its signals in columns
 def open_csv_rows(path: Path) -> "CsvRows":
     """Scans a file whose lines are signals of equal length, all numbers, without a header.
 
-    The columns are called `0`, `1`, ... from the first line; `-1`, `-2`, ... count from the last line and can be read too,
-    though `columns` does not list them twice. Blank lines are nothing; an empty field is NaN.
+    The columns are called `0`, `1`, ... from the first line; `-1`, `-2`, ... count from the last
+    line and can be read too, though `columns` does not list them twice. Blank lines are nothing; an
+    empty field is NaN.
 
     Raises:
         DataError: lines of different lengths, quotes, text at the start, or more than 65,536 lines.
@@ -35,20 +36,31 @@ def open_csv_rows(path: Path) -> "CsvRows":
             scanned.run(file)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    return CsvRows(path, Names(map(str, range(len(scanned.places)))), scanned.length, tuple(scanned.places))
+    return CsvRows(
+        path, Names(map(str, range(len(scanned.places)))), scanned.length, tuple(scanned.places)
+    )
 
 
 class Names(tuple[str, ...]):
-    """The names of `k` lines; `-1` to `-k` are `in` it as well, for they name the same lines from the end."""
+    """The names of `k` lines.
+
+    `-1` to `-k` are `in` it as well, for they name the same lines from the end.
+    """
 
     __slots__ = ()
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and name[:1] == "-" and super().__contains__(self.forward(name)))
+        return super().__contains__(name) or (
+            isinstance(name, str) and name[:1] == "-" and super().__contains__(self.forward(name))
+        )
 
     def forward(self, name: str) -> str:
         """The name that counts from the first line: `-1` of three lines is `2`."""
-        return str(len(self) + int(name)) if name[:1] == "-" and name[1:].isdecimal() and name[1:] != "0" else name
+        return (
+            str(len(self) + int(name))
+            if name[:1] == "-" and name[1:].isdecimal() and name[1:] != "0"
+            else name
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,16 @@ class CsvRows:
             return np.empty((0, len(columns)))
         signals: list[Array] = []
         for line in (self.columns.index(self.columns.forward(name)) for name in columns):
-            parts = [KEPT.get((self.token, line, block), lambda line=line, block=block: self._decoded(line, block)) for block in blocks]
-            signals.append(np.concatenate(parts)[start - blocks.start * STEP : stop - blocks.start * STEP])
+            parts = [
+                KEPT.get(
+                    (self.token, line, block),
+                    lambda line=line, block=block: self._decoded(line, block),
+                )
+                for block in blocks
+            ]
+            signals.append(
+                np.concatenate(parts)[start - blocks.start * STEP : stop - blocks.start * STEP]
+            )
         return np.stack(signals, axis=1)
 
     def _decoded(self, line: int, block: int) -> Array:
@@ -88,7 +108,8 @@ class CsvRows:
             wrong = next((i for i, f in enumerate(fields) if not is_number(f)), None)
             if wrong is not None:
                 raise DataError(
-                    f"{self.path}: signal {line}, field {block * STEP + wrong + 1} holds {fields[wrong][:40]!r}, expected a number"
+                    f"{self.path}: signal {line}, field {block * STEP + wrong + 1} holds"
+                    f" {fields[wrong][:40]!r}, expected a number"
                 )
             values = np.array([float(f) for f in fields])
         return values
@@ -115,14 +136,19 @@ class _Scan:
         last = b""
         while piece := file.read(PIECE):
             if b'"' in piece or b"\0" in piece:
-                raise DataError(f"{self.path}: holds quotes or NUL bytes in or after line {self.line}, expected lines of numbers")
+                raise DataError(
+                    f"{self.path}: holds quotes or NUL bytes in or after line {self.line}, expected"
+                    " lines of numbers"
+                )
             self._piece(piece, at, last)
             at += len(piece)
             last = piece[-1:]
         if self._offset < at:
             self._end(at, blank=False)
         if not self.places:
-            raise DataError(f"{self.path}: the file is empty, expected a line of numbers for each signal")
+            raise DataError(
+                f"{self.path}: the file is empty, expected a line of numbers for each signal"
+            )
         self._refuse_text(file)
 
     def _piece(self, piece: bytes, at: int, last: bytes) -> None:
@@ -144,9 +170,15 @@ class _Scan:
         if not blank:
             fields = self._commas + 1
             if self.length not in (-1, fields):
-                raise DataError(f"{self.path}: line {self.line} has {fields} fields, the lines before it have {self.length}")
+                raise DataError(
+                    f"{self.path}: line {self.line} has {fields} fields, the lines before it have"
+                    f" {self.length}"
+                )
             if len(self.places) == LINES:
-                raise DataError(f"{self.path}: has more than {LINES} lines, expected one for each signal; are its signals in columns?")
+                raise DataError(
+                    f"{self.path}: has more than {LINES} lines, expected one for each signal; are"
+                    " its signals in columns?"
+                )
             self.length = fields
             self.places.append(self._current)
             self._current.append(offset + 1)
@@ -157,4 +189,7 @@ class _Scan:
         file.seek(self.places[0][0])
         first = file.read(64).split(b"\n")[0].split(b",")[0].decode(errors="replace").strip()
         if first and not is_number(first):
-            raise DataError(f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for each signal, without a header")
+            raise DataError(
+                f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for each"
+                " signal, without a header"
+            )

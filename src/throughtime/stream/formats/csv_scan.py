@@ -14,7 +14,9 @@ from throughtime.stream.formats.csv_fields import Records, is_number, plain
 PIECE = 120_000  # bytes of a block, and the rest of its last record
 FIELD = 131_072  # characters: the limit of the csv module
 LONGEST = 16 * 2**20  # bytes of a line: beyond, the file is none
-LABEL = 256  # characters of a label: longer ones would make every label of the block as long in memory
+LABEL = (
+    256  # characters of a label: longer ones would make every label of the block as long in memory
+)
 
 
 class Layout(NamedTuple):
@@ -124,7 +126,10 @@ class _Scan:
     def _line(self) -> bytes:
         line = self.file.readline(LONGEST + 1)
         if len(line) > LONGEST:
-            raise DataError(f"{self.path}: a line after line {self.line} is longer than {LONGEST} bytes, expected lines of fields")
+            raise DataError(
+                f"{self.path}: a line after line {self.line} is longer than {LONGEST} bytes,"
+                " expected lines of fields"
+            )
         return line
 
     def _refuse_unreadable(self, data: bytes) -> None:
@@ -134,10 +139,16 @@ class _Scan:
             self._refuse(error, self.line + data.count(b"\n", 0, error.start) + 1)
         if b"\0" in data:
             line = self.line + data.count(b"\n", 0, data.index(b"\0")) + 1
-            raise DataError(f"{self.path}: line {line} holds a NUL byte, expected UTF-8 text; is it UTF-16, or damaged?")
+            raise DataError(
+                f"{self.path}: line {line} holds a NUL byte, expected UTF-8 text; is it UTF-16, or"
+                " damaged?"
+            )
 
     def _refuse(self, error: Exception, line: int) -> NoReturn:
-        raise DataError(f"{self.path}: not a readable CSV file (line {line}: {error}); expected UTF-8 text with a header line") from error
+        raise DataError(
+            f"{self.path}: not a readable CSV file (line {line}: {error}); expected UTF-8 text with"
+            " a header line"
+        ) from error
 
     def _records(self, data: bytes) -> Records:
         self._refuse_unreadable(data)
@@ -162,7 +173,10 @@ class _Scan:
         if not _uniform(text, rows, self.width):
             self._refuse_width(data)
         if len(text) > FIELD and max(map(len, text.replace("\n", ",").split(","))) > FIELD:
-            raise DataError(f"{self.path}: a field after line {self.line} is longer than {FIELD} characters, expected numbers and labels")
+            raise DataError(
+                f"{self.path}: a field after line {self.line} is longer than {FIELD} characters,"
+                " expected numbers and labels"
+            )
         if None in self.text:
             self._decide(text.replace("\n", ",").split(","))
         filled = len(text.rstrip("\n"))
@@ -186,7 +200,11 @@ class _Scan:
     def _decide(self, fields: list[str]) -> None:
         """A column is text if its first filled field is."""
         for column, decided in enumerate(self.text):
-            first = next((f for f in fields[column :: self.width] if f.strip()), None) if decided is None else None
+            first = (
+                next((f for f in fields[column :: self.width] if f.strip()), None)
+                if decided is None
+                else None
+            )
             if first is not None:
                 self.text[column] = not is_number(first)
 

@@ -14,10 +14,12 @@ from throughtime.stream.formats.table import Array, rows_between
 
 
 def open_edf(path: Path) -> "EdfTable":
-    """Signals are columns by their labels, in their physical units (float64); a label that comes again is `label (2)`.
+    """Signals are columns by their labels, in their physical units (float64); a label that comes
+    again is `label (2)`.
 
-    The steps are those of the first signal. A signal of another sampling rate is listed and refused when it is read with
-    others, for it has no value at each step: leave it out, or resample the file.
+    The steps are those of the first signal. A signal of another sampling rate is listed and refused
+    when it is read with others, for it has no value at each step: leave it out, or resample the
+    file.
 
     Raises:
         MissingExtraError: edfio is not installed.
@@ -41,16 +43,30 @@ def _opened(path: Path) -> _Opened:
     try:
         import edfio
     except ImportError as error:
-        raise MissingExtraError(f"{path}: EDF needs edfio; pip install 'throughtime[bio]'") from error
+        raise MissingExtraError(
+            f"{path}: EDF needs edfio; pip install 'throughtime[bio]'"
+        ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # edfio warns of a file cut short and plays the rest
+            warnings.simplefilter(
+                "error", UserWarning
+            )  # edfio warns of a file cut short and plays the rest
             file = edfio.read_edf(path, lazy_load_data=True, header_encoding="latin-1")
             continuous = file.is_continuous
-    except (OSError, ValueError, KeyError, IndexError, OverflowError, ZeroDivisionError, UserWarning) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        OverflowError,
+        ZeroDivisionError,
+        UserWarning,
+    ) as error:
         raise DataError(f"{path}: not a readable EDF file ({error}); is it cut short?") from error
     if not continuous:
-        raise DataError(f"{path}: has gaps in time (EDF+D), expected a recording without; split it at the gaps")
+        raise DataError(
+            f"{path}: has gaps in time (EDF+D), expected a recording without; split it at the gaps"
+        )
     signals: dict[str, Any] = {}
     for signal in file.signals:
         again = sum(other.label == signal.label for other in signals.values())
@@ -77,11 +93,16 @@ class EdfTable:
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         start, stop = rows_between(start, stop, self.length)
-        others = [(name, rate) for name, rate in zip(self.columns, self.rates, strict=True) if name in columns and rate != self.rates[0]]
+        others = [
+            (name, rate)
+            for name, rate in zip(self.columns, self.rates, strict=True)
+            if name in columns and rate != self.rates[0]
+        ]
         if others:
             said = ", ".join(f"'{name}' has {rate:g} samples per second" for name, rate in others)
             raise DataError(
-                f"{self.path}: {said}, the first signal '{self.columns[0]}' {self.rates[0]:g}; choose columns of one rate, or resample it"
+                f"{self.path}: {said}, the first signal '{self.columns[0]}' {self.rates[0]:g};"
+                " choose columns of one rate, or resample it"
             )
         if start == stop:
             return np.empty((0, len(columns)))
@@ -91,5 +112,9 @@ class EdfTable:
 
 def _physical(signal: Any, start: int, stop: int) -> Array:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # without a physical range the digital values are given
-        return signal.get_data_slice(start / signal.sampling_frequency, stop / signal.sampling_frequency)
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # without a physical range the digital values are given
+        return signal.get_data_slice(
+            start / signal.sampling_frequency, stop / signal.sampling_frequency
+        )

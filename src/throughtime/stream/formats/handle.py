@@ -15,11 +15,13 @@ _used: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last 
 
 
 class Handle(Generic[T]):
-    """What an `opener` gives for a path, opened anew after a fork, after pickling, and where too many files are open.
+    """What an `opener` gives for a path, opened anew after a fork, after pickling, and where too
+    many files are open.
 
     Args:
         path: the file.
-        opener: a function of a module, so that it can be pickled; it raises DataError for a file that does not serve.
+        opener: a function of a module, so that it can be pickled; it raises DataError for a file
+            that does not serve.
     """
 
     def __init__(self, path: Path, opener: Callable[[Path], T]) -> None:
@@ -32,7 +34,9 @@ class Handle(Generic[T]):
         """The open file; hold it no longer than one read."""
         opened = self._opened
         if opened is None or self._process != process():
-            self._opened = opened = None  # an inherited one is closed first: some libraries share open files by name
+            self._opened = opened = (
+                None  # an inherited one is closed first: some libraries share open files by name
+            )
             self._opened = opened = self._opener(self.path)
             self._process = process()
         self._mark_used()
@@ -47,7 +51,10 @@ class Handle(Generic[T]):
                 oldest.let_go()
 
     def let_go(self) -> None:
-        """Opens it anew when it is read next; it is closed when the last one who reads it lets go."""
+        """Opens it anew when it is read next.
+
+        It is closed when the last one who reads it lets go.
+        """
         self._opened = None
 
     def __getstate__(self) -> dict[str, Any]:

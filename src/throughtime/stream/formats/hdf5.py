@@ -9,9 +9,11 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def open_hdf5(path: Path) -> SlicedTable:
-    """Every vector or matrix of numbers, at any depth, is a column named by its path: `u`, `group/y`.
+    """Every vector or matrix of numbers, at any depth, is a column named by its path: `u`,
+    `group/y`.
 
-    All columns have the length of the longest dataset; shorter ones are none. Each process opens the file for itself.
+    All columns have the length of the longest dataset; shorter ones are none. Each process opens
+    the file for itself.
 
     Raises:
         MissingExtraError: h5py is not installed.
@@ -21,7 +23,8 @@ def open_hdf5(path: Path) -> SlicedTable:
 
 
 def refuse_cut_short(path: Path) -> None:
-    """Compares a file with the end that its superblock names (HDF5 File Format Specification, II.A).
+    """Compares a file with the end that its superblock names (HDF5 File Format Specification,
+    II.A).
 
     The library does so too, but not where it has the same file open already.
     """
@@ -30,19 +33,27 @@ def refuse_cut_short(path: Path) -> None:
     if head[:8] != SIGNATURE:
         return  # none, or one behind a block of the user's: the library looks for it
     if len(head) < 96:
-        raise DataError(f"{path}: not a readable HDF5 file, for it ends after {len(head)} bytes; the file is cut short")
+        raise DataError(
+            f"{path}: not a readable HDF5 file, for it ends after {len(head)} bytes; the file is"
+            " cut short"
+        )
     version = head[8]
     width, at = (head[13], 24 + 4 * version) if version < 2 else (head[9], 12)
     end = int.from_bytes(head[at + 2 * width : at + 3 * width], "little")
     if path.stat().st_size < end:
-        raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut short")
+        raise DataError(
+            f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut"
+            " short"
+        )
 
 
 def _opened(path: Path) -> Arrays:
     try:
         import h5py
     except ImportError as error:
-        raise MissingExtraError(f"{path}: HDF5 needs h5py; pip install 'throughtime[hdf5]'") from error
+        raise MissingExtraError(
+            f"{path}: HDF5 needs h5py; pip install 'throughtime[hdf5]'"
+        ) from error
     refuse_cut_short(path)
     arrays: dict[str, h5py.Dataset] = {}
 

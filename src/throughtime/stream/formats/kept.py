@@ -33,8 +33,16 @@ class Kept:
         """A new lock: a forked process may have inherited a locked one."""
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, decode: Callable[[], T], size: Callable[[T], int] = lambda block: getattr(block, "nbytes", 0)) -> T:
-        """The block of this key, decoded unless it is kept; an array is made read-only, for it is given out again."""
+    def get(
+        self,
+        key: Hashable,
+        decode: Callable[[], T],
+        size: Callable[[T], int] = lambda block: getattr(block, "nbytes", 0),
+    ) -> T:
+        """The block of this key, decoded unless it is kept.
+
+        An array is made read-only, for it is given out again.
+        """
         with self._lock:
             found = self._blocks.get(key)
             if found is not None:
@@ -43,7 +51,9 @@ class Kept:
         block = decode()
         if isinstance(block, np.ndarray):
             block.flags.writeable = False
-        held = max(1024, size(block))  # a block that takes no memory of its own is an object all the same
+        held = max(
+            1024, size(block)
+        )  # a block that takes no memory of its own is an object all the same
         with self._lock:
             self._bytes += held - self._blocks.pop(key, (None, 0))[1]
             self._blocks[key] = (block, held)

@@ -14,9 +14,11 @@ from throughtime.stream.formats.table import Array
 
 
 def open_netcdf(path: Path) -> SlicedTable:
-    """Every variable `(time,)` or `(time, features)` of numbers is a column; packed values are unpacked, missing ones are NaN.
+    """Every variable `(time,)` or `(time, features)` of numbers is a column; packed values are
+    unpacked, missing ones are NaN.
 
-    Time is the first dimension of the longest variable; coordinates, which say when and where, are no columns.
+    Time is the first dimension of the longest variable; coordinates, which say when and where, are
+    no columns.
 
     Raises:
         MissingExtraError: netCDF4 is not installed.
@@ -39,7 +41,9 @@ class _Variable:
     def dtype(self) -> np.dtype[Any]:
         """Floating where values are packed or may be missing."""
         stored = np.dtype(self.variable.dtype)
-        marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(self.variable.ncattrs())
+        marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(
+            self.variable.ncattrs()
+        )
         return np.dtype(np.float64) if marked and stored.kind in "biu" else stored
 
     def __getitem__(self, rows: slice, /) -> Array:
@@ -57,22 +61,39 @@ def _refuse_cut_short(path: Path) -> None:
         try:
             end = promised(file)
         except ValueError as error:
-            raise DataError(f"{path}: not a readable netCDF file ({error}); is it cut short?") from error
+            raise DataError(
+                f"{path}: not a readable netCDF file ({error}); is it cut short?"
+            ) from error
     if path.stat().st_size < end:
-        raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut short")
+        raise DataError(
+            f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut"
+            " short"
+        )
 
 
 def _opened(path: Path) -> Arrays:
     try:
         import netCDF4
     except ImportError as error:
-        raise MissingExtraError(f"{path}: netCDF needs netCDF4; pip install 'throughtime[zarr]'") from error
+        raise MissingExtraError(
+            f"{path}: netCDF needs netCDF4; pip install 'throughtime[zarr]'"
+        ) from error
     _refuse_cut_short(path)
     try:
         data: Any = netCDF4.Dataset(path, mode="r")
     except (OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"{path}: not a readable netCDF file ({error}); is it cut short?") from error
-    named = " ".join(str(getattr(variable, "coordinates", "")) for variable in data.variables.values())
+        raise DataError(
+            f"{path}: not a readable netCDF file ({error}); is it cut short?"
+        ) from error
+    named = " ".join(
+        str(getattr(variable, "coordinates", "")) for variable in data.variables.values()
+    )
     coordinates = {*data.dimensions, *named.split()}
-    kinds = {name: variable for name, variable in data.variables.items() if isinstance(variable.dtype, np.dtype)}
-    return {name: _Variable(variable) for name, variable in kinds.items() if name not in coordinates}
+    kinds = {
+        name: variable
+        for name, variable in data.variables.items()
+        if isinstance(variable.dtype, np.dtype)
+    }
+    return {
+        name: _Variable(variable) for name, variable in kinds.items() if name not in coordinates
+    }

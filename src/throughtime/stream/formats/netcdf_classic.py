@@ -1,13 +1,25 @@
 """How long a classic netCDF file must be: netCDF-C reads zeros where one is cut short.
 
-The header is that of the netCDF Classic Format Specification (versions 1, 2 and 5): counts, then lists of dimensions,
-attributes and variables, big-endian, all padded to four bytes.
+The header is that of the netCDF Classic Format Specification (versions 1, 2 and 5): counts, then
+lists of dimensions, attributes and variables, big-endian, all padded to four bytes.
 """
 
 import math
 from typing import BinaryIO
 
-_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}  # bytes of the types byte, char, short, int, ...
+_SIZES = {
+    1: 1,
+    2: 1,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 8,
+    7: 1,
+    8: 2,
+    9: 4,
+    10: 8,
+    11: 8,
+}  # bytes of the types byte, char, short, int, ...
 
 
 def promised(file: BinaryIO) -> int:
@@ -18,7 +30,9 @@ def promised(file: BinaryIO) -> int:
     """
     header = _Header(file)
     records = header.number()
-    streamed = records == 2 ** (8 * header.count) - 1  # whoever wrote it could not go back to say how many
+    streamed = (
+        records == 2 ** (8 * header.count) - 1
+    )  # whoever wrote it could not go back to say how many
     dimensions = header.dimensions()
     header.attributes()
     ends, recorded = [0], list[tuple[int, int]]()
@@ -28,7 +42,11 @@ def promised(file: BinaryIO) -> int:
             recorded.append((begin, math.prod(shape[1:]) * itemsize))
         else:
             ends.append(begin + math.prod(shape) * itemsize)
-    step = sum(_padded(size) for _, size in recorded) if len(recorded) > 1 else sum(size for _, size in recorded)
+    step = (
+        sum(_padded(size) for _, size in recorded)
+        if len(recorded) > 1
+        else sum(size for _, size in recorded)
+    )
     if records and not streamed:
         ends += [begin + (records - 1) * step + size for begin, size in recorded]
     return max(ends)

@@ -16,7 +16,16 @@ from throughtime.stream.formats.handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
 RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
-_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True)
@@ -35,20 +44,27 @@ def open_npy(path: Path) -> "MappedTable":
 
 
 def open_npz(path: Path) -> "MappedTable":
-    """Every array is a column under its own name, a matrix one as wide as it is; all need the same number of rows.
+    """Every array is a column under its own name, a matrix one as wide as it is; all need the same
+    number of rows.
 
-    Members that `np.savez` stored are memory-mapped where they lie; those of `np.savez_compressed` are read whole and kept.
+    Members that `np.savez` stored are memory-mapped where they lie; those of `np.savez_compressed`
+    are read whole and kept.
     """
     handle = Handle(path, _map_npz)
     lengths = {name: len(array) for name, array in handle.get().arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise DataError(f"{path}: arrays of different lengths, {lengths}; all need one row per step")
+        raise DataError(
+            f"{path}: arrays of different lengths, {lengths}; all need one row per step"
+        )
     return MappedTable(path, handle, tuple(lengths), next(iter(lengths.values()), 0))
 
 
 @dataclass
 class MappedTable:
-    """Memory-mapped arrays; the pages that were read are given back to the system, so that memory stays flat."""
+    """Memory-mapped arrays.
+
+    The pages that were read are given back to the system, so that memory stays flat.
+    """
 
     path: Path
     handle: Handle[Mapped]
@@ -68,9 +84,16 @@ class MappedTable:
             rows = matrix[start:stop]
             rows = rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
         else:
-            parts = [array[start:stop].reshape(stop - start, _width(array)) for array in (mapped.arrays[c] for c in columns)]
+            parts = [
+                array[start:stop].reshape(stop - start, _width(array))
+                for array in (mapped.arrays[c] for c in columns)
+            ]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        self._held += (stop - start) * (_row_bytes(matrix) if matrix is not None else sum(map(_row_bytes, mapped.arrays.values())))
+        self._held += (stop - start) * (
+            _row_bytes(matrix)
+            if matrix is not None
+            else sum(map(_row_bytes, mapped.arrays.values()))
+        )
         if self._held > RELEASE_AFTER:
             self._release(mapped.mapping)
         return rows
@@ -107,7 +130,10 @@ def _map_npz(path: Path) -> Mapped:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as members:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            arrays = {info.filename.removesuffix(".npy"): _member(file, members, info, mapping) for info in members.infolist()}
+            arrays = {
+                info.filename.removesuffix(".npy"): _member(file, members, info, mapping)
+                for info in members.infolist()
+            }
     except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable .npz file ({error}); is it cut short?") from error
     for name, array in arrays.items():
@@ -115,7 +141,9 @@ def _map_npz(path: Path) -> Mapped:
     return Mapped(arrays, mapping)
 
 
-def _member(file: BinaryIO, members: zipfile.ZipFile, info: zipfile.ZipInfo, mapping: mmap.mmap) -> Array:
+def _member(
+    file: BinaryIO, members: zipfile.ZipFile, info: zipfile.ZipInfo, mapping: mmap.mmap
+) -> Array:
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:  # compressed or encrypted
         return np.lib.format.read_array(io.BytesIO(members.read(info)), allow_pickle=False)
     with members.open(info):  # checks that the local header is there and names the same member
@@ -126,12 +154,19 @@ def _member(file: BinaryIO, members: zipfile.ZipFile, info: zipfile.ZipInfo, map
 
 
 def _array(file: BinaryIO, offset: int, mapping: mmap.mmap, size: int | None = None) -> Array:
-    """The array whose `.npy` bytes begin at `offset`, as a view of the mapping; it need not be aligned."""
+    """The array whose `.npy` bytes begin at `offset`, as a view of the mapping.
+
+    It need not be aligned.
+    """
     file.seek(offset)
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"version {version} of the .npy format is unknown")
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    read_header = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject:
         raise ValueError("holds Python objects")
@@ -144,4 +179,7 @@ def _array(file: BinaryIO, offset: int, mapping: mmap.mmap, size: int | None = N
 
 def _check(path: Path, what: str, array: Array) -> None:
     if array.ndim == 0 or array.dtype.kind not in "biufUS":
-        raise DataError(f"{path}: {what} has shape {array.shape} and type {array.dtype}, expected numbers or labels with one row per step")
+        raise DataError(
+            f"{path}: {what} has shape {array.shape} and type {array.dtype}, expected numbers or"
+            " labels with one row per step"
+        )

@@ -15,7 +15,9 @@ from throughtime.stream.formats.handle import Handle
 from throughtime.stream.formats.kept import KEPT, Token
 from throughtime.stream.formats.table import Array, rows_between
 
-BATCH_BYTES = 2**17  # of decoded rows that are kept as one block; small, so that those of many lanes are
+BATCH_BYTES = (
+    2**17
+)  # of decoded rows that are kept as one block; small, so that those of many lanes are
 CURSORS = 64  # places in large row groups that are read on from, of one file
 
 
@@ -26,8 +28,9 @@ def open_parquet(path: Path) -> "ParquetTable":
         MissingExtraError: pyarrow is not installed.
         DataError: the file is no Parquet file, or cut short.
 
-    Cost: a row group is decoded from its start, a piece at a time, and read on from where it stands: whoever goes on
-    reads each row once, whoever goes to a place in the middle of a large row group decodes what lies before it.
+    Cost: a row group is decoded from its start, a piece at a time, and read on from where it
+    stands: whoever goes on reads each row once, whoever goes to a place in the middle of a large
+    row group decodes what lies before it.
     """
     handle = Handle(path, _opened)
     file = handle.get()
@@ -36,8 +39,14 @@ def open_parquet(path: Path) -> "ParquetTable":
     if len(set(columns)) < len(columns):
         raise DataError(f"{path}: has the columns {list(columns)}, expected distinct names")
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    gaps = {c.path_in_schema for c in chunks if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count}
-    return ParquetTable(path, handle, columns, (0, *accumulate(group.num_rows for group in groups)), frozenset(gaps))
+    gaps = {
+        c.path_in_schema
+        for c in chunks
+        if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count
+    }
+    return ParquetTable(
+        path, handle, columns, (0, *accumulate(group.num_rows for group in groups)), frozenset(gaps)
+    )
 
 
 def _opened(path: Path) -> Any:
@@ -45,16 +54,25 @@ def _opened(path: Path) -> Any:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise MissingExtraError(f"{path}: Parquet needs pyarrow; pip install 'throughtime[arrow]'") from error
+        raise MissingExtraError(
+            f"{path}: Parquet needs pyarrow; pip install 'throughtime[arrow]'"
+        ) from error
     try:
-        return parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)  # or a column of a row group is read whole
+        return parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=2**18
+        )  # or a column of a row group is read whole
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}); is it cut short?") from error
+        raise DataError(
+            f"{path}: not a readable Parquet file ({error}); is it cut short?"
+        ) from error
 
 
 @dataclass
 class ParquetTable:
-    """Batches of rows, decoded one after another; several lanes read on from places of their own."""
+    """Batches of rows, decoded one after another.
+
+    Several lanes read on from places of their own.
+    """
 
     path: Path
     handle: Handle[Any]
@@ -63,7 +81,9 @@ class ParquetTable:
     gaps: frozenset[str]
     rate: float | None = None
     token: Token = field(default_factory=Token, repr=False)
-    _cursors: "OrderedDict[tuple[Any, ...], Iterator[Any]]" = field(default_factory=OrderedDict, init=False, repr=False)
+    _cursors: "OrderedDict[tuple[Any, ...], Iterator[Any]]" = field(
+        default_factory=OrderedDict, init=False, repr=False
+    )
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -87,7 +107,9 @@ class ParquetTable:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _batch(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
-        return KEPT.get((self.token, group, batch, columns), lambda: self._decoded(group, batch, size, columns))
+        return KEPT.get(
+            (self.token, group, batch, columns), lambda: self._decoded(group, batch, size, columns)
+        )
 
     def _decoded(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
         """Goes on from the cursor that stands at this batch, or from the start of the group."""
@@ -100,7 +122,10 @@ class ParquetTable:
         rows = next(cursor, None)
         expected = min(size, self.starts[group + 1] - self.starts[group] - batch * size)
         if rows is None or rows.num_rows != expected:
-            raise DataError(f"{self.path}: row group {group} ends before row {batch * size + expected}; is the file cut short?")
+            raise DataError(
+                f"{self.path}: row group {group} ends before row {batch * size + expected}; is the"
+                " file cut short?"
+            )
         if (batch + 1) * size < self.starts[group + 1] - self.starts[group]:
             self._cursors[id(file), group, batch + 1, columns] = cursor
         while len(self._cursors) > CURSORS:
@@ -111,6 +136,10 @@ class ParquetTable:
         import pyarrow as pa
 
         try:
-            yield from file.iter_batches(size, row_groups=[group], columns=list(columns), use_threads=False)
+            yield from file.iter_batches(
+                size, row_groups=[group], columns=list(columns), use_threads=False
+            )
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{self.path}: row group {group} cannot be read ({error}); is the file damaged?") from error
+            raise DataError(
+                f"{self.path}: row group {group} cannot be read ({error}); is the file damaged?"
+            ) from error

@@ -1,4 +1,7 @@
-"""Sliced: files of named arrays that a library slices, such as HDF5, Zarr and netCDF; the longest of them are the columns."""
+"""Sliced: files of named arrays that a library slices, such as HDF5, Zarr and netCDF.
+
+The longest of them are the columns.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,15 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
-_DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, IndexError)  # what the libraries raise on damaged files
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    IndexError,
+)  # what the libraries raise on damaged files
 
 
 class Sliceable(Protocol):
@@ -58,12 +69,20 @@ class SlicedTable:
         try:
             rows = np.asarray(array[start:stop])
         except _DAMAGED as error:
-            raise DataError(f"{self.path}: steps {start} to {stop} of '{name}' cannot be read ({error}); is the file damaged?") from error
-        return rows.reshape(stop - start, -1) if stop > start else np.empty((0, int(np.prod(array.shape[1:]))))
+            raise DataError(
+                f"{self.path}: steps {start} to {stop} of '{name}' cannot be read ({error}); is the"
+                " file damaged?"
+            ) from error
+        return (
+            rows.reshape(stop - start, -1)
+            if stop > start
+            else np.empty((0, int(np.prod(array.shape[1:]))))
+        )
 
 
 def sliced(path: Path, opener: Callable[[Path], Arrays]) -> SlicedTable:
-    """The table of the numeric vectors and matrices of a file, as far as they are as long as the longest of them.
+    """The table of the numeric vectors and matrices of a file, as far as they are as long as the
+    longest of them.
 
     Shorter ones (means, names of channels) and those of more dimensions are no columns.
 
@@ -72,9 +91,18 @@ def sliced(path: Path, opener: Callable[[Path], Arrays]) -> SlicedTable:
     """
     handle = Handle(path, opener)
     arrays = handle.get()
-    lengths = {name: array.shape[0] for name, array in arrays.items() if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"}
+    lengths = {
+        name: array.shape[0]
+        for name, array in arrays.items()
+        if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"
+    }
     if not lengths:
-        found = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items()) or "no array"
+        found = (
+            ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+            or "no array"
+        )
         raise DataError(f"{path}: holds {found}, expected arrays of numbers with one row per step")
     longest = max(lengths.values())
-    return SlicedTable(path, handle, tuple(name for name, length in lengths.items() if length == longest), longest)
+    return SlicedTable(
+        path, handle, tuple(name for name, length in lengths.items() if length == longest), longest
+    )

@@ -1,4 +1,7 @@
-"""Table: named columns of equal length, read by rows; and the guard that notices a file that changed meanwhile."""
+"""Table: named columns of equal length, read by rows.
+
+And the guard that notices a file that changed meanwhile.
+"""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +17,10 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class Table(Protocol):
-    """What a format gives: the file's columns, and any rows of them. Every table can be pickled: it reopens its file."""
+    """What a format gives: the file's columns, and any rows of them.
+
+    Every table can be pickled: it reopens its file.
+    """
 
     @property
     def path(self) -> Path:
@@ -23,7 +29,10 @@ class Table(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns, in the order of the file. A name `in` it can be read, also one that it does not list."""
+        """The names of the columns, in the order of the file.
+
+        A name `in` it can be read, also one that it does not list.
+        """
         ...
 
     @property
@@ -58,7 +67,8 @@ class Stamp(NamedTuple):
             found = path.stat()
         except OSError as error:
             raise DataError(
-                f"{path}: is gone since it was opened ({error.strerror}); do not move a recording while it is played"
+                f"{path}: is gone since it was opened ({error.strerror}); do not move a recording"
+                " while it is played"
             ) from error
         return cls(path, found.st_size, found.st_mtime_ns)
 
@@ -73,7 +83,10 @@ class Stamp(NamedTuple):
         now = Stamp.of(self.path)
         if now != self:
             grown = f" from {self.size} to {now.size} bytes" if now.size != self.size else ""
-            raise DataError(f"{self.path}: changed since it was opened{grown}; do not write to a recording while it is played")
+            raise DataError(
+                f"{self.path}: changed since it was opened{grown}; do not write to a recording"
+                " while it is played"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,10 @@ class Unchanged:
 
 
 def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
-    """The rows asked for, as far as there are such; refused where they count from the end, which no table does."""
+    """The rows asked for, as far as there are such.
+
+    Refused where they count from the end, which no table does.
+    """
     if start < 0 or stop < 0:
         raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
     return min(start, length), max(min(start, length), min(stop, length))

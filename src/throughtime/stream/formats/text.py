@@ -24,16 +24,19 @@ PIECE = 64 * 1024  # bytes between two noted places of a text of several bytes a
 
 
 def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "Text":
-    """A recording of a text file: inputs and targets are indices of symbols, `(n,)` int64; the last target is missing.
+    """A recording of a text file: inputs and targets are indices of symbols, `(n,)` int64; the last
+    target is missing.
 
     Args:
         path: a file, in UTF-8 if the unit is characters.
-        unit: `"bytes"`, 256 symbols whatever the file holds; or `"characters"`, the distinct ones of the file in order of
-            their code points (`symbols`), so that another file may number them otherwise. Nothing is translated: the end of
-            a line may be two characters, and a byte order mark is one.
+        unit: `"bytes"`, 256 symbols whatever the file holds; or `"characters"`, the distinct ones
+            of the file in order of their code points (`symbols`), so that another file may number
+            them otherwise. Nothing is translated: the end of a line may be two characters, and a
+            byte order mark is one.
 
     Raises:
-        DataError: no such file, an empty one, an unknown unit, or bytes that are not UTF-8 (characters only).
+        DataError: no such file, an empty one, an unknown unit, or bytes that are not UTF-8
+            (characters only).
 
     Cost: bytes are memory-mapped. Characters cost one pass when opened and 16 bytes for each 64 kB.
 
@@ -181,7 +184,10 @@ def _characters(handle: Handle[mmap.mmap]) -> Characters:
             decoded = decoder.decode(content.read(begin, end).tobytes(), final=end == size)
         except UnicodeDecodeError as error:
             place = f"between the bytes {begin} and {end}"
-            raise DataError(f"{handle.path}: is not UTF-8 {place} ({error.reason}), expected text; or take unit='bytes'") from error
+            raise DataError(
+                f"{handle.path}: is not UTF-8 {place} ({error.reason}), expected text; or take"
+                " unit='bytes'"
+            ) from error
         distinct.update(decoded)
         starts.append(starts[-1] + len(decoded))
         offsets.append(end - len(decoder.getstate()[0]))

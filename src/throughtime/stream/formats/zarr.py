@@ -10,23 +10,30 @@ METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 def open_zarr(path: Path) -> SlicedTable:
-    """Every vector or matrix of numbers, at any depth, is a column named by its path; a single array is the column `0`.
+    """Every vector or matrix of numbers, at any depth, is a column named by its path; a single
+    array is the column `0`.
 
-    All columns have the length of the longest array; shorter ones (coordinates of features) are none. A piece that is not
-    there reads as the array's fill value: so the format means it, and so a lost piece cannot be told from an empty one.
+    All columns have the length of the longest array; shorter ones (coordinates of features) are
+    none. A piece that is not there reads as the array's fill value: so the format means it, and so
+    a lost piece cannot be told from an empty one.
 
     Raises:
         MissingExtraError: zarr is not installed.
         DataError: the folder is no Zarr group or array, or holds no such array.
 
-    Cost: a whole piece of an array is decoded for any row in it: write pieces of some 100,000 numbers.
+    Cost: a whole piece of an array is decoded for any row in it: write pieces of some 100,000
+    numbers.
     """
     return sliced(path, _opened)
 
 
 def files(path: Path) -> tuple[Path, ...]:
     """What is watched for changes: the metadata of the group, and of the arrays directly in it; their values are not."""
-    found = (folder / name for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())) for name in METADATA)
+    found = (
+        folder / name
+        for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir()))
+        for name in METADATA
+    )
     return tuple(file for file in found if file.is_file())
 
 
@@ -34,12 +41,16 @@ def _opened(path: Path) -> Arrays:
     try:
         import zarr
     except ImportError as error:
-        raise MissingExtraError(f"{path}: Zarr needs zarr; pip install 'throughtime[zarr]'") from error
+        raise MissingExtraError(
+            f"{path}: Zarr needs zarr; pip install 'throughtime[zarr]'"
+        ) from error
     try:
         root: Any = zarr.open(path, mode="r")
         if isinstance(root, zarr.Array):
             return {"0": root}
         members = root.members(max_depth=None)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise DataError(f"{path}: not a readable Zarr folder ({error}); is it cut short?") from error
+        raise DataError(
+            f"{path}: not a readable Zarr folder ({error}); is it cut short?"
+        ) from error
     return {name: member for name, member in members if isinstance(member, zarr.Array)}
