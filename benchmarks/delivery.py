@@ -209,7 +209,7 @@ def waited(source: Any, workers: Any, updates: int = 500) -> float:
         optimizer.zero_grad()
         if i == updates:
             break
-    return round(stream.waited / (time.perf_counter() - began), 4)
+    return round(stream.wait_seconds / (time.perf_counter() - began), 4)
 
 
 class Watched:

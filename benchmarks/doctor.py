@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from throughtime.probe.doctor import doctor
+from throughtime.doctor import doctor
 
 CHUNKS, STEPS, LANES, FEATURES, UNITS = 500, 20, 16, 16, 64
 KINDS = ("lstm", "cell", "by hand")

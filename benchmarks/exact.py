@@ -194,7 +194,7 @@ def gruslys(rounds: int) -> dict[str, Any]:
         torch.randn(steps, lanes, FEATURES),
         torch.randn(steps, lanes, 1),
     )
-    chunks = [tt.Chunk.of(x, t)]
+    chunks = [tt.Chunk.from_tensors(x, t)]
 
     def whole(net: tt.Carried, x: Tensor, t: Tensor) -> None:
         y, _ = net(x, net.initial_state(lanes))

@@ -206,11 +206,11 @@ def by_time(net: tt.Carried, started: tuple[Tensor, Tensor], kind: str) -> list[
     """The scores in each stretch of time since the start, the state carried."""
     player, found = tt.Predictor(net, lanes=started[0].shape[1]), list[dict[str, float]]()
     for start, stop in pairwise(EDGES):
-        score = tt.score.Classification(CLASSES[kind])
+        score = tt.metrics.Classification(CLASSES[kind])
         for at in range(start, stop, STRIDE):
             inputs, targets = (signal[at : at + STRIDE] for signal in started)
-            score.add(player(inputs)[targets >= 0], targets[targets >= 0])
-        found.append({key: score.figures()[key] for key in ("accuracy", "macro_f1")})
+            score.update(player(inputs)[targets >= 0], targets[targets >= 0])
+        found.append({key: score.compute()[key] for key in ("accuracy", "macro_f1")})
     return found
 
 
@@ -219,18 +219,18 @@ def one_run(kind: str, name: str, seed: int, options: argparse.Namespace) -> dic
     train, test = load(options.data, kind)
     torch.manual_seed(seed)
     net = tt.carry(nn.Sequential(nn.LSTM(BANDS, HIDDEN), nn.Linear(HIDDEN, len(CLASSES[kind]))))
-    began, score = time.process_time(), tt.score.Classification(CLASSES[kind])
+    began, score = time.process_time(), tt.metrics.Classification(CLASSES[kind])
     done = [
         (update.steps, float(update.loss))
         for update in islice(training(net, ROWS[name], train, seed), options.updates)
     ]
     seconds = time.process_time() - began
     said = np.concatenate([recording["targets"] for recording in test])
-    carried = tt.evaluate(net, tt.Stream(test, lanes=len(test), chunk=1_000), score=score)
+    carried = tt.evaluate(net, tt.Stream(test, lanes=len(test), chunk=1_000), metrics=score)
     reset = tt.evaluate(
         net,
         tt.Stream(in_windows(test, ROWS[name].window or STRIDE), lanes=LANES, chunk=1_000),
-        score=score,
+        metrics=score,
     )
     run: dict[str, Any] = {
         "labels": kind,
@@ -244,8 +244,8 @@ def one_run(kind: str, name: str, seed: int, options: argparse.Namespace) -> dic
         "training_loss": statistics.mean(loss for _, loss in done[-264:]),
     }
     run |= {
-        "carried": carried.figures,
-        "reset": reset.figures,
+        "carried": carried.metrics,
+        "reset": reset.metrics,
         "by_time": by_time(net, cold_starts(test), kind),
     }
     run["commonest"] = float(

@@ -83,7 +83,7 @@ ROWS = {
     "exact, segments of 3,000": Row(
         lambda: tt.Exact(segment=3_000, chunk=500), 90_000, 0.02, "-1/6"
     ),
-    "online": Row(lambda: tt.Online(1), 6_000, 1e-4, "-1/6"),
+    "online": Row(lambda: tt.RTRL(1), 6_000, 1e-4, "-1/6"),
     "randomized, mean horizon 16": Row(
         lambda: tt.Randomized(16, alpha=6, grain=1), 30_000, 16e-5, "-0.167, 5 of 5 seeds", seeds=5
     ),
@@ -99,7 +99,7 @@ def endless(steps: int) -> Iterator[tt.Chunk]:
     """Steps without an end that carry no input."""
     for start in range(0, steps, 1_000):
         zeros = torch.zeros(1_000, 1, 1, dtype=torch.float64)
-        yield tt.Chunk.of(
+        yield tt.Chunk.from_tensors(
             zeros, zeros + 1, position=torch.arange(start, start + 1_000).unsqueeze(1)
         )
 

@@ -96,7 +96,9 @@ def windows(ignored: int) -> Epochs:
                 :-1
             ]  # the last batch is incomplete
             yield (
-                tt.Chunk.of(inputs[:, starts], targets[:, starts], resets=resets, mask=mask)
+                tt.Chunk.from_tensors(
+                    inputs[:, starts], targets[:, starts], resets=resets, mask=mask
+                )
                 for starts in chosen
             )
 
@@ -113,7 +115,7 @@ def abreast(train: Signals, seed: int) -> Iterator[Source]:
     ]
     while True:
         yield (
-            tt.Chunk.of(
+            tt.Chunk.from_tensors(
                 inputs[:, lanes],
                 targets[:, lanes],
                 resets=resets if lanes.start == 0 else None,

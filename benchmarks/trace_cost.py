@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.probe.trace import Trace, trace
+from throughtime.diagnose.trace import Trace, trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 allocated = importlib.import_module(

@@ -72,7 +72,7 @@ class Given:
 
     @property
     def chunk(self) -> tt.Chunk:
-        return tt.Chunk.of(self.x, self.targets, resets=self.resets, mask=self.mask)
+        return tt.Chunk.from_tensors(self.x, self.targets, resets=self.resets, mask=self.mask)
 
 
 Found = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
@@ -211,7 +211,7 @@ POLICIES: dict[str, Policy] = {
     "overlapping": tt.Truncated(10, 15),
     "retained": tt.Truncated(10, 15, graphs="retain"),
     "randomized": tt.Randomized(10, grain=5),
-    "online": tt.Online(10),
+    "online": tt.RTRL(10),
 }
 every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 
@@ -255,14 +255,14 @@ class Changed:
         chunk = self.inner.take(steps)
         return None if chunk is None else self.change(chunk)
 
-    def ahead(self, steps: int) -> int:
-        return self.inner.ahead(steps)
+    def remaining(self, steps: int) -> int:
+        return self.inner.remaining(steps)
 
     def read(self, start: int, stop: int) -> tt.Chunk:
         return self.change(self.inner.read(start, stop))
 
-    def unbroken(self) -> int:
-        return self.inner.unbroken()
+    def steps_to_common_reset(self) -> int:
+        return self.inner.steps_to_common_reset()
 
 
 @dataclass(frozen=True)
@@ -281,17 +281,17 @@ class Marked:
 def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:
     mask = torch.zeros_like(chunk.mask)
     mask[-1] = chunk.mask[-1]
-    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
+    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
 
 
 def no_resets(chunk: tt.Chunk) -> tt.Chunk:
-    return tt.Chunk.of(chunk.inputs, chunk.targets, mask=chunk.mask)
+    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, mask=chunk.mask)
 
 
 def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
     resets = chunk.resets.clone()
     resets[0] = True
-    return tt.Chunk.of(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
+    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
 
 
 class Complex(nn.Module):

@@ -111,7 +111,9 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
             losses: list[Tensor] = []
             for chunk in group:
                 y, state = net(chunk.inputs, tt.state.detach(state), chunk.resets)
-                losses.append((y[chunk.mask].flatten() - chunk.rows(y)[1].flatten()).square().sum())
+                losses.append(
+                    (y[chunk.mask].flatten() - chunk.valid_pairs(y)[1].flatten()).square().sum()
+                )
             valid = [chunk.valid for chunk in group]
             (
                 sum(losses) / sum(valid)

@@ -396,7 +396,7 @@ def test_steps_that_do_not_count_are_not_measured() -> None:
     mask[38:] = True
     policy = tt.Adaptive(0.1, 2, 4, every=1)
     found = policy_gradients(
-        net, [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)], policy
+        net, [tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)], policy
     )
     assert [steps for steps, *_ in found] == [2]
 
@@ -467,7 +467,9 @@ class Silent(Rotation):
 def test_gradient_of_zero_has_no_bias() -> None:
     policy = tt.Adaptive(0.1, 2, 8)
     policy_gradients(
-        tt.carry(Silent().double()), [tt.Chunk.of(inputs(40, 1), inputs(40, 1, features=2))], policy
+        tt.carry(Silent().double()),
+        [tt.Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))],
+        policy,
     )
     assert policy.horizon == 2
     assert set(policy.biases.values()) == {0.0}

@@ -33,11 +33,11 @@ from strategies import (
     weights,
 )
 from throughtime.chunk import join
+from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient import schedule
 from throughtime.gradient.bias import Flow
 from throughtime.gradient.schedule import Course, Window
-from throughtime.probe.audit import Truncation
 from throughtime.state import State
 
 mpl.use("Agg")
@@ -316,13 +316,13 @@ def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None
         {n: b.clone() for n, b in net.named_buffers()},
         torch.get_rng_state(),
         source.state_dict(),
-        source.turn,
+        source._generation,
     )
     first = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride)
     assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
     assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
     assert torch.equal(torch.get_rng_state(), before[2])
-    assert (source.state_dict(), source.turn) == before[3:]
+    assert (source.state_dict(), source._generation) == before[3:]
     assert net.training == training
     assert all(module.training == training for module in net.modules())
     for weight, held in zip(net.parameters(), kept, strict=True):

@@ -210,7 +210,7 @@ def big(make: Callable[[], nn.Module], steps: int, lanes: int = 4) -> tuple[tt.C
     net, x = tt.carry(make()), inputs(steps, lanes).float()
     with torch.no_grad():
         y, _ = net(x, net.initial_state(lanes, like=x))
-    return net, tt.Chunk.of(x, torch.zeros_like(y))
+    return net, tt.Chunk.from_tensors(x, torch.zeros_like(y))
 
 
 class Turning(Rotation):
@@ -233,7 +233,7 @@ MEASURED: dict[str, Callable[[], nn.Module]] = {
 def measured(net: tt.Carried, chunk: tt.Chunk) -> Size:
     return budget.measure(
         net,
-        lambda steps: chunk.between(0, steps),
+        lambda steps: chunk[0:steps],
         net.initial_state(chunk.lanes, like=chunk.inputs),
         Objective(nn.MSELoss()),
     )
@@ -254,7 +254,7 @@ def held(net: tt.Carried, chunk: tt.Chunk) -> Allocated:
 def test_bytes_measured_are_those_that_a_graph_grows_by(make: Callable[[], nn.Module]) -> None:
     net, chunk = big(make, 400)
     size = measured(net, chunk)
-    growth = (held(net, chunk).kept - held(net, chunk.between(0, 200)).kept) / 200
+    growth = (held(net, chunk).kept - held(net, chunk[0:200]).kept) / 200
     assert growth / 2 < size.step < growth * 2
     assert size.edge == sum(
         leaf.nbytes for leaf in tt.state.tensors(net.initial_state(4, like=chunk.inputs))
@@ -275,7 +275,7 @@ def test_measuring_is_done_once_for_each_kind_of_chunk() -> None:
     assert calls == [16, 48]
     assert measured(net, chunk) is first
     assert calls == [16, 48]
-    other = tt.Chunk.of(chunk.inputs[:, :2], torch.zeros(100, 2, 32))
+    other = tt.Chunk.from_tensors(chunk.inputs[:, :2], torch.zeros(100, 2, 32))
     assert measured(net, other).step == pytest.approx(first.step / 2, rel=0.2)
     assert calls == [16, 48, 16, 48]
 
@@ -308,8 +308,8 @@ def test_offload_helps_where_edges_are_too_many(tmp_path: Path) -> None:
         (update,) = tt.updates(
             net, [chunk], nn.MSELoss(), gradient=tt.Exact(memory="60kB", offload=offload)
         )
-        assert update.swept is not None
-        assert update.swept.chunk > 1
+        assert update.adjoint_stats is not None
+        assert update.adjoint_stats.chunk > 1
 
 
 def taken(net: tt.Carried, chunk: tt.Chunk, policy: Policy) -> int:
@@ -338,7 +338,7 @@ def growth(
     """The peak of so many steps, and how much eight times as many add, beyond the states at edges of 10 steps."""
     net, long = big(make, 8 * steps)
     few, many = (
-        taken(net, long.between(0, steps), policy(steps)),
+        taken(net, long[0:steps], policy(steps)),
         taken(net, long, policy(8 * steps)),
     )
     edge = sum(leaf.nbytes for leaf in tt.state.tensors(net.initial_state(4, like=long.inputs)))
@@ -381,7 +381,7 @@ def test_peak_of_a_rollout_does_not_grow_beyond_its_outputs_and_edges() -> None:
 def masked(steps: slice, chunk: tt.Chunk) -> tt.Chunk:
     mask = torch.zeros_like(chunk.mask)
     mask[steps] = True
-    return tt.Chunk.of(chunk.inputs, chunk.targets, mask=mask)
+    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, mask=mask)
 
 
 def test_steps_without_loss_take_no_more_memory() -> None:
@@ -397,8 +397,8 @@ def test_peak_stays_near_the_memory_given(outputs: int, memory: float) -> None:
     net, chunk = big(lambda: nn.Sequential(nn.LSTM(3, 32), nn.Linear(32, outputs)), 1000)
     policy = tt.Exact(memory=memory)
     (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
-    assert update.swept is not None
-    assert update.swept.chunk < 1000
+    assert update.adjoint_stats is not None
+    assert update.adjoint_stats.chunk < 1000
     del update
     assert memory / 2 < taken(net, chunk, policy) < 1.5 * memory
 
@@ -426,9 +426,7 @@ RUNS: dict[str, Callable[[tt.Carried], object]] = {
     "segment": lambda net: next(
         tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, segment=15))
     ),
-    "online": lambda net: list(
-        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Online(7))
-    ),
+    "online": lambda net: list(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.RTRL(7))),
     "rollout": lambda net: rolled(net, back=True),
     "rollout without a way back": lambda net: rolled(net, back=False),
 }

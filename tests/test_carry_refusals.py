@@ -341,7 +341,9 @@ def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
     net = tt.carry(LearntLevel())
     x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
     found: list[float] = []
-    for _ in tt.updates(net, [tt.Chunk.of(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)):
+    for _ in tt.updates(
+        net, [tt.Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
+    ):
         start = net.module.get_parameter("start")
         found.append(0.0 if start.grad is None else start.grad.item())
         net.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import throughtime as tt
-from throughtime.chunk import Chunk, Marks, join
+from throughtime.chunk import Chunk, ChunkMetadata, join
 
 NAMES = ("inputs", "targets", "resets", "mask", "recording", "position")
 
@@ -42,19 +42,16 @@ def same(a: Chunk, b: Chunk) -> bool:
 @pytest.mark.parametrize("cuts", [(0, 7, 40), (0, 1, 2, 39, 40), (3, 20, 31), (5, 5, 9)])
 def test_pieces_of_a_stretch_joined_are_the_steps_between_their_ends(cuts: tuple[int, ...]) -> None:
     whole = stream_with_gaps(64).read(0, 40)
-    again = join([whole.between(start, stop) for start, stop in pairwise(cuts)])
-    expected = whole.between(cuts[0], cuts[-1])
+    again = join([whole[start:stop] for start, stop in pairwise(cuts)])
+    expected = whole[cuts[0] : cuts[-1]]
     assert same(again, expected)
-    assert all(
-        same(again.between(at, at + 1), expected.between(at, at + 1))
-        for at in range(expected.steps)
-    )
+    assert all(same(again[at : at + 1], expected[at : at + 1]) for at in range(expected.steps))
 
 
 def test_pieces_that_do_not_follow_one_another_are_joined_as_they_are() -> None:
     whole = stream_with_gaps(64).read(0, 40)
     for parts in ([(20, 30), (0, 20)], [(0, 10), (12, 20)], [(0, 10), (5, 9)]):
-        pieces = [whole.between(start, stop) for start, stop in parts]
+        pieces = [whole[start:stop] for start, stop in parts]
         again = join(pieces)
         assert [
             torch.equal(getattr(again, name), torch.cat([getattr(p, name) for p in pieces]))
@@ -82,5 +79,5 @@ def test_pieces_of_several_stretches_joined_are_the_whole() -> None:
     ],
 )
 def test_counts_before_each_step_are_those_of_the_mask(mask: Tensor) -> None:
-    marks = Marks.of(mask < 0, mask > 0, mask.long(), mask.long())
+    marks = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long())
     assert list(marks.counted) == [int((mask[:step] > 0).sum()) for step in range(len(mask) + 1)]

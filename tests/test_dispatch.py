@@ -48,7 +48,7 @@ def forgotten() -> Iterator[None]:
 
 
 def which(x: Any = X, hx: Any = None, layer: nn.Module | None = None) -> str:
-    return str(tt.nn.which(layer or tt.nn.LSTM(4, 6), x, hx))
+    return str(tt.nn.backend(layer or tt.nn.LSTM(4, 6), x, hx))
 
 
 @needs_kernels
@@ -147,10 +147,10 @@ def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tt.nn.LSTM(4, 6)
     for x in (X, X[:0], X[:, :0]):
         layer(x)
-        assert ran.pop() == tt.nn.which(layer, x).runs
+        assert ran.pop() == tt.nn.backend(layer, x).runs
     with torch.autocast("cpu"):
         layer(X)
-        assert ran.pop() == tt.nn.which(layer, X).runs == "fused"
+        assert ran.pop() == tt.nn.backend(layer, X).runs == "fused"
     assert not ran
 
 
@@ -165,7 +165,7 @@ with warnings.catch_warnings(record=True) as said:
     for layer in (tt.nn.LSTM(4, 6), tt.nn.GRU(4, 6, 2, bidirectional=True), tt.nn.RNN(4, 6)):
         y, _ = layer(x, resets=resets)
         y.sum().backward()
-        assert tt.nn.which(layer, x).why.startswith("the compiled kernels are missing")
+        assert tt.nn.backend(layer, x).why.startswith("the compiled kernels are missing")
         starts = [t for t in resets[:, 0].nonzero().flatten().tolist() if t]
         lane = [layer(part.unsqueeze(1))[0] for part in torch.tensor_split(x[:, 0], starts)]
         assert (torch.cat(lane).squeeze(1) - y[:, 0]).abs().max() < 1e-6

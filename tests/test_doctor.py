@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 import throughtime as tt
 from recurrences import needs_kernels
+from throughtime.doctor import CODES, doctor
+from throughtime.doctor.watch import Watcher
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
-from throughtime.probe.doctor import CODES, doctor
-from throughtime.probe.doctor.watch import Watcher
-from throughtime.testing import fixtures
+from throughtime.testing import plugin
 
 PAGES = Path(__file__).parent.parent / "docs" / "doctor"
 MARK = re.compile(r"# <- (TT\d{3})")
@@ -336,7 +336,7 @@ def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(
         raise LookupError("of the doctor")
 
     monkeypatch.setattr(
-        sys.modules["throughtime.probe.doctor.carry"], "lanes", fails
+        sys.modules["throughtime.doctor.carry"], "lanes", fails
     )  # the name in between is the function
     with doctor() as d:
         never_carried([])
@@ -349,8 +349,8 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
     def fails(*_: object) -> None:
         raise LookupError("of the doctor")
 
-    monkeypatch.setattr(sys.modules["throughtime.probe.doctor.carry"], "lanes", fails)
-    watched = contextlib.contextmanager(fixtures.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(sys.modules["throughtime.doctor.carry"], "lanes", fails)
+    watched = contextlib.contextmanager(plugin.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(DiagnosisError, match="LookupError"), watched(frozenset()):
         never_carried([])
 
@@ -358,11 +358,11 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
 def test_a_hook_that_fails_does_not_fail_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = carried(STREAM, "cell")
     monkeypatch.setattr(
-        sys.modules["throughtime.probe.doctor.credit"], "float", lambda _: 1 / 0, raising=False
+        sys.modules["throughtime.doctor.credit"], "float", lambda _: 1 / 0, raising=False
     )
     with doctor() as d:
         watched = carried(STREAM, "cell")
-    assert isinstance(d.fault, ZeroDivisionError)
+    assert isinstance(d.internal_error, ZeroDivisionError)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
@@ -404,7 +404,7 @@ def test_autocast_and_the_users_own_modes_go_through() -> None:
             y.float().square().mean().backward()
             state = tuple(part.detach() for part in state)
     assert d.findings == ()
-    assert d.fault is None
+    assert d.internal_error is None
     assert _get_current_function_mode() is None
 
 
@@ -450,7 +450,7 @@ def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(
 @pytest.mark.slow
 def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        "from throughtime.testing.fixtures import doctor, doctor_ignores\n", encoding="utf-8"
+        "from throughtime.testing.plugin import doctor, doctor_ignores\n", encoding="utf-8"
     )
     loop = (
         "gru = torch.nn.GRU(3, 4)\n    for x in torch.randn(120, 2, 3).split(10):"

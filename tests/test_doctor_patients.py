@@ -25,7 +25,7 @@ def scripts(group: str) -> list[Path]:
 
 def examine(path: Path) -> dict[str, Any]:
     """What the doctor finds, and how the script ended."""
-    from throughtime.probe.doctor import doctor
+    from throughtime.doctor import doctor
 
     error, d = "", doctor()
     with (
@@ -42,7 +42,7 @@ def examine(path: Path) -> dict[str, Any]:
     return {
         "found": [[f.code, f.line, f.file] for f in d.findings],
         "error": error,
-        "fault": str(d.fault or ""),
+        "fault": str(d.internal_error or ""),
     }
 
 

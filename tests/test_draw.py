@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from recurrences import needs_kernels
+from throughtime.diagnose._graph import Graph, walk
+from throughtime.diagnose.draw import draw
 from throughtime.errors import ConfigError, DataError
-from throughtime.probe.graph import Graph, walk
-from throughtime.report.of_graph import draw
 
 D = torch.float64
 SVG = "{http://www.w3.org/2000/svg}"
@@ -270,7 +270,8 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_kernels if "fused" in name else ()) for name in KNOWN]
+    "name",
+    [pytest.param(name, marks=needs_kernels if "fused" in name else ()) for name in KNOWN],
 )
 def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     make, steps, red, more = KNOWN[name]
@@ -526,7 +527,7 @@ def test_what_is_deep_is_held_level_by_level() -> None:
 
 DEEP = """
 import sys, threading, torch
-from throughtime.report.of_graph import draw
+from throughtime.diagnose.draw import draw
 
 def deep(steps):
     weight, h = torch.nn.Parameter(torch.ones(2)), torch.zeros(2)

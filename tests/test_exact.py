@@ -321,8 +321,8 @@ def test_update_says_what_was_run() -> None:
     assert (update.outputs - y[20:]).abs().max() < EXACT
     assert not update.outputs.requires_grad
     assert not update.loss.requires_grad
-    assert update.swept is not None
-    assert update.swept.chunk == 5
+    assert update.adjoint_stats is not None
+    assert update.adjoint_stats.chunk == 5
     whole = next(iter(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=500))))
     assert whole.outputs.shape == y.shape
 
@@ -340,8 +340,8 @@ def test_chunk_changes_no_gradient() -> None:
     expected, lengths = plain(net, data), set[int]()
     for memory in MEMORIES:
         (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(memory=memory))
-        assert update.swept is not None
-        lengths.add(update.swept.chunk)
+        assert update.adjoint_stats is not None
+        lengths.add(update.adjoint_stats.chunk)
         assert apart(gradients(net), expected[0][2]) < EXACT
         net.zero_grad()
     assert len(lengths) > 3
@@ -514,14 +514,14 @@ def test_stretch_without_valid_step_yields_nothing_but_carries_the_state() -> No
     net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
-    chunk = tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     _, end = net(data.x, start(net, data.x))
     for policy in (tt.Exact(chunk=2, segment=3), tt.Exact(segment=3)):
         run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
         assert [update.steps for update in run] == [1, 2]
         assert states_apart(run.state, end) < EXACT
     net.zero_grad()
-    silent = tt.Chunk.of(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
+    silent = tt.Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
     run = tt.updates(net, [silent], nn.MSELoss(), gradient=tt.Exact(chunk=5))
     assert list(run) == []
     assert states_apart(run.state, end) < EXACT
@@ -586,7 +586,7 @@ def test_state_given_is_gone_on_from() -> None:
     net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
     data = Given(data.x, data.targets, torch.zeros_like(data.resets), data.mask)
     _, middle = net(data.x[:12], start(net, data.x))
-    rest = tt.Chunk.of(data.x[12:], data.targets[12:])
+    rest = tt.Chunk.from_tensors(data.x[12:], data.targets[12:])
     found = gradients_from(net, rest, middle)
     ((*_, expected),) = plain(net, data, [0, 12, 30])[1:]
     assert apart(found, expected) < EXACT

@@ -99,15 +99,15 @@ def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk, clip_adjoint=most)
     )
     assert apart(gradients(net), expected) < CLOSE
-    assert update.swept is not None
-    assert update.swept.adjoints.shape == (len(crossing), lanes)
-    for got, want in zip(update.swept.adjoints, crossing, strict=True):
+    assert update.adjoint_stats is not None
+    assert update.adjoint_stats.adjoints.shape == (len(crossing), lanes)
+    for got, want in zip(update.adjoint_stats.adjoints, crossing, strict=True):
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-9)
     surely, perhaps = (
         sum(int((n > most * (1 + sign * 1e-5)).sum()) for n in crossing) for sign in (1, -1)
     )
     assert (
-        surely <= update.swept.clipped <= perhaps
+        surely <= update.adjoint_stats.clipped <= perhaps
     )  # a net that rotates hands on exactly the limit, again and again
 
 
@@ -137,8 +137,8 @@ def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.Monk
     monkeypatch.setattr(Piece, "pull", pull)
     net, data = long_credit(row)
     (free,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
-    assert free.swept is not None
-    limit = free.swept.adjoints.median().item()
+    assert free.adjoint_stats is not None
+    limit = free.adjoint_stats.adjoints.median().item()
     assert torch.stack(crossed).max() > limit * (1 + CLOSE)
     crossed.clear()
     (update,) = tt.updates(
@@ -146,8 +146,8 @@ def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.Monk
     )
     assert len(crossed) == 7
     assert torch.stack(crossed).max() <= limit * (1 + CLOSE)
-    assert update.swept is not None
-    assert 0 < update.swept.clipped < 7 * 3
+    assert update.adjoint_stats is not None
+    assert 0 < update.adjoint_stats.clipped < 7 * 3
 
 
 @several_leaves
@@ -183,9 +183,9 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
     width = len(inner[0])
     expected = [norms(found[i * width : (i + 1) * width]) for i in reversed(range(len(inner)))]
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
-    assert update.swept is not None
-    assert (update.swept.chunk, update.swept.clipped) == (4, 0)
-    assert torch.allclose(update.swept.adjoints.double(), torch.stack(expected), rtol=1e-5)
+    assert update.adjoint_stats is not None
+    assert (update.adjoint_stats.chunk, update.adjoint_stats.clipped) == (4, 0)
+    assert torch.allclose(update.adjoint_stats.adjoints.double(), torch.stack(expected), rtol=1e-5)
     assert expected[0].max() > 1e-3
 
 
@@ -202,9 +202,9 @@ def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(
     stream = tt.Stream(recordings([40] if policy.segment else [20, 20]), 1, 5, seed=None)
     shapes = list[tuple[int, ...]]()
     for update in tt.updates(row.net(), stream, nn.MSELoss(), gradient=policy):
-        assert update.swept is not None
-        shapes.append(tuple(update.swept.adjoints.shape))
-        assert update.swept.clipped == (3 if policy.clip_adjoint else 0)
+        assert update.adjoint_stats is not None
+        shapes.append(tuple(update.adjoint_stats.adjoints.shape))
+        assert update.adjoint_stats.clipped == (3 if policy.clip_adjoint else 0)
     assert shapes == [(3, 1), (3, 1)]
 
 
@@ -212,20 +212,28 @@ def test_where_a_lane_resets_no_credit_crosses() -> None:
     net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
     resets = torch.zeros_like(data.resets)
     resets[10, 1] = True
-    chunk = tt.Chunk.of(data.x, data.targets, resets=resets)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=resets)
     (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    assert update.swept is not None
-    assert (update.swept.adjoints > 0).tolist() == [[True, True], [True, False], [True, True]]
+    assert update.adjoint_stats is not None
+    assert (update.adjoint_stats.adjoints > 0).tolist() == [
+        [True, True],
+        [True, False],
+        [True, True],
+    ]
 
 
 def test_steps_without_loss_at_the_end_hand_no_credit_back_and_keep_their_rows() -> None:
     net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
     mask = data.mask.clone()
     mask[8:] = False
-    chunk = tt.Chunk.of(data.x, data.targets, mask=mask)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets, mask=mask)
     (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    assert update.swept is not None
-    assert (update.swept.adjoints > 0).tolist() == [[False, False], [False, False], [True, True]]
+    assert update.adjoint_stats is not None
+    assert (update.adjoint_stats.adjoints > 0).tolist() == [
+        [False, False],
+        [False, False],
+        [True, True],
+    ]
 
 
 def test_clipping_under_a_scaler_is_that_without_one() -> None:
@@ -233,8 +241,8 @@ def test_clipping_under_a_scaler_is_that_without_one() -> None:
     usual, scaled = named("hides-layer").net(), named("hides-layer").net()
     (update,) = exact_updates(usual, data, policy)
     exact_updates(scaled, data, policy, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**7))
-    assert update.swept is not None
-    assert update.swept.clipped
+    assert update.adjoint_stats is not None
+    assert update.adjoint_stats.clipped
     assert (
         apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < 1e-7
     )

@@ -34,7 +34,7 @@ from strategies import (
     weights,
 )
 from throughtime.errors import ModelError
-from throughtime.gradient import Policy, online, retained, stretch, sweep
+from throughtime.gradient import Policy, retained, rtrl, stretch, sweep
 from throughtime.gradient.gather import Gathered, weights_of
 
 EXACT = 1e-10
@@ -110,7 +110,7 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("exact", sweep), ("retained", sweep), ("retained", retained), ("online", online)],
+    [("exact", sweep), ("retained", sweep), ("retained", retained), ("rtrl", rtrl)],
 )
 def test_hooks_that_are_not_held_are_called_for_every_piece(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +198,7 @@ def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) 
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("exact", stretch), ("randomized", stretch), ("retained", retained), ("online", online)],
+    [("exact", stretch), ("randomized", stretch), ("retained", retained), ("rtrl", rtrl)],
 )
 def test_loss_whose_weights_nobody_asks_for_gets_none(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +217,7 @@ def test_loss_whose_weights_nobody_asks_for_gets_none(
     assert loss_fn.temperature.grad is None
 
 
-@pytest.mark.parametrize("name", ["exact", "retained", "randomized", "online"])
+@pytest.mark.parametrize("name", ["exact", "retained", "randomized", "rtrl"])
 def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused(name: str) -> None:
     """As under `Truncated` with windows that are run again, whose backward pass is autograd's own."""
     net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
@@ -249,9 +249,9 @@ class Decayed(nn.Module):
         tt.Truncated(30),
         tt.Truncated(30, 31),
         tt.Truncated(30, 31, graphs="retain"),
-        tt.Online(30),
+        tt.RTRL(30),
     ],
-    ids=["exact", "truncated", "overlapping", "retained", "online"],
+    ids=["exact", "truncated", "overlapping", "retained", "rtrl"],
 )
 def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) -> None:
     net, data = named("hides-layer").net(), Given.draw(30, 2, 0, masked=0.3)
@@ -304,7 +304,10 @@ def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
         net = tt.carry(remembering(Reads(sparse=sparse)))
         list(
             tt.updates(
-                net, [tt.Chunk.of(tokens, targets)], nn.MSELoss(), gradient=tt.Exact(chunk=4)
+                net,
+                [tt.Chunk.from_tensors(tokens, targets)],
+                nn.MSELoss(),
+                gradient=tt.Exact(chunk=4),
             )
         )
         grad = net.get_parameter("module.embedding.weight").grad
@@ -319,7 +322,7 @@ def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count()
     """The mutant looks at the last piece only, which has no loss."""
     net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
     mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
-    chunk = tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     with pytest.raises(ModelError, match="weights of its own inside"):
         # as users do
         list(tt.updates(net, [chunk], lambda y, t: loss_fn(y, t), gradient=tt.Exact(chunk=10)))

@@ -151,7 +151,7 @@ def test_finite_chunks_whose_sum_is_not_are_refused() -> None:
         tt.carry(nn.Sequential(nn.RNN(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1))),
         torch.randn(8, 1, FEATURES),
     )
-    chunk = tt.Chunk.of(x, torch.zeros(8, 1))
+    chunk = tt.Chunk.from_tensors(x, torch.zeros(8, 1))
     with pytest.raises(RunError, match="though every chunk's is: their sum is too large"):
         list(
             tt.updates(
@@ -247,6 +247,6 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
         apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < EXACT
     )
     assert apart(gradients(scaled), gradients(usual)) > 1e-3
-    assert first.swept is not None
-    assert second.swept is not None
-    assert torch.allclose(first.swept.adjoints, second.swept.adjoints)
+    assert first.adjoint_stats is not None
+    assert second.adjoint_stats is not None
+    assert torch.allclose(first.adjoint_stats.adjoints, second.adjoint_stats.adjoints)

@@ -36,7 +36,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "exact": lambda: tt.Exact(segment=20, chunk=7),
     "randomized": lambda: tt.Randomized(20),
     "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=2),
-    "online": lambda: tt.Online(10),
+    "online": lambda: tt.RTRL(10),
 }
 FEW = ("exact",)  # tested every time
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp2.py"
@@ -115,7 +115,7 @@ def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
     for chunk in stream:
         y, state = net(chunk.inputs, tt.state.detach(state))
         if chunk.valid:
-            LOSS(*chunk.rows(y)).backward()
+            LOSS(*chunk.valid_pairs(y)).backward()
         else:
             (y.sum() * 0).backward()
         optimizer.step()

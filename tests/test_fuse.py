@@ -175,7 +175,7 @@ def test_parametrized_layers_are_fused_with_their_parametrization() -> None:
     expected, _ = layer(x)
     tt.fuse(layer)
     assert isinstance(layer, tt.nn.LSTM)
-    assert tt.nn.which(layer, x).runs == "fused"
+    assert tt.nn.backend(layer, x).runs == "fused"
     assert [n for n, _ in layer.named_parameters()] == names
     y, _ = layer(x)
     assert (y - expected).abs().max() < EXACT
@@ -319,7 +319,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "retained": lambda: tt.Truncated(stride=5, horizon=13, graphs="retain"),
     "exact": lambda: tt.Exact(chunk=6),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=4, max=16),
-    "online": lambda: tt.Online(stride=6),
+    "online": lambda: tt.RTRL(stride=6),
 }
 
 

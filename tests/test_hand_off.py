@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import throughtime as tt
 from strategies import apart, draw_lanes, gradients, named, recordings, seeds, some_nets, start
 from throughtime import state as trees
+from throughtime.distributed import Ranks
 from throughtime.gradient.policy import Policy
-from throughtime.ranks import Ranks
 from throughtime.stream import lanes as lanes_module
 
 REMEMBERING = some_nets("tensor-state", "hides-layer", "learnt-start", "hides-cell", "dict-state")
@@ -140,7 +140,7 @@ POLICIES: dict[str, Policy] = {
     "exact": tt.Exact(chunk=10),
     "segment": tt.Exact(segment=9, chunk=4),
     "randomized": tt.Randomized(8),
-    "online": tt.Online(5),
+    "online": tt.RTRL(5),
 }
 
 
@@ -156,7 +156,7 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -
     with torch.no_grad():
         ends = [net(x[: 15 * lanes], start(net, x))[1] for lanes in (1, 2, 3)]
     for lane, end in enumerate(ends, 1):
-        got = trees.select(stream.entering(net), [lane])
+        got = trees.select(stream._entering_state(net), [lane])
         assert apart(dict(trees.leaves(got)), dict(trees.leaves(end))) < 1e-12
 
 
@@ -170,7 +170,7 @@ def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(polic
     stream = tt.Stream(sources, 4, 50, hand_off=True)
     list(tt.updates(net, stream, nn.MSELoss(), gradient=policy))
     net.zero_grad()
-    entering, chunk = stream.entering(net), stream.read(0, 15)
+    entering, chunk = stream._entering_state(net), stream.read(0, 15)
     next(tt.updates(net, stream, nn.MSELoss(), gradient=policy))
     got = gradients(net)
     net.zero_grad()

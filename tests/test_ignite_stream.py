@@ -67,7 +67,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "exact": lambda: tt.Exact(memory="1MB", segment=40),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=5, max=20),
     "randomized": lambda: tt.Randomized(mean_horizon=8),
-    "online": lambda: tt.Online(stride=15),
+    "online": lambda: tt.RTRL(stride=15),
 }
 EVERY = pytest.mark.parametrize("policy", list(POLICIES))
 
@@ -530,14 +530,14 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
         return tt.Stream(labelled(missing), lanes=2, chunk=chunk)
 
     expected = tt.evaluate(
-        net, data(), nn.CrossEntropyLoss(), score=tt.score.Classification(("no", "yes"))
+        net, data(), nn.CrossEntropyLoss(), metrics=tt.metrics.Classification(("no", "yes"))
     )
     evaluator = create_stream_evaluator(
         net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()}
     )
     found = evaluator.run(data()).metrics
     assert abs(found["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
-    assert abs(found["accuracy"] - expected.figures["accuracy"]) < 1e-6
+    assert abs(found["accuracy"] - expected.metrics["accuracy"]) < 1e-6
     assert all(module.training for module in net.modules())
     again = evaluator.run(data(chunk=3)).metrics  # other chunks, and another number of them
     assert abs(again["loss"] - expected.loss) < 1e-6

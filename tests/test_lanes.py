@@ -31,7 +31,7 @@ def check_epoch(table: Timetable, lengths: list[int], chunk: int) -> None:
                 p for p in table.plays(stop, table.steps) if p.lane == lane
             ]
     assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
-    assert table.idle == table.steps * len(table.spans) - sum(lengths)
+    assert table.idle_steps == table.steps * len(table.spans) - sum(lengths)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
@@ -152,4 +152,4 @@ def test_what_no_plan_can_serve_is_refused(lengths: list[int], lanes: int, reaso
 
 def test_as_many_lanes_as_steps_leave_none_idle() -> None:
     table = Timetable.plan([3, 1, 7], 11, random.Random(0))
-    assert (table.steps, table.idle) == (1, 0)
+    assert (table.steps, table.idle_steps) == (1, 0)

@@ -93,7 +93,7 @@ def check_ranks(
         assert (count[begin:] == 1).all()
         assert not count[:begin].any()
     assert max(busy.values()) == tables[0].steps
-    assert sum(table.idle for table in tables) == tables[0].steps * sum(
+    assert sum(table.idle_steps for table in tables) == tables[0].steps * sum(
         len(table.mine) for table in tables
     ) - sum(busy.values())
 
@@ -280,11 +280,11 @@ def test_longest_first_wastes_less_than_the_order_given() -> None:
         lengths = [int(draw.lognormvariate(6, 1)) + 1 for _ in range(draw.randrange(10, 60))]
         lanes = draw.randrange(2, 9)
         table = Timetable.plan(lengths, lanes, random.Random(seed))
-        longest_first.append(table.idle / (table.steps * lanes))
+        longest_first.append(table.idle_steps / (table.steps * lanes))
         steps = in_given_order(lengths, lanes)
         given_order.append((steps * lanes - sum(lengths)) / (steps * lanes))
         unpacked = Timetable.plan(lengths, lanes)
-        assert unpacked.idle == steps * lanes - sum(
+        assert unpacked.idle_steps == steps * lanes - sum(
             lengths
         )  # without a seed the order given is kept
     assert np.mean(longest_first) < 0.5 * np.mean(given_order)

@@ -25,7 +25,7 @@ ALL = ("v4", "v3", "v2", "base")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def new(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test looks for the library anew, and leaves it as it was."""
     monkeypatch.delenv("THROUGHTIME_LEVEL", raising=False)
     monkeypatch.delenv("THROUGHTIME_LIBRARY", raising=False)

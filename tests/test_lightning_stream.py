@@ -103,7 +103,7 @@ def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> N
 
 
 def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) -> None:
-    module, trainer = Module(score=tt.score.Regression()), trainer_of(tmp_path)
+    module, trainer = Module(metrics=tt.metrics.Regression()), trainer_of(tmp_path)
     torch.manual_seed(5)
     trainer.fit(
         module, Loader(stream_of(), 4), [loader_of_validation(), Loader(stream_of(3, seed=4), 1)]
@@ -112,13 +112,13 @@ def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) ->
     told = trainer.callback_metrics
     for index, (lanes, seed) in enumerate(((1, 3), (3, 4))):
         expected = tt.evaluate(
-            module.net, stream_of(lanes, seed=seed), nn.MSELoss(), score=tt.score.Regression()
+            module.net, stream_of(lanes, seed=seed), nn.MSELoss(), metrics=tt.metrics.Regression()
         )
         assert told[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(
             expected.loss, rel=1e-6
         )
         assert told[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(
-            expected.figures["rmse"], rel=1e-6
+            expected.metrics["rmse"], rel=1e-6
         )
 
 
@@ -131,7 +131,7 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     for chunk in first:
         evaluator.add(chunk)
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
-        evaluator.found(stream_of(1)).loss, rel=1e-6
+        evaluator.result(stream_of(1)).loss, rel=1e-6
     )
 
 

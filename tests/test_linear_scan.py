@@ -487,7 +487,7 @@ def test_batches_of_scans_by_vmap() -> None:
         tt.Exact(chunk=7),
         tt.Truncated(stride=80),
         tt.Truncated(stride=9, horizon=200),
-        tt.Online(stride=80),
+        tt.RTRL(stride=80),
     ],
     ids=["exact", "whole", "windows", "online"],
 )

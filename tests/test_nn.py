@@ -38,7 +38,7 @@ pytestmark = needs_kernels
 
 
 def fused_runs(layer: nn.Module, x: Tensor, hx: Any = None) -> bool:
-    return tt.nn.which(layer, x, hx).runs == "fused"
+    return tt.nn.backend(layer, x, hx).runs == "fused"
 
 
 @every_layer
@@ -271,15 +271,15 @@ def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
     expected, _ = reset_by_hand(copy.deepcopy(plain).float(), x.float(), resets)
     if way == "mode":
         with torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.which(fused, x).runs == "torch.nn"
+            assert tt.nn.backend(fused, x).runs == "torch.nn"
             y, _ = fused(x, resets=resets)
     elif way == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.which(fused, x).runs == "torch.nn"
+            assert tt.nn.backend(fused, x).runs == "torch.nn"
             y, state = fused(x, resets=resets)
         assert {t.dtype for t in (y, *leaves_of(state))} == {torch.float32}
     else:
-        assert tt.nn.which(fused, x).runs == "torch.nn"
+        assert tt.nn.backend(fused, x).runs == "torch.nn"
         y, _ = fused(x, resets=resets)
     assert apart([y], [expected]) < (1e-5 if way == "mode" else 0.05)
 
@@ -368,7 +368,7 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
         assert str(found.value) == str(expected.value)
     with torch.no_grad():
         fused.weight_hh_l0.data = torch.zeros(1, 1)
-    assert tt.nn.which(fused, good).runs == "torch.nn"
+    assert tt.nn.backend(fused, good).runs == "torch.nn"
 
 
 @every_layer
@@ -398,7 +398,7 @@ def test_packed_sequences_are_torch_s(name: str) -> None:
     )
     (y, end), (expected, last) = fused(packed), plain(packed)
     assert apart([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
-    assert "packed" in tt.nn.which(fused, packed).why
+    assert "packed" in tt.nn.backend(fused, packed).why
 
 
 @every_layer
@@ -441,7 +441,7 @@ def test_transforms_of_torch_func_see_through(name: str) -> None:
         < 1e-12
     )
     with torch.autograd.forward_ad.dual_level():
-        assert tt.nn.which(fused, x[0]).runs == "reference"
+        assert tt.nn.backend(fused, x[0]).runs == "reference"
 
 
 @every_layer

@@ -109,7 +109,7 @@ def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
             state = None if entering is None else tuple(leaf.to(entering) for leaf in leaves_of(hx))
             state = state if state is None or len(state) == 2 else state[0]
             with lower():
-                assert tt.nn.which(layer, x.to(kind), state).runs == "fused"
+                assert tt.nn.backend(layer, x.to(kind), state).runs == "fused"
             given = [x.to(kind), *(() if state is None else leaves_of(state))]
             made = under(layer, given[0], state)
             ends = 1 + len(leaves_of(hx))
@@ -144,7 +144,7 @@ def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
     layer.double()
     exact = called(layer, x.double())
     with lower():
-        assert str(tt.nn.which(layer, x.double())) == f"fused ({library.level()}), float64"
+        assert str(tt.nn.backend(layer, x.double())) == f"fused ({library.level()}), float64"
         assert all(torch.equal(a, b) for a, b in zip(called(layer, x.double()), exact, strict=True))
 
 
@@ -190,19 +190,20 @@ def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> No
         dispatch.by_table.cache_clear()
         monkeypatch.setattr(dispatch, "bfloat16", lambda there=there: there)
         with lower():
-            assert str(tt.nn.which(layer, x)) == str(tt.nn.which(layer, x.bfloat16())) == words
+            assert str(tt.nn.backend(layer, x)) == str(tt.nn.backend(layer, x.bfloat16())) == words
     dispatch.by_table.cache_clear()
     with lower(dtype=torch.float16):
         assert (
-            str(tt.nn.which(layer, x)) == f"fused ({level}), float32: no products in float16 {rest}"
+            str(tt.nn.backend(layer, x))
+            == f"fused ({level}), float32: no products in float16 {rest}"
         )
     with lower():
         assert (
             "whose weights are float32"
-            in tt.nn.which(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
+            in tt.nn.backend(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
         )
-        assert tt.nn.which(layer, x.double()).runs == "torch.nn"
-        assert tt.nn.which(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).runs == "torch.nn"
+        assert tt.nn.backend(layer, x.double()).runs == "torch.nn"
+        assert tt.nn.backend(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).runs == "torch.nn"
 
 
 @pytest.mark.skipif(not ROUNDS, reason="the instruction set that runs has no products in bfloat16")
@@ -215,9 +216,9 @@ def test_few_lanes_take_the_products_of_float32_which_are_faster_there(
     few, plain = x[:, : LANES - 1], [t[..., : LANES - 1, :] for t in called(layer, x)[:1]]
     with lower():
         assert "float32: products in bfloat16 are faster from 8 lanes on" in str(
-            tt.nn.which(layer, few)
+            tt.nn.backend(layer, few)
         )
-        assert "bfloat16 products" in str(tt.nn.which(layer, x))
+        assert "bfloat16 products" in str(tt.nn.backend(layer, x))
         assert apart(called(layer, few)[:1], plain) < 1e-6
     y = called(layer, x)[:1]
     with lower():
@@ -246,10 +247,10 @@ def test_where_the_table_says_torch_types_stay_the_same(
     dispatch.by_table.cache_clear()
     try:
         x, hx, resets = torch.randn(5, 3, 4), a_state(layer, 3), torch.rand(5, 3) < 0.3
-        assert tt.nn.which(layer, x).runs == "fused"
+        assert tt.nn.backend(layer, x).runs == "fused"
         with lower():
-            assert str(tt.nn.which(layer, x)) == "torch.nn: it was measured"
-            assert tt.nn.which(layer, x[:, :1]).runs == "fused"
+            assert str(tt.nn.backend(layer, x)) == "torch.nn: it was measured"
+            assert tt.nn.backend(layer, x[:, :1]).runs == "fused"
         plain = called(layer, x, hx, resets)
         for given in (x, x.bfloat16()):
             found = under(layer, given, hx, resets)

@@ -30,7 +30,7 @@ from strategies import (
     start,
 )
 from throughtime.errors import DataError, LawError, ModelError
-from throughtime.testing import Isolated, check_no_leak
+from throughtime.testing import LeakReport, check_no_leak
 
 LENGTHS = [31, 7, 20, 5, 11]
 
@@ -169,7 +169,7 @@ def test_check_neither_moves_the_stream_nor_touches_the_net(
     stream.take(5)
     before, turn, weights = (
         stream.state_dict(),
-        stream.turn,
+        stream._generation,
         {k: v.clone() for k, v in net.state_dict().items()},
     )
     random = torch.get_rng_state()
@@ -184,7 +184,7 @@ def test_check_neither_moves_the_stream_nor_touches_the_net(
     else:
         with pytest.raises(DataError, match="play one recording only"):
             check_no_leak(stream, net, steps=steps)
-    assert (stream.state_dict(), stream.turn) == (before, turn)
+    assert (stream.state_dict(), stream._generation) == (before, turn)
     assert net.training
     assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
@@ -235,7 +235,7 @@ def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
 def test_only_the_first_steps_are_looked_at_on_request() -> None:
     stream = tt.Stream(recordings([9, 30]), 1, 4, seed=None)
     (found,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
-    assert found == Isolated(
+    assert found == LeakReport(
         "r0", others=1, after=1, steps=3, moved=found.moved, deviation=0.0, tolerance=0.0
     )
     assert check_no_leak(stream, named("gru").net(), steps=1000)[0].steps == 30

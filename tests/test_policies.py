@@ -58,7 +58,7 @@ SETTINGS = (
     Setting("truncated-one-window", lambda: tt.Truncated(LONG)),
     Setting("truncated-overlapping", lambda: tt.Truncated(5, LONG)),
     Setting("truncated-every-step", lambda: tt.Truncated(1, LONG)),
-    Setting("truncated-jitter-refresh", lambda: tt.Truncated(5, LONG, jitter=True, refresh=3)),
+    Setting("truncated-jitter-refresh", lambda: tt.Truncated(5, LONG, jitter=True, burn_in=3)),
     Setting("truncated-retained", lambda: tt.Truncated(5, LONG, graphs="retain")),
     Setting("truncated-auto", lambda: tt.Truncated(5, LONG, graphs="auto")),
     Setting("exact", tt.Exact, reads_again=True),
@@ -75,8 +75,8 @@ SETTINGS = (
         lambda: tt.Adaptive(0.1, LONG, LONG, stride=5, every=2),
         reads_again=True,
     ),
-    Setting("online", lambda: tt.Online(5)),
-    Setting("online-every-step", lambda: tt.Online(1)),
+    Setting("online", lambda: tt.RTRL(5)),
+    Setting("online-every-step", lambda: tt.RTRL(1)),
 )
 every_policy = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
@@ -144,7 +144,7 @@ def stream(lengths: list[int], lanes: int, chunk: int, outputs: int) -> tt.Strea
 OTHERS = (
     *CUTTING,
     Setting("exact-in-short-chunks", lambda: tt.Exact(chunk=4)),
-    Setting("online-short", lambda: tt.Online(4)),
+    Setting("online-short", lambda: tt.RTRL(4)),
     Setting("randomized", lambda: tt.Randomized(4, grain=2)),
 )
 every_setting = pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_loss_that_detaches_is_refused(setting: Setting) -> None:
 @every_policy
 def test_missing_targets_are_refused(setting: Setting) -> None:
     """Where steps count all the same."""
-    chunk = tt.Chunk.of(inputs(STEPS, 2), mask=torch.ones(STEPS, 2, dtype=torch.bool))
+    chunk = tt.Chunk.from_tensors(inputs(STEPS, 2), mask=torch.ones(STEPS, 2, dtype=torch.bool))
     with pytest.raises(DataError, match="the recordings of this stream have no targets"):
         taken(setting, chunk=chunk)
 
@@ -279,7 +279,7 @@ def test_missing_targets_are_refused(setting: Setting) -> None:
 @every_policy
 def test_no_valid_step_means_no_update(setting: Setting) -> None:
     net = named("hides-layer").net()
-    assert policy_gradients(net, [tt.Chunk.of(inputs(STEPS, 2))], setting.make()) == []
+    assert policy_gradients(net, [tt.Chunk.from_tensors(inputs(STEPS, 2))], setting.make()) == []
     assert all(weight.grad is None for weight in net.parameters())
 
 

@@ -197,7 +197,7 @@ def evaluations(net: tt.Carried) -> list[Callable[[], Any]]:
     predictor = tt.Predictor(net, lanes=2)
     return [
         lambda: tt.evaluate(
-            net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), score=tt.score.Regression()
+            net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), metrics=tt.metrics.Regression()
         ),
         lambda: tt.predict(net, source[0], chunk=7),
         lambda: predictor(inputs(4, 2)),
@@ -281,13 +281,13 @@ def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk: int) -> None:
     sources, net = with_gaps([31, 7, 20, 13]), row.net()
     found = tt.evaluate(
-        net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), score=tt.score.Regression()
+        net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), metrics=tt.metrics.Regression()
     )
     pairs = {source["name"]: direct(net, source) for source in sources}
     y, targets = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
     assert found.steps == len(targets)
     assert found.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
-    assert found.figures["rmse"] == pytest.approx(math.sqrt(found.loss), rel=1e-12)
+    assert found.metrics["rmse"] == pytest.approx(math.sqrt(found.loss), rel=1e-12)
     assert set(found.recordings) == set(pairs)
     for name, (outputs, wanted) in pairs.items():
         error = (outputs - wanted).square()
@@ -325,7 +325,7 @@ def test_classification_by_recording() -> None:
         net,
         tt.Stream(sources, 2, 6),
         nn.CrossEntropyLoss(),
-        score=tt.score.Classification(("low", "high")),
+        metrics=tt.metrics.Classification(("low", "high")),
     )
     for source in sources:
         y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
@@ -335,9 +335,9 @@ def test_classification_by_recording() -> None:
 
 def test_recording_cut_into_parts_counts_as_one() -> None:
     net, sources = named("hides-layer").net(), recordings([40])
-    found = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), score=tt.score.Regression())
+    found = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression())
     assert list(found.recordings) == ["r0"]
-    assert found.recordings["r0"] == pytest.approx(found.figures)
+    assert found.recordings["r0"] == pytest.approx(found.metrics)
     assert math.isnan(found.loss)
     assert found.steps == 40
 
@@ -346,10 +346,12 @@ def test_nothing_asked_and_nothing_valid_give_nan() -> None:
     net, source = named("hides-layer").net(), recordings([9])[0]
     assert math.isnan(tt.evaluate(net, tt.Stream(source, 1, 4)).loss)
     nothing = source | {"targets": np.full((9, 2), np.nan)}
-    found = tt.evaluate(net, tt.Stream(nothing, 1, 4), nn.MSELoss(), score=tt.score.Regression())
+    found = tt.evaluate(
+        net, tt.Stream(nothing, 1, 4), nn.MSELoss(), metrics=tt.metrics.Regression()
+    )
     assert (found.steps, found.recordings) == (0, {})
     assert math.isnan(found.loss)
-    assert math.isnan(found.figures["rmse"])
+    assert math.isnan(found.metrics["rmse"])
 
 
 def test_stream_without_targets_is_refused() -> None:
@@ -375,7 +377,9 @@ def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
 def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
     recordings = [{"name": "a", "inputs": np.zeros((n, 1)), "targets": np.zeros(n)} for n in (5, 7)]
     net = tt.carry(torch.nn.GRU(1, 1).double())
-    found = tt.evaluate(net, tt.Stream(recordings, lanes=2, chunk=4), score=tt.score.Regression())
+    found = tt.evaluate(
+        net, tt.Stream(recordings, lanes=2, chunk=4), metrics=tt.metrics.Regression()
+    )
     assert list(found.recordings) == ["a (#0)", "a (#1)"]
 
 

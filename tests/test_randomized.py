@@ -430,7 +430,7 @@ def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(
     cut_at(monkeypatch, (8, 5, 7, 4))
     run = tt.updates(
         net,
-        [tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)],
+        [tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)],
         nn.MSELoss(),
         gradient=tt.Randomized(5, grain=1),
     )
@@ -519,13 +519,13 @@ def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
         ]
     for (a, b), loss in zip(((0, 5), (5, 12)), losses, strict=True):
         assert loss == pytest.approx(
-            Objective(nn.MSELoss()).loss(y[a:b], data.chunk.between(a, b)).item(), rel=1e-12
+            Objective(nn.MSELoss()).loss(y[a:b], data.chunk[a:b]).item(), rel=1e-12
         )
 
 
 def test_no_targets_means_no_valid_step() -> None:
     net = named("lstm").net()
-    assert policy_gradients(net, [tt.Chunk.of(inputs(9, 1))], tt.Randomized(3)) == []
-    chunk = tt.Chunk.of(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
+    assert policy_gradients(net, [tt.Chunk.from_tensors(inputs(9, 1))], tt.Randomized(3)) == []
+    chunk = tt.Chunk.from_tensors(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
     with pytest.raises(DataError, match="have no targets"):
         policy_gradients(net, [chunk], tt.Randomized(3))

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import throughtime as tt
 from processes import in_processes
 from strategies import apart, named, recordings
+from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
 from throughtime.gradient.policy import Policy
-from throughtime.ranks import Ranks
 
 LANES = 2  # of each rank
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
@@ -120,23 +120,23 @@ CASES: dict[str, Case] = {
     "stride": Case(lambda: tt.Truncated(7)),
     "horizon": Case(lambda: tt.Truncated(7, 15)),
     "retained": Case(lambda: tt.Truncated(7, 15, graphs="retain")),
-    "refreshed": Case(lambda: tt.Truncated(7, 15, refresh=5)),
+    "refreshed": Case(lambda: tt.Truncated(7, 15, burn_in=5)),
     "jitter": Case(lambda: tt.Truncated(9, jitter=True)),
     "warm-up": Case(lambda: tt.Truncated(6, warm_up=9)),
     "exact": Case(lambda: tt.Exact(chunk=11), epochs=3),
     "segment": Case(lambda: SEGMENT),
     "randomized": Case(lambda: tt.Randomized(20)),
     "adaptive": Case(lambda: tt.Adaptive(0.2, 10, 40, every=2)),
-    "online": Case(lambda: tt.Online(10)),
+    "online": Case(lambda: tt.RTRL(10)),
     "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
     "gaps-horizon": Case(lambda: tt.Truncated(5, 12), lambda: with_gaps(LENGTHS), {"warm_up": 2}),
     "gaps-segment": Case(lambda: SEGMENT, lambda: with_gaps(LENGTHS)),
     "gaps-randomized": Case(lambda: tt.Randomized(8), lambda: with_gaps(LENGTHS)),
-    "gaps-online": Case(lambda: tt.Online(6), lambda: with_gaps(LENGTHS)),
+    "gaps-online": Case(lambda: tt.RTRL(6), lambda: with_gaps(LENGTHS)),
     "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "classes-segment": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "classes-online": Case(
-        lambda: tt.Online(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3
+        lambda: tt.RTRL(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3
     ),
     "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
     "unequal-exact": Case(lambda: tt.Exact(chunk=50), lambda: recordings(UNEQUAL, outputs=1)),

@@ -31,11 +31,11 @@ from strategies import (
     start,
     weights,
 )
+from throughtime.diagnose._slice import Place
+from throughtime.diagnose.reach import Anchors, Profile
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient.gate import Gate
 from throughtime.gradient.sweep import Piece, Pulled
-from throughtime.probe.place import Place
-from throughtime.probe.reach import Anchors, Profile
 from throughtime.state import State
 
 mpl.use("Agg")
@@ -507,13 +507,13 @@ def test_nothing_is_moved_or_changed(training: bool) -> None:
         {n: b.clone() for n, b in net.named_buffers()},
         torch.get_rng_state(),
         source.state_dict(),
-        source.turn,
+        source._generation,
     )
     first = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6)
     assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
     assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
     assert torch.equal(torch.get_rng_state(), before[2])
-    assert (source.state_dict(), source.turn) == before[3:]
+    assert (source.state_dict(), source._generation) == before[3:]
     assert all(module.training == training for module in net.modules())
     assert len(kept) == len(list(net.parameters()))
     for weight, (held, values) in zip(net.parameters(), kept, strict=True):

@@ -330,7 +330,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(kind: Kind, dtype: torch.dt
 
 @every_kind
 def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
-    """As `tt.Online` asks for them."""
+    """As `tt.RTRL` asks for them."""
     data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
     leaves = data.leaves()
     y, *_ = data.run(recurrent.run, leaves)

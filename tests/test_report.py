@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from throughtime import report
+from throughtime._svg import ticks
 from throughtime.errors import ConfigError, DataError
 from throughtime.report import (
     Band,
@@ -30,7 +31,6 @@ from throughtime.report import (
     render,
     runs,
     strip,
-    ticks,
 )
 from throughtime.report.page import _theme
 

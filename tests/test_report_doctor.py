@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from test_cli import run
+from throughtime.doctor import CODES, Doctor, doctor
 from throughtime.errors import ConfigError
-from throughtime.probe.doctor import CODES, Doctor, doctor
 from throughtime.report import Code, Link, Page, Section, of_doctor, render
 
 FAULTY = """\
@@ -174,7 +174,7 @@ def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None
 def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
     d = found_here()
     d.clear()
-    d.fault = RuntimeError("out of <ideas>")
+    d.internal_error = RuntimeError("out of <ideas>")
     page = of_doctor.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "something may have been missed: RuntimeError: out of &lt;ideas&gt;" in page
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.gradient import truncated
 from throughtime.report.of_replay import parts, verdict
@@ -154,7 +154,7 @@ def test_a_state_with_a_graph_is_noticed(tmp_path: Path) -> None:
 def test_steps_out_of_order_are_noticed() -> None:
     position = torch.tensor([[0, 5], [1, 6], [3, 7], [4, 0]])
     resets = torch.tensor([[True, False], [False, False], [False, False], [False, True]])
-    chunk = Chunk.of(torch.zeros(4, 2, 1), resets=resets, position=position)
+    chunk = Chunk.from_tensors(torch.zeros(4, 2, 1), resets=resets, position=position)
     check = module._in_order(chunk)
     assert check.seen == "1 of 5 steps do not follow the one before; 2 recordings or parts begin"
     assert check.holds is False

@@ -10,7 +10,7 @@ import pytest
 
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.probe import Reach
+from throughtime.diagnose import Reach
 from throughtime.report import of_audit
 from throughtime.report.of_run import write_report
 from throughtime.run.audited import Audited

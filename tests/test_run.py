@@ -574,7 +574,7 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
     split, found = assess(folder, None, "valid", None)
     assert split == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
-    assert content["figures"] == pytest.approx(found.figures, nan_ok=True)
+    assert content["figures"] == pytest.approx(found.metrics, nan_ok=True)
     assert list(content["recordings"]) == ["2"]
     with pytest.raises(DataError, match="no recordings in split 'tset'; there are train"):
         assess(folder, None, "tset", None)
@@ -594,12 +594,12 @@ def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_files_are_whole_or_absent(tmp_path: Path) -> None:
-    from throughtime import files
+    from throughtime._files import write_atomically
 
     path = tmp_path / "a"
-    files.write_atomically(path, b"old")
+    write_atomically(path, b"old")
     (tmp_path / f"a.{os.getpid()}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        files.write_atomically(path, b"new" * 100_000)
+        write_atomically(path, b"new" * 100_000)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -14,9 +14,9 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
+from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose.reach import Decay
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.probe.audit import Truncation
-from throughtime.probe.reach import Decay
 from throughtime.run.audit import Look, Question, look_at
 from throughtime.run.audited import Audited
 from throughtime.run.config import Config, make_config

@@ -29,7 +29,7 @@ from throughtime.run.model import load_model
 from throughtime.run.prepared import prepare
 from throughtime.run.survey import survey
 from throughtime.run.train import Training, begin
-from throughtime.stream.ahead import InProcesses, InThread
+from throughtime.stream._prefetch import InProcesses, InThread
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Steps
 
@@ -245,7 +245,7 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
     }
     found = prepare(make_config(settings(folder, tmp_path / "r", task="regress"))).found
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
-    assert found.without_target == ROWS["a"] + ROWS["b"] - 90
+    assert found.missing_targets == ROWS["a"] + ROWS["b"] - 90
 
 
 def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
@@ -440,13 +440,13 @@ def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
     )
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
     list(handed.go())
-    assert handed.stream.entering(handed.net) is not None
+    assert handed.stream._entering_state(handed.net) is not None
     assert "from the state in which the part before it ended the last epoch" in "; ".join(
         handed.prepared.remarks
     )
     cold = begin(make_config(settings(data, tmp_path / "cold", **more)))
     list(cold.go())
-    assert cold.stream.entering(cold.net) is None
+    assert cold.stream._entering_state(cold.net) is None
     assert not all(
         torch.equal(a, b)
         for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True)
@@ -541,7 +541,7 @@ def test_the_time_spent_waiting_for_data_is_told(tmp_path: Path) -> None:
     assert all(0 < share < 1 for share in shares)
     training = begin(make_config(settings(data, tmp_path / "other")))
     next(training.go())
-    assert training.waiting == pytest.approx(training.stream.waited / training.seconds)
+    assert training.waiting == pytest.approx(training.stream.wait_seconds / training.seconds)
 
 
 def test_idle_lanes_are_remarked_where_they_are_many(tmp_path: Path) -> None:

@@ -23,19 +23,19 @@ plans = st.tuples(
 def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(
     plan: tuple[int, int, int, int, int],
 ) -> None:
-    steps, stride, more, refresh, first = plan
-    found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
+    steps, stride, more, burn_in, first = plan
+    found = list(windows(steps, stride, stride + more, burn_in=burn_in, first=min(first, stride)))
     assert [step for w in found for step in range(w.counted, w.stop)] == list(range(steps))
     assert all(w.start == (max(0, w.stop - stride - more) if more else w.counted) for w in found)
-    assert all(w.lead == max(0, w.start - refresh) for w in found)
+    assert all(w.lead == max(0, w.start - burn_in) for w in found)
 
 
 @given(plans)
 def test_the_next_window_leads_in_where_a_state_was_kept(
     plan: tuple[int, int, int, int, int],
 ) -> None:
-    steps, stride, more, refresh, first = plan
-    found = list(windows(steps, stride, stride + more, refresh=refresh, first=min(first, stride)))
+    steps, stride, more, burn_in, first = plan
+    found = list(windows(steps, stride, stride + more, burn_in=burn_in, first=min(first, stride)))
     assert all(now.keep == later.lead for now, later in pairwise(found))
     assert all(w.lead <= w.keep <= w.stop for w in found)
 

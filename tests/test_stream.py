@@ -103,7 +103,8 @@ def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(
 
 def without_resets(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
     return [
-        tt.Chunk.of(c.inputs, c.targets, recording=c.recording, position=c.position) for c in chunks
+        tt.Chunk.from_tensors(c.inputs, c.targets, recording=c.recording, position=c.position)
+        for c in chunks
     ]
 
 
@@ -113,7 +114,7 @@ def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
         resets = c.resets.clone()
         resets[0] = True
         found.append(
-            tt.Chunk.of(
+            tt.Chunk.from_tensors(
                 c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position
             )
         )
@@ -362,7 +363,7 @@ def test_targets_that_are_missing_are_masked_and_counted() -> None:
     assert chunk.valid == 2
     stream = tt.Stream({"inputs": np.ones((5, 2)), "targets": classes}, lanes=1, chunk=5)
     list(stream)
-    assert stream.without_target == 2
+    assert stream.missing_targets == 2
     assert one(
         np.ones((3, 2)), np.array([1.0, -100.0, 2.0])
     ).mask.all()  # -100 is a number among floating targets
@@ -511,13 +512,13 @@ def test_windows_of_no_length_are_refused() -> None:
 
 
 def test_chunks_by_hand_are_checked_and_filled_in() -> None:
-    chunk = tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2))
+    chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2))
     assert (chunk.steps, chunk.lanes, chunk.valid, chunk.any_reset) == (5, 2, 10, False)
-    assert tt.Chunk.of(torch.zeros(5, 2)).valid == 0
+    assert tt.Chunk.from_tensors(torch.zeros(5, 2)).valid == 0
     with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
-        tt.Chunk.of(torch.zeros(5))
+        tt.Chunk.from_tensors(torch.zeros(5))
     with pytest.raises(DataError) as caught:
-        tt.Chunk.of(
+        tt.Chunk.from_tensors(
             torch.zeros(5, 2, 3),
             torch.zeros(2, 5),
             resets=torch.zeros(4, 2, dtype=torch.bool),
@@ -539,7 +540,7 @@ def test_chunk_cut_and_cut_again_keeps_its_marks(cuts: list[int]) -> None:
     for steps in [*cuts, chunk.steps]:
         stop = min(begin + steps, chunk.steps)
         if begin < stop:
-            parts.append(chunk.between(begin, chunk.steps).between(0, stop - begin))
+            parts.append(chunk[begin : chunk.steps][0 : stop - begin])
         begin = stop
     assert sum(part.valid for part in parts) == chunk.valid == int(chunk.mask.sum())
     for part in parts:

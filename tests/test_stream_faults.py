@@ -77,7 +77,7 @@ def test_a_copy_of_a_stream_starts_cold(twin: Any) -> None:
         tt.Truncated(5),
         tt.Truncated(5, 12),
         tt.Truncated(5, 12, graphs="retain"),
-        tt.Online(5),
+        tt.RTRL(5),
         tt.Exact(segment=5),
     ],
     ids=str,
@@ -137,4 +137,4 @@ def test_a_recording_without_events_stands_beside_those_with_some() -> None:
 def test_time_spent_on_steps_read_again_counts_as_waiting() -> None:
     stream = tt.Stream(LONG, lanes=1, chunk=10)
     stream.read(0, 50)
-    assert stream.waited > 0
+    assert stream.wait_seconds > 0

@@ -125,7 +125,15 @@ def test_ranks_agree_on_steps_and_on_where_all_start_together(
     for stream in streams:
         if at % stream.steps:
             stream.take(at % stream.steps)
-    assert len({(stream.steps, stream.unbroken(), stream.ahead(50)) for stream in streams}) == 1
+    assert (
+        len(
+            {
+                (stream.steps, stream.steps_to_common_reset(), stream.remaining(50))
+                for stream in streams
+            }
+        )
+        == 1
+    )
 
 
 def test_offsets_are_new_in_every_epoch_and_those_of_the_seed() -> None:
@@ -140,4 +148,4 @@ def test_offsets_are_new_in_every_epoch_and_those_of_the_seed() -> None:
 
 def test_waste_is_what_is_idle() -> None:
     for stream in on_ranks([50, 20, 7, 3], 2, 2):
-        assert stream.idle == int((whole(stream).recording < 0).sum())
+        assert stream.idle_steps == int((whole(stream).recording < 0).sum())

@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[list[int], dict[str, Any]]] = {
 POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(6, 15),
     "segment": tt.Exact(segment=9, chunk=4),
-    "online": tt.Online(7),
+    "online": tt.RTRL(7),
 }
 settings_of = pytest.mark.parametrize(
     ("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS)
@@ -273,7 +273,7 @@ def test_what_is_measured_between_updates_leaves_the_training_untouched(
         return weights(training.net)
 
     assert same_bits(trained(between), trained(None))
-    if not isinstance(policy, tt.Online):
+    if not isinstance(policy, tt.RTRL):
 
         def spoil(t: Training) -> None:
             with torch.no_grad():

@@ -24,7 +24,7 @@ def test_missing_targets_are_counted_once_however_often_they_are_read() -> None:
         gradient=tt.Truncated(stride=777),
     ):
         raise AssertionError("no step counts")
-    assert stream.without_target == 40_000
+    assert stream.missing_targets == 40_000
 
 
 def test_floating_types_are_not_mixed_unless_a_type_is_asked_for() -> None:

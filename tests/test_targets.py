@@ -183,7 +183,7 @@ def test_stream_masks_steps_without_a_label_and_counts_them(
     assert same(chunk, whole(plain))
     wanted = np.array([row != IGNORED and not np.isnan(row) for row in expected])
     assert chunk.valid == wanted.sum()
-    assert got.without_target == plain.without_target == int((~wanted).sum())
+    assert got.missing_targets == plain.missing_targets == int((~wanted).sum())
     assert sorted(chunk.position[chunk.mask].tolist()) == np.flatnonzero(wanted).tolist()
 
 

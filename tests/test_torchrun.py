@@ -30,9 +30,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import throughtime as tt
 from processes import LOOPBACK, elsewhere, end, free_port, in_processes, started, torchrun
 from strategies import apart, recordings
+from throughtime.distributed import answered
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.policy import Policy
-from throughtime.ranks import answered
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun.py"
 PATIENCE = 120.0  # seconds; nothing waits for them but a test that fails
@@ -229,7 +229,7 @@ def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(
     _, ((first, said), (second, _)) = killed
     assert second == -signal.SIGKILL
     assert first == 1
-    assert "throughtime.ranks.RankError: another rank did not answer: it has ended" in said
+    assert "throughtime.distributed.RankError: another rank did not answer: it has ended" in said
     assert "Start all ranks again from the last checkpoint" in said
     assert (
         "Connection closed by peer" in said or "Connection reset by peer" in said

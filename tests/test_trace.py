@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import throughtime as tt
 from strategies import FEATURES, HIDDEN, Rotation, inputs, remembering, start
+from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace.played import PULLS
+from throughtime.diagnose.trace.span import Cotangents, Pulled, Steps
 from throughtime.errors import ModelError
-from throughtime.probe.trace import Trace, trace
-from throughtime.probe.trace.played import PULLS
-from throughtime.probe.trace.span import Cotangents, Pulled, Steps
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3

@@ -15,8 +15,8 @@ from tensorboardX import SummaryWriter
 from torch import Tensor, nn
 
 from strategies import inputs, remembering
-from throughtime.probe.trace import Trace, trace
-from throughtime.probe.trace.found import Pace, Row
+from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace.found import Row, Timescale
 
 STEPS = 60
 
@@ -141,7 +141,7 @@ def test_time_constants_are_those_of_the_gates_seen(kind: Any) -> None:
 
 
 def test_a_gate_that_is_always_open_keeps_for_ever() -> None:
-    pace = Pace.of("layer0", torch.tensor([0.5, 1.0, 0.9]))
+    pace = Timescale.of("layer0", torch.tensor([0.5, 1.0, 0.9]))
     assert pace.taus[1] == math.inf
     assert pace.median == pytest.approx(-1 / math.log(0.9), rel=1e-6)
 

@@ -35,14 +35,14 @@ from test_trace import (
     states_for,
     unrolled,
 )
+from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace import watch as watching
+from throughtime.diagnose.trace.fused import captured
 from throughtime.errors import ConfigError
 from throughtime.gradient import Policy
 from throughtime.kernels import recurrent, reference
 from throughtime.kernels.dispatch import Choice
 from throughtime.nn import layers
-from throughtime.probe.trace import Trace, trace
-from throughtime.probe.trace import watch as watching
-from throughtime.probe.trace.fused import captured
 
 pytestmark = needs_kernels
 PROJECTED = pytest.mark.filterwarnings(
@@ -393,7 +393,7 @@ POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(10, horizon=25),
     "retained": tt.Truncated(10, horizon=25, graphs="retain"),
     "exact": tt.Exact(chunk=7),
-    "online": tt.Online(stride=10),
+    "online": tt.RTRL(stride=10),
 }
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import FEATURES, HIDDEN, HidesCell, inputs, remembering
+from throughtime.diagnose.trace import trace
 from throughtime.errors import ConfigError, ModelError, RunError
-from throughtime.probe.trace import trace
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3

@@ -23,9 +23,9 @@ from strategies import (
     some_nets,
     start,
 )
+from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace.passes import Run
 from throughtime.gradient import Policy
-from throughtime.probe.trace import Trace, trace
-from throughtime.probe.trace.passes import Run
 
 EXACT = 1e-12
 STRIDE, LANES = 10, 2
@@ -36,7 +36,7 @@ POLICIES: dict[str, Policy] = {
     "exact": tt.Exact(chunk=7),
     "adaptive": tt.Adaptive(tolerance=0.1, min=STRIDE, max=40),
     "randomized": tt.Randomized(mean_horizon=STRIDE, alpha=4),
-    "online": tt.Online(stride=STRIDE),
+    "online": tt.RTRL(stride=STRIDE),
 }
 CARRIED = some_nets("hides-layer", "hides-cell")
 
@@ -184,11 +184,11 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
 def test_online_learning_shows_the_gradient_of_its_losses_only(kind: Any) -> None:
-    """The rows of the Jacobian that `tt.Online` takes besides are no gradients of a loss."""
+    """The rows of the Jacobian that `tt.RTRL` takes besides are no gradients of a loss."""
     net, data = tt.carry(kind(3, 2).double()), Given.draw(40, LANES, 0)
     with trace(net, keep=99) as found:
         updates = sum(
-            1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Online(stride=10))
+            1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(stride=10))
         )
     assert found.count == updates == 4
 

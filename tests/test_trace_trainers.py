@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import HIDDEN, inputs, named
-from throughtime.probe.trace import trace
+from throughtime.diagnose.trace import trace
 
 pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 pytest.importorskip("ignite.engine", reason="needs the extra 'ignite'")

@@ -20,13 +20,13 @@ import throughtime as tt
 from processes import PATIENCE
 from recurrences import needs_kernels
 from test_whole import LAYERS, by_graph, calls, make, recordings
+from throughtime.diagnose.trace import Pass, Trace, reel, trace
+from throughtime.diagnose.trace.reel import Frame, Reel
 from throughtime.errors import RunError
 from throughtime.gradient.whole import _forms
 from throughtime.gradient.work import LISTENERS
+from throughtime.kernels import fused_step as kernel
 from throughtime.kernels import recurrent
-from throughtime.kernels import whole as kernel
-from throughtime.probe.trace import Pass, Trace, reel, trace
-from throughtime.probe.trace.reel import Frame, Reel
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture

@@ -101,7 +101,7 @@ class CountsWindow(tt.Truncated):
         )
         y, end = net(whole.inputs, start, whole.resets)
         objective.loss(y, whole).backward()
-        past = whole.between(max(0, whole.steps - self._horizon + self.stride), whole.steps)
+        past = whole[max(0, whole.steps - self._horizon + self.stride) : whole.steps]
         with torch.no_grad():
             _, edge = (
                 net(whole.inputs[: whole.steps - past.steps], start)
@@ -141,7 +141,10 @@ def test_mutant_is_not_the_gradient_of_plain_autograd(
 def blamed(net: tt.Carried, data: Given, policy: tt.Truncated) -> list[Tensor]:
     """The gradient norm `(T, B)` that every update sends to the inputs."""
     x = data.x.clone().requires_grad_()
-    chunk, found = tt.Chunk.of(x, data.targets, resets=data.resets, mask=data.mask), list[Tensor]()
+    chunk, found = (
+        tt.Chunk.from_tensors(x, data.targets, resets=data.resets, mask=data.mask),
+        list[Tensor](),
+    )
     for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=policy):
         assert x.grad is not None
         found.append(x.grad.norm(dim=2))
@@ -281,13 +284,13 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
     net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
-    chunk = tt.Chunk.of(data.x, data.targets, resets=data.resets, mask=mask)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     for policy in (tt.Truncated(3), tt.Truncated(3, 10)):
         run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
         assert [update.steps for update in run] == [1, 2]
         _, end = net(data.x, start(net, data.x))
         assert states_apart(run.state, end) < EXACT
-    silent = tt.Chunk.of(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
+    silent = tt.Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
     run = tt.updates(net, [silent], nn.MSELoss(), gradient=tt.Truncated(5))
     assert list(run) == []
     assert states_apart(run.state, end) < EXACT
@@ -298,7 +301,7 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
 def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> None:
     net, data = row.net(), Given.draw(23, 2, 0, resets=0.1)
     y, end = net(data.x, start(net, data.x), data.resets)
-    chunk = tt.Chunk.of(data.x, torch.zeros_like(y.detach()), resets=data.resets)
+    chunk = tt.Chunk.from_tensors(data.x, torch.zeros_like(y.detach()), resets=data.resets)
     for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, horizon)):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
@@ -341,7 +344,7 @@ def test_chunks_that_are_not_adjacent_are_refused_naming_the_lane() -> None:
         ),
     ):
         refused([chunks[0], *chunks[2:]])
-    other = tt.Chunk.of(
+    other = tt.Chunk.from_tensors(
         chunks[1].inputs,
         chunks[1].targets,
         recording=chunks[1].recording,
@@ -449,7 +452,7 @@ def test_one_column_matches_with_and_without_its_dimension(column: bool, masked:
     net = tt.carry(HidesLayer(outputs=1).double())
     data = Given.draw(10, 2, 0, masked=masked)
     targets = data.targets[:, :, :1] if column else data.targets[:, :, 0]
-    chunk = tt.Chunk.of(data.x, targets, mask=data.mask)
+    chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
     ((_, _, found),) = policy_gradients(net, [chunk], tt.Truncated(10))
     expected = by_hand(net, chunk, lambda y, t: (y.flatten() - t.flatten()).square().mean())
     assert apart(found, expected) < EXACT
@@ -477,7 +480,7 @@ def test_plain_losses_work_unchanged(
 ) -> None:
     net, data = named("hides-layer").net(), Given.draw(10, 3, 0, masked=0.3)
     targets = (data.targets[:, :, 0] > 0).long() if classes else data.targets
-    chunk = tt.Chunk.of(data.x, targets, mask=data.mask)
+    chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
     ((_, _, found),) = policy_gradients(net, [chunk], tt.Truncated(10), loss_fn)
     assert apart(found, by_hand(net, chunk, formula)) < EXACT
 
@@ -494,7 +497,9 @@ def test_ignored_classes_do_not_count() -> None:
     )
     (chunk,) = tt.Stream(source, lanes=1, chunk=20)
     expected = by_hand(
-        net, tt.Chunk.of(chunk.inputs, chunk.targets, resets=chunk.resets), nn.CrossEntropyLoss()
+        net,
+        tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets),
+        nn.CrossEntropyLoss(),
     )
     assert found[0][0] == 14
     assert apart(found[0][2], expected) < EXACT

@@ -1,4 +1,4 @@
-"""The options of truncated backpropagation: jitter, refresh, kept graphs, warm-up; and the forum's
+"""The options of truncated backpropagation: jitter, burn_in, kept graphs, warm-up; and the forum's
 loop.
 
 Shapes: `T` steps, `B` lanes.
@@ -183,11 +183,11 @@ def _train(
 
 
 @settings(max_examples=20)
-@given(refresh=st.sampled_from([1, 2, 5, 40]), **sizes)
+@given(burn_in=st.sampled_from([1, 2, 5, 40]), **sizes)
 @some_nets("tensor-state", "hides-layer", "learnt-start", "namedtuple-state")
 def test_refresh_changes_nothing_at_fixed_weights(
     row: Row,
-    refresh: int,
+    burn_in: int,
     steps: int,
     stride: int,
     further: int,
@@ -199,7 +199,7 @@ def test_refresh_changes_nothing_at_fixed_weights(
     net = row.net()
     data = given_for(net, steps, lanes, seed, resets, masked)
     found = policy_gradients(
-        net, [data.chunk], tt.Truncated(stride, stride + further, refresh=refresh)
+        net, [data.chunk], tt.Truncated(stride, stride + further, burn_in=burn_in)
     )
     assert (
         deviation(
@@ -218,9 +218,9 @@ def downhill(net: tt.Carried, rate: float) -> None:
 
 
 def refreshed(
-    net: tt.Carried, data: Given, stride: int, horizon: int, refresh: int, rate: float
+    net: tt.Carried, data: Given, stride: int, horizon: int, burn_in: int, rate: float
 ) -> list[Weights]:
-    """By the definition, the weights going downhill: `refresh` steps before each window run again
+    """By the definition, the weights going downhill: `burn_in` steps before each window run again
     from where the state is known.
 
     That state is the one that the update before passed there, under the weights of then.
@@ -229,7 +229,7 @@ def refreshed(
     found: list[Weights] = []
     for counted, stop in strides(len(data.x), stride):
         begin = counted if horizon == stride else max(0, stop - horizon)
-        lead = max(0, begin - refresh)
+        lead = max(0, begin - burn_in)
         state, states = known[lead], {lead: known[lead]}
         with torch.no_grad():
             for step in range(lead, begin):
@@ -250,24 +250,24 @@ def refreshed(
 
 
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 3), (3, 7), (5, 11)])
-@pytest.mark.parametrize("refresh", [1, 4, 100])
+@pytest.mark.parametrize("burn_in", [1, 4, 100])
 @some_nets("tensor-state", "hides-cell")
 def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(
-    row: Row, stride: int, horizon: int, refresh: int
+    row: Row, stride: int, horizon: int, burn_in: int
 ) -> None:
     rate, found = 0.05, list[Weights]()
     net, data = row.net(), Given.draw(29, 2, 0, resets=0.05)
     for _ in tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, refresh=refresh)
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, burn_in=burn_in)
     ):
         found.append(gradients(net))
         downhill(net, rate)
-    expected = refreshed(row.net(), data, stride, horizon, refresh, rate)
+    expected = refreshed(row.net(), data, stride, horizon, burn_in, rate)
     assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
-    for other in (refresh - 1, refresh + 1):  # the mutants: a step less, a step more
+    for other in (burn_in - 1, burn_in + 1):  # the mutants: a step less, a step more
         fresh = refreshed(row.net(), data, stride, horizon, other, rate)
         assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (
-            min(other, refresh) < 29 - horizon
+            min(other, burn_in) < 29 - horizon
         )
 
 
@@ -276,7 +276,7 @@ def test_state_carried_with_refresh_is_that_of_the_present_weights_over_all_step
 ):
     net, data = named("tensor-state").net(), Given.draw(29, 2, 0)
     for update in tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, refresh=100)
+        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, burn_in=100)
     ):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
@@ -445,7 +445,7 @@ def test_resuming_in_the_middle_of_a_warm_up_goes_on_with_it(done: int) -> None:
 
 def test_state_that_was_brought_along_is_warm() -> None:
     net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
-    chunk = tt.Chunk.of(data.x, data.targets)
+    chunk = tt.Chunk.from_tensors(data.x, data.targets)
     state = start(net, data.x)
     warm = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12), state=state)
     assert [update.steps for update in warm] == [10, 10, 10, 10]
@@ -508,26 +508,32 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
     ):
         for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
             found = policy_gradients(
-                tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], policy, lambda y, _: y.mean()
+                tt.carry(Scale()),
+                [tt.Chunk.from_tensors(zeros, zeros)],
+                policy,
+                lambda y, _: y.mean(),
             )
             assert [g["module.w"].item() for *_, g in found] == pytest.approx(expected, abs=1e-12)
     whole = policy_gradients(
-        tt.carry(Scale()), [tt.Chunk.of(zeros, zeros)], tt.Truncated(3), lambda y, _: y.sum()
+        tt.carry(Scale()),
+        [tt.Chunk.from_tensors(zeros, zeros)],
+        tt.Truncated(3),
+        lambda y, _: y.sum(),
     )
     assert whole[0][2]["module.w"].item() == pytest.approx(0.9 + 0.36 + 0.108, abs=1e-12)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "refresh negative": ({"refresh": -1}, "refresh=-1: expected a whole number of at least 0"),
-    "refresh a float": ({"refresh": 1.5}, r"refresh=1\.5: expected a whole number of at least 0"),
+    "burn_in negative": ({"burn_in": -1}, "burn_in=-1: expected a whole number of at least 0"),
+    "burn_in a float": ({"burn_in": 1.5}, r"burn_in=1\.5: expected a whole number of at least 0"),
     "warm_up negative": ({"warm_up": -1}, "warm_up=-1: expected a whole number of at least 0"),
     "unknown graphs": (
         {"graphs": "keep"},
         "graphs='keep': expected 'recompute', 'retain' or 'auto'",
     ),
-    "refresh of kept graphs": (
-        {"refresh": 2, "graphs": "retain"},
-        "refresh=2 runs steps again under the new weights, which kept graphs",
+    "burn_in of kept graphs": (
+        {"burn_in": 2, "graphs": "retain"},
+        "burn_in=2 runs steps again under the new weights, which kept graphs",
     ),
 }
 
@@ -539,6 +545,6 @@ def test_option_out_of_range_is_refused(setting: dict[str, Any], message: str) -
 
 
 def test_options_are_described() -> None:
-    said = tt.Truncated(10, 20, jitter=True, refresh=7).describe()
+    said = tt.Truncated(10, 20, jitter=True, burn_in=7).describe()
     assert "the first stride of an epoch of random length" in said
     assert "the 7 steps before run again under the new weights" in said

@@ -223,7 +223,7 @@ def trained_with_a_failure(fails_at: int | None, *, between: bool) -> dict[str, 
             optimizer.step()
             optimizer.zero_grad()
         except RuntimeError:
-            place = run.state_dict(stepped=False)
+            place = run.state_dict(after_step=False)
             optimizer.zero_grad()
             run = tt.updates(net, stream(), loss_fn, gradient=tt.Truncated(6, 15))
             run.load_state_dict(place)
@@ -408,7 +408,7 @@ def hand_written(
 def with_updates(setting: Setting, stride: int = 9) -> dict[str, Tensor]:
     module, (x, targets) = module_of(setting), data_of(setting)
     net = tt.carry(module)
-    tools, chunk = Tools.of(net, setting), tt.Chunk.of(x, targets)
+    tools, chunk = Tools.of(net, setting), tt.Chunk.from_tensors(x, targets)
     with setting.casting():
         for _ in tt.updates(
             net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride), scaler=tools.scaler
@@ -455,11 +455,17 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
     plain, scaled = (tt.carry(module_of(setting)) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
     first = next(
-        tt.updates(plain, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9))
+        tt.updates(
+            plain, [tt.Chunk.from_tensors(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9)
+        )
     )
     second = next(
         tt.updates(
-            scaled, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9), scaler=scaler
+            scaled,
+            [tt.Chunk.from_tensors(x, targets)],
+            nn.MSELoss(),
+            gradient=tt.Truncated(9),
+            scaler=scaler,
         )
     )
     assert torch.equal(first.loss, second.loss)
@@ -479,7 +485,7 @@ def test_autocast_keeps_the_state_in_the_type_of_the_weights(make: Callable[[], 
     net = tt.carry(make())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for update in tt.updates(
-            net, [tt.Chunk.of(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9, 20)
+            net, [tt.Chunk.from_tensors(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9, 20)
         ):
             assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
             assert update.outputs.dtype == torch.bfloat16
@@ -511,7 +517,9 @@ def counts(
     """Live nodes, besides those that other tests have left in this process, and live tensors after some of many updates."""
     gc.collect()
     before = live_nodes()
-    chunk = tt.Chunk.of(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
+    chunk = tt.Chunk.from_tensors(
+        inputs(updates * stride, 1), inputs(updates * stride, 1, features=2)
+    )
     found: list[tuple[int, int]] = []
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     for i, update in enumerate(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.errors import RunError
 from throughtime.gradient import truncated, whole
-from throughtime.kernels import whole as kernel
+from throughtime.kernels import fused_step as kernel
 from throughtime.kernels.library import library
 
 pytestmark = pytest.mark.skipif(

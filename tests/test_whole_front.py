@@ -16,7 +16,7 @@ import throughtime as tt
 from recurrences import needs_kernels
 from test_whole import Seen, assert_same, by_graph, calls
 from throughtime.errors import ModelError, RunError
-from throughtime.kernels import whole as kernel
+from throughtime.kernels import fused_step as kernel
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture

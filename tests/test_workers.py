@@ -78,7 +78,7 @@ def test_reading_ahead_gives_the_same_chunks_across_epochs(
     for _ in range(3):
         assert all_same(list(ahead), list(here))
     assert ahead.state_dict() == here.state_dict()
-    assert ahead.waited > 0
+    assert ahead.wait_seconds > 0
 
 
 @WORKERS
@@ -220,7 +220,7 @@ def test_error_that_is_none_of_ours_keeps_its_type(workers: Any) -> None:
 def test_masked_steps_are_counted_alike(workers: Any) -> None:
     ahead, here = (tt.Stream(with_nan(), 2, 5, workers=w, missing="mask") for w in (workers, 0))
     assert all_same([*ahead, *ahead], [*here, *here])
-    assert (ahead.masked, ahead.without_target) == (here.masked, here.without_target) == (2, 0)
+    assert (ahead.masked, ahead.missing_targets) == (here.masked, here.missing_targets) == (2, 0)
 
 
 @WORKERS

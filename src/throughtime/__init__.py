@@ -1,14 +1,17 @@
 """Train recurrent networks the way they are deployed: on one unbroken stream, with the state carried."""
 
-from throughtime import nn, optim, score, state, testing
-from throughtime.carry import Carried, carry
+from throughtime import metrics, nn, optim, state, testing
+from throughtime.carry.carried import Carried, carry
 from throughtime.chunk import Chunk
+from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
+from throughtime.diagnose.draw import Drawing, draw
+from throughtime.doctor import Doctor, Finding, doctor
 from throughtime.gradient import (
+    RTRL,
     Adaptive,
+    AdjointStats,
     Exact,
-    Online,
     Randomized,
-    Swept,
     Truncated,
     Update,
     rollout,
@@ -16,13 +19,13 @@ from throughtime.gradient import (
 from throughtime.kernels import linear_scan
 from throughtime.nn import fuse
 from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
-from throughtime.probe import Audit, Doctor, Finding, Reach, Trace, audit, doctor, reach, trace
-from throughtime.report.of_graph import Drawing, draw
 from throughtime.stream import Recording, Stream
 from throughtime.updates import Updates, updates
 
 __all__ = [
+    "RTRL",
     "Adaptive",
+    "AdjointStats",
     "Audit",
     "Carried",
     "Chunk",
@@ -32,13 +35,11 @@ __all__ = [
     "Evaluator",
     "Exact",
     "Finding",
-    "Online",
     "Predictor",
     "Randomized",
     "Reach",
     "Recording",
     "Stream",
-    "Swept",
     "Trace",
     "Truncated",
     "Update",
@@ -51,12 +52,12 @@ __all__ = [
     "evaluate",
     "fuse",
     "linear_scan",
+    "metrics",
     "nn",
     "optim",
     "predict",
     "reach",
     "rollout",
-    "score",
     "state",
     "testing",
     "trace",

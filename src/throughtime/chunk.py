@@ -16,7 +16,7 @@ from throughtime.errors import DataError, ModelError
 
 
 @dataclass(frozen=True, eq=False)
-class Marks:
+class ChunkMetadata:
     """What is known of every step of every lane, and the counts of it that need no look at a
     tensor.
 
@@ -34,8 +34,10 @@ class Marks:
     ]  # valid steps before each step, over all lanes; one entry more than steps
 
     @classmethod
-    def of(cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor) -> "Marks":
-        """The marks with their counts."""
+    def of(
+        cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor
+    ) -> "ChunkMetadata":
+        """The metadata with their counts."""
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
         full = mask.numel() > 0 and bool(
             mask.all()
@@ -52,24 +54,24 @@ class Marks:
 class Chunk:
     """Consecutive steps of all lanes, with what a model must know about them.
 
-    `tt.Stream` makes chunks; make one by hand with `Chunk.of`, which checks and fills in defaults.
+    `tt.Stream` makes chunks; make one by hand with `Chunk.from_tensors`, which checks and fills in defaults.
 
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
         targets: `(T, B)` or `(T, B, C)`; `None` where the recordings have none.
-        marks: resets, mask, recording and position of the stretch that the chunk is cut from.
+        metadata: resets, mask, recording and position of the stretch that the chunk is cut from.
         start: where the chunk begins in that stretch, in steps.
         stop: where it ends there.
     """
 
     inputs: Tensor
     targets: Tensor | None
-    marks: Marks
+    metadata: ChunkMetadata
     start: int
     stop: int
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         inputs: Tensor,
         targets: Tensor | None = None,
@@ -94,7 +96,7 @@ class Chunk:
 
         Example:
             >>> import torch, throughtime as tt
-            >>> tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid
+            >>> tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid
             10
         """
         if inputs.dim() < 2:
@@ -138,7 +140,9 @@ class Chunk:
         ]
         if faults:
             raise DataError("; ".join(faults))
-        return cls(inputs, targets, Marks.of(resets, mask, recording, position), 0, shape[0])
+        return cls(
+            inputs, targets, ChunkMetadata.of(resets, mask, recording, position), 0, shape[0]
+        )
 
     def __repr__(self) -> str:
         targets = "none" if self.targets is None else tuple(self.targets.shape)
@@ -160,48 +164,45 @@ class Chunk:
     @property
     def resets(self) -> Tensor:
         """`(T, B)` bool, true where a lane starts a recording: the state entering that step is the initial state."""
-        return self.marks.resets[self.start : self.stop]
+        return self.metadata.resets[self.start : self.stop]
 
     @property
     def mask(self) -> Tensor:
         """`(T, B)` bool, true where the step has a target that counts."""
-        return self.marks.mask[self.start : self.stop]
+        return self.metadata.mask[self.start : self.stop]
 
     @property
     def recording(self) -> Tensor:
         """`(T, B)` int64, index of the recording; -1 where a lane has nothing left to play."""
-        return self.marks.recording[self.start : self.stop]
+        return self.metadata.recording[self.start : self.stop]
 
     @property
     def position(self) -> Tensor:
         """`(T, B)` int64, step within the recording; -1 where a lane has nothing left to play."""
-        return self.marks.position[self.start : self.stop]
+        return self.metadata.position[self.start : self.stop]
 
     @property
     def valid(self) -> int:
         """The number of true entries of `mask`."""
-        return self.marks.counted[self.stop] - self.marks.counted[self.start]
+        return self.metadata.counted[self.stop] - self.metadata.counted[self.start]
 
     @property
     def any_reset(self) -> bool:
         """Whether any lane resets in this chunk."""
-        steps = self.marks.reset_steps
+        steps = self.metadata.reset_steps
         if not steps:
             return False
         first = bisect_left(steps, self.start)
         return first < len(steps) and steps[first] < self.stop
 
-    def between(self, start: int, stop: int) -> "Chunk":
-        """The steps from `start` to before `stop`; shares memory."""
-        if start <= 0 and stop >= self.steps:
+    def __getitem__(self, span: slice) -> "Chunk":
+        """The steps of a slice, without a stride; shares memory."""
+        start, stop, _ = span.indices(self.steps)
+        if start == 0 and stop == self.steps:
             return self
         targets = None if self.targets is None else self.targets[start:stop]
         return Chunk(
-            self.inputs[start:stop],
-            targets,
-            self.marks,
-            self.start + start,
-            min(self.start + stop, self.stop),
+            self.inputs[start:stop], targets, self.metadata, self.start + start, self.start + stop
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
@@ -213,10 +214,10 @@ class Chunk:
         at = torch.arange(self.steps, device=since.device).unsqueeze(1)
         last = torch.where(self.resets, at, -since).cummax(dim=0).values
         mask = self.mask & (at - last >= steps)
-        marks = Marks.of(self.resets, mask, self.recording, self.position)
-        return Chunk(self.inputs, self.targets, marks, 0, self.steps), at[-1] + 1 - last[-1]
+        metadata = ChunkMetadata.of(self.resets, mask, self.recording, self.position)
+        return Chunk(self.inputs, self.targets, metadata, 0, self.steps), at[-1] + 1 - last[-1]
 
-    def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """What a loss or a score compares: outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N
         valid steps, time first, then lane.
 
@@ -233,8 +234,8 @@ class Chunk:
 
         Example:
             >>> import torch, throughtime as tt
-            >>> chunk = tt.Chunk.of(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=torch.arange(10).view(5, 2) > 3)
-            >>> rows, targets = chunk.rows(torch.zeros(5, 2, 1))
+            >>> chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=torch.arange(10).view(5, 2) > 3)
+            >>> rows, targets = chunk.valid_pairs(torch.zeros(5, 2, 1))
             >>> rows.shape, targets.shape
             (torch.Size([6, 1]), torch.Size([6, 1]))
         """
@@ -264,14 +265,14 @@ class Chunk:
         """The chunk on another device; itself if it is there already."""
         if self.inputs.device == device:
             return self
-        marks = Marks.of(self.resets, self.mask, self.recording, self.position)
-        moved = Marks(
-            marks.resets.to(device),
-            marks.mask.to(device),
-            marks.recording.to(device),
-            marks.position.to(device),
-            marks.reset_steps,
-            marks.counted,
+        metadata = ChunkMetadata.of(self.resets, self.mask, self.recording, self.position)
+        moved = ChunkMetadata(
+            metadata.resets.to(device),
+            metadata.mask.to(device),
+            metadata.recording.to(device),
+            metadata.position.to(device),
+            metadata.reset_steps,
+            metadata.counted,
         )
         return Chunk(
             self.inputs.to(device),
@@ -292,12 +293,12 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         (torch.cat(targets) if len(targets) == len(chunks) else None),
     )
     if all(
-        a.marks is b.marks and a.stop == b.start for a, b in pairwise(chunks)
+        a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)
     ):  # cut from one stretch
-        return Chunk(inputs, together, chunks[0].marks, chunks[0].start, chunks[-1].stop)
+        return Chunk(inputs, together, chunks[0].metadata, chunks[0].start, chunks[-1].stop)
     names = ("resets", "mask", "recording", "position")
-    marks = Marks.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
-    return Chunk(inputs, together, marks, 0, sum(c.steps for c in chunks))
+    metadata = ChunkMetadata.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
+    return Chunk(inputs, together, metadata, 0, sum(c.steps for c in chunks))
 
 
 @runtime_checkable
@@ -336,7 +337,7 @@ class Source(Protocol):
         """The next `steps` steps (fewer at the end of the epoch), or `None` when it is over."""
         ...
 
-    def ahead(self, steps: int) -> int:
+    def remaining(self, steps: int) -> int:
         """How many of the next `steps` steps there are: fewer at the end of the epoch, 0 when it is over."""
         ...
 
@@ -348,7 +349,7 @@ class Source(Protocol):
         """
         ...
 
-    def unbroken(self) -> int:
+    def steps_to_common_reset(self) -> int:
         """Steps to the next one at which every lane starts a recording, so that no credit can cross
         it; or to the end of the epoch.
 

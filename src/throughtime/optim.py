@@ -41,7 +41,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks
 
 from throughtime.errors import ConfigError
 from throughtime.kernels.library import need, why_missing
-from throughtime.kernels.stepping import RULES, TYPES, Entry, Table, misfit, overlap
+from throughtime.kernels.optimizer import RULES, TYPES, Entry, Table, misfit, overlap
 
 __all__ = ["SGD", "Adam", "AdamW"]
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
+from throughtime.distributed import gathered, ranks_of, shards_of
 from throughtime.errors import DataError, ModelError, StateError
 from throughtime.gradient import LossFn, Objective
-from throughtime.ranks import gathered, ranks_of, shards_of
-from throughtime.score import Figures, Score
+from throughtime.metrics import Metrics, Score
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
 from throughtime.stream.recording import as_recording
@@ -35,18 +35,18 @@ class Evaluation:
     Attributes:
         loss: mean over all valid steps; NaN without a `loss_fn`.
         steps: number of valid steps.
-        figures: the score over all recordings together; empty without a `score`.
+        metrics: the score over all recordings together; empty without `metrics`.
         recordings: the same figures by recording's name; a recording cut into parts counts as one.
     """
 
     loss: float
     steps: int
-    figures: Figures
-    recordings: dict[str, Figures]
+    metrics: Metrics
+    recordings: dict[str, Metrics]
 
 
 def evaluate(
-    net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, score: Score | None = None
+    net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, metrics: Score | None = None
 ) -> Evaluation:
     """Loss and scores of one epoch of the stream, with the state carried as in training.
 
@@ -61,7 +61,7 @@ def evaluate(
         stream: a stream of its own, not the one that training iterates.
         loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
             of classes by the weights of the classes, so that the cut into chunks changes nothing.
-        score: `throughtime.score.Classification(classes)`, `Regression()`, or anything with that
+        metrics: `throughtime.metrics.Classification(classes)`, `Regression()`, or anything with that
             protocol.
 
     Raises:
@@ -77,11 +77,11 @@ def evaluate(
         >>> tt.evaluate(net, stream, torch.nn.MSELoss()).steps
         50
     """
-    evaluator = Evaluator(net, loss_fn, score=score)
+    evaluator = Evaluator(net, loss_fn, metrics=metrics)
     evaluator.check(stream)
     for chunk in stream:
         evaluator.add(chunk)
-    return evaluator.found(stream)
+    return evaluator.result(stream)
 
 
 class Evaluator:
@@ -91,7 +91,7 @@ class Evaluator:
     Args:
         net: made by `tt.carry`.
         loss_fn: as for `tt.evaluate`.
-        score: as for `tt.evaluate`.
+        metrics: as for `tt.evaluate`.
 
     Cost: one forward pass; memory for one chunk.
 
@@ -101,16 +101,16 @@ class Evaluator:
         >>> evaluator = tt.Evaluator(tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1))), torch.nn.MSELoss())
         >>> [tuple(evaluator.add(chunk).shape) for chunk in stream]
         [(20, 1, 1), (20, 1, 1), (10, 1, 1)]
-        >>> evaluator.found(stream).steps
+        >>> evaluator.result(stream).steps
         50
     """
 
     def __init__(
-        self, net: Carried, loss_fn: LossFn | None = None, *, score: Score | None = None
+        self, net: Carried, loss_fn: LossFn | None = None, *, metrics: Score | None = None
     ) -> None:
         self._player = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
-        self._whole = None if score is None else score.fresh()
+        self._whole = None if metrics is None else metrics.new()
         self._apart: dict[int, Score] = {}
         self._total = self._mass = self._steps = 0.0
 
@@ -149,11 +149,11 @@ class Evaluator:
             self._total += self._objective.loss(outputs, chunk).item() * weighs
             self._mass += weighs
         if self._whole is not None:
-            self._whole.add(*chunk.rows(outputs))
+            self._whole.update(*chunk.valid_pairs(outputs))
             _add_apart(self._apart, self._whole, outputs, chunk)
         return outputs
 
-    def found(self, stream: Stream) -> Evaluation:
+    def result(self, stream: Stream) -> Evaluation:
         """What all chunks of this stream gave, those of other ranks too: each must ask."""
         self.check(stream)
         total, mass, steps = self._total, self._mass, self._steps
@@ -163,11 +163,11 @@ class Evaluator:
         loss = total / mass if mass else math.nan
         names = Counter(recording.name for recording in stream.recordings)
         by_name = {
-            _unique(stream.recordings[i].name, i, names): self._apart[i].figures()
+            _unique(stream.recordings[i].name, i, names): self._apart[i].compute()
             for i in sorted(self._apart)
         }
         return Evaluation(
-            loss, int(steps), self._whole.figures() if self._whole is not None else {}, by_name
+            loss, int(steps), self._whole.compute() if self._whole is not None else {}, by_name
         )
 
 
@@ -178,11 +178,11 @@ def _unique(name: str, index: int, names: Counter[str]) -> str:
 
 def _add_apart(apart: dict[int, Score], kind: Score, outputs: Tensor, chunk: Chunk) -> None:
     """Adds the rows of each recording to a score of its own."""
-    rows, targets = chunk.rows(outputs)
+    rows, targets = chunk.valid_pairs(outputs)
     owners = chunk.recording[chunk.mask]
     for index in owners.unique().tolist():
         mine = owners == index
-        apart.setdefault(index, kind.fresh()).add(rows[mine], targets[mine])
+        apart.setdefault(index, kind.new()).update(rows[mine], targets[mine])
 
 
 def predict(

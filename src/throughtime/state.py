@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from throughtime import files
+from throughtime._files import write_atomically
 from throughtime.errors import StateError
 
 State: TypeAlias = (
@@ -292,7 +292,7 @@ def save(state: State, path: str | Path) -> None:
             f"two leaves of the state are both called '{twice[0]}': a key with a dot in it looks"
             " like nesting; rename it"
         )
-    files.write_atomically(
+    write_atomically(
         Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"})
     )
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, join
+from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import (
     Accumulated,
@@ -28,7 +29,6 @@ from throughtime.gradient import (
 )
 from throughtime.gradient.gather import weights_of
 from throughtime.nn.advice import AFTER, advise
-from throughtime.ranks import Ranks, ranks_of
 from throughtime.state import State
 from throughtime.stream import Stream
 
@@ -121,9 +121,9 @@ class Updates(Iterator[Update]):
         self._learning = policy if isinstance(policy, Learning) else None
         self._ranks = ranks
         if state is None and isinstance(stream, Stream):
-            stream.start(handed=stream.hand_off and stream.entering(net) is not None)
+            stream.start(handed=stream.hand_off and stream._entering_state(net) is not None)
         self._checked = ranks.count == 1
-        self._turn = 0 if self._stream is None else self._stream.turn
+        self._turn = 0 if self._stream is None else self._stream._generation
         self._progress = (
             None if state is None else Progress(trees.detach(state), trees.detach(state))
         )
@@ -146,7 +146,7 @@ class Updates(Iterator[Update]):
                 " and the state has not. Start again with tt.updates(...), or from a saved place"
                 " with load_state_dict"
             )
-        if self._stream is not None and self._stream.turn != self._turn:
+        if self._stream is not None and self._stream._generation != self._turn:
             raise DataError(
                 "the stream was started again or moved while its updates were taken: the carried"
                 " state belongs to another place. Give tt.evaluate, and every other loop, a Stream"
@@ -226,7 +226,7 @@ class Updates(Iterator[Update]):
         """The end of an epoch: where states are handed on, each lane's goes to the lane that plays the part after it."""
         self._finished = True
         if self._stream is not None and self._stream.hand_off and self._progress is not None:
-            self._stream.hand_over(self._ranks.handed_on(self._progress.state), self._net)
+            self._stream._hand_over(self._ranks.handed_on(self._progress.state), self._net)
 
     def _begin(self) -> Progress:
         if self._stream is not None and self._stream.position > 0:
@@ -236,7 +236,7 @@ class Updates(Iterator[Update]):
                 " tt.updates the carried state."
             )
         if self._stream is not None and self._stream.handed:
-            entering = self._stream.entering(self._net)
+            entering = self._stream._entering_state(self._net)
             return Progress(entering, entering)
         first = self._source.peek()
         return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
@@ -246,7 +246,7 @@ class Updates(Iterator[Update]):
         """The carried state after the last update; at the end of an epoch, after its last step."""
         return None if self._progress is None else self._progress.state
 
-    def state_dict(self, *, stepped: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, after_step: bool = True) -> dict[str, Any]:
         """Where the updates stand: the place in the stream and the states that the policy needs to
         go on.
 
@@ -254,7 +254,7 @@ class Updates(Iterator[Update]):
         `state` and `edge` are state trees; the rest are plain values.
 
         Args:
-            stepped: whether the optimizer has stepped on the last update. `False` gives the place
+            after_step: whether the optimizer has stepped on the last update. `False` gives the place
                 before it, from which it is made again; so does an update that ended with an error,
                 or is being made, as in the handler of a signal.
 
@@ -270,11 +270,11 @@ class Updates(Iterator[Update]):
             "state": None,
             "edge": None,
         }
-        if self._before is not None and (self._broken or not stepped) and not self._finished:
+        if self._before is not None and (self._broken or not after_step) and not self._finished:
             epoch, position, now = self._before
             place["stream"] |= {"epoch": epoch, "position": position}
         if stream.hand_off:
-            place["entering"] = stream.entering(self._net)
+            place["entering"] = stream._entering_state(self._net)
         if now is not None:
             if now.graphs:
                 raise DataError(
@@ -306,9 +306,9 @@ class Updates(Iterator[Update]):
             )
         stream.load_state_dict(place["stream"])
         if place.get("entering") is not None:
-            stream.hand_over(self._source.moved(place["entering"]), self._net)
+            stream._hand_over(self._source.moved(place["entering"]), self._net)
         stream.start(handed=place.get("entering") is not None)
-        self._turn = stream.turn
+        self._turn = stream._generation
         self._finished, self._broken, self._progress, self._before = False, False, None, None
         self._checked = self._ranks.count == 1
         if place["state"] is not None:
@@ -351,14 +351,14 @@ class Moving:
         chunk = self._source.take(steps)
         return None if chunk is None else self.placed(chunk)
 
-    def ahead(self, steps: int) -> int:
-        return self._source.ahead(steps)
+    def remaining(self, steps: int) -> int:
+        return self._source.remaining(steps)
 
     def read(self, start: int, stop: int) -> Chunk:
         return self.placed(self._source.read(start, stop))
 
-    def unbroken(self) -> int:
-        return self._source.unbroken()
+    def steps_to_common_reset(self) -> int:
+        return self._source.steps_to_common_reset()
 
     def placed(self, chunk: Chunk) -> Chunk:
         """The chunk on the net's device."""
@@ -401,12 +401,12 @@ class ChunkQueue:
         if not self._waiting:
             return None
         whole = join(self._waiting)
-        self._waiting = [whole.between(steps, whole.steps)] if whole.steps > steps else []
-        taken = whole.between(0, steps)
+        self._waiting = [whole[steps : whole.steps]] if whole.steps > steps else []
+        taken = whole[0:steps]
         self.position += taken.steps
         return taken
 
-    def ahead(self, steps: int) -> int:
+    def remaining(self, steps: int) -> int:
         return min(steps, self._wait_for(steps))
 
     def read(self, start: int, stop: int) -> Chunk:
@@ -415,12 +415,12 @@ class ChunkQueue:
         last = bisect_left(self._starts, stop)
         return join(
             [
-                chunks[i].between(max(0, start - self._starts[i]), stop - self._starts[i])
+                chunks[i][max(0, start - self._starts[i]) : stop - self._starts[i]]
                 for i in range(first, min(last, len(chunks)))
             ]
         )
 
-    def unbroken(self) -> int:
+    def steps_to_common_reset(self) -> int:
         chunks = self._readable()
         for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
             chunk, at = chunks[i], self._starts[i]
@@ -464,7 +464,7 @@ class ChunkQueue:
         if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
                 f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
-                " tt.Stream(recordings, lanes, chunk), or tt.Chunk.of(inputs, targets)"
+                " tt.Stream(recordings, lanes, chunk), or tt.Chunk.from_tensors(inputs, targets)"
             )
         if self._last is not None:
             _check_adjacent(self._last, chunk)

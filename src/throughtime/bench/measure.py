@@ -23,7 +23,7 @@ from throughtime.bench.sides import OURS, Make, sides_of
 from throughtime.bench.work import Work, work_of
 from throughtime.errors import RunError
 from throughtime.kernels.library import level
-from throughtime.nn import GRU, LSTM, RNN, which
+from throughtime.nn import GRU, LSTM, RNN, backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative
 CHECKED = 20  # updates
@@ -36,7 +36,7 @@ class Settings:
     Attributes:
         rounds: turns of every side.
         turn: seconds of a turn, at least an update.
-        peers: of `PEERS`, which to measure where they are installed.
+        peers: of `PEERS`, backend to measure where they are installed.
         checked: updates whose losses are compared.
     """
 
@@ -104,7 +104,7 @@ def _runs(work: Work) -> str:
     like = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN}[work.case.cell]
     layer = like(work.case.inputs, work.case.hidden).to(work.case.dtype)
     return str(
-        which(layer, torch.zeros(1, work.case.lanes, work.case.inputs, dtype=work.case.dtype))
+        backend(layer, torch.zeros(1, work.case.lanes, work.case.inputs, dtype=work.case.dtype))
     )
 
 
@@ -149,7 +149,7 @@ def checked(work: Work, makes: Mapping[str, Make], count: int) -> dict[str, floa
         raise RunError(
             f"{case.name}: the {what} of the first {count} updates are apart by {apart} of their"
             f" size from those of '{first}', expected {TOLERANCE[case.dtype]:g} at most: these"
-            " sides do not compute the same, and their times would mean nothing. Find out which is"
+            " sides do not compute the same, and their times would mean nothing. Find out backend is"
             " right before measuring"
         )
     return apart

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from throughtime.bench.side import Loop, Side
 from throughtime.bench.work import NORM, RATE, Net, Work, cuts_of, detached
-from throughtime.carry import Carried, carry
+from throughtime.carry.carried import Carried, carry
+from throughtime.diagnose import trace
 from throughtime.gradient import Truncated
 from throughtime.optim import Adam
-from throughtime.probe import trace
 from throughtime.stream import Stream
 from throughtime.updates import updates
 

@@ -298,7 +298,7 @@ def evaluate(
     """Score a trained model on whole recordings, state carried, and put the scores into its report."""
     folder = Folder(run)
     split, found = assess(folder, data, split, missing)
-    print_scores(split, found.figures, found.recordings, folder.scores(split))
+    print_scores(split, found.metrics, found.recordings, folder.scores(split))
     out.print(f"{found.steps:,} frames scored; {folder.scores(split)} written")
     of_run.write_report(folder)
 

@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
+from throughtime.diagnose import Audit, Reach
+from throughtime.diagnose.reach import within
 from throughtime.errors import ConfigError
-from throughtime.probe import Audit, Reach
-from throughtime.probe.reach import within
 from throughtime.report.of_replay import verdict
 from throughtime.run.audited import Audited
 from throughtime.run.config import Config

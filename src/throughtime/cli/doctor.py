@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from throughtime.cli.screen import out
+from throughtime.doctor import Doctor
+from throughtime.doctor import doctor as open_doctor
 from throughtime.errors import ConfigError
-from throughtime.probe.doctor import Doctor
-from throughtime.probe.doctor import doctor as open_doctor
 from throughtime.report import of_doctor
 
 SCRIPT = {
@@ -48,7 +48,7 @@ def doctor(
         )
     watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
     _run(watching, script, context.args, _page(watching, script, report))
-    if watching.fault is not None:
+    if watching.internal_error is not None:
         raise typer.Exit(2)
     if watching.findings:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from throughtime.score import Figures
+from throughtime.metrics import Metrics
 
 _SHOWN = 40  # recordings in a table of scores
 out = Console(
@@ -15,7 +15,7 @@ out = Console(
 
 
 def print_scores(
-    split: str, together: Figures, recordings: dict[str, Figures], where: Path
+    split: str, together: Metrics, recordings: dict[str, Metrics], where: Path
 ) -> None:
     """Those of each recording, as far as a screen holds them, and of all together."""
     many = f" ({len(recordings)}, each of them in {where})" if len(recordings) > _SHOWN else ""

@@ -124,7 +124,7 @@ def _close(training: Training, *, already: bool) -> None:
     valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
     if valid:
         figures = {
-            k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().figures()
+            k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().compute()
         }
         print_scores("valid", figures, valid[-1]["recordings"], folder.metrics)
     of_run.write_report(folder)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient.gather import weights_of
@@ -87,7 +87,7 @@ class Accumulated:
     ) -> tuple[int, Progress]:
         """Adds the next updates to the mean; how many there were."""
         for count in range(self.updates):
-            if count and not source.ahead(
+            if count and not source.remaining(
                 1
             ):  # the end of an epoch is told once, and the next call must hear it
                 return count, progress

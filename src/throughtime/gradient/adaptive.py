@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
@@ -134,7 +134,7 @@ class Adaptive:
 
         Near the end of an epoch, where too few are left, it waits.
         """
-        steps = source.ahead(self.probe or 4 * self.max)
+        steps = source.remaining(self.probe or 4 * self.max)
         wanted = [h for h in self.horizons if 2 * h <= steps]
         if not wanted:
             return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
 from throughtime.gradient import schedule

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.gradient import schedule
 from throughtime.gradient.edges import Offload, check_offload
@@ -104,10 +104,10 @@ def measure(
 
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> Size:
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
-    long = Chunk.of(
+    long = Chunk.from_tensors(
         long.inputs, long.targets
     )  # without what differs from place to place, so that a resumed run measures the same
-    short = long.between(0, -(-long.steps // 3))
+    short = long[0 : -(-long.steps // 3)]
     with unnoticed(net, short.inputs.device):
         less, few = _graph(net, short, state, objective)
         if long.steps == short.steps:

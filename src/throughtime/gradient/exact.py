@@ -21,14 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
 from throughtime.gradient.budget import Room
 from throughtime.gradient.edges import Offload
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Swept, Update, nothing
+from throughtime.gradient.policy import AdjointStats, Progress, Update, nothing
 from throughtime.gradient.stretch import Stretch, lane_norms, scaled, taken
 from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
 
@@ -116,7 +116,11 @@ class Exact:
         self, net: Carried, source: Source, objective: Objective, progress: Progress
     ) -> tuple[Update | None, Progress]:
         """The next recording or segment that has a valid step."""
-        while steps := source.unbroken() if self.segment is None else source.ahead(self.segment):
+        while (
+            steps := source.steps_to_common_reset()
+            if self.segment is None
+            else source.remaining(self.segment)
+        ):
             update, progress = self._segment(net, source, objective, progress, steps)
             if update is not None:
                 return update, progress
@@ -150,7 +154,7 @@ class Exact:
                 after.state,
                 stretch.outputs,
                 stretch.chunk,
-                clip.swept(length),
+                clip.adjoint_stats(length),
                 stretch.mass,
             ),
             after,
@@ -179,11 +183,13 @@ class Clip:
             else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
         )
 
-    def swept(self, chunk: int) -> Swept:
+    def adjoint_stats(self, chunk: int) -> AdjointStats:
         """What was measured."""
         norms = (
             torch.stack(self.norms)
             if self.norms
             else torch.zeros(0, self.like.lanes, device=self.like.inputs.device)
         )
-        return Swept(chunk, norms, 0 if self.most is None else int((norms > self.most).sum()))
+        return AdjointStats(
+            chunk, norms, 0 if self.most is None else int((norms > self.most).sum())
+        )

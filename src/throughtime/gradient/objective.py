@@ -65,7 +65,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph."""
-        rows, targets = chunk.rows(outputs)
+        rows, targets = chunk.valid_pairs(outputs)
         loss = self.loss_fn(rows, targets)
         # a user's loss_fn may return anything
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.gradient.objective import Objective
 from throughtime.state import State
 
 
 @dataclass(frozen=True, eq=False)
-class Swept:
+class AdjointStats:
     """What a sweep saw on its way back.
 
     Attributes:
@@ -42,7 +42,7 @@ class Update:
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
         chunk: the steps whose losses were counted; where a whole recording was, or several updates
             were accumulated, the last of them, so that memory stays flat.
-        swept: norms of the credit that crossed the edges of chunks, where the gradient came from a
+        adjoint_stats: norms of the credit that crossed the edges of chunks, where the gradient came from a
             sweep.
         weight: what the gradient weighs among those of other ranks; `None`: its steps. With several
             ranks `loss` and `steps` are those of all of them, `outputs` and `chunk` this rank's.
@@ -53,7 +53,7 @@ class Update:
     state: State
     outputs: Tensor
     chunk: Chunk
-    swept: Swept | None = None
+    adjoint_stats: AdjointStats | None = None
     weight: float | None = None
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class Progress(NamedTuple):
         edge: the state entering the first step of `past`, detached; `None` for the initial state,
             which may be learnt.
         past: the steps before the present that the next window runs again.
-        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`Online`)
+        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`RTRL`)
             carries it.
         since: `(B,)`, steps since each lane's last reset, where a policy warms up.
         graphs: those of the strides before the present, where a policy keeps them.

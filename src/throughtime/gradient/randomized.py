@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import torch
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
@@ -172,13 +172,17 @@ class Randomized:
     ) -> tuple[Update | None, Progress]:
         room = Room(self.memory, "auto", None)
         length = room.length(
-            net, chunk.steps, lambda wanted: chunk.between(0, wanted), progress.state, objective
+            net, chunk.steps, lambda wanted: chunk[0:wanted], progress.state, objective
         )
         bounds = schedule.pieces(chunk.steps, length)
-        sweep = Sweep(net, bounds, chunk.between, progress.edge, gates=self._gates(chunk.steps))
-        stretch = Stretch.played(
-            sweep, (chunk.between(a, b) for a, b in pairwise(bounds)), objective
+        sweep = Sweep(
+            net,
+            bounds,
+            lambda start, stop: chunk[start:stop],
+            progress.edge,
+            gates=self._gates(chunk.steps),
         )
+        stretch = Stretch.played(sweep, (chunk[a:b] for a, b in pairwise(bounds)), objective)
         after = Progress(sweep.state, sweep.state)
         mass = objective.mean(stretch.mass)
         if not stretch.valid:
@@ -187,7 +191,7 @@ class Randomized:
         loss = stretch.descend(
             objective, clip, begin, weight=mass / (self.mean_horizon * chunk.lanes)
         )
-        swept = clip.swept(length)
+        swept = clip.adjoint_stats(length)
         return (
             Update(
                 loss,

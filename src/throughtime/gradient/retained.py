@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.finite import not_finite
@@ -78,7 +78,7 @@ def _played(net: Carried, chunk: Chunk, edge: State, cuts: Sequence[int]) -> lis
     with Copies(net).kept():
         for start, stop in pairwise(cuts):
             edge = pieces[-1].after if pieces else edge
-            pieces.append(started(net, chunk.between(start, stop), edge))
+            pieces.append(started(net, chunk[start:stop], edge))
     return pieces
 
 
@@ -140,7 +140,7 @@ def _within(net: Carried, pieces: list[Piece], horizon: int) -> list[Piece]:
 
 
 def _later_part(net: Carried, piece: Piece, start: int) -> Piece:
-    first, second = piece.chunk.between(0, start), piece.chunk.between(start, piece.chunk.steps)
+    first, second = piece.chunk[0:start], piece.chunk[start : piece.chunk.steps]
     with torch.no_grad():
         _, edge = net(
             first.inputs, trees.detach(piece.before), first.resets if first.any_reset else None

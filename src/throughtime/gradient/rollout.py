@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import schedule
@@ -107,10 +107,10 @@ def rollout(
             f"inputs have shape {tuple(x.shape)}, expected (T, B, D) or (T, B) with at least one"
             " step"
         )
-    steps = Chunk.of(x, resets=resets)
+    steps = Chunk.from_tensors(x, resets=resets)
     entering = net.initial_state(steps.lanes, like=x) if state is None else state
     length = room.length(
-        net, steps.steps, lambda wanted: steps.between(0, wanted), trees.detach(entering), None
+        net, steps.steps, lambda wanted: steps[0:wanted], trees.detach(entering), None
     )
     plan = Plan(net, steps, entering, schedule.pieces(steps.steps, length), offload, verify, [])
     y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights_of(net).values())
@@ -132,7 +132,7 @@ class Plan:
 
     def chunks(self) -> Iterator[Chunk]:
         """The steps, piece by piece."""
-        return (self.steps.between(start, stop) for start, stop in pairwise(self.bounds))
+        return (self.steps[start:stop] for start, stop in pairwise(self.bounds))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast that is on now, for later."""
@@ -151,7 +151,7 @@ class Plan:
         return Sweep(
             self.net,
             self.bounds,
-            self.steps.between,
+            lambda start, stop: self.steps[start:stop],
             start,
             offload=self.offload,
             verify=self.verify,

@@ -40,7 +40,7 @@ def window(
     ahead: Callable[[int], int],
     stride: int,
     horizon: int,
-    refresh: int = 0,
+    burn_in: int = 0,
 ) -> Window:
     """The window that counts the losses from `counted` to before `stop`; `ahead` tells how many of
     the next steps there are.
@@ -50,18 +50,18 @@ def window(
     and no step is run twice with a graph.
     """
     if horizon == stride:
-        return Window(lead, counted, counted, stop, max(lead, stop - refresh))
+        return Window(lead, counted, counted, stop, max(lead, stop - burn_in))
     return Window(
         lead,
         max(lead, stop - horizon),
         counted,
         stop,
-        min(stop, max(lead, stop + ahead(stride) - horizon - refresh)),
+        min(stop, max(lead, stop + ahead(stride) - horizon - burn_in)),
     )
 
 
 def windows(
-    steps: int, stride: int, horizon: int, *, refresh: int = 0, first: int | None = None
+    steps: int, stride: int, horizon: int, *, burn_in: int = 0, first: int | None = None
 ) -> Iterator[Window]:
     """The windows of `steps` steps, in order; the first counts `first` steps, the last what is
     left.
@@ -83,7 +83,7 @@ def windows(
             lambda wanted, left=left: min(wanted, left),
             stride,
             horizon,
-            refresh,
+            burn_in,
         )
         yield found
         lead, counted = found.keep, stop

@@ -72,7 +72,7 @@ class Stretch:
         begin, end = self.sweep.bounds[piece.index : piece.index + 2]
         found: dict[int, Tensor] = {}
         for start, stop in pairwise([begin, *(edge for edge in edges if begin < edge < end), end]):
-            part = piece.chunk.between(start - begin, stop - begin)
+            part = piece.chunk[start - begin : stop - begin]
             mass = objective.mass(part)
             if mass:
                 found[start] = objective.loss(piece.outputs[start - begin : stop - begin], part) * (

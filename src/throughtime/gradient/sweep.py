@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, ModelError
 from throughtime.gradient.edges import Edges, Offload
@@ -268,7 +268,7 @@ class Sweep:
         begin, gates, entering = self.bounds[index], self.gates(index), state
         outputs: list[Tensor] = []
         for start, stop in pairwise(sorted({begin, *gates, self.bounds[index + 1]})):
-            part = chunk.between(start - begin, stop - begin)
+            part = chunk[start - begin : stop - begin]
             state = gates[start](state) if start in gates else state
             y, state = self.net(
                 inputs[start - begin : stop - begin], state, part.resets if part.any_reset else None

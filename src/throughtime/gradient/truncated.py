@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
@@ -46,7 +46,7 @@ class Truncated:
             default `stride`.
         jitter: begin every epoch with a stride of random length (from torch's generator), so that
             strides end elsewhere each time: no step is always the one that sees back a single step.
-        refresh: steps before the window that are run again under the new weights, without a graph,
+        burn_in: steps before the window that are run again under the new weights, without a graph,
             so that the state entering the window is less stale.
         warm_up: first steps after every reset whose loss does not count; where the chunks come from
             a `tt.Stream`, its own `warm_up` does the same, for every policy.
@@ -58,10 +58,10 @@ class Truncated:
             copies take less memory than the graphs. At fixed weights the gradients are the same.
 
     Raises:
-        ConfigError: a stride below 1, a horizon below the stride, a negative `refresh`, or one
+        ConfigError: a stride below 1, a horizon below the stride, a negative `burn_in`, or one
             together with kept graphs.
 
-    Cost: `horizon / stride` forward and backward passes per step, and `refresh / stride` forward
+    Cost: `horizon / stride` forward and backward passes per step, and `burn_in / stride` forward
     passes.
 
     Example:
@@ -75,19 +75,19 @@ class Truncated:
     stride: int
     horizon: int | None = None
     jitter: bool = False
-    refresh: int = 0
+    burn_in: int = 0
     warm_up: int = 0
     graphs: Literal["recompute", "retain", "auto"] = "recompute"
 
     def __post_init__(self) -> None:
         schedule.check(self.stride, self._horizon)
-        schedule.whole("refresh", self.refresh, 0)
+        schedule.whole("burn_in", self.burn_in, 0)
         schedule.whole("warm_up", self.warm_up, 0)
         if self.graphs not in ("recompute", "retain", "auto"):
             raise ConfigError(f"graphs={self.graphs!r}: expected 'recompute', 'retain' or 'auto'")
-        if self.refresh and self.graphs != "recompute":
+        if self.burn_in and self.graphs != "recompute":
             raise ConfigError(
-                f"refresh={self.refresh} runs steps again under the new weights, which kept graphs"
+                f"burn_in={self.burn_in} runs steps again under the new weights, which kept graphs"
                 " never are: graphs='recompute'"
             )
 
@@ -107,8 +107,8 @@ class Truncated:
             f", the first {self.warm_up} steps after a reset not counted" if self.warm_up else ""
         )
         return said + (
-            f", the {self.refresh} steps before run again under the new weights"
-            if self.refresh
+            f", the {self.burn_in} steps before run again under the new weights"
+            if self.burn_in
             else ""
         )
 
@@ -157,7 +157,7 @@ class Truncated:
             return True
         if begin:  # decided once, at the start of an epoch
             return False
-        size = measure(net, lambda wanted: chunk.between(0, wanted), progress.state, objective)
+        size = measure(net, lambda wanted: chunk[0:wanted], progress.state, objective)
         copies = sum(weight.nbytes for weight in net.parameters()) * -(
             -self._horizon // self.stride
         )
@@ -171,10 +171,10 @@ class Truncated:
             0,
             counted,
             counted + chunk.steps,
-            source.ahead,
+            source.remaining,
             self.stride,
             self._horizon,
-            self.refresh,
+            self.burn_in,
         )
         whole = join((*progress.past, chunk))
         edge = (
@@ -206,4 +206,4 @@ def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -
     if plan.keep == plan.stop:
         return Progress(run.state, run.state)
     edge = before.edge if plan.keep == 0 else run.kept
-    return Progress(run.state, edge, (steps.between(plan.keep, plan.stop),))
+    return Progress(run.state, edge, (steps[plan.keep : plan.stop],))

@@ -34,16 +34,16 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled as profiled  # as torch's own optimizers ask
 from torch.nn.modules import module as torch_modules
 
-from throughtime.carry import EXPLAINED, Carried
+from throughtime.carry.carried import EXPLAINED, Carried
+from throughtime.carry.chain import Chain, Stateless, through
+from throughtime.carry.layers import Layer
 from throughtime.chunk import Chunk
-from throughtime.contracts.chain import Chain, Stateless, through
-from throughtime.contracts.layers import Layer
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
 from throughtime.gradient.work import LISTENERS, Asked, Result, Work
 from throughtime.kernels.dispatch import around, by_table
+from throughtime.kernels.fused_step import CROSS_ENTROPY, SQUARED
 from throughtime.kernels.recurrent import NUMBERS
-from throughtime.kernels.whole import CROSS_ENTROPY, SQUARED
 from throughtime.nn.layers import GRU, LSTM, RNN, WATCHES, Recurrent, weight_sizes
 from throughtime.nn.layers import KINDS as MODES
 from throughtime.state import State

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.schedule import Window
@@ -65,7 +65,7 @@ def run_window(net: Carried, steps: Chunk, state: State, plan: Window) -> Run:
         outputs: list[Tensor] = []
         end = kept = state
         for start, stop in pairwise(sorted({0, plan.start, plan.keep, plan.stop})):
-            part = steps.between(start, stop)
+            part = steps[start:stop]
             if start == plan.start:
                 forget_casts(steps.inputs)  # older torch keeps casts made without a graph
             with nullcontext() if start >= plan.start else torch.no_grad():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from throughtime.chunk import Chunk
 from throughtime.gradient.schedule import Window
 from throughtime.gradient.window import Run
-from throughtime.kernels import whole as kernel
+from throughtime.kernels import fused_step as kernel
 from throughtime.kernels.recurrent import KINDS, NUMBERS, Call, saved_numbers
 from throughtime.nn.layers import KINDS as MODES
 from throughtime.nn.layers import Recurrent

@@ -86,7 +86,7 @@ class Loader:
     def __len__(self) -> int:
         """Batches in every epoch."""
         if not self._count:
-            self.stream.settle()
+            self.stream._sync_ranks()
             self._count = math.ceil(self.stream.steps / (self.chunks * self.stream.chunk))
         return self._count
 

@@ -4,6 +4,6 @@
 """
 
 from throughtime.nn.fuse import fuse
-from throughtime.nn.layers import GRU, LSTM, RNN, which
+from throughtime.nn.layers import GRU, LSTM, RNN, backend
 
-__all__ = ["GRU", "LSTM", "RNN", "fuse", "which"]
+__all__ = ["GRU", "LSTM", "RNN", "backend", "fuse"]

@@ -295,7 +295,7 @@ class LSTM(Recurrent, nn.LSTM):
     """`torch.nn.LSTM` by the compiled kernel: same arguments, parameters, `state_dict` and results,
     and `resets`.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.which(layer, inputs)`
+    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
     says what runs.
 
     Args:
@@ -319,7 +319,7 @@ class GRU(Recurrent, nn.GRU):
     """`torch.nn.GRU` by the compiled kernel: same arguments, parameters, `state_dict` and results,
     and `resets`.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.which(layer, inputs)`
+    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
     says what runs.
 
     Args:
@@ -342,7 +342,7 @@ class RNN(Recurrent, nn.RNN):
     """`torch.nn.RNN` by the compiled kernel: same arguments, parameters, `state_dict` and results,
     and `resets`.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.which(layer, inputs)`
+    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
     says what runs.
 
     Args:
@@ -361,7 +361,7 @@ class RNN(Recurrent, nn.RNN):
 
 
 # as forward calls it
-def which(layer: nn.Module, input: Any, hx: Any = None) -> Choice:
+def backend(layer: nn.Module, input: Any, hx: Any = None) -> Choice:
     """Which code would run this call of a layer, and why it and nothing faster.
 
     Args:
@@ -378,7 +378,7 @@ def which(layer: nn.Module, input: Any, hx: Any = None) -> Choice:
 
     Example:
         >>> import torch, throughtime as tt
-        >>> str(tt.nn.which(torch.nn.GRU(3, 8), torch.zeros(5, 2, 3)))
+        >>> str(tt.nn.backend(torch.nn.GRU(3, 8), torch.zeros(5, 2, 3)))
         'torch.nn: the layer is a torch.nn.GRU; tt.fuse(module) makes it a tt.nn.GRU'
     """
     if isinstance(layer, Recurrent):

@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from throughtime.probe import Audit, Reach
-from throughtime.probe.audit import Truncation
-from throughtime.probe.reach import within
-from throughtime.report.page import Figure, Range, Table
+from throughtime._svg import Range
+from throughtime.diagnose import Audit, Reach
+from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose.reach import within
+from throughtime.report.page import Figure, Table
 from throughtime.report.svg import Mark, Series, heat, lines
 from throughtime.run.audited import Audited
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from throughtime import files
+from throughtime._files import write_atomically
 from throughtime.report import of_audit
 from throughtime.report.page import Figure, Page, Section, Table, Text, render
 from throughtime.report.svg import Band, Mark, Series, lines, strip
@@ -32,7 +32,7 @@ _SHOWN = 6_000
 
 def write_report(demo: Demo, folder: Path) -> Path:
     """Writes `report.html` and `demo.json` into the folder; returns the page's path."""
-    files.write_atomically(folder / "demo.json", json.dumps(facts(demo), indent=1).encode())
+    write_atomically(folder / "demo.json", json.dumps(facts(demo), indent=1).encode())
     lead = (
         f"The same LSTM, {demo.updates:,} updates each: on windows from a zero state, and on one"
         " unbroken stream with the state carried."
@@ -44,7 +44,7 @@ def write_report(demo: Demo, folder: Path) -> Path:
         Section("Learning", [_learning(demo)]),
         Section("The task", _task()),
     ]
-    files.write_atomically(
+    write_atomically(
         folder / "report.html",
         render(Page("throughtime: train on the stream you will run on", lead, sections)).encode(),
     )

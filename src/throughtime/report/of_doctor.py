@@ -4,8 +4,8 @@ import linecache
 from collections.abc import Sequence
 from pathlib import Path
 
-from throughtime import files
-from throughtime.probe.doctor import CODES, Doctor, Finding
+from throughtime._files import write_atomically
+from throughtime.doctor import CODES, Doctor, Finding
 from throughtime.report.page import Code, Link, Page, Part, Section, Table, Text, render
 
 _AROUND = 4  # lines of code shown before and after the one that is named
@@ -45,7 +45,7 @@ def write_report(
         True
     """
     path = Path(path)
-    files.write_atomically(path, render(page_of(doctor, of, ended, base or Path.cwd())).encode())
+    write_atomically(path, render(page_of(doctor, of, ended, base or Path.cwd())).encode())
     return path
 
 
@@ -76,7 +76,7 @@ def _lead(doctor: Doctor) -> str:
     if not count:
         return (
             "Nothing was found."
-            if doctor.fault is None
+            if doctor.internal_error is None
             else "Nothing was found before the doctor itself failed."
         )
     return (
@@ -87,8 +87,8 @@ def _lead(doctor: Doctor) -> str:
 
 def _summary(doctor: Doctor, ended: str) -> list[Part]:
     parts: list[Part] = [Text(f"The loop ended with {ended}")] if ended else []
-    if doctor.fault is not None:
-        what = f"{type(doctor.fault).__name__}: {doctor.fault}"
+    if doctor.internal_error is not None:
+        what = f"{type(doctor.internal_error).__name__}: {doctor.internal_error}"
         parts.append(
             Text(
                 "The doctor itself failed and stopped looking, so that something may have been"

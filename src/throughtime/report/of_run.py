@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from throughtime import files
-from throughtime.carry import Carried
+from throughtime._files import write_atomically
+from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 from throughtime.report import of_audit, of_replay, of_trace
 from throughtime.report.page import Facts, Figure, Page, Section, Table, Text, render
@@ -39,7 +39,7 @@ def write_report(folder: Folder) -> Path:
             f" {folder.report.name} was not written"
         )
     net, spec = load_model(folder.model)
-    names = tuple(spec.score().figures())
+    names = tuple(spec.score().compute())
     sections = [
         Section(
             "The run", [_facts(config, rows, net), *map(Text, _in_words(config, spec, rows[0]))]
@@ -64,7 +64,7 @@ def write_report(folder: Folder) -> Path:
         f"{spec.model.upper()} trained on {Path(config.data).name}: {how}.",
         sections,
     )
-    files.write_atomically(folder.report, render(page).encode())
+    write_atomically(folder.report, render(page).encode())
     return folder.report
 
 

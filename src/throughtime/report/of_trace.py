@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from throughtime.report.page import Figure, Part, Table, Text, numbers
+from throughtime._svg import numbers
+from throughtime.report.page import Figure, Part, Table, Text
 from throughtime.report.svg import Series, heat
 from throughtime.run.config import Config
 from throughtime.run.traced import EXPLODED, VANISHED, Life, Memory, Traced

@@ -10,22 +10,19 @@ contrast of at least 4.5 to the page, and any two stay apart under protanopia, d
 tritanopia (found by a search in OKLab, with Machado et al.'s 2009 model of colour blindness).
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TypeAlias
 
+from throughtime._svg import PALETTE, clean, numbers
 from throughtime.errors import ConfigError, DataError
 
 Cell: TypeAlias = str | float
-Range: TypeAlias = tuple[float, float]
 
 _MINUS, _NONE, _ARROW = "\u2212", "\u2013", "\u2192"
 
-PALETTE = ("#2350c4", "#cf3a0a", "#0c694c", "#620b82", "#776e21", "#177b9e", "#850125", "#444956")
 _DARK = ("#4a9dff", "#e8762a", "#60c761", "#b98ac6", "#f0d02c", "#1dccfc", "#fa96be", "#dedede")
 
 
@@ -153,153 +150,6 @@ def render(page: Page) -> str:
         ' class="skip" href="#content">Skip to the'
         f" content</a>\n<header><h1>{clean(page.title)}</h1>{lead}{_contents(page)}</header>\n<main"
         f' id="content" tabindex="-1">\n{main}\n</main>\n</body>\n</html>\n'
-    )
-
-
-def clean(text: str) -> str:
-    """The text as it can stand in a page: escaped, and without what neither UTF-8 nor XML can hold."""
-    whole = text.encode("utf-8", "replace").decode()
-    return escape(
-        "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in whole)
-    )
-
-
-def numbers(values: Sequence[float], digits: int = 4) -> list[str]:
-    """The values as text with one number of decimals for all, so that they line up in a column.
-
-    Args:
-        values: the numbers; one that is not finite becomes a dash.
-        digits: the most significant digits of the largest; decimals that none of them needs are
-            left away.
-
-    Example:
-        >>> from throughtime.report import numbers
-        >>> numbers([0.98123, 0.5])
-        ['0.9812', '0.5000']
-    """
-    finite = [abs(v) for v in values if math.isfinite(v)]
-    top = max(finite, default=0.0)
-    if top >= 1e12 or 0 < top < 1e-3:
-        return [_scientific(v, digits) for v in values]
-    most = max(0, digits - 1 - math.floor(math.log10(top))) if top else 0
-    if len(finite) > 1 and any(0 < v < 10.0**-most for v in finite):  # it would read as zero
-        return [numbers([v], digits)[0] for v in values]
-    places = next(
-        (p for p in range(most) if all(abs(round(v, p) - v) <= 1e-9 * v for v in finite)), most
-    )
-    return [f"{v:,.{places}f}".replace("-", _MINUS) if math.isfinite(v) else _NONE for v in values]
-
-
-def _scientific(value: float, digits: int) -> str:
-    if not math.isfinite(value):
-        return _NONE
-    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-    mantissa = mantissa.rstrip("0").rstrip(".")
-    return (f"{mantissa}e{int(power)}" if value else "0").replace("-", _MINUS)
-
-
-_TINY = 1e-290  # powers of ten are exact enough above it
-
-
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, from at or below `low` to at or above
-    `high`.
-
-    Example:
-        >>> from throughtime.report import ticks
-        >>> ticks(0.13, 0.94)
-        [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    """
-    if not high - low > max(
-        1e-12 * max(abs(low), abs(high)), _TINY
-    ):  # one value: room on both sides
-        room = abs(low) / 2 if abs(low) > _TINY else 1.0
-        low, high = low - room, high + room
-    rough = (high - low) / about
-    power = math.floor(math.log10(rough))
-    lead = next(lead for lead in (1, 2, 5, 10) if lead * 10.0**power >= rough * (1 - 1e-9))
-    step = lead * 10.0**power
-    whole = range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
-    # An exact quotient of integers: 3 / 10, not 3 * 0.1.
-    return [i * lead / 10**-power if power < 0 else float(i * lead * 10**power) for i in whole]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """The same on a logarithmic axis: 1, 2 and 5, or only powers of ten where they are many; some may lie outside."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    leads = (1, 2, 5) if high / low < 1e3 else (1,)
-    found = [lead * 10.0**power for power in powers[:: 1 + len(powers) // 9] for lead in leads]
-    return found if sum(low <= t <= high for t in found) > 1 else ticks(low, high)
-
-
-def tick_labels(values: Sequence[float]) -> list[str]:
-    """The ticks of one axis as text, in thousands (k), millions (M) or billions (G) where that is
-    exact.
-
-    Example:
-        >>> from throughtime.report import tick_labels
-        >>> tick_labels([0, 5000, 10000])
-        ['0', '5k', '10k']
-    """
-    top = max(map(abs, values), default=0.0)
-    for unit, sign, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
-        if least <= top < 1e12 and all(abs(round(v / unit, 1) - v / unit) < 1e-9 for v in values):
-            return [
-                text + sign if v else "0"
-                for v, text in zip(values, numbers([v / unit for v in values]), strict=True)
-            ]
-    return numbers(values, digits=12)
-
-
-def drawn(value: float, *, log: bool = False) -> bool:
-    """Whether a chart can show the value.
-
-    Browsers draw nothing far beyond 1e300, nor does arithmetic end well there.
-    """
-    return abs(value) < 1e300 and (value > 0 or not log)
-
-
-def extent(values: Sequence[float], *, log: bool = False) -> Range:
-    """From the least to the greatest, with room around a single value."""
-    low, high = min(values, default=1.0 if log else 0.0), max(values, default=10.0 if log else 1.0)
-    if high - low > 1e-12 * max(abs(low), abs(high)):
-        return low, high
-    return (low / 2, low * 2) if log else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
-
-
-def axis_range(values: Sequence[float], given: Range | None = None, *, log: bool = False) -> Range:
-    """What an axis shows: what is asked for, or all values and up to the next ticks, powers of ten on a logarithmic axis."""
-    if given is None and log:
-        low, high = extent(values, log=True)
-        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
-    if given is None:
-        every = ticks(*extent(values))
-        return every[0], every[-1]
-    if not (drawn(given[0], log=log) and drawn(given[1]) and given[0] < given[1]):
-        raise ConfigError(
-            f"range {given}: expected two finite numbers{' above 0' if log else ''}, the lower one"
-            " first"
-        )
-    return given
-
-
-def width(*texts: str) -> float:
-    """A generous guess at the width of the widest: digits are wide in some fonts, and wide scripts take about twice the room."""
-    return max(
-        (
-            sum(8.3 if c.isdigit() else 7.4 if ord(c) < 0x1100 else 14 for c in text)
-            for text in texts
-        ),
-        default=0.0,
-    )
-
-
-def shorten(text: str, most: int) -> str:
-    """What names of files share is at the front, what tells them apart at the end: the middle goes."""
-    return (
-        text
-        if len(text) <= most
-        else f"{text[: most // 3]}…{text[len(text) + 1 + most // 3 - most :]}"
     )
 
 

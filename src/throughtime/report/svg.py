@@ -12,30 +12,37 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from throughtime.errors import ConfigError, DataError
-from throughtime.report.ink import (
+from throughtime._svg import (
     DOTTED,
     END,
     HALO,
     HATCH,
     MIDDLE,
     WIDTH,
+    Range,
     Scale,
     axes,
+    axis_range,
     block,
     chart,
+    clean,
     colour_of,
+    drawn,
     empty,
+    extent,
     faint,
     heading,
     margin,
+    numbers,
     ruled,
     short,
+    shorten,
     stroke,
+    width,
     written,
     x_axis,
 )
-from throughtime.report.page import Range, axis_range, clean, drawn, extent, numbers, shorten, width
+from throughtime.errors import ConfigError, DataError
 
 _THROUGH = 16  # cuts beyond which they are marked above the cells, which they would hide
 _MANY = 1500  # points beyond which a line is drawn as its envelope

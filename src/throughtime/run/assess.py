@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from throughtime import files
+from throughtime._files import write_atomically
 from throughtime.predict import Evaluation
 from throughtime.run import data as datasets
 from throughtime.run.config import Config, make_config
@@ -72,8 +72,8 @@ def assess(
         "split": split,
         "data": str(data or config.data),
         "steps": found.steps,
-        "figures": found.figures,
+        "figures": found.metrics,
         "recordings": found.recordings,
     }
-    files.write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
+    write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
     return split, found

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
+from throughtime.diagnose import audit, reach
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import LossFn, schedule
-from throughtime.probe import audit, reach
 from throughtime.run.assess import adjusted, recordings_for, usual_split
 from throughtime.run.audited import Audited, places
 from throughtime.run.checkpoint import load_checkpoint

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from throughtime import files
+from throughtime._files import write_atomically
+from throughtime.diagnose import Audit, Reach
+from throughtime.diagnose._slice import plain
+from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose.reach import Decay
 from throughtime.errors import RunError
-from throughtime.probe import Audit, Reach
-from throughtime.probe.audit import Truncation
-from throughtime.probe.place import plain
-from throughtime.probe.reach import Decay
 from throughtime.run.config import Config
 from throughtime.run.replayed import Replayed
 from throughtime.run.traced import Traced
@@ -125,7 +125,7 @@ class Audited:
 
     def write(self, path: Path) -> None:
         """Keeps the facts, whole or not at all."""
-        files.write_atomically(path, json.dumps(self.facts(), indent=1, allow_nan=False).encode())
+        write_atomically(path, json.dumps(self.facts(), indent=1, allow_nan=False).encode())
 
     @classmethod
     def read(cls, path: Path) -> "Audited":

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from throughtime.carry import Carried, carry
+from throughtime.carry.carried import Carried, carry
+from throughtime.diagnose import audit, reach
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient.budget import measure
 from throughtime.gradient.schedule import in_bytes
+from throughtime.metrics import Classification
 from throughtime.predict import evaluate, predict
-from throughtime.probe import audit, reach
 from throughtime.run.audited import Audited
 from throughtime.run.threads import one_thread
-from throughtime.score import Classification
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Composed
@@ -169,7 +169,7 @@ def _whole(net: Carried, train: list[Recording]) -> Whole:
     (update,) = updates(net, stream, loss_fn, gradient=Exact())
     seconds = time.perf_counter() - began
     net.zero_grad()
-    chunk = stream.steps if update.swept is None else update.swept.chunk
+    chunk = stream.steps if update.adjoint_stats is None else update.adjoint_stats.chunk
     edges = size.of(stream.steps, chunk, kept=True)
     return Whole(stream.steps, seconds, chunk, round(edges), round(size.step * stream.steps))
 
@@ -201,7 +201,7 @@ def _way(
     ]
     way.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
     pieces = Stream(as_trained, min(LANES, len(as_trained)), STRIDE, seed=None)
-    way.as_trained = evaluate(net, pieces, score=Classification(MODES)).figures["accuracy"]
+    way.as_trained = evaluate(net, pieces, metrics=Classification(MODES)).metrics["accuracy"]
     return way, net
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from throughtime import files
+from throughtime._files import write_atomically
 from throughtime.errors import RunError
 from throughtime.run.config import Config, make_config, read_toml
 
@@ -40,7 +40,7 @@ class Folder:
     def create(cls, config: Config) -> "Folder":
         """A new folder with the resolved configuration."""
         folder = cls.check_free(config)
-        files.write_atomically(folder.config, config.to_toml().encode())
+        write_atomically(folder.config, config.to_toml().encode())
         return folder
 
     @property
@@ -113,7 +113,7 @@ class Folder:
         """Drops lines written after the checkpoint that the run goes on from, one that was cut short among them."""
         if self.metrics.is_file():
             lines = self.metrics.read_bytes().splitlines(keepends=True)
-            files.write_atomically(self.metrics, b"".join(lines[:count]))
+            write_atomically(self.metrics, b"".join(lines[:count]))
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Appends a line."""

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from throughtime.carry import Carried, carry
+from throughtime.carry.carried import Carried, carry
+from throughtime.metrics import Classification, Regression, Score
 from throughtime.run import tensors as files
 from throughtime.run.config import Config
 from throughtime.run.form import Form
 from throughtime.run.survey import Survey, sorted_classes
 from throughtime.run.weights import class_weights
-from throughtime.score import Classification, Regression, Score
 
 _KIND = "throughtime.model/1"
 

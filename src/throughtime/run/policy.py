@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.gradient import Exact, LossFn, Objective, Truncated
 from throughtime.gradient.budget import Room
 from throughtime.run.config import Config
@@ -58,5 +58,5 @@ def updates_per_epoch(policy: Truncated | Exact, stream: Stream) -> int:
     return (
         len(stream.recordings)
         if stream.lanes * stream.shard.ranks == 1
-        else max(1, round(stream.steps / stream.unbroken()))
+        else max(1, round(stream.steps / stream.steps_to_common_reset()))
     )

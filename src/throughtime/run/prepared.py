@@ -176,8 +176,8 @@ def _of_survey(found: Survey, spec: Spec) -> list[str]:
         )
     if found.missing:
         remarks.append(f"{found.missing} steps masked: their inputs are NaN or infinite")
-    if found.without_target:
-        remarks.append(f"{found.without_target} steps masked: they have no target")
+    if found.missing_targets:
+        remarks.append(f"{found.missing_targets} steps masked: they have no target")
     return remarks
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.gradient import Exact, LossFn, Truncated, Update
 from throughtime.run.config import Config
@@ -156,8 +156,8 @@ def _by_hand(module: nn.Module, played: Played, loss_fn: LossFn) -> tuple[Tensor
             module, whole.inputs[: played.start], whole.resets[: played.start], None
         )
     after, _ = _run(module, whole.inputs[played.start :], whole.resets[played.start :], state)
-    last = whole.between(played.counted, whole.steps)
-    rows, targets = last.rows(after[played.counted - played.start :])
+    last = whole[played.counted : whole.steps]
+    rows, targets = last.valid_pairs(after[played.counted - played.start :])
     gradient = torch.autograd.grad(loss_fn(rows, targets), weights, materialize_grads=True)
     return torch.cat([before, after.detach()]), list(gradient)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.predict import Predictor
 from throughtime.run.config import Config
 from throughtime.run.model import Spec

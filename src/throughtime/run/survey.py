@@ -62,7 +62,7 @@ class Survey:
     targets: Moments = field(default_factory=Moments)
     classes: Counter[str] = field(default_factory=Counter[str])
     missing: int = 0
-    without_target: int = 0
+    missing_targets: int = 0
     steps: int = 0
     rising: Array = field(
         default_factory=lambda: np.zeros(0, dtype=np.bool_)
@@ -130,7 +130,7 @@ def _add_targets(found: Survey, name: str, start: int, targets: Array, classify:
         values, counts = np.unique(targets, return_counts=True)
         for value, count in zip(values, counts, strict=True):
             found.classes[class_name(value)] += int(count)
-        found.without_target += found.classes.pop("", 0)
+        found.missing_targets += found.classes.pop("", 0)
         return
     rows = targets.reshape(len(targets), -1).astype(np.float64)
     infinite = np.isinf(rows).any(axis=1)
@@ -139,7 +139,7 @@ def _add_targets(found: Survey, name: str, start: int, targets: Array, classify:
             f"recording '{name}': {int(infinite.sum())} targets are infinite from step"
             f" {start + int(infinite.argmax())} on"
         )
-    found.without_target += int(np.isnan(rows).any(axis=1).sum())
+    found.missing_targets += int(np.isnan(rows).any(axis=1).sum())
     found.targets.add(rows)
 
 

@@ -9,7 +9,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from throughtime import files
+from throughtime._files import write_atomically
 from throughtime.errors import RunError
 
 
@@ -18,7 +18,7 @@ def write(path: Path, kind: str, description: Any, tensors: Mapping[str, Tensor]
 
     `kind` is the only key of the metadata, since safetensors writes several in any order.
     """
-    files.write_atomically(
+    write_atomically(
         path, safetensors.torch.save(dict(tensors), metadata={kind: json.dumps(description)})
     )
 

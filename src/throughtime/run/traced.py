@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
+from throughtime.diagnose.trace import Found, Timescale, Trace, trace
 from throughtime.gradient import LossFn, Truncated, schedule
 from throughtime.predict import Predictor
-from throughtime.probe.trace import Found, Pace, Trace, trace
 from throughtime.run.config import Config
 from throughtime.run.model import Spec
 from throughtime.run.stretch import stretch
@@ -241,7 +241,9 @@ def _placed(
         player(stream.read(at, min(at + 1024, start)).inputs.to(device))
     read = stream.read(start, start + steps)
     return (
-        Chunk.of(read.inputs, read.targets, resets=read.resets, mask=read.mask).to(device),
+        Chunk.from_tensors(read.inputs, read.targets, resets=read.resets, mask=read.mask).to(
+            device
+        ),
         player.state,
     )
 
@@ -275,7 +277,7 @@ class Seen:
         longest = max(steps for steps, _ in self.found)
         whole = [found for steps, found in self.found if steps == longest]
         memories = (
-            Pace.of(name, torch.stack(self.kept[name]).mean(0))
+            Timescale.of(name, torch.stack(self.kept[name]).mean(0))
             for name in sorted(self.kept, key=lambda name: (len(name), name))
         )
         return Traced(

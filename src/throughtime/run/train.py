@@ -13,12 +13,13 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from throughtime import files
-from throughtime.carry import Carried
+from throughtime._files import write_atomically
+from throughtime.carry.carried import Carried
+from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
+from throughtime.metrics import Metrics
 from throughtime.predict import Evaluation, evaluate
-from throughtime.ranks import RankError
 from throughtime.run.checkpoint import copied, load_checkpoint, save_checkpoint
 from throughtime.run.config import Config
 from throughtime.run.folder import Folder
@@ -27,7 +28,6 @@ from throughtime.run.model import Spec, build, fit_statistics, loss_of, save_mod
 from throughtime.run.policy import policy_of, settled, updates_per_epoch
 from throughtime.run.prepared import Prepared, of_idle, prepare
 from throughtime.run.team import ALONE, Team
-from throughtime.score import Figures
 from throughtime.stream import Recording, Stream, windows
 from throughtime.updates import Updates, updates
 
@@ -41,7 +41,7 @@ def scored(net: Carried, spec: Spec, recordings: list[Recording], config: Config
         recordings, min(len(recordings), EVALUATION_LANES), EVALUATION_CHUNK, seed=None, warm_up=config.warm_up, dtype=spec.torch_dtype,
         missing=config.missing, rank=0, ranks=1,
     )  # fmt: skip
-    return evaluate(net, stream, score=spec.score())
+    return evaluate(net, stream, metrics=spec.score())
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Moment:
     update: int
     updates: int
     loss: float
-    figures: Figures
+    figures: Metrics
     frames_per_second: float
     remaining_seconds: float
     peak_memory: int | None
@@ -76,7 +76,7 @@ class Training:
         self.loss_fn = loss_of(config, prepared.spec, self.net, prepared.found.classes)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
         self.stream = self._stream()
-        idle = sum(team.gathered(self.stream.idle)) / (self.stream.steps * config.lanes)
+        idle = sum(team.gathered(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.prepared = replace(prepared, remarks=(*prepared.remarks, *of_idle(idle)))
         self.policy = team.first_does(
             lambda: settled(policy_of(config), self.net, self.stream, self.loss_fn)
@@ -140,7 +140,7 @@ class Training:
         self.folder.sweep()
         self.folder.keep_metrics(self.rows)
         if rewrite:
-            files.write_atomically(self.folder.config, self.config.to_toml().encode())
+            write_atomically(self.folder.config, self.config.to_toml().encode())
 
     def _stream(self) -> Stream:
         config, recordings = self.config, self.prepared.train
@@ -175,7 +175,7 @@ class Training:
     @property
     def waiting(self) -> float:
         """The share of the time so far that was spent waiting for data."""
-        return (self._waited + self.stream.waited) / self.seconds if self.seconds else 0.0
+        return (self._waited + self.stream.wait_seconds) / self.seconds if self.seconds else 0.0
 
     def stop(self) -> None:
         """Asks `go` to save and return after the update in hand.
@@ -282,7 +282,7 @@ class Training:
         self._sum.zero_()
         self._sum_steps = 0
         rows = self.team.gathered(
-            [part.cpu().clone() for part in update.chunk.rows(update.outputs)]
+            [part.cpu().clone() for part in update.chunk.valid_pairs(update.outputs)]
         )
         moment = self.team.first_does(lambda: self._logged(loss, rows))
         self.rows += 1
@@ -293,11 +293,11 @@ class Training:
             self._diverged(f"the loss is {loss}")
         score = self.prepared.spec.score()
         for outputs, targets in rows:
-            score.add(outputs, targets)
+            score.update(outputs, targets)
         rate = self.frames / self.seconds
         left = (self.total - self.count) * self.seconds / self.count
         moment = Moment(
-            self.count, self.total, loss, score.figures(), rate, left, peak_memory(), self.waiting
+            self.count, self.total, loss, score.compute(), rate, left, peak_memory(), self.waiting
         )
         self._write(
             {
@@ -318,7 +318,7 @@ class Training:
     def _validate(self) -> None:
         found = scored(self.net, self.prepared.spec, self.prepared.valid, self.config)
         self._write(
-            {"kind": "valid", "update": self.count, **found.figures, "recordings": found.recordings}
+            {"kind": "valid", "update": self.count, **found.metrics, "recordings": found.recordings}
         )
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -355,9 +355,9 @@ class Training:
         return {
             "updates": place,
             "stream": self.stream.state_dict(),
-            "entering": self.stream.entering(self.net) if place is None else None,
+            "entering": self.stream._entering_state(self.net) if place is None else None,
             "random": torch.get_rng_state(),
-            "waited": self._waited + self.stream.waited,
+            "waited": self._waited + self.stream.wait_seconds,
         }
 
     def _save(self, places: list[dict[str, Any]]) -> None:
@@ -399,7 +399,7 @@ class Training:
             # between two epochs: the next one may go on from the states of the last
             self.stream.start()
             if place.get("entering") is not None:
-                self.stream.hand_over(place["entering"], self.net)
+                self.stream._hand_over(place["entering"], self.net)
         else:
             self._updates = updates(self.net, self.stream, self.loss_fn, gradient=self.policy)
             self._updates.load_state_dict(place["updates"])

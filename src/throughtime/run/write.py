@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from throughtime import state as trees
-from throughtime.carry import Carried
+from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError
 from throughtime.predict import predict
 from throughtime.run.joined import joined

@@ -207,7 +207,7 @@ class Timetable:
         )
 
     @property
-    def idle(self) -> int:
+    def idle_steps(self) -> int:
         """Steps in which a lane of this rank has nothing left to play, over the whole epoch."""
         return sum(self.steps - self.starts[lane][-1] for lane in self.mine)
 

@@ -17,11 +17,19 @@ import torch
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
 from throughtime.state import State
-from throughtime.stream.ahead import Here, InProcesses, InThread, Reader, Request, Waiting, Workers
-from throughtime.stream.collate import DTYPES, Collator, Gaps
+from throughtime.stream._collate import DTYPES, Collator, Gaps
+from throughtime.stream._prefetch import (
+    Here,
+    InProcesses,
+    InThread,
+    Reader,
+    Request,
+    Waiting,
+    Workers,
+)
+from throughtime.stream._shard import Shard
 from throughtime.stream.lanes import Timetable
 from throughtime.stream.recording import Recording, as_recording, with_one_kind
-from throughtime.stream.shard import Shard
 
 NO_GAPS = Gaps(None, None)
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
@@ -215,11 +223,11 @@ class Stream:
         """Steps of every lane played in this epoch."""
         return self._at
 
-    def hand_over(self, state: State, net: object) -> None:
+    def _hand_over(self, state: State, net: object) -> None:
         """Keeps the states, already those of the lanes that play the next parts, for the epoch that comes now and for this net."""
         self._entering = (weakref.ref(net), self._epoch, state)
 
-    def entering(self, net: object) -> State:
+    def _entering_state(self, net: object) -> State:
         """What `hand_over` kept for this net and this epoch; `None` if nothing, as before the first
         epoch of every net.
 
@@ -248,7 +256,7 @@ class Stream:
         return self._table.handed
 
     @property
-    def turn(self) -> int:
+    def _generation(self) -> int:
         """Changes whenever the stream is started or moved: who counts on its place can see that somebody else did."""
         return self._turn
 
@@ -261,12 +269,12 @@ class Stream:
         return self._table.steps
 
     @property
-    def idle(self) -> int:
+    def idle_steps(self) -> int:
         """Lane steps of this epoch in which a lane has nothing left to play."""
-        return self._table.idle
+        return self._table.idle_steps
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds spent waiting for data so far."""
         return self._reader.seconds
 
@@ -276,7 +284,7 @@ class Stream:
         return self._masked
 
     @property
-    def without_target(self) -> int:
+    def missing_targets(self) -> int:
         """Steps masked so far because their target was NaN or -100."""
         return self._without_target
 
@@ -289,7 +297,7 @@ class Stream:
         while (chunk := self.take(self.chunk)) is not None:
             yield chunk
 
-    def settle(self) -> None:
+    def _sync_ranks(self) -> None:
         """Takes its place in the process group that is up now, where the stream was made before it.
 
         Raises:
@@ -320,7 +328,7 @@ class Stream:
         Raises:
             DataError: the process group has changed since the stream began to play.
         """
-        self.settle()
+        self._sync_ranks()
         if not self._resumed:
             self._at = 0
         if self._at == 0 and handed != self._table.handed:
@@ -348,17 +356,17 @@ class Stream:
             and self._gaps == NO_GAPS
         ):  # the usual case
             self._at = stop
-            return ahead.between(begin, stop - self._ahead_at)
+            return ahead[begin : stop - self._ahead_at]
         parts: list[Chunk] = []
         at, masked, without = self._at, 0, 0
         while at < stop:
             ahead = self._stretch(at)
             begin, end = at - self._ahead_at, min(stop - self._ahead_at, ahead.steps)
-            parts.append(ahead.between(begin, end))
+            parts.append(ahead[begin:end])
             masked += self._gaps.masked[end] - self._gaps.masked[begin] if self._gaps.masked else 0
             without += (
-                self._gaps.without_target[end] - self._gaps.without_target[begin]
-                if self._gaps.without_target
+                self._gaps.missing_targets[end] - self._gaps.missing_targets[begin]
+                if self._gaps.missing_targets
                 else 0
             )
             at = self._ahead_at + end
@@ -367,11 +375,11 @@ class Stream:
         self._without_target += without
         return join(parts)
 
-    def ahead(self, steps: int) -> int:
+    def remaining(self, steps: int) -> int:
         """How many of the next `steps` steps there are in this epoch."""
         return min(steps, self._table.steps - self._at)
 
-    def unbroken(self) -> int:
+    def steps_to_common_reset(self) -> int:
         """Steps to the next one at which every lane starts a recording, or to the end of the epoch."""
         fresh = self._table.fresh
         return fresh[min(bisect_right(fresh, self._at), len(fresh) - 1)] - self._at
@@ -428,7 +436,7 @@ class Stream:
         Raises:
             DataError: the place belongs to another stream; each difference is named.
         """
-        self.settle()
+        self._sync_ranks()
         mine = self._identity()
         faults = [
             f"{key} is {state.get(key)!r} there and {mine[key]!r} here"

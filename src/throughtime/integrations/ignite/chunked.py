@@ -117,7 +117,7 @@ class Windowed:
             position = (
                 torch.arange(start, start + steps, device=x.device).unsqueeze(1).expand(x.shape[:2])
             )
-            yield tt.Chunk.of(x, y, resets=resets, position=position)
+            yield tt.Chunk.from_tensors(x, y, resets=resets, position=position)
             start += steps
 
     def _time_first(self, part: Any) -> Tensor:

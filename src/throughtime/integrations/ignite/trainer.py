@@ -88,7 +88,7 @@ class StreamTrainer(Engine):
         if place is None and self._updates is not None:
             random = generators(device_of(self._net))
             done: Any = self.state
-            at = self._updates.state_dict(stepped=self._stepped)
+            at = self._updates.state_dict(after_step=self._stepped)
             place = {
                 "place": at,
                 "next": self._next,

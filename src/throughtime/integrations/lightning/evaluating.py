@@ -46,12 +46,12 @@ class Evaluating(Streaming):
         for key in mine:
             stream, evaluator = self._evaluators.pop(key)
             found, suffix = (
-                evaluator.found(stream),
+                evaluator.result(stream),
                 (f"/dataloader_idx_{key[1]}" if len(mine) > 1 else ""),
             )
             figures = {
                 f"{kind}_{name}{suffix}": value
-                for name, value in {"loss": found.loss, **found.figures}.items()
+                for name, value in {"loss": found.loss, **found.metrics}.items()
             }
             self.log_dict(figures, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
 
@@ -62,7 +62,7 @@ class Evaluating(Streaming):
                 " the training. Make two"
             )
         if batch.index == 0:
-            evaluator = tt.Evaluator(self.net, self.loss_fn, score=self.score)
+            evaluator = tt.Evaluator(self.net, self.loss_fn, metrics=self.score)
             evaluator.check(batch.stream)
             self._evaluators[kind, index] = batch.stream, evaluator
         for chunk in batch.chunks():

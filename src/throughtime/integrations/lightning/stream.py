@@ -124,7 +124,7 @@ class StreamModule(Evaluating):
             loss, steps = loss + update.loss * update.steps, steps + update.steps
             if not batch.last and wants_to_save(self.trainer):
                 break
-        if reached_the_end(self.trainer) and not batch.stream.ahead(1):
+        if reached_the_end(self.trainer) and not batch.stream.remaining(1):
             # max_steps fell on the last update of the epoch: it is over, and a checkpoint must say
             # so
             self._next()
@@ -175,7 +175,7 @@ class StreamModule(Evaluating):
 
     def keep_saved(self, checkpoint: dict[str, Any]) -> None:
         if self._updates is not None:
-            self._places.write(checkpoint, self, self._updates.state_dict(stepped=self._stepped))
+            self._places.write(checkpoint, self, self._updates.state_dict(after_step=self._stepped))
 
     def keep_loaded(self, checkpoint: dict[str, Any]) -> None:
         self._places.read(checkpoint)

@@ -1,0 +1,285 @@
+"""The audit: what each truncation costs, measured against the exact gradient at the same weights.
+
+    bias(h)   = |g_h - g| / |g|           cosine(h) = <g_h, g> / (|g_h| |g|)
+
+g is the exact gradient of the mean loss of a stretch, g_h the sum over the updates of a truncation
+at horizon h of that stretch, each loss weighing the same in both. All come from one sweep
+(`gradient/bias.py`). The audit compares gradients at fixed weights: in training, a truncation also
+makes more updates, which `updates` counts.
+
+References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation through time to
+control gradient bias, UAI 2019, for the relative bias and what it costs: a relative bias of d takes
+1 / (1 - d) times the steps.
+
+Shapes: `B` lanes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from throughtime.carry.carried import Carried
+from throughtime.chunk import Readable
+from throughtime.diagnose._slice import Place, axes_of, plain
+from throughtime.errors import ConfigError, RunError
+from throughtime.gradient import LossFn, Objective, schedule
+from throughtime.gradient.bias import Comparison, Probe
+from throughtime.gradient.budget import Room
+from throughtime.gradient.edges import Offload
+from throughtime.gradient.gather import norm, weights_of, wide
+from throughtime.gradient.sweep import Verify, check_verify
+from throughtime.state import State
+
+HORIZONS = (
+    50,
+    200,
+    800,
+    3200,
+)  # looked at unless others are asked for, as far as the stretch is longer
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """One row of an audit.
+
+    Attributes:
+        horizon: steps that credit may flow back.
+        stride: steps between two updates.
+        bias: |g_h - g| / |g|, over all parameters.
+        cosine: of the angle between g_h and g.
+        norm: |g_h| / |g|.
+        updates: updates in the stretch; a stride without a step that counts makes none.
+        by_parameter: the bias of each parameter by itself, by its name.
+    """
+
+    horizon: int
+    stride: int
+    bias: float
+    cosine: float
+    norm: float
+    updates: int
+    by_parameter: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `tt.audit` found.
+
+    Attributes:
+        steps: steps of every lane audited.
+        lanes: B.
+        loss: mean loss of the stretch.
+        norm: |g|, the norm of the exact gradient.
+        rows: one for each horizon, the shortest first.
+    """
+
+    steps: int
+    lanes: int
+    loss: float
+    norm: float
+    rows: tuple[Truncation, ...]
+
+    def suggest(self, tolerance: float = 0.1) -> int | None:
+        """The shortest horizon from which on no audited one has a bias above `tolerance`.
+
+        `None` if the longest has.
+        """
+        found = None
+        for row in reversed(self.rows):
+            if not row.bias <= tolerance:
+                break
+            found = row.horizon
+        return found
+
+    def table(self) -> str:
+        """The figures as text, one line for each horizon.
+
+        `worst parameter` is the one whose gradient is most wrong.
+        """
+        head = (
+            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
+            " worst parameter"
+        )
+        lines = [_line(row) for row in self.rows]
+        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
+        foot = (
+            f"over {self.steps:,} steps of {self.lanes} lanes, at fixed weights; loss"
+            f" {self.loss:.4g}, |g| {self.norm:.3g}"
+        )
+        return "\n".join([head, *lines, exact, foot])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for any logger; `None` for what is not finite."""
+        return plain(asdict(self))
+
+    def plot(self, axes: Any = None) -> Any:
+        """Bias and cosine over the horizon; returns matplotlib's axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        axes = axes_of(axes)
+        horizons = [row.horizon for row in self.rows]
+        axes.semilogx(horizons, [row.bias for row in self.rows], marker="o", label="relative bias")
+        axes.semilogx(horizons, [row.cosine for row in self.rows], marker="s", label="cosine")
+        axes.set_xlabel("horizon (steps)")
+        axes.set_ylim(
+            min(0.0, *(row.cosine for row in self.rows)),
+            max(1.05, *(row.bias for row in self.rows)),
+        )
+        axes.legend()
+        return axes
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def audit(
+    net: Carried,
+    stream: Readable,
+    loss_fn: LossFn,
+    horizons: Sequence[int] | None = None,
+    *,
+    stride: int | None = None,
+    steps: int | None = None,
+    state: State = None,
+    memory: str | int | float = "512MB",
+    chunk: int | Literal["auto"] = "auto",
+    offload: Offload = None,
+    verify: Verify = "first",
+) -> Audit:
+    """The true bias of truncations: how far the gradient of each horizon is from the exact one.
+
+    Use it before choosing a horizon, and again later in training: it measures the credit that the
+    net gives with its present weights. A net that has not learnt to remember gives none, and every
+    horizon looks good; see `tt.reach`.
+
+    Args:
+        net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
+        stream: a `tt.Stream`; it is read, not moved.
+        loss_fn: as for `tt.updates`.
+        horizons: steps, in any order; default: 50, 200, 800, 3200, as far as the stretch is longer.
+        stride: steps between two updates, for all horizons; those below it are refused. Default:
+            each horizon is its own stride, as in `tt.Truncated(horizon)`. A short stride costs
+            about horizon / stride backward passes.
+        steps: how many steps of every lane to look at; default: to the end of the epoch.
+        state: the state entering the step at which the stream stands; default: from the start of
+            the epoch, and the net's initial state.
+        memory: see `tt.Exact`.
+        chunk: see `tt.Exact`.
+        offload: see `tt.Exact`.
+        verify: see `tt.Exact`.
+
+    Raises:
+        ConfigError: a horizon below 1 or below the stride, or a memory too small.
+        DataError: nothing to look at.
+        RunError: a gradient is not finite.
+
+    Cost: of an exact sweep, plus one backward pass for each horizon at most.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> stream = tt.Stream({"inputs": torch.randn(500, 3), "targets": torch.randn(500)}, lanes=1, chunk=100)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> found = tt.audit(net, stream, torch.nn.MSELoss(), horizons=(2, 50))
+        >>> found.rows[1].bias < found.rows[0].bias, found.rows[0].updates
+        (True, 250)
+
+    References: Aicher, Foti & Fox, UAI 2019.
+    """
+    place = Place.of(net, stream, steps, state)
+    room = Room(memory, chunk, offload)
+    room.check()
+    check_verify(verify)
+    wanted = _horizons(horizons, stride, place.steps)
+    plans = [list(schedule.windows(place.steps, stride or horizon, horizon)) for horizon in wanted]
+    objective = Objective(loss_fn)
+    found = Probe(net, place.read, place.steps, place.state, objective, room, verify).compare(plans)
+    return summary(net, found, wanted, stride, plans, place)
+
+
+def summary(
+    net: Carried,
+    found: Comparison,
+    horizons: Sequence[int],
+    stride: int | None,
+    plans: Sequence[Sequence[schedule.Window]],
+    place: Place,
+) -> Audit:
+    """The figures of a comparison."""
+    names = list(weights_of(net))
+    size = norm(found.exact)
+    if not math.isfinite(size):
+        raise RunError(
+            "the exact gradient is not finite (NaN or infinite): nothing can be compared with it."
+            " tt.updates with tt.Exact() names the chunk and the parameter"
+        )
+    valid = place.valid()
+    rows = tuple(
+        _row(
+            horizon,
+            stride or horizon,
+            sum(valid[w.stop] > valid[w.counted] for w in plan),
+            gradient,
+            found.exact,
+            names,
+        )
+        for horizon, plan, gradient in zip(horizons, plans, found.truncated, strict=True)
+    )
+    return Audit(place.steps, place.stream.lanes, found.loss, size, rows)
+
+
+def _row(
+    horizon: int,
+    stride: int,
+    updates: int,
+    gradient: list[Tensor],
+    exact: list[Tensor],
+    names: list[str],
+) -> Truncation:
+    apart = [g - e for g, e in zip(gradient, exact, strict=True)]
+    biases = {
+        name: _ratio(norm([a]), norm([e])) for name, a, e in zip(names, apart, exact, strict=True)
+    }
+    sizes = norm(gradient), norm(exact)
+    inner = sum(
+        (wide(g).conj() * wide(e)).real.sum().item() for g, e in zip(gradient, exact, strict=True)
+    )
+    return Truncation(
+        horizon,
+        stride,
+        _ratio(norm(apart), sizes[1]),
+        _ratio(inner, sizes[0] * sizes[1]),
+        _ratio(*sizes),
+        updates,
+        biases,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Zero of zero is zero: a parameter without gradient has none that is wrong."""
+    if whole:
+        return part / whole
+    return math.inf if part else 0.0
+
+
+def _line(row: Truncation) -> str:
+    worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
+    return (
+        f"{row.horizon:>9} {row.stride:>8} {row.updates:>8} {row.bias:>8.3f} {row.cosine:>8.3f}"
+        f" {row.norm:>7.2f}  {worst} {row.by_parameter[worst]:.3f}"
+    )
+
+
+def _horizons(asked: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
+    wanted = sorted(set(HORIZONS if asked is None else asked))
+    if asked is None:
+        wanted = [h for h in wanted if (stride or 1) <= h < steps] or [max(stride or 1, steps // 2)]
+    if not wanted:
+        raise ConfigError("horizons is empty: expected at least one number of steps")
+    for horizon in wanted:
+        schedule.check(horizon if stride is None else stride, horizon)
+    return wanted

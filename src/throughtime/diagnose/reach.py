@@ -1,0 +1,530 @@
+"""Reach: how far back the gradient of a single loss really goes.
+
+    phi(k) = mean over anchors t of  | dL_t / ds_{t-k} |          k = 1, 2, ... steps before the
+    loss
+
+One backward pass serves as many anchors as there are lanes: rows of a batch do not depend on each
+other, so every lane has its loss at a step of its own, and the norm of each row of the adjoint is
+that of its own anchor. Credit is watched at gates between the steps (`gradient/gate.py`), and the
+stretch is swept in pieces, so memory is that of one piece.
+
+Shapes: `B` lanes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from throughtime import state as trees
+from throughtime.carry.carried import Carried
+from throughtime.chunk import Chunk, Readable
+from throughtime.diagnose._slice import Place, axes_of, plain
+from throughtime.errors import DataError
+from throughtime.gradient import LossFn, Objective, schedule
+from throughtime.gradient.budget import Room
+from throughtime.gradient.gate import Gate
+from throughtime.gradient.gather import wide
+from throughtime.gradient.replay import unnoticed
+from throughtime.gradient.stretch import Stretch, lane_norms, scaled
+from throughtime.gradient.sweep import Adjoint, Piece, Sweep
+from throughtime.state import State
+
+_PIECE = 64  # steps: an adjoint is made of norm one again before it leaves float32's range
+_POINTS = 6  # fewer make no line
+SHARES = (0.5, 0.9, 0.99)
+FITTING = 0.9  # a decay whose R² is lower is no decay
+
+
+class Decay(NamedTuple):
+    """phi(k) ~ rate^k over the last third of the lags, with the share of log phi's variance that this explains."""
+
+    rate: float
+    r2: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What `tt.reach` found.
+
+    Attributes:
+        lags: 1, 2, ... steps before the loss, or multiples of `every`.
+        norms: phi at every lag, of the whole state.
+        by_leaf: phi at every lag, of each leaf of the state by its name, so h and c of an LSTM
+            apart.
+        anchors: losses measured.
+        seen: how many of them have that much past, for every lag; credit does not cross the start
+            of a recording.
+        shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
+        decay: how phi falls over the last third of the lags; `None` if that is no exponential
+            decay.
+        lyapunov: mean growth of the logarithm of an adjoint per step; above 0 gradients explode.
+        loss: mean loss at the anchors, with all of the past.
+        contexts: mean loss at the anchors where the net has seen only so many steps, from the
+            initial state.
+        memory_used: whether the past lowers the loss by 1 % at least.
+    """
+
+    lags: tuple[int, ...]
+    norms: tuple[float, ...]
+    by_leaf: dict[str, tuple[float, ...]]
+    anchors: int
+    seen: tuple[int, ...]
+    shares: dict[float, int]
+    decay: Decay | None
+    lyapunov: float
+    loss: float
+    contexts: dict[int, float]
+    memory_used: bool
+
+    @property
+    def reach_50(self) -> int:
+        """Half of the credit goes no further back."""
+        return self.shares[0.5]
+
+    @property
+    def reach_90(self) -> int:
+        """Nine tenths of the credit go no further back."""
+        return self.shares[0.9]
+
+    @property
+    def reach_99(self) -> int:
+        """All but a hundredth of the credit goes no further back."""
+        return self.shares[0.99]
+
+    def warning(self) -> str:
+        """What the figures do not say."""
+        if not self.memory_used:
+            return (
+                "the past lowers the loss by less than 1 %"
+                f" ({self.contexts[min(self.contexts)]:.4g} from a single step, {self.loss:.4g}"
+                " with all of it): the net has not learnt to use it, and this reach is a lower"
+                " bound of what the task needs"
+            )
+        more = (
+            " Most of the credit lies at the longest lags looked at: ask for a larger max_lag."
+            if self.reach_90 > 0.85 * self.lags[-1]
+            else ""
+        )
+        return (
+            "a reach is what the net uses now: while the loss is on a plateau it is a lower bound"
+            " of what the task needs." + more
+        )
+
+    def table(self) -> str:
+        """The figures as text."""
+        decay = (
+            "no exponential decay"
+            if self.decay is None
+            else f"x {self.decay.rate:.4f} per step (R² {self.decay.r2:.3f})"
+        )
+        leaves = [
+            f"  {name}: reach_90 {within(self.lags, norms, 0.9)}"
+            for name, norms in self.by_leaf.items()
+        ]
+        contexts = "  ".join(f"{k}: {loss:.4g}" for k, loss in self.contexts.items())
+        return "\n".join(
+            [
+                f"{self.anchors} losses, back through at most {self.lags[-1]:,} steps",
+                f"reach_50 {self.reach_50}   reach_90 {self.reach_90}   reach_99 {self.reach_99}",
+                *leaves,
+                f"decay: {decay};  Lyapunov {self.lyapunov:+.4f} per step"
+                + (" (gradients explode)" if self.lyapunov > 0 else ""),
+                f"loss by steps of context: {contexts}  all: {self.loss:.4g}",
+                self.warning(),
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for any logger; `None` for what is not finite."""
+        return plain(asdict(self))
+
+    def plot(self, axes: Any = None) -> Any:
+        """Norms over the lag, of the whole state and of each leaf; returns matplotlib's axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        axes = axes_of(axes)
+        axes.loglog(self.lags, self.norms, label="state")
+        for name, norms in self.by_leaf.items():
+            axes.loglog(self.lags, norms, linewidth=0.8, label=name)
+        axes.set_xlabel("lag (steps)")
+        axes.set_ylabel("gradient norm")
+        axes.legend()
+        return axes
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def reach(
+    net: Carried,
+    stream: Readable,
+    loss_fn: LossFn,
+    *,
+    max_lag: int = 1000,
+    anchors: int = 64,
+    every: int = 1,
+    steps: int | None = None,
+    state: State = None,
+    chunk: int | Literal["auto"] = "auto",
+    seed: int = 0,
+) -> Reach:
+    """How far back the gradient of a single loss goes: its norm at every lag, and what follows from
+    it.
+
+    Use it beside `tt.audit`, which says what cutting that gradient costs.
+
+    Args:
+        net: made by `tt.carry`; nothing of it is changed. Its lanes must not depend on each other,
+            as BatchNorm makes them.
+        stream: a `tt.Stream`; it is read, not moved. More lanes mean fewer backward passes.
+        loss_fn: as for `tt.updates`.
+        max_lag: how far back to look.
+        anchors: losses to look at, spread over the stretch; each lane has its own.
+        every: resolution in lags; with fused layers a larger one is faster.
+        steps: how many steps of every lane to draw from; default: to the end of the epoch.
+        state: the state entering the step at which the stream stands; default: from the start of
+            the epoch.
+        chunk: steps of graph that are kept at once; see `tt.Exact`.
+        seed: draws the anchors.
+
+    Raises:
+        DataError: no step that counts.
+
+    Cost: a forward pass over the stretch; a forward and two backward passes, step by step, over
+    `max_lag` steps and a quarter more for every set of `B` anchors; forward passes over 2 *
+    `max_lag` steps for the contexts.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> stream = tt.Stream({"inputs": torch.randn(900, 3), "targets": torch.randn(900)}, lanes=3, chunk=100)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> found = tt.reach(net, stream, torch.nn.MSELoss(), max_lag=50, anchors=9)
+        >>> found.reach_50 <= found.reach_90 <= found.reach_99 <= 50
+        True
+    """
+    for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
+        schedule.whole(name, value, 1)
+    place = Place.of(net, stream, steps, state)
+    objective = Objective(loss_fn)
+    lags = list(range(every, max(every, min(max_lag, place.steps - 1)) + 1, every))
+    profile = Profile(net, objective, lags, every, chunk)
+    with torch.enable_grad(), unnoticed(net, place.device):
+        for number, (window, entering) in enumerate(
+            _windows(net, place, lags[-1], -(-anchors // stream.lanes))
+        ):
+            profile.look(window, entering, torch.Generator().manual_seed(seed + number))
+    if not profile.anchors:
+        raise DataError(
+            "no step with a target that counts in the places looked at: there is no loss to blame"
+            " on anything"
+        )
+    return profile.summary()
+
+
+def _windows(net: Carried, place: Place, lag: int, count: int) -> Iterator[tuple[Place, State]]:
+    """Stretches spread evenly over the place, long enough for the lag and anchors to choose from, and the states entering them."""
+    length = min(place.steps, lag + _spread(lag))
+    starts = [(place.steps - length) * i // max(1, count - 1) for i in range(count)]
+    first = place.read(0, 1)
+    state = (
+        trees.detach(net.initial_state(first.lanes, like=first.inputs))
+        if place.state is None
+        else place.state
+    )
+    at = 0
+    for start in starts:
+        for begin in range(at, start, 1024):
+            chunk = place.read(begin, min(begin + 1024, start))
+            with torch.no_grad():
+                _, state = net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
+        at = start
+        yield place.inner(start, length, state), state
+
+
+def _spread(lag: int) -> int:
+    return max(1, lag // 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """One step of each lane whose loss is looked at; a lane without a valid step has none.
+
+    Attributes:
+        chunk: the window, only the anchors' losses counting.
+        lanes: the lanes that have one.
+        at: their steps in the window.
+        oldest: the first step of the window whose state belongs to the anchor's recording.
+    """
+
+    chunk: Chunk
+    lanes: list[int]
+    at: list[int]
+    oldest: list[int]
+
+    @classmethod
+    def draw(cls, whole: Chunk, spread: int, draw: torch.Generator) -> "Anchors":
+        mask = torch.zeros_like(whole.mask)
+        lanes: list[int] = []
+        at: list[int] = []
+        oldest: list[int] = []
+        for lane in range(whole.lanes):
+            valid = whole.mask[-spread:, lane].nonzero().flatten().tolist()
+            if valid:
+                step = (
+                    whole.steps
+                    - min(spread, whole.steps)
+                    + valid[int(torch.randint(len(valid), (), generator=draw))]
+                )
+                starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
+                mask[step, lane] = True
+                lanes.append(lane)
+                at.append(step)
+                oldest.append(starts[-1] + 1 if starts else 0)
+        chunk = Chunk.from_tensors(
+            whole.inputs,
+            whole.targets,
+            resets=whole.resets,
+            mask=mask,
+            recording=whole.recording,
+            position=whole.position,
+        )
+        return cls(chunk, lanes, at, oldest)
+
+    def context(self, steps: int) -> Chunk:
+        """The last `steps` steps up to each anchor, side by side; its last step counts."""
+        rows = [
+            (slice(step - steps + 1, step + 1), lane)
+            for step, lane in zip(self.at, self.lanes, strict=True)
+        ]
+        mask = torch.zeros(steps, len(rows), dtype=torch.bool, device=self.chunk.inputs.device)
+        mask[-1] = True
+        targets = self.chunk.targets
+        return Chunk.from_tensors(
+            torch.stack([self.chunk.inputs[row] for row in rows], dim=1),
+            None if targets is None else torch.stack([targets[row] for row in rows], dim=1),
+            resets=torch.stack([self.chunk.resets[row] for row in rows], dim=1),
+            mask=mask,
+        )
+
+
+class Profile:
+    """Norms by lag and losses by context, gathered window by window."""
+
+    def __init__(
+        self,
+        net: Carried,
+        objective: Objective,
+        lags: Sequence[int],
+        every: int,
+        chunk: int | Literal["auto"],
+    ) -> None:
+        self.net, self.objective, self.lags, self.every = net, objective, list(lags), every
+        self.room = Room("512MB", chunk, None)
+        self.room.check()
+        self.anchors = 0
+        self.loss = 0.0
+        self.contexts: dict[int, float] = {}
+        self.names: list[str] = []
+        self.sums = torch.zeros(
+            0, len(lags), dtype=torch.float64
+        )  # of the state, then of each leaf
+        self.seen = torch.zeros(len(lags), dtype=torch.float64)
+        self.growth: list[Tensor] = []
+
+    def look(self, window: Place, entering: State, draw: torch.Generator) -> None:
+        """Takes one anchor of every lane in, where the lane has a step that counts."""
+        whole = window.read(0, window.steps)
+        spread = min(_spread(self.lags[-1]), -(-whole.steps // 2))
+        anchors = Anchors.draw(whole, spread, draw)
+        if not anchors.lanes:
+            return
+        if not self.names:
+            self.names = self.net.leaf_names(entering)
+            self.sums = torch.zeros(1 + len(self.names), len(self.lags), dtype=torch.float64)
+        self._credit(anchors, entering, draw)
+        self._contexts(anchors, whole.steps - spread)
+        self.anchors += len(anchors.lanes)
+
+    def _credit(self, anchors: Anchors, entering: State, draw: torch.Generator) -> None:
+        chunk = anchors.chunk
+        norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
+        gates = {
+            at: Gate()
+            for at in sorted(
+                {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
+            )
+        }
+        open_eyes = [True]
+        for at, gate in gates.items():
+            gate.watch = Watch(norms[at], open_eyes)
+        length = min(
+            _PIECE,
+            self.room.length(self.net, chunk.steps, lambda n: chunk[0:n], entering, self.objective),
+        )
+        sweep = Sweep(
+            self.net,
+            schedule.pieces(chunk.steps, length),
+            lambda start, stop: chunk[start:stop],
+            entering,
+            gates=gates,
+        )
+        stretch = Stretch.played(
+            sweep, (chunk[a:b] for a, b in pairwise(sweep.bounds)), self.objective
+        )
+        credit: Adjoint | None = None
+        pure: Adjoint | None = None
+        for piece in sweep.backward():
+            losses = list(stretch.losses(piece, self.objective).values())
+            self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
+            credit = piece.pull([], [(loss, None) for loss in losses], credit, keep=True).adjoint
+            open_eyes[0] = False
+            pure = self._grow(piece, pure, draw)
+            open_eyes[0] = True
+            del losses, piece
+        self._enter(norms * len(anchors.lanes), anchors)
+
+    def _grow(self, piece: Piece, pure: Adjoint | None, draw: torch.Generator) -> Adjoint | None:
+        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew.
+
+        A lane that lost it gets another.
+        """
+        leaves = trees.tensors(piece.after)
+        fresh = [
+            (
+                torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device)
+                if leaf.requires_grad
+                else None
+            )
+            for leaf in leaves
+        ]
+        first = pure is None
+        pure = fresh if pure is None else _refilled(pure, fresh)
+        norms = lane_norms(pure)
+        if norms is None:
+            return None
+        pulled = piece.pull([], [], scaled(pure, 1 / norms)).adjoint
+        after = lane_norms(pulled)
+        if after is None:
+            return None
+        whole = ~piece.chunk.resets.any(dim=0) & (after > 0)
+        if (
+            not first or piece.index == 0
+        ):  # the first piece turns a random direction into the leading one
+            self.growth.append((after.log() / piece.chunk.steps)[whole].double().cpu())
+        return pulled
+
+    def _enter(self, norms: Tensor, anchors: Anchors) -> None:
+        """Adds norms by place in the window to the sums by lag."""
+        lags = torch.tensor(self.lags)
+        for lane, step, oldest in zip(anchors.lanes, anchors.at, anchors.oldest, strict=True):
+            places = step + 1 - lags
+            there = places >= oldest
+            leaves = norms[places[there], :, lane].T
+            self.sums[0, there] += leaves.square().sum(0).sqrt()
+            self.sums[1:, there] += leaves
+            self.seen[there] += 1
+
+    def _contexts(self, anchors: Anchors, most: int) -> None:
+        for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
+            chunk = anchors.context(steps)
+            with torch.no_grad():
+                y, _ = self.net(
+                    chunk.inputs,
+                    trees.detach(self.net.initial_state(chunk.lanes, like=chunk.inputs)),
+                    chunk.resets,
+                )
+                loss = self.objective.loss(y, chunk).item()
+            self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(anchors.lanes)
+
+    def summary(self) -> Reach:
+        """The figures."""
+        count = int((self.seen > 0).sum())
+        if not count:
+            raise DataError(
+                "none of the losses looked at has a past: every one is at the first step of its"
+                " recording"
+            )
+        means = (self.sums[:, :count] / self.seen[:count]).tolist()
+        lags = tuple(self.lags[:count])
+        growth = torch.cat(self.growth) if self.growth else torch.zeros(0)
+        contexts = {steps: loss / self.anchors for steps, loss in sorted(self.contexts.items())}
+        loss, short = self.loss / self.anchors, contexts[1]
+        return Reach(
+            lags,
+            tuple(means[0]),
+            {name: tuple(row) for name, row in zip(self.names, means[1:], strict=True)},
+            self.anchors,
+            tuple(int(n) for n in self.seen[:count]),
+            {share: within(lags, means[0], share) for share in SHARES},
+            _decay(lags, means[0]),
+            growth.mean().item() if len(growth) else -math.inf,
+            loss,
+            contexts,
+            loss < short - 0.01 * abs(short),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """Writes the norm of each leaf's adjoint, lane by lane, into `rows` `(leaves, B)`."""
+
+    rows: Tensor
+    looks: list[bool]  # one flag for all of them
+
+    def __call__(self, adjoint: Sequence[Tensor | None]) -> None:
+        if not self.looks[0]:
+            return
+        for row, leaf in zip(self.rows, adjoint, strict=True):
+            if leaf is not None:
+                row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).square().sum(1).sqrt())
+
+
+def _refilled(pure: Adjoint, fresh: Adjoint) -> Adjoint:
+    """The adjoint, with fresh numbers in the lanes where nothing is left of it."""
+    norms = lane_norms(pure)
+    if norms is None:
+        return fresh
+    left = (norms > 0) & norms.isfinite()
+    pairs = zip(pure, fresh, strict=True)
+    return [
+        f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f)
+        for p, f in pairs
+    ]
+
+
+def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
+    """The first lag up to which the share of the sum lies."""
+    total = sum(norms)
+    running = 0.0
+    for lag, norm in zip(lags, norms, strict=True):
+        running += norm
+        if running >= share * total:
+            return lag
+    return lags[-1]
+
+
+def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
+    """The least-squares line through log phi over the last third of the lags.
+
+    `None` where it is no falling line.
+    """
+    points = [
+        (lag, math.log(norm))
+        for lag, norm in zip(lags, norms, strict=True)
+        if norm > 0 and lag > lags[-1] * 2 / 3
+    ]
+    if len(points) < _POINTS:
+        return None
+    x, y = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
+    x, y = x - x.mean(), y - y.mean()
+    slope = ((x * y).sum() / x.square().sum()).item()
+    spread = y.square().sum().item()
+    r2 = slope**2 * x.square().sum().item() / spread if spread else 0.0
+    return Decay(math.exp(slope), r2) if slope < 0 and r2 >= FITTING else None

@@ -1,0 +1,324 @@
+"""Several ranks training one net: what they agree on, and the sum of their gradients.
+
+    g = sum over ranks of w_r g_r / sum over ranks of w_r,        w_r: the valid steps of rank r
+
+so that ranks give the gradient of one that plays all their lanes, and no DistributedDataParallel is
+needed. Each rank delivers its own `.grad` first, whatever the policy did to find it; then one
+message adds up the weights w_r and one the gradients. A rank without a valid step takes part with
+w_r = 0. All of it is `torch.distributed` on the default group.
+
+Weights that `fully_shard` spread over the ranks are whole on each of them while an update is made,
+and so is the gradient, for every policy; between updates they, the gradient and the state of the
+optimizer are spread again.
+
+Shapes: `B` lanes of one rank.
+"""
+
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+
+from throughtime import state as trees
+from throughtime.carry.carried import check_bare
+from throughtime.errors import DataError, ModelError, RunError
+from throughtime.gradient import Update
+from throughtime.state import State
+from throughtime.stream import Stream
+
+if TYPE_CHECKING:  # the import takes longer than all of throughtime
+    from torch.distributed.fsdp import FSDPModule
+
+
+class RankError(RunError):
+    """Ranks that differ, or another one that failed or has gone.
+
+    What this rank itself did is right.
+    """
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among the others.
+
+    `device` is where messages are put together, `shards` are the parts of the net that are spread
+    out.
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+    shards: tuple["FSDPModule", ...] = ()
+
+    def whole(self, net: nn.Module) -> AbstractContextManager[None]:
+        """Inside it the weights of the net are whole; all ranks must enter it."""
+        return gathered(net, self.shards) if self.shards else nullcontext()
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Of each value over the ranks."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with answered():
+            distributed.all_reduce(summed)
+        return summed.tolist()
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Of each value over the ranks."""
+        return [value / self.count for value in self.total(values)]
+
+    def joined(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
+        (everywhere,) = self.total([weight])
+        found = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
+        with answered():
+            for tensor in found:
+                distributed.all_reduce(tensor)
+        return found
+
+    def same(self, value: int) -> int:
+        """That of the first rank, for what is drawn at random and must be drawn alike."""
+        told = torch.tensor([value], device=self.device)
+        with answered():
+            distributed.broadcast(told, src=0)
+        return int(told)
+
+    def check_alike(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
+        """Refuses to train what is not one net, or not on one plan of who plays what.
+
+        Args:
+            weights: by name.
+            plan: what must be the same everywhere: recordings, lanes, seed, place, policy.
+
+        Raises:
+            RankError: something differs between ranks; it is named.
+        """
+        mine = {
+            **{f"weight '{name}'": _digest(w) for name, w in weights.items()},
+            **{key: repr(value) for key, value in plan.items()},
+        }
+        everyone: list[Any] = [None] * self.count
+        with answered():
+            distributed.all_gather_object(everyone, mine)
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            apart = [
+                key for key in dict.fromkeys((*first, *other)) if first.get(key) != other.get(key)
+            ]
+            if apart and apart[0].startswith("weight"):
+                raise RankError(
+                    f"rank {rank} starts with other weights than rank 0 ({apart[0]} and"
+                    f" {len(apart) - 1} more): their gradients would be added to different nets."
+                    " Call torch.manual_seed(...) before the net is made, and load and freeze the"
+                    " same weights on every rank."
+                )
+            if apart:
+                told = "; ".join(
+                    f"{key} is {first.get(key)} there and {other.get(key)} here" for key in apart
+                )
+                raise RankError(
+                    f"rank {rank} would not play its share of the plan of rank 0: {told}. Every"
+                    " rank makes the same stream, of the same recordings in the same order and the"
+                    " same seed, and takes up the same checkpoint."
+                )
+
+    def handed_on(self, state: State) -> State:
+        """For every lane the state of the lane before it, across ranks.
+
+        The first lane of all gets that of the last.
+        """
+        before = trees.detach(trees.select(state, [-1 % _lanes(state), *range(_lanes(state) - 1)]))
+        return before if self.count == 1 else trees.map_leaves(self._from_before, before)
+
+    def _from_before(self, leaf: Tensor) -> Tensor:
+        """`(B, ...)` whose first lane is this rank's last: it goes to the next rank, and that of the rank before comes."""
+        last = [torch.empty_like(leaf[:1]) for _ in range(self.count)]
+        with answered():
+            distributed.all_gather(last, leaf[:1].contiguous())
+        return torch.cat([last[self.rank - 1], leaf[1:]])
+
+    def add_up(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
+        """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
+        weight = update.steps if update.weight is None else update.weight
+        told = [
+            0.0,
+            weight,
+            update.steps,
+            update.loss.item() * weight if weight else 0.0,
+            *(float(w.grad is not None) for w in weights),
+        ]
+        failed, everywhere, steps, loss, *some = self.total(told)
+        if failed:
+            raise RankError(
+                f"{failed:.0f} of {self.count} ranks could not make this update; their own output"
+                " says why"
+            )
+        if not everywhere:
+            return None
+        self._add_gradients(
+            [w for w, n in zip(weights, some, strict=True) if n], weight / everywhere
+        )
+        return replace(
+            update,
+            loss=update.loss.new_tensor(loss / everywhere),
+            steps=int(steps),
+            weight=everywhere,
+        )
+
+    def fail(self, weights: Sequence[Tensor]) -> None:
+        """Tells the others, who wait for this rank's part of an update, that none will come."""
+        self.total([1.0, *[0.0] * (3 + len(weights))])
+
+    @staticmethod
+    def _add_gradients(weights: Sequence[Tensor], share: float) -> None:
+        """One message for every type of number."""
+        if any(w.grad is not None and w.grad.is_sparse for w in weights):
+            raise RunError(
+                "sparse gradients are not added up over ranks; make the layer with sparse=False"
+            )
+        for dtype in dict.fromkeys(w.dtype for w in weights):
+            mine = [w for w in weights if w.dtype == dtype]
+            dense = [
+                torch.zeros_like(w) if w.grad is None else w.grad.to_dense() * share for w in mine
+            ]
+            flat = torch.cat([g.flatten() for g in dense])
+            with answered():
+                distributed.all_reduce(flat)
+            for w, g in zip(mine, flat.split([w.numel() for w in mine]), strict=True):
+                w.grad = g.view_as(w).clone()
+
+
+@contextmanager
+def answered() -> Generator[None]:
+    """A message between ranks; one that nobody answers is told as what it means.
+
+    Raises:
+        RankError: another rank has ended, or did not answer before the time limit of the process
+            group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "another rank did not answer: it has ended, and its own output says why, or it took"
+            " longer than the time limit of the process group"
+            f" ({str(error).partition(chr(10))[0]}). Start all ranks again from the last"
+            " checkpoint: weights, optimizer and, for each rank, updates.load_state_dict(place)"
+        ) from error
+
+
+def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
+    """The ranks among which a stream is shared out; one where it is not.
+
+    Raises:
+        DataError: it is, and there is no process group.
+        ModelError: the net is wrapped in something that adds gradients up by itself, or sharded
+            with a precision of its own.
+    """
+    check_bare(net)
+    shards = shards_of(net)
+    weight = next(net.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    if stream is not None:
+        stream._sync_ranks()
+    if stream is None or stream.shard.ranks == 1:
+        return Ranks(0, 1, device, shards)
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise DataError(
+            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and there is no"
+            " process group over which the ranks could add up what they find: call"
+            " torch.distributed.init_process_group(...) first, as torchrun's scripts do"
+        )
+    group = distributed.get_rank(), distributed.get_world_size()
+    if group != (stream.shard.rank, stream.shard.ranks):
+        raise DataError(
+            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and this process"
+            f" is rank {group[0]} of {group[1]} of the process group: recordings would be left out"
+            " or played twice. Leave out rank=, ranks=, or give those of the group"
+        )
+    return Ranks(stream.shard.rank, stream.shard.ranks, device, shards)
+
+
+def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:
+    """The modules that `fully_shard` made of those of the net.
+
+    Raises:
+        ModelError: one with a MixedPrecisionPolicy, under which gradients are kept elsewhere than
+            in `.grad`.
+    """
+    found = [
+        module
+        for module in net.modules()
+        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__)
+    ]
+    shards = tuple(cast("FSDPModule", module) for module in found)
+    for shard in shards:
+        policy = shard._get_fsdp_state()._mp_policy  # there is no public way
+        if policy.param_dtype is not None or policy.reduce_dtype is not None:
+            raise ModelError(
+                f"the net is sharded with {policy}: its gradients would be kept where no policy"
+                " finds them. Leave mp_policy out of fully_shard(...), and put the loop under"
+                " torch.autocast(...)"
+            )
+    return shards
+
+
+@contextmanager
+def gathered(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generator[None]:
+    """Inside it the weights of the net are whole and plain.
+
+    What is added to their `.grad` there is spread out after it.
+    """
+    with answered():
+        for shard in shards:
+            shard.set_requires_gradient_sync(
+                False, recurse=False
+            )  # the ranks add up once, not at every backward pass
+            shard.set_reshard_after_forward(
+                False, recurse=False
+            )  # ranks that reset at other steps make other numbers of forward calls
+            shard.set_reshard_after_backward(False, recurse=False)
+            # a forward call outside may have left weights from before the last step
+            shard.reshard()
+            shard.unshard()
+    try:
+        yield
+    finally:
+        found = {name: weight.grad for name, weight in net.named_parameters()}
+        for weight in net.parameters():
+            weight.grad = None
+        for shard in shards:
+            shard.reshard()
+            shard.set_requires_gradient_sync(True, recurse=False)
+            shard.set_reshard_after_backward(True, recurse=False)
+        for name, weight in net.named_parameters():
+            _spread(weight, found[name])
+
+
+def _spread(weight: Tensor, gradient: Tensor | None) -> None:
+    """Adds this rank's part of a gradient that is the same on all of them."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if gradient is None:
+        return
+    if isinstance(weight, DTensor):
+        everywhere = [Replicate() for _ in weight.placements]
+        gradient = DTensor.from_local(
+            gradient, weight.device_mesh, everywhere, run_check=False
+        ).redistribute(placements=weight.placements)
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _digest(weight: Tensor) -> str:
+    """Of its bits: sums of numbers differ with the number of threads."""
+    values = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+    values = (
+        values.cpu().contiguous().clone()
+    )  # memory that NumPy has seen can no longer be freed by fully_shard
+    return hashlib.blake2b(values.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+
+
+def _lanes(state: State) -> int:
+    return trees.lanes(state) or 1

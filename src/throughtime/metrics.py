@@ -1,0 +1,151 @@
+"""Scores: sums that grow chunk by chunk, and the figures made of them at the end.
+
+Shapes: `N` valid steps, `C` classes or output columns.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from throughtime.errors import DataError
+
+Metrics: TypeAlias = dict[str, float]
+
+
+class Score(Protocol):
+    """A score of outputs against targets that can be added up."""
+
+    def new(self) -> "Score":
+        """An empty one of the same kind."""
+        ...
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Takes in outputs `(N, C)` and targets `(N,)` or `(N, C)`."""
+        ...
+
+    def compute(self) -> Metrics:
+        """What came out, by name; NaN where nothing was added."""
+        ...
+
+
+@dataclass
+class Classification:
+    """Accuracy, macro-F1 and the F1 of each class, from the confusion matrix.
+
+    A class that neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
+
+    Args:
+        classes: their names, in the order of the outputs.
+
+    Example:
+        >>> import torch
+        >>> from throughtime.metrics import Classification
+        >>> score = Classification(("rest", "beat"))
+        >>> score.update(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+        >>> score.compute()["accuracy"]
+        0.5
+    """
+
+    classes: tuple[str, ...]
+    confusion: Tensor = field(init=False)  # (true, predicted) counts
+
+    def __post_init__(self) -> None:
+        self.confusion = torch.zeros(len(self.classes), len(self.classes), dtype=torch.long)
+
+    def new(self) -> "Classification":
+        return Classification(self.classes)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        n = len(self.classes)
+        if outputs.shape[-1] != n:
+            raise DataError(
+                f"the outputs have {outputs.shape[-1]} columns, expected one for each of the"
+                f" classes {list(self.classes)}"
+            )
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < n:
+            raise DataError(
+                f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to"
+                f" {n - 1} for {list(self.classes)}"
+            )
+        if bool(outputs.isnan().any()):
+            raise DataError(
+                "the outputs hold NaN: the model diverged, or its weights were spoilt; a NaN has no"
+                " class"
+            )
+        pairs = targets.long() * n + outputs.argmax(dim=-1)
+        self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
+
+    def compute(self) -> Metrics:
+        right = self.confusion.diagonal().double()
+        occurs, predicted = self.confusion.sum(1).double(), self.confusion.sum(0).double()
+        f1 = (2 * right / (occurs + predicted)).tolist()
+        seen = [value for value in f1 if not math.isnan(value)]
+        return {
+            "accuracy": (right.sum() / occurs.sum()).item(),
+            "macro_f1": sum(seen) / len(seen) if seen else math.nan,
+            **{f"f1[{name}]": value for name, value in zip(self.classes, f1, strict=True)},
+        }
+
+
+@dataclass
+class Regression:
+    """RMSE, R² and the error-to-signal ratio, over all columns together.
+
+    R² compares with the mean of each column of these targets; ESR, usual in audio, with silence:
+    the squared error over the squared target. Sums are in float64.
+
+    Example:
+        >>> import torch
+        >>> from throughtime.metrics import Regression
+        >>> score = Regression()
+        >>> score.update(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]))
+        >>> round(score.compute()["rmse"], 4)
+        1.4142
+    """
+
+    count: int = 0
+    squared_error: float = 0.0
+    squared_target: float = 0.0
+    spread: float = 0.0  # sum of squared deviations of the targets from their mean
+    mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def new(self) -> "Regression":
+        return Regression()
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if not len(targets):
+            return
+        y, t = (
+            outputs.double().reshape(len(outputs), -1),
+            targets.double().reshape(len(targets), -1),
+        )
+        if y.shape != t.shape:
+            raise DataError(
+                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)};"
+                " expected one output for each target"
+            )
+        self.squared_error += (y - t).square().sum().item()
+        self.squared_target += t.square().sum().item()
+        self._grow(t)
+
+    def _grow(self, t: Tensor) -> None:
+        """Chan, Golub & LeVeque's pairwise update: no cancellation however long the recording."""
+        here, n = t.mean(0), len(t)
+        before = self.mean if self.count else torch.zeros_like(here)
+        step = here - before
+        self.spread += (
+            t - here
+        ).square().sum().item() + step.square().sum().item() * self.count * n / (self.count + n)
+        self.mean = before + step * n / (self.count + n)
+        self.count += n
+
+    def compute(self) -> Metrics:
+        values = self.count * max(1, len(self.mean))
+        return {
+            "rmse": math.sqrt(self.squared_error / values) if values and self.count else math.nan,
+            "r2": 1 - self.squared_error / self.spread if self.spread else math.nan,
+            "esr": self.squared_error / self.squared_target if self.squared_target else math.nan,
+        }

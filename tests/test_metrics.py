@@ -1,0 +1,150 @@
+"""Scores against the formulas written out, on pieces of any size."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import throughtime as tt
+from strategies import seeds
+from throughtime.errors import DataError
+from throughtime.metrics import Classification, Regression
+
+pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
+
+
+@given(sizes=pieces, seed=seeds, classes=st.sampled_from([2, 3, 7]))
+def test_classification_equals_the_formulas(sizes: list[int], seed: int, classes: int) -> None:
+    draw = np.random.default_rng(seed)
+    names = tuple(f"c{i}" for i in range(classes))
+    score = tt.metrics.Classification(names)
+    truth, guess = list[int](), list[int]()
+    for size in sizes:
+        outputs, targets = (
+            draw.normal(size=(size, classes)),
+            draw.integers(0, max(1, classes - 1), size),
+        )
+        outputs[:, -1] -= 1
+        score.update(torch.from_numpy(outputs), torch.from_numpy(targets))
+        truth += targets.tolist()
+        guess += outputs.argmax(1).tolist()
+    found = score.compute()
+    assert found["accuracy"] == pytest.approx(np.mean(np.array(truth) == np.array(guess)))
+    f1 = dict[str, float]()
+    for i, name in enumerate(names):
+        hit = sum(t == g == i for t, g in zip(truth, guess, strict=True))
+        missed, false = truth.count(i) - hit, guess.count(i) - hit
+        f1[name] = 2 * hit / (2 * hit + missed + false) if hit + missed + false else math.nan
+        assert found[f"f1[{name}]"] == pytest.approx(f1[name], nan_ok=True)
+    assert found["macro_f1"] == pytest.approx(np.nanmean(list(f1.values())))
+    assert set(found) == {"accuracy", "macro_f1", *(f"f1[{name}]" for name in names)}
+
+
+def test_macro_f1_leaves_out_classes_that_never_occur() -> None:
+    score = tt.metrics.Classification(("a", "b", "never"))
+    score.update(torch.tensor([[9.0, 0, 0], [0, 9, 0], [9, 0, 0]]), torch.tensor([0, 1, 1]))
+    figures = score.compute()
+    by_hand = (2 / 3 + 2 / 3) / 2
+    assert math.isnan(figures["f1[never]"])
+    assert figures["macro_f1"] == pytest.approx(by_hand)
+    assert figures["macro_f1"] != pytest.approx(
+        (2 / 3 + 2 / 3 + 0) / 3
+    )  # the mutant: zero for a class unseen
+    score.update(
+        torch.tensor([[0.0, 0, 9]]), torch.tensor([0])
+    )  # predicted, though it never occurs: now it counts, as 0
+    assert score.compute()["f1[never]"] == 0
+
+
+def test_outputs_of_other_width_than_the_classes_are_refused() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"the outputs have 3 columns, expected one for each of the classes \['a', 'b'\]",
+    ):
+        tt.metrics.Classification(("a", "b")).update(
+            torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+        )
+
+
+@given(
+    sizes=pieces,
+    seed=seeds,
+    width=st.sampled_from([1, 2, 5]),
+    offset=st.sampled_from([0.0, 3.0, 1e6]),
+)
+def test_regression_on_uneven_pieces_equals_numpy(
+    sizes: list[int], seed: int, width: int, offset: float
+) -> None:
+    """The offset is what a sum of squares minus a squared sum would drown in."""
+    draw = np.random.default_rng(seed)
+    truth = draw.normal(size=(sum(sizes), width)) + offset
+    guess = truth + draw.normal(size=truth.shape)
+    score, begin = tt.metrics.Regression(), 0
+    for size in sizes:
+        rows = slice(begin, begin + size)
+        targets = truth[rows, 0] if width == 1 else truth[rows]
+        score.update(torch.from_numpy(guess[rows]), torch.from_numpy(targets))
+        begin += size
+    found = score.compute()
+    error = ((guess - truth) ** 2).sum()
+    spread = ((truth - truth.mean(0)) ** 2).sum()
+    assert found["rmse"] == pytest.approx(np.sqrt(((guess - truth) ** 2).mean()))
+    assert found["esr"] == pytest.approx(error / (truth**2).sum())
+    if sum(sizes) > 1:
+        assert found["r2"] == pytest.approx(1 - error / spread, rel=1e-6, abs=1e-6)
+    else:
+        assert math.isnan(found["r2"])
+
+
+def test_mean_of_the_pieces_r2_is_not_the_r2_of_the_whole() -> None:
+    """The mutant of the law above."""
+    truth, guess = (
+        torch.tensor([[0.0], [1.0], [5.0], [6.0]]),
+        torch.tensor([[0.5], [0.5], [5.5], [5.5]]),
+    )
+    parts = [tt.metrics.Regression() for _ in range(2)]
+    whole = tt.metrics.Regression()
+    for i, part in enumerate(parts):
+        rows = slice(2 * i, 2 * i + 2)
+        part.update(guess[rows], truth[rows])
+        whole.update(guess[rows], truth[rows])
+    assert [part.compute()["r2"] for part in parts] == [0, 0]
+    assert whole.compute()["r2"] == pytest.approx(1 - 1 / 26)
+
+
+def test_nothing_added_gives_nan() -> None:
+    scores: list[tt.metrics.Score] = [
+        tt.metrics.Classification(("a", "b")),
+        tt.metrics.Regression(),
+    ]
+    for score in scores:
+        assert all(math.isnan(value) for value in score.compute().values())
+        assert score.compute()
+
+
+def test_fresh_is_empty_and_of_the_same_kind() -> None:
+    score = tt.metrics.Classification(("a", "b"))
+    score.update(torch.eye(2), torch.tensor([0, 1]))
+    other = score.new()
+    assert math.isnan(other.compute()["accuracy"])
+    assert other.classes == score.classes
+    assert score.compute()["accuracy"] == 1
+    regression = tt.metrics.Regression()
+    regression.update(torch.ones(2, 1), torch.zeros(2))
+    assert regression.new().count == 0
+
+
+def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
+    with pytest.raises(DataError, match="targets run from 0 to 5"):
+        Classification(("a", "b")).update(torch.zeros(2, 2), torch.tensor([0, 5]))
+    with pytest.raises(DataError, match="outputs hold NaN"):
+        Classification(("a", "b")).update(torch.full((2, 2), torch.nan), torch.tensor([0, 0]))
+    with pytest.raises(DataError, match="one output for each target"):
+        Regression().update(torch.zeros(3, 1), torch.zeros(3, 2))
+    score = Regression()
+    score.update(torch.zeros(0, 1), torch.zeros(0))
+    score.update(torch.ones(2), torch.zeros(2))
+    assert score.compute()["rmse"] == 1.0
