@@ -371,7 +371,7 @@ def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
         ),
         (
             lambda: [(torch.zeros(5, 2, 3), torch.zeros(5, 2))],
-            r"the stream gave a tuple, expected a Chunk: .*tt\.Chunk\.of",
+            r"the stream gave a tuple, expected a Chunk: .*tt\.Chunk\.from_tensors",
         ),
         (list, "the stream gave no chunk at all"),
         (
