@@ -59,9 +59,7 @@ class CallCounter:
 def readme_updates() -> tt.Updates:
     """The README's loop."""
     lengths = (5_000, 3_000, 4_000)
-    recordings = [
-        {"inputs": torch.randn(n, 3), "targets": torch.randint(2, (n,))} for n in lengths
-    ]
+    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randint(2, (n,))} for n in lengths]
     stream = tt.Stream(recordings, lanes=2, chunk=100)
     net = tt.carry(torch.nn.Sequential(torch.nn.LSTM(3, 32), torch.nn.Linear(32, 2)))
     gradient = tt.Truncated(stride=100, horizon=200)
@@ -82,7 +80,7 @@ def count_updates() -> None:
 
 def count_train() -> None:
     """Print in how many files a short `throughtime train` executes a function."""
-    from throughtime.cli import main
+    from throughtime.app.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)

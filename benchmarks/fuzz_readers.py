@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from throughtime.app.form import Form
+from throughtime.app.manifest import find
+from throughtime.app.opened import open_recordings
 from throughtime.errors import ThroughtimeError
-from throughtime.run.form import Form
-from throughtime.run.manifest import find
-from throughtime.run.opened import open_recordings
 from throughtime.stream.formats import Table, csv_fields, csv_rows, csv_scan, open_table
 
 HANG = 10  # seconds for one file

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from recurrences import needs_kernels
+from throughtime.app.cli import main
 from throughtime.bench import CASES, Case, chosen, put_into, tables
 from throughtime.bench import measure as measuring
 from throughtime.bench.measure import Settings, checked, difference, gradients, measured
@@ -24,7 +25,6 @@ from throughtime.bench.results import Results, avx512, read
 from throughtime.bench.side import Loop
 from throughtime.bench.sides import HAND, OURS, STEPPED, by_hand, kept, sides_of, windows
 from throughtime.bench.work import Net, Work, detached, work_of
-from throughtime.cli import main
 from throughtime.errors import ConfigError, RunError
 
 pytestmark = [

@@ -18,9 +18,9 @@ import torch
 from pyarrow import parquet
 
 import throughtime as tt
-from throughtime.cli import main
-from throughtime.run.folder import Folder
-from throughtime.run.model import load_model
+from throughtime.app.cli import main
+from throughtime.app.folder import Folder
+from throughtime.app.model import load_model
 
 STEPS = 600
 
@@ -440,7 +440,7 @@ def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path
 
 
 def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it() -> None:
-    from throughtime.run.demo import BEST, PULSES, generate
+    from throughtime.app.demo import BEST, PULSES, generate
 
     made = generate("r", 200_000, 5)
     starts = np.flatnonzero(made.since == 0)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from throughtime.app.config import make_config, read_toml
 from throughtime.errors import ConfigError
-from throughtime.run.config import make_config, read_toml
 
 
 def test_config_survives_its_own_toml(tmp_path: Path) -> None:

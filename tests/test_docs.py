@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from throughtime.cli import main
+from throughtime.app.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -119,8 +119,8 @@ def test_every_page_that_is_linked_exists() -> None:
 def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     import typer
 
-    from throughtime.cli.app import app
-    from throughtime.run.config import Config
+    from throughtime.app.cli.app import app
+    from throughtime.app.config import Config
 
     # a click group
     train = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]

@@ -435,7 +435,7 @@ def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     line = (
-        "import typer; from throughtime.cli.doctor import SCRIPT, doctor; app ="
+        "import typer; from throughtime.app.cli.doctor import SCRIPT, doctor; app ="
         " typer.Typer(pretty_exceptions_enable=False);"
     )
     line += "app.command(context_settings=SCRIPT)(doctor); app()"

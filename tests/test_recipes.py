@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from throughtime.cli import main
-from throughtime.cli.app import app
+from throughtime.app.cli import main
+from throughtime.app.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes"

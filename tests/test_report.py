@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from throughtime import report
 from throughtime._svg import ticks
-from throughtime.errors import ConfigError, DataError
-from throughtime.report import (
+from throughtime.app import report
+from throughtime.app.report import (
     Band,
     Code,
     Facts,
@@ -32,7 +31,8 @@ from throughtime.report import (
     runs,
     strip,
 )
-from throughtime.report.page import _theme
+from throughtime.app.report.page import _theme
+from throughtime.errors import ConfigError, DataError
 
 NASTY = "<b>&\"'</title>\x00\udcff.csv"
 SVG = "{http://www.w3.org/2000/svg}"

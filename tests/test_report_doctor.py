@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from test_cli import run
+from throughtime.app.report import Code, Link, Page, Section, of_doctor, render
 from throughtime.doctor import CODES, Doctor, doctor
 from throughtime.errors import ConfigError
-from throughtime.report import Code, Link, Page, Section, of_doctor, render
 
 FAULTY = """\
 import sys

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
 from throughtime import state as trees
+from throughtime.app import replayed as module
+from throughtime.app.audit import Look, Question, look_at
+from throughtime.app.replayed import Check, Replayed, replayed
+from throughtime.app.report.of_replay import parts, verdict
+from throughtime.app.report.page import Table
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.gradient import truncated
-from throughtime.report.of_replay import parts, verdict
-from throughtime.report.page import Table
-from throughtime.run import replayed as module
-from throughtime.run.audit import Look, Question, look_at
-from throughtime.run.replayed import Check, Replayed, replayed
 
 CARRIED, CUT, FREE, ORDER, ONCE = range(5)
 

@@ -10,11 +10,11 @@ import pytest
 
 from test_cli import run
 from test_run import finish, settings, write_recordings
+from throughtime.app.audited import Audited
+from throughtime.app.folder import Folder
+from throughtime.app.report import of_audit
+from throughtime.app.report.of_run import write_report
 from throughtime.diagnose import Reach
-from throughtime.report import of_audit
-from throughtime.report.of_run import write_report
-from throughtime.run.audited import Audited
-from throughtime.run.folder import Folder
 
 SVG = "{http://www.w3.org/2000/svg}"
 

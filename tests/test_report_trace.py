@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
-from throughtime.report import of_trace
-from throughtime.run.audit import Look, Question, look_at
-from throughtime.run.audited import Audited
-from throughtime.run.config import Config, make_config
-from throughtime.run.folder import Folder
-from throughtime.run.traced import LONGEST, SHOWN, WORK, Cut, Traced, traced
+from throughtime.app.audit import Look, Question, look_at
+from throughtime.app.audited import Audited
+from throughtime.app.config import Config, make_config
+from throughtime.app.folder import Folder
+from throughtime.app.report import of_trace
+from throughtime.app.traced import LONGEST, SHOWN, WORK, Cut, Traced, traced
 
 SVG = "{http://www.w3.org/2000/svg}"
 GATES = ("h", "c", "i", "f", "g", "o")

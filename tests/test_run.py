@@ -19,13 +19,13 @@ import torch
 
 from processes import elsewhere
 from throughtime import state as trees
+from throughtime.app import data as datasets
+from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
+from throughtime.app.config import Config, make_config
+from throughtime.app.folder import Folder
+from throughtime.app.model import load_model
+from throughtime.app.train import begin, prepare
 from throughtime.errors import DataError, RunError
-from throughtime.run import data as datasets
-from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
-from throughtime.run.config import Config, make_config
-from throughtime.run.folder import Folder
-from throughtime.run.model import load_model
-from throughtime.run.train import begin, prepare
 from throughtime.stream.recording import as_recording
 
 
@@ -67,7 +67,7 @@ def flags(values: dict[str, Any]) -> list[str]:
     return ["train", values["data"], *named]
 
 
-COMMAND = "from throughtime.cli import main; main()"  # for a process that is there already
+COMMAND = "from throughtime.app.cli import main; main()"  # for a process that is there already
 
 
 def command(*arguments: str) -> list[str]:
@@ -255,7 +255,7 @@ RESUMED = [
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
     tmp_path: Path, more: dict[str, Any], stop_at: int
 ) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole", **more))
@@ -347,7 +347,7 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
 
 
 def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Path) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     training = begin(make_config(settings(data, tmp_path / "run")))
@@ -358,7 +358,7 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
 
 
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
@@ -371,7 +371,7 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole"))
@@ -387,7 +387,7 @@ def test_a_run_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) ->
 
 @pytest.mark.parametrize("changed", ["another class by name", "one class more", "another scale"])
 def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path, changed: str) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     training = begin(make_config(settings(data, tmp_path / "run")))
@@ -477,7 +477,7 @@ def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
 
 
 def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
-    from throughtime.run.assess import assess
+    from throughtime.app.assess import assess
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=25))
     assert assess(folder, None, "valid", None)[1].steps == 330 - 25
@@ -487,8 +487,8 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
 def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
     tmp_path: Path,
 ) -> None:
-    from throughtime.run.assess import assess
-    from throughtime.run.train import Training
+    from throughtime.app.assess import assess
+    from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     short = finish(settings(data, tmp_path / "run", valid_every=0))
@@ -551,7 +551,7 @@ def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_pat
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
-    from throughtime.run.train import Training
+    from throughtime.app.train import Training
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     before = folder.model.read_bytes(), folder.metrics.read_bytes()
@@ -568,7 +568,7 @@ def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
 
 
 def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
-    from throughtime.run.assess import assess
+    from throughtime.app.assess import assess
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     split, found = assess(folder, None, "valid", None)
@@ -581,7 +581,7 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    from throughtime.report.of_run import write_report
+    from throughtime.app.report.of_run import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     write_report(folder)

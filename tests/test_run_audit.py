@@ -14,16 +14,16 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
+from throughtime.app.audit import Look, Question, look_at
+from throughtime.app.audited import Audited
+from throughtime.app.config import Config, make_config
+from throughtime.app.folder import Folder
+from throughtime.app.model import StandardisedMSE
+from throughtime.app.threads import one_thread
+from throughtime.app.train import begin, prepare
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import Decay
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.run.audit import Look, Question, look_at
-from throughtime.run.audited import Audited
-from throughtime.run.config import Config, make_config
-from throughtime.run.folder import Folder
-from throughtime.run.model import StandardisedMSE
-from throughtime.run.threads import one_thread
-from throughtime.run.train import begin, prepare
 
 QUICK = ("--horizons", "10,40", "--max-lag", "40")
 
@@ -226,7 +226,7 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
 
 
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    from throughtime.report.of_run import write_report
+    from throughtime.app.report.of_run import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3))
     for content in ("{", "[]", '{"split": "train"}'):
@@ -359,7 +359,7 @@ def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
 def test_whatever_was_found_can_be_drawn(found: Audited) -> None:
     from xml.etree import ElementTree as ET
 
-    from throughtime.report.of_audit import pictures, table
+    from throughtime.app.report.of_audit import pictures, table
 
     for figure in pictures(found, found.audit.rows[0]):
         assert ET.fromstring(figure.svg)[0].text

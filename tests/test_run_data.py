@@ -20,15 +20,15 @@ from torch import Tensor
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
+from throughtime.app import tensors
+from throughtime.app.assess import assess
+from throughtime.app.config import Config, make_config
+from throughtime.app.folder import Folder
+from throughtime.app.model import load_model
+from throughtime.app.prepared import prepare
+from throughtime.app.survey import survey
+from throughtime.app.train import Training, begin
 from throughtime.errors import ConfigError, DataError
-from throughtime.run import tensors
-from throughtime.run.assess import assess
-from throughtime.run.config import Config, make_config
-from throughtime.run.folder import Folder
-from throughtime.run.model import load_model
-from throughtime.run.prepared import prepare
-from throughtime.run.survey import survey
-from throughtime.run.train import Training, begin
 from throughtime.stream._prefetch import InProcesses, InThread
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Steps
@@ -610,7 +610,7 @@ def test_wide_recordings_are_surveyed_in_pieces_of_few_numbers() -> None:
 
 
 def test_models_of_before_frames_and_rates_are_read_and_trained_on(tmp_path: Path) -> None:
-    from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
+    from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
     kind, new = "throughtime.model/1", ("static", "frame", "csv", "rate")

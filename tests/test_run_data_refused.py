@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from test_run import settings, write_recordings
 from test_run_data import NAMES, ROWS, SPLITS, begin_remarks, signal, write
+from throughtime.app.config import make_config
+from throughtime.app.manifest import Files, find
+from throughtime.app.prepared import prepare
 from throughtime.errors import ConfigError, DataError
-from throughtime.run.config import make_config
-from throughtime.run.manifest import Files, find
-from throughtime.run.prepared import prepare
 
 IDT, IDT_AGE, IDL = (
     "id,split,inputs,targets\n",

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from test_run import finish, settings, write_recordings
+from throughtime.app.config import make_config
+from throughtime.app.report.of_run import write_report
+from throughtime.app.train import Training, begin
 from throughtime.errors import ConfigError
 from throughtime.gradient import Exact
-from throughtime.report.of_run import write_report
-from throughtime.run.config import make_config
-from throughtime.run.train import Training, begin
 from throughtime.updates import updates
 
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, write_recordings
 from throughtime import state as trees
+from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
+from throughtime.app.config import make_config
+from throughtime.app.folder import Folder
+from throughtime.app.model import load_model
+from throughtime.app.team import LostRankError, Team, TeamError, _heard
+from throughtime.app.train import Training, begin
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.run.checkpoint import load_checkpoint, save_checkpoint
-from throughtime.run.config import make_config
-from throughtime.run.folder import Folder
-from throughtime.run.model import load_model
-from throughtime.run.team import LostRankError, Team, TeamError, _heard
-from throughtime.run.train import Training, begin
 
 SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {
     "OMP_NUM_THREADS": "1",

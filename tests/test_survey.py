@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from throughtime.run.survey import survey
+from throughtime.app.survey import survey
 from throughtime.stream.recording import as_recording
 
 

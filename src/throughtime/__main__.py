@@ -1,5 +1,5 @@
 """`python -m throughtime` is the command `throughtime`."""
 
-from throughtime.cli import main
+from throughtime.app.cli import main
 
 main()

@@ -1,0 +1,1 @@
+"""The application: a training run on disk, its report and the command line."""

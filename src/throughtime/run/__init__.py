@@ -1,1 +1,0 @@
-"""A training run on disk: its configuration, its data, its model, its folder."""
