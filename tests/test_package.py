@@ -1,16 +1,18 @@
 """The package as a whole: its names, its exceptions, and what importing it costs."""
 
+import ast
 import builtins
 import re
 import subprocess
 import sys
-import types
+from pathlib import Path
 
 import pytest
 
 import throughtime as tt
 from throughtime import errors
 
+DOCS = Path(__file__).parent.parent / "docs"
 OPTIONAL = (
     *("pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb", "pandas", "scipy"),
     *("lightning", "pytorch_lightning", "matplotlib", "ignite", "accelerate"),
@@ -34,24 +36,57 @@ def test_all_is_sorted() -> None:
     ]
 
 
-def public_names(module: types.ModuleType) -> set[str]:
-    """Every name without a leading underscore that is no submodule."""
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
+def imported_for_type_checkers() -> dict[str, str]:
+    """Each name that `throughtime/__init__.py` imports under TYPE_CHECKING, with its module."""
+    tree = ast.parse(Path(tt.__file__).read_text(encoding="utf-8"))
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
 
 def test_all_is_complete_and_every_name_resolves() -> None:
-    missing = public_names(tt) - set(tt.__all__)
-    assert not missing
-    for name in tt.__all__:
-        assert getattr(tt, name) is not None
+    imported = imported_for_type_checkers()
+    assert set(imported) | {"__version__"} == set(tt.__all__) == set(dir(tt))
+    for name, module in imported.items():
+        value = getattr(tt, name)
+        if module == "throughtime":
+            assert value is sys.modules[f"throughtime.{name}"]
+        else:
+            assert value is getattr(sys.modules[module], name)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", tt.__version__)
-    stray = types.ModuleType("stray")
-    stray.__dict__["forgotten"] = print
-    assert public_names(stray) == {"forgotten"}  # the check can fail
+    with pytest.raises(AttributeError, match="has no attribute 'Online'"):
+        _ = tt.Online  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_functions_keep_their_names_when_their_submodules_are_imported() -> None:
+    code = (
+        "import throughtime.carry, throughtime.doctor, throughtime.predict, throughtime.updates\n"
+        "import throughtime as tt, types\n"
+        "for name in ('carry', 'doctor', 'predict', 'updates'):\n"
+        "    assert isinstance(getattr(tt, name), types.FunctionType), name\n"
+    )
+    assert "throughtime" in loaded_by(code)
+
+
+DOCUMENTED = [Path(__file__).parent.parent / "README.md", *DOCS.rglob("*.md")]
+
+
+def names_in_docs() -> set[str]:
+    """Every `tt.name` in README and docs."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTED)
+    return set(re.findall(r"\btt\.([A-Za-z]\w*)", pages))
+
+
+def names_in_reference() -> list[str]:
+    """The names in the first column of the reference's tables."""
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `tt\.(\w+)", page, re.MULTILINE)
+
+
+def test_the_reference_lists_the_public_names_and_no_page_another_one() -> None:
+    public = set(tt.__all__) - {"__version__"}
+    assert sorted(names_in_reference()) == sorted(public)
+    assert names_in_docs() <= public
 
 
 def exceptions() -> list[type[Exception]]:
@@ -86,8 +121,14 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_import_loads_no_optional_dependency() -> None:
+def test_import_loads_neither_torch_nor_an_optional_dependency() -> None:
     loaded = loaded_by("import throughtime")
+    assert "throughtime" in loaded
+    assert not loaded & {"torch", "numpy", *OPTIONAL}
+
+
+def test_public_names_load_no_optional_dependency() -> None:
+    loaded = loaded_by("from throughtime import *")
     assert {"throughtime", "torch", "numpy"} <= loaded
     assert not loaded & set(OPTIONAL)
 

@@ -1,26 +1,37 @@
-"""Train recurrent networks the way they are deployed: on one unbroken stream, with the state carried."""
+"""Train recurrent networks the way they are deployed: on one stream, with the state carried.
 
-from throughtime import metrics, nn, optim, state, testing
-from throughtime.carry.carried import Carried, carry
-from throughtime.chunk import Chunk
-from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
-from throughtime.diagnose.draw import Drawing, draw
-from throughtime.doctor import Doctor, Finding, doctor
-from throughtime.gradient import (
-    RTRL,
-    Adaptive,
-    AdjointStats,
-    Exact,
-    Randomized,
-    Truncated,
-    Update,
-    rollout,
-)
-from throughtime.kernels import linear_scan
-from throughtime.nn import fuse
-from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
-from throughtime.stream import Recording, Stream
-from throughtime.updates import Updates, updates
+Public names are loaded on first use (PEP 562): `import throughtime` and `throughtime --help` do
+not import torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from throughtime import metrics, nn, optim, state, testing
+    from throughtime.carry import Carried, carry
+    from throughtime.chunk import Chunk
+    from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
+    from throughtime.diagnose.draw import Drawing, draw
+    from throughtime.doctor import Doctor, Finding, doctor
+    from throughtime.gradient import (
+        RTRL,
+        Adaptive,
+        AdjointStats,
+        Exact,
+        Policy,
+        Randomized,
+        Truncated,
+        Update,
+        rollout,
+    )
+    from throughtime.kernels import linear_scan
+    from throughtime.nn import fuse
+    from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
+    from throughtime.stream import Recording, Stream
+    from throughtime.updates import Updates, updates
 
 __all__ = [
     "RTRL",
@@ -35,6 +46,7 @@ __all__ = [
     "Evaluator",
     "Exact",
     "Finding",
+    "Policy",
     "Predictor",
     "Randomized",
     "Reach",
@@ -64,3 +76,57 @@ __all__ = [
     "updates",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {"metrics", "nn", "optim", "state", "testing"}
+_EXPORTS = {
+    "carry": ("Carried", "carry"),
+    "chunk": ("Chunk",),
+    "diagnose": ("Audit", "Reach", "Trace", "audit", "reach", "trace"),
+    "diagnose.draw": ("Drawing", "draw"),
+    "doctor": ("Doctor", "Finding", "doctor"),
+    "gradient": (
+        "Adaptive",
+        "AdjointStats",
+        "Exact",
+        "Policy",
+        "RTRL",
+        "Randomized",
+        "Truncated",
+        "Update",
+        "rollout",
+    ),
+    "kernels": ("linear_scan",),
+    "nn": ("fuse",),
+    "predict": ("Evaluation", "Evaluator", "Predictor", "evaluate", "predict"),
+    "stream": ("Recording", "Stream"),
+    "updates": ("Updates", "updates"),
+}
+_SOURCE = {name: module for module, names in _EXPORTS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"throughtime.{name}")
+    if name not in _SOURCE:
+        raise AttributeError(f"module 'throughtime' has no attribute '{name}'")
+    value = getattr(import_module(f"throughtime.{_SOURCE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """Keeps `tt.carry`, `tt.doctor`, `tt.predict` and `tt.updates` functions.
+
+    Importing a submodule sets an attribute of its name on the package, here ignored for them.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _SOURCE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
