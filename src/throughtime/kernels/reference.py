@@ -1,36 +1,55 @@
-"""The definition of every recurrent layer: plain PyTorch, step by step, which a kernel must equal.
+"""The definition of every recurrent layer in plain PyTorch, step by step. Kernels must equal it.
 
-    LSTM   i, f, o = sigmoid, g = tanh of  W_ih x + b_ih + W_hh h + b_hh      c' = f c + i g      h'
-    = o tanh(c')  or  W_hr o tanh(c')
-    GRU    r, z = sigmoid of  W_ih x + b_ih + W_hh h + b_hh      n = tanh(W_in x + b_in + r (W_hn h
-    + b_hn))      h' = (1 - z) n + z h
-    RNN    h' = tanh or relu of  W_ih x + b_ih + W_hh h + b_hh
+    LSTM   i, f, o = sigmoid, g = tanh   of   W_ih x + b_ih + W_hh h + b_hh
+           c' = f c + i g
+           h' = o tanh(c'),   or   W_hr o tanh(c')
+    GRU    r, z = sigmoid   of   W_ih x + b_ih + W_hh h + b_hh
+           n = tanh(W_in x + b_in + r (W_hn h + b_hn))
+           h' = (1 - z) n + z h
+    RNN    h' = tanh or relu   of   W_ih x + b_ih + W_hh h + b_hh
 
-as torch.nn computes them. It has gradients of any order, runs on every device and floating type,
-and under `torch.func`.
+These are the equations of torch.nn. The code here has gradients of any order and runs on every
+device, for every floating type, and under `torch.func`.
 
-Where `products` is bfloat16, both sides of every product W v above are rounded to it first, to
-nearest and ties to even; so are both sides of every product of the backward pass, which otherwise
-goes through a rounding as if it were none (straight through). Sums, biases, gates, states, outputs
-and gradients keep their type.
+With `products=torch.bfloat16`, both factors of every product W v above are rounded to bfloat16
+first: to nearest, ties to even. The products of the backward pass are rounded the same way; the
+gradient otherwise passes through a rounding unchanged (straight through). Sums, biases, gates,
+states, outputs and gradients keep their type.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection,
 `G` gates.
 
 References: S. Hochreiter and J. Schmidhuber, Long short-term memory, Neural Computation 9 (1997),
 with the forget gate of Gers et al. (2000) and the projection of Sak et al. (2014); K. Cho et al.,
-EMNLP (2014), with the reset gate after the product; J. L. Elman (1990); rounded products with sums
+EMNLP (2014), with the reset gate after the product; J. L. Elman (1990). Rounded products with sums
 in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, arXiv:1905.12322
 (2019).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.cells import CELLS, GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Weights
+from throughtime.kernels.layer import Kind
+
+States = tuple[Tensor, ...]  # in the order of `Cell.states`
+
+
+class Step(NamedTuple):
+    """The result of one step of a cell.
+
+    Attributes:
+        states: after the step, in the order of `Cell.states`; `(B, P)` and `(B, H)`.
+        gates: the value of each gate by name, after its nonlinearity, `(B, H)`. That of an RNN is
+            its state.
+    """
+
+    states: States
+    gates: dict[str, Tensor]
 
 
 def run(
@@ -42,90 +61,140 @@ def run(
     resets: Tensor | None = None,
     products: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The outputs of every step, and the state after the last one.
+    """Compute the outputs of every step and the state after the last one.
 
     Args:
         kind: of layer.
-        x: `(T, B, D)`; no step at all gives empty outputs and hands the state on.
+        x: `(T, B, D)`. Without steps, outputs are empty and the state is returned as it came.
         h: `(B, P)`, entering the first step.
         c: `(B, H)`, of an LSTM only.
         weights: of the layer, of the same type.
-        resets: `(T, B)` bool, true where the state entering the step is zeros, whatever it was, NaN
-            included; no gradient crosses.
-        products: what both sides of every product are rounded to, whatever autocast says; None:
-            torch's own, and autocast's.
+        resets: `(T, B)` bool, true where the state entering the step becomes zeros, even if it was
+            NaN. No gradient crosses a reset.
+        products: the type to which both factors of every product are rounded, whatever autocast
+            says. None: torch's own products, or autocast's.
 
     Returns:
         `y (T, B, P)`, `h (B, P)`, and `c (B, H)` of an LSTM.
 
     Cost: some ten calls of torch for each step.
     """
-    if products is not None:
+    states = (h,) if c is None else (h, c)
+    if products is None:
+        y, ends = _run(CELLS[kind], x, states, weights, resets, None)
+    else:
+        rounded = None if products is x.dtype else products
         with torch.autocast(x.device.type, enabled=False):
-            return _run(kind, x, h, c, weights, resets, None if products is x.dtype else products)
-    return _run(kind, x, h, c, weights, resets, None)
+            y, ends = _run(CELLS[kind], x, states, weights, resets, rounded)
+    return y, ends[0], None if c is None else ends[1]
 
 
 def _run(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None,
     rounded: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    driven = _linear(x, weights.ih, weights.b_ih, rounded)
-    fresh = [None] * len(x) if resets is None else resets.unsqueeze(2).unbind(0)
+) -> tuple[Tensor, States]:
+    sums = input_sums(x, weights, rounded)
     outputs: list[Tensor] = []
-    for z, new in zip(driven.unbind(0), fresh, strict=True):
-        if new is not None:
-            h = h.masked_fill(new, 0)
-            c = None if c is None else c.masked_fill(new, 0)
-        h, c = _step(kind, z, h, c, weights, rounded)
-        outputs.append(h)
-    return torch.stack(outputs) if outputs else driven.new_empty(0, *h.shape), h, c
+    for t, row in enumerate(sums.unbind(0)):
+        if resets is not None:
+            states = reset(states, resets[t])
+        states = step(cell, row, states, weights, rounded).states
+        outputs.append(states[0])
+    return torch.stack(outputs) if outputs else sums.new_empty(0, *states[0].shape), states
 
 
-def _step(
-    kind: Kind,
-    z: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+def input_sums(x: Tensor, weights: Weights, rounded: torch.dtype | None = None) -> Tensor:
+    """The inputs' part of what enters the gates, biases included: `(T, B, D)` to `(T, B, G*H)`."""
+    return _linear(x, weights.ih, weights.b_ih, rounded)
+
+
+def reset(states: States, lanes: Tensor) -> States:
+    """The states with zeros in the lanes that start a recording; `lanes` is `(B,)` bool."""
+    column = lanes.unsqueeze(1)
+    return tuple(leaf.masked_fill(column, 0) for leaf in states)
+
+
+def step(
+    cell: Cell,
+    by_x: Tensor,
+    states: States,
     weights: Weights,
-    rounded: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """One step; `z` is what the input contributes to the gates, biases included."""
-    back = _linear(h, weights.hh, weights.b_hh, rounded)
-    if c is not None:
-        i, f, g, o = (z + back).chunk(4, dim=1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        return (h if weights.hr is None else _linear(h, weights.hr, None, rounded)), c
-    if kind == "gru":
-        (x_r, x_z, x_n), (h_r, h_z, h_n) = z.chunk(3, dim=1), back.chunk(3, dim=1)
-        gate, n = (x_z + h_z).sigmoid(), (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
-        return n + gate * (h - n), None
-    return ((z + back).tanh() if kind == "rnn_tanh" else (z + back).relu()), None
+    rounded: torch.dtype | None = None,
+) -> Step:
+    """One step of a cell.
+
+    Hooks on the returned states and gates receive total gradients, through every later step.
+
+    Args:
+        cell: a row of the table.
+        by_x: `(B, G*H)`, one step of `input_sums`.
+        states: entering the step; the caller has applied `reset`.
+        weights: of the layer.
+        rounded: the type to which both factors of every product are rounded. None: torch's own.
+    """
+    result = _STEPS[cell](by_x, _linear(states[0], weights.hh, weights.b_hh, rounded), states)
+    if weights.hr is None:
+        return result
+    h, *others = result.states
+    return Step((_linear(h, weights.hr, None, rounded), *others), result.gates)
+
+
+def _lstm(by_x: Tensor, by_h: Tensor, states: States) -> Step:
+    i, f, g, o = (by_x + by_h).chunk(4, dim=1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    c = f * states[1] + i * g
+    return Step((o * c.tanh(), c), {"i": i, "f": f, "g": g, "o": o})
+
+
+def _gru(by_x: Tensor, by_h: Tensor, states: States) -> Step:
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = by_x.chunk(3, dim=1), by_h.chunk(3, dim=1)
+    r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
+    n = (x_n + r * h_n).tanh()
+    return Step((n + z * (states[0] - n),), {"r": r, "z": z, "n": n})
+
+
+def _rnn_tanh(by_x: Tensor, by_h: Tensor, states: States) -> Step:
+    del states
+    h = (by_x + by_h).tanh()
+    return Step((h,), {"h": h})
+
+
+def _rnn_relu(by_x: Tensor, by_h: Tensor, states: States) -> Step:
+    del states
+    h = (by_x + by_h).relu()
+    return Step((h,), {"h": h})
+
+
+_STEPS: dict[Cell, Callable[[Tensor, Tensor, States], Step]] = {
+    LSTM: _lstm,
+    GRU: _gru,
+    RNN_TANH: _rnn_tanh,
+    RNN_RELU: _rnn_relu,
+}
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, rounded: torch.dtype | None) -> Tensor:
     if rounded is None:
         return functional.linear(x, w, b)
-    y: Tensor = _Product.apply(x, w, rounded)
+    y: Tensor = _RoundedProduct.apply(x, w, rounded)
     return y if b is None else y + b
 
 
-class _Product(torch.autograd.Function):
-    """`x (..., K)` by `w (N, K)`, both rounded: `(..., N)`. Its derivatives are products of the same kind."""
+class _RoundedProduct(torch.autograd.Function):
+    """`x (..., K)` by `w (N, K)`, both rounded: `(..., N)`.
+
+    Its derivatives are products of the same kind.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, rounded: torch.dtype) -> Tensor:
-        with torch.autocast(
-            x.device.type, enabled=False
-        ):  # which may be on where the backward pass is
+        with torch.autocast(x.device.type, enabled=False):  # a backward pass may run under it
             return functional.linear(x.to(rounded).to(x.dtype), w.to(rounded).to(w.dtype))
 
     @staticmethod
@@ -137,21 +206,21 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (dy,), (x, w) = grads, ctx.saved_tensors
-        by_x, by_w, _ = ctx.needs_input_grad
-        dx = _Product.apply(dy, w.T, ctx.rounded) if by_x else None
-        dw = (
-            _Product.apply(dy.reshape(-1, len(w)).T, x.reshape(-1, w.shape[1]).T, ctx.rounded)
-            if by_w
-            else None
-        )
+        (dy,), (x, w), rounded = grads, ctx.saved_tensors, ctx.rounded
+        needs_x, needs_w, _ = ctx.needs_input_grad
+        dx = dw = None
+        if needs_x:
+            dx = _RoundedProduct.apply(dy, w.T, rounded)
+        if needs_w:
+            columns = x.reshape(-1, w.shape[1]).T
+            dw = _RoundedProduct.apply(dy.reshape(-1, len(w)).T, columns, rounded)
         return dx, dw, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         (dx, dw, _), (x, w) = tangents, ctx.saved_tensors
         parts = [
-            _Product.apply(a, b, ctx.rounded)
+            _RoundedProduct.apply(a, b, ctx.rounded)
             for a, b in ((dx, w), (x, dw))
             if a is not None and b is not None
         ]
