@@ -105,9 +105,14 @@ def test_a_watched_loop_computes_the_same_bits_and_draws_the_same_numbers(kind: 
 def surface() -> list[Any]:
     """All that a doctor touches in torch."""
     owners = (
-        (torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad"), (torch.optim.Optimizer, "zero_grad"),
-        (nn.Module, "zero_grad"), (DataLoader, "__init__"), (DataLoader, "__iter__"),
-    )  # fmt: skip
+        (torch.Tensor, "backward"),
+        (torch.autograd, "backward"),
+        (torch.autograd, "grad"),
+        (torch.optim.Optimizer, "zero_grad"),
+        (nn.Module, "zero_grad"),
+        (DataLoader, "__init__"),
+        (DataLoader, "__iter__"),
+    )
     hooks = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
     return [
         *(owner.__dict__[name] for owner, name in owners),
@@ -263,11 +268,8 @@ def test_a_fault_long_after_the_start_is_found_at_its_line() -> None:
 @pytest.mark.parametrize("chunk", [3, 150, 254, 257])
 def test_a_fault_of_a_cell_by_hand_is_found_at_its_line_whenever_it_comes(chunk: int) -> None:
     def loop() -> None:
-        w, u, h = (
-            torch.randn(3, 4, requires_grad=True),
-            torch.randn(4, 4, requires_grad=True),
-            torch.zeros(1, 4),
-        )
+        w, u = (torch.randn(rows, 4, requires_grad=True) for rows in (3, 4))
+        h = torch.zeros(1, 4)
         for i, part in enumerate(torch.randn(600, 1, 3).split(2)):
             for x in part:
                 h = torch.tanh(x @ w + h @ u)
@@ -277,7 +279,7 @@ def test_a_fault_of_a_cell_by_hand_is_found_at_its_line_whenever_it_comes(chunk:
 
     with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
         loop()
-    assert [(f.code, f.line) for f in d.findings] == [("TT101", loop.__code__.co_firstlineno + 4)]
+    assert [(f.code, f.line) for f in d.findings] == [("TT101", loop.__code__.co_firstlineno + 5)]
 
 
 @pytest.mark.parametrize("carry", [False, True])

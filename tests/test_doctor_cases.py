@@ -1,0 +1,128 @@
+"""The doctor names the code and line of every broken case, and finds nothing in a healthy one."""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CASES = Path(__file__).parent / "cases"
+MARK = re.compile(r"# <- (TT\d{3})\s*$")
+pytestmark = pytest.mark.slow
+
+
+def scripts(group: str) -> list[Path]:
+    return sorted((CASES / group).glob("*.py"))
+
+
+def examine(path: Path) -> dict[str, Any]:
+    """The findings of the doctor, and how the script ended."""
+    from throughtime.doctor import doctor
+
+    error, d = "", doctor()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a script's own warnings are not tested here
+        try:
+            with d:
+                runpy.run_path(str(path), run_name="__main__")
+        except RuntimeError as raised:
+            error = str(raised)
+    return {
+        "findings": [[f.code, f.line, f.file] for f in d.findings],
+        "error": error,
+        "internal_error": str(d.internal_error or ""),
+    }
+
+
+def have_layers(path: Path) -> bool:
+    return re.search(r"nn\.(LSTM|GRU|RNN)\(", path.read_text(encoding="utf-8")) is not None
+
+
+def replace_layers(layers: str) -> list[Any]:
+    """Replace torch's layers by fused ones, or by ones under a trace that stays open."""
+    import throughtime as tt
+
+    traces: list[Any] = []
+    for name in ("LSTM", "GRU", "RNN"):
+        base: Any = getattr(tt.nn if layers.startswith("fused") else torch.nn, name)
+
+        def init(self: Any, *args: Any, base: Any = base, **kwargs: Any) -> None:
+            base.__init__(self, *args, **kwargs)
+            traces.append(tt.trace(self))
+
+        setattr(
+            torch.nn,
+            name,
+            type(name, (base,), {"__init__": init}) if layers.endswith("traced") else base,
+        )
+    return traces
+
+
+@pytest.fixture(scope="module", params=["broken", "healthy"])
+def group(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def examine_group(group: str, layers: str) -> dict[str, Any]:
+    """Examine all scripts of a group in one process, each under a doctor of its own."""
+    words = [sys.executable, __file__, group, layers]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("layers", ["torch", "fused", "fused-traced", "traced"])
+def test_each_case_is_diagnosed(group: str, layers: str) -> None:
+    results = examine_group(group, layers)
+    assert len(results) >= ((40 if group == "broken" else 20) if layers == "torch" else 30)
+    wrong = [
+        f"{path.name}: {results[path.name]}"
+        for path in scripts(group)
+        if path.name in results and not right(path, results[path.name])
+    ]
+    print(f"{group}, {layers}: {len(wrong)} of {len(results)} wrong", *wrong, sep="\n")
+    assert len(wrong) <= (len(results) // 20 if group == "broken" else 0), "\n".join(wrong)
+
+
+def right(path: Path, result: dict[str, Any]) -> bool:
+    """Whether the findings name some marked line with its code, and no unmarked line."""
+    source = path.read_text(encoding="utf-8")
+    marked = {
+        (m[1], i) for i, line in enumerate(source.splitlines(), 1) if (m := MARK.search(line))
+    }
+    findings = {(code, line) for code, line, file in result["findings"] if file == str(path)}
+    same_file = all(file == str(path) for _, _, file in result["findings"])
+    return (
+        not result["internal_error"]
+        and findings <= marked
+        and bool(findings) == bool(marked)
+        and same_file
+        and bool(result["error"]) == ("# raises:" in source)
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    others = sys.argv[2] != "torch"
+    traces = replace_layers(sys.argv[2]) if others else []  # kept open until the end
+    print(
+        json.dumps(
+            {
+                path.name: examine(path)
+                for path in scripts(sys.argv[1])
+                if not others or have_layers(path)
+            }
+        )
+    )

@@ -1,0 +1,175 @@
+"""Check the names and the size of the package's Python sources.
+
+    python tools/check_names.py [FOLDER]
+
+Prints `file:line: fault` for
+
+- a class named by a participle (`Seen`, `Pulled`, `Taking`): a class is a noun;
+- a class name that the package defines twice;
+- a variable, parameter, attribute or function called `found`, `given`, `told` and so on;
+- a line of more than 100 columns.
+
+Then it prints the code tokens, the modules and the modules of fewer than 60 lines. Exit code 1: a
+fault, or a total above its limit.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_TOKENS, MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 165_000, 120, 100, 60
+BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
+IRREGULAR = frozenset(
+    WORD.findall("""
+    Begun Born Bound Bought Broken Brought Built Caught Chosen Done Drawn Felt Forgotten Found
+    Given Gone Grown Had Heard Held Hidden Hung Kept Known Laid Learnt Led Left Lent Lost Made Meant
+    Met Paid Put Said Seen Sent Shown Shut Sold Spent Spoken Stood Stuck Taken Taught Thought Thrown
+    Told Torn Understood Woken Won Worn Written""")
+)
+# Names of the public vocabulary, then nouns that only look like participles.
+ALLOWED = frozenset(
+    WORD.findall("""
+    Carried Truncated Randomized Finding Drawing Training
+    Crossing Embedding Encoding Feed Mapping Padding Recording Ring Seed Setting Speed String Timing
+    Warning""")
+)
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+class Fault(NamedTuple):
+    """One thing to rename or to shorten."""
+
+    file: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+def is_participle(name: str) -> bool:
+    """Whether the last word of a class name is a participle, by its ending or a list."""
+    words = WORD.findall(name)
+    last = words[-1] if words else ""
+    return last not in ALLOWED and (last.endswith(("ed", "ing")) or last in IRREGULAR)
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every variable, parameter, attribute and function that the source defines, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node.lineno
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node.lineno
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
+                yield name, node.lineno
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from ((alias.asname or alias.name, node.lineno) for alias in aliases)
+            case _:
+                pass
+
+
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """The lines on which docstrings begin."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        node.body[0].lineno
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+        and isinstance(node.body[0].value.value, str)
+    }
+
+
+def count_tokens(source: str, tree: ast.AST) -> int:
+    """Tokens without comments, docstrings, newlines and indentation."""
+    documented = docstring_lines(tree)
+    return sum(
+        token.type not in LAYOUT
+        and not (token.type == tokenize.STRING and token.start[0] in documented)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
+
+
+def duplicate_classes(classes: dict[str, list[tuple[Path, int]]]) -> Iterator[Fault]:
+    """A fault for every definition of a class name after the first."""
+    for name, positions in classes.items():
+        file, line = positions[0]
+        for other, number in positions[1:]:
+            yield Fault(other, number, f"class {name} is defined in {file}:{line} as well")
+
+
+def check(folder: Path) -> tuple[list[Fault], list[str]]:
+    """The faults of all sources below a folder, and the totals, those above a limit marked."""
+    faults: list[Fault] = []
+    classes: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+    tokens, modules, short = 0, 0, list[str]()
+    for file in sorted(folder.rglob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        tree, lines = ast.parse(source), source.splitlines()
+        tokens += count_tokens(source, tree)
+        if file.name != "__init__.py":
+            modules += 1
+            if len(lines) < SHORT_LINES:
+                short.append(f"{file} ({len(lines)})")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append((file, node.lineno))
+                if is_participle(node.name):
+                    faults.append(Fault(file, node.lineno, f"class {node.name} is no noun"))
+        faults += [
+            Fault(file, line, f"the name {name!r} says too little")
+            for name, line in bound_names(tree)
+            if name in BANNED
+        ]
+        faults += [
+            Fault(file, number, f"{len(line)} columns, at most {MAX_COLUMNS}")
+            for number, line in enumerate(lines, 1)
+            if len(line) > MAX_COLUMNS
+        ]
+    faults += duplicate_classes(classes)
+    totals = [
+        limited("code tokens", tokens, MAX_TOKENS),
+        limited("modules", modules, MAX_MODULES),
+        f"{len(short)} modules of fewer than {SHORT_LINES} lines: {', '.join(short) or 'none'}",
+    ]
+    return sorted(faults), totals
+
+
+def limited(what: str, count: int, limit: int) -> str:
+    """A total beside its limit."""
+    return f"{count:,} {what}, at most {limit:,}" + (": TOO MANY" if count > limit else "")
+
+
+def main() -> int:
+    """Check the folder of the command line, or the package."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("src/throughtime")
+    faults, totals = check(folder)
+    print(*faults, f"{len(faults)} faults", *totals, sep="\n")
+    return int(bool(faults) or any("TOO MANY" in total for total in totals))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
