@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from throughtime._svg import ticks
+from throughtime._svg import numbers as numbers_as_text
+from throughtime._svg import tick_labels, ticks
 from throughtime.app import report
 from throughtime.app.report import (
     Band,
@@ -571,12 +572,12 @@ def test_end_labels_do_not_overlap() -> None:
     ],
 )
 def test_numbers_of_a_column_line_up(values: list[float], expected: list[str]) -> None:
-    assert report.numbers(values) == expected
+    assert numbers_as_text(values) == expected
 
 
 def test_ticks_are_written_short_only_where_exact() -> None:
-    assert report.tick_labels([0, 2e6, 4e6]) == ["0", "2M", "4M"]
-    assert report.tick_labels([129600, 129650]) == ["129,600", "129,650"]
+    assert tick_labels([0, 2e6, 4e6]) == ["0", "2M", "4M"]
+    assert tick_labels([129600, 129650]) == ["129,600", "129,650"]
 
 
 def test_columns_of_numbers_are_aligned_to_the_right() -> None:

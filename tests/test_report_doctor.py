@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from test_cli import run
-from throughtime.app.report import Code, Link, Page, Section, of_doctor, render
+from throughtime.app.report import Code, Link, Page, Section, doctor_page, render
 from throughtime.doctor import CODES, Doctor, doctor
 from throughtime.errors import ConfigError
 
@@ -153,7 +153,7 @@ def found_here() -> Doctor:
 
 def test_a_loop_in_a_test_or_notebook_can_be_written_as_well(tmp_path: Path) -> None:
     d = found_here()
-    path = of_doctor.write_report(d, tmp_path / "new" / "page.html", of="a notebook")
+    path = doctor_page.write_report(d, tmp_path / "new" / "page.html", of="a notebook")
     assert marked(path.read_text(encoding="utf-8")) == ["gru(x)[0].square().mean().backward()"]
 
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None
     exec(compile(loop, str(tmp_path / "gone.py"), "exec"), names)
     with doctor() as d:
         names["loop"](torch.nn.GRU(3, 4))
-    page = of_doctor.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
+    page = doctor_page.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
     assert marked(page) == []
     assert "gone.py, line 3; the file is not at hand." in page
 
@@ -175,7 +175,7 @@ def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
     d = found_here()
     d.clear()
     d.internal_error = RuntimeError("out of <ideas>")
-    page = of_doctor.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
+    page = doctor_page.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "something may have been missed: RuntimeError: out of &lt;ideas&gt;" in page
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
 from throughtime.app.folder import Folder
-from throughtime.app.report import of_audit
-from throughtime.app.report.of_run import write_report
+from throughtime.app.report import audit_section
+from throughtime.app.report.run_page import write_report
 from throughtime.diagnose import Reach
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,7 +120,7 @@ def test_what_an_older_run_did_not_measure_is_left_out(folder: Folder, tmp_path:
 
 
 def reach_of(folder: Folder) -> Reach:
-    return Audited.read(folder.audit).reach
+    return AuditReport.read(folder.audit).reach
 
 
 def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
@@ -129,29 +129,29 @@ def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
         page.count("window of training, 10") == 2
     )  # the curves and the heat map; the stride is 10
     assert "Training cut it 10 steps back" in page
-    assert "window of training" not in of_audit.by_lag(reach_of(folder)).svg
+    assert "window of training" not in audit_section.by_lag(reach_of(folder)).svg
 
 
 def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
     """The oracle is the definition: all of it beyond lag 0, none beyond the last, half where half is."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
-    assert of_audit.by_lag(flat, 20).caption.endswith(
+    assert audit_section.by_lag(flat, 20).caption.endswith(
         "Training cut it 20 steps back: 50.0% of the sum lies further back."
     )
-    assert of_audit.by_lag(flat, 40).caption.endswith("0.0% of the sum lies further back.")
-    assert "further back" not in of_audit.by_lag(flat).caption
+    assert audit_section.by_lag(flat, 40).caption.endswith("0.0% of the sum lies further back.")
+    assert "further back" not in audit_section.by_lag(flat).caption
 
 
 def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> None:
     reach = reach_of(folder)
-    drawn = ET.fromstring(of_audit.by_part(reach).svg)
+    drawn = ET.fromstring(audit_section.by_part(reach).svg)
     said = [e.text for e in drawn.iter(f"{SVG}text")]
     assert {"recurrent.h", "recurrent.c"} <= set(said)
     rows = [g for g in drawn.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     assert len(rows) == len(reach.by_leaf)
     only = replace(reach, by_leaf={"h": reach.norms})
     assert (
-        len(of_audit.pictures(replace(Audited.read(folder.audit), reach=only))) == 3
+        len(audit_section.pictures(replace(AuditReport.read(folder.audit), reach=only))) == 3
     )  # the curve says it already
 
 
@@ -167,7 +167,7 @@ def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -
     )
     rows = [
         g
-        for g in ET.fromstring(of_audit.by_part(reach).svg).iter(f"{SVG}g")
+        for g in ET.fromstring(audit_section.by_part(reach).svg).iter(f"{SVG}g")
         if g.find(f"{SVG}title") is not None
     ]
     flat, spiked = ([e.attrib for e in row.iter(f"{SVG}rect")] for row in rows)

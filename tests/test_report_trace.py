@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
 from throughtime.app.audit import Look, Question, look_at
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config, make_config
 from throughtime.app.folder import Folder
-from throughtime.app.report import of_trace
-from throughtime.app.traced import LONGEST, SHOWN, WORK, Cut, Traced, traced
+from throughtime.app.report import trace_section
+from throughtime.app.trace import LONGEST, SHOWN, WORK, Cut, RunTrace, trace_run
 
 SVG = "{http://www.w3.org/2000/svg}"
 GATES = ("h", "c", "i", "f", "g", "o")
@@ -33,7 +33,7 @@ def looked(folder: Folder) -> Look:
     return look_at(folder, Question(horizons=(10, 40), max_lag=40), None, None, None, None)
 
 
-def traced_run(place: Path, **more: Any) -> tuple[Look, Traced]:
+def traced_run(place: Path, **more: Any) -> tuple[Look, RunTrace]:
     """A run in float64, and what is seen of it."""
     values = {
         k: v
@@ -41,7 +41,7 @@ def traced_run(place: Path, **more: Any) -> tuple[Look, Traced]:
         if v is not None
     }
     look = looked(finish(values | {"dtype": "float64", "lr": 0.02}))
-    found = traced(look.net, look.spec, look.first, look.loss_fn, look.config)
+    found = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert found is not None
     return look, found
 
@@ -68,7 +68,7 @@ def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator
         yield {"h": h, "c": c, "i": i, "f": f, "g": g, "o": o}
 
 
-def oracle(look: Look, found: Traced, cut: Cut) -> dict[str, Tensor]:
+def oracle(look: Look, found: RunTrace, cut: Cut) -> dict[str, Tensor]:
     """The norms by plain autograd, a window at a time, each from a state that is cut off."""
     net = look.net.module
     layer = net.get_submodule("recurrent")
@@ -137,7 +137,7 @@ def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(
     look, found = traced_run(tmp_path, horizon=35)
     begins = Cut.begins
     monkeypatch.setattr(Cut, "begins", lambda cut, stop: begins(cut, stop) + (stop < cut.steps))
-    late = traced(look.net, look.spec, look.first, look.loss_fn, look.config)
+    late = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert late is not None
     name = "recurrent.layer0.c"
     assert not np.allclose(found.norms[name], late.norms[name], rtol=1e-2)
@@ -148,7 +148,7 @@ def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it
 ) -> None:
     """The last step of a stride is blamed by its own loss alone, unless the horizon is longer."""
     look, long = traced_run(tmp_path, horizon=35)
-    short = traced(
+    short = trace_run(
         look.net, look.spec, look.first, look.loss_fn, replace(look.config, horizon=None)
     )
     assert short is not None
@@ -162,7 +162,7 @@ def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it
 def test_tracing_leaves_the_net_as_it_is(tmp_path: Path) -> None:
     look, _ = traced_run(tmp_path)
     before = {name: value.clone() for name, value in look.net.state_dict().items()}
-    traced(look.net, look.spec, look.first, look.loss_fn, look.config)
+    trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert all(torch.equal(before[name], value) for name, value in look.net.state_dict().items())
     assert all(weight.grad is None for weight in look.net.parameters())
     assert "forward" not in look.net.module.get_submodule("recurrent").__dict__
@@ -224,7 +224,7 @@ def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the
 ) -> None:
     """Around zero, tanh is the identity: a step back multiplies by the weight."""
     look, config = regression(tmp_path, weight)
-    found = traced(look.net, look.spec, look.first, look.loss_fn, config)
+    found = trace_run(look.net, look.spec, look.first, look.loss_fn, config)
     assert found is not None
     (life,) = found.lives
     assert life.edge == pytest.approx(min(1, weight) ** 10 * max(1, weight), rel=1e-3)
@@ -234,7 +234,7 @@ def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the
         (found.windows, 3 + 1) if weight == 0.1 else (0, 10)
     )  # 0.1 ** 3 is not below a thousandth
     assert life.exploded == (found.windows if weight == 2.0 else 0)
-    said = [str(cell) for cell in of_trace.lives(found).rows[0]]
+    said = [str(cell) for cell in trace_section.lives(found).rows[0]]
     words = {
         0.1: "dies 4 steps back in 40 of 40",
         0.5: "lives to the first step",
@@ -252,22 +252,22 @@ def test_the_time_constant_is_that_of_the_bias_where_nothing_else_counts(tmp_pat
         layer.get_parameter("bias_ih_l0")[8:16] = torch.arange(
             8.0
         )  # the forget gate of eight units
-    found = traced(look.net, look.spec, look.first, look.loss_fn, look.config)
+    found = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert found is not None
     (memory,) = found.memories
     taus = [-1 / math.log(1 / (1 + math.exp(-bias))) for bias in range(8)]
     assert (memory.short, memory.longest) == pytest.approx((taus[1], taus[7]), rel=1e-3)
-    said = of_trace.memories(found).rows[0]
+    said = trace_section.memories(found).rows[0]
     assert said[-1] == "1,097"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, Traced]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, RunTrace]:
     return traced_run(tmp_path_factory.mktemp("seen"), horizon=35, layers=2, model="gru")
 
 
-def drawn(found: Traced, config: Config) -> ET.Element:
-    return ET.fromstring(of_trace.over_time(found, config).svg)
+def drawn(found: RunTrace, config: Config) -> ET.Element:
+    return ET.fromstring(trace_section.over_time(found, config).svg)
 
 
 def cuts(picture: ET.Element) -> list[float]:
@@ -283,7 +283,7 @@ def cuts(picture: ET.Element) -> list[float]:
 
 
 def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layers(
-    seen: tuple[Look, Traced],
+    seen: tuple[Look, RunTrace],
 ) -> None:
     look, found = seen
     picture = drawn(found, look.config)
@@ -295,7 +295,7 @@ def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layer
     assert all(name in described for name in rows)
 
 
-def test_every_edge_is_marked_where_an_update_ends(seen: tuple[Look, Traced]) -> None:
+def test_every_edge_is_marked_where_an_update_ends(seen: tuple[Look, RunTrace]) -> None:
     look, found = seen
     assert found.edges == tuple(range(found.start + 10, found.start + found.steps, 10))
     places = cuts(drawn(found, look.config))
@@ -307,7 +307,7 @@ def test_every_edge_is_marked_where_an_update_ends(seen: tuple[Look, Traced]) ->
 
 
 def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
-    seen: tuple[Look, Traced],
+    seen: tuple[Look, RunTrace],
 ) -> None:
     look, found = seen
     norms = tuple(1.0 if t == 50 else 1e-9 for t in range(found.steps))
@@ -326,7 +326,7 @@ def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
 
 
 def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(
-    seen: tuple[Look, Traced], tmp_path: Path
+    seen: tuple[Look, RunTrace], tmp_path: Path
 ) -> None:
     look, found = seen
     name = next(iter(found.norms))
@@ -337,25 +337,23 @@ def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(
         broken,
         lives=(replace(found.lives[0], largest=math.inf, exploded=1, burst=3.0), *found.lives[1:]),
     )
-    assert "inf" not in of_trace.over_time(broken, look.config).svg.split("</desc>")[1]
-    audited = replace(looked(Folder(Path(look.config.out))).go(), traced=broken)
+    assert "inf" not in trace_section.over_time(broken, look.config).svg.split("</desc>")[1]
+    audited = replace(looked(Folder(Path(look.config.out))).go(), trace=broken)
     audited.write(tmp_path / "audit.json")
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert Audited.read(tmp_path / "audit.json") == audited
+    assert AuditReport.read(tmp_path / "audit.json") == audited
 
 
 def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
-    seen: tuple[Look, Traced], tmp_path: Path
+    seen: tuple[Look, RunTrace], tmp_path: Path
 ) -> None:
     look, _ = seen
     looked(Folder(Path(look.config.out))).go().write(tmp_path / "audit.json")
     content = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
-    for name in ("traced", "replayed"):
-        assert content.pop(name)
+    assert content.pop("trace")
     (tmp_path / "audit.json").write_text(json.dumps(content), encoding="utf-8")
-    found = Audited.read(tmp_path / "audit.json")
-    assert found.traced is None
-    assert found.replayed is None
+    found = AuditReport.read(tmp_path / "audit.json")
+    assert found.trace is None
 
 
 @pytest.mark.parametrize(
@@ -376,4 +374,4 @@ def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
 )
 def test_the_caption_says_how_the_run_cuts(tmp_path: Path, more: dict[str, Any], said: str) -> None:
     look, found = traced_run(tmp_path, **more)
-    assert said in of_trace.over_time(found, look.config).caption
+    assert said in trace_section.over_time(found, look.config).caption

@@ -11,7 +11,7 @@ import torch
 
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
-from throughtime.app.report.of_run import write_report
+from throughtime.app.report.run_page import write_report
 from throughtime.app.train import Training, begin
 from throughtime.errors import ConfigError
 from throughtime.gradient import Exact

@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from throughtime.app.assess import adjusted, recordings_for, usual_split
-from throughtime.app.audited import Audited, places
+from throughtime.app.audit_report import AuditReport, places
 from throughtime.app.checkpoint import load_checkpoint
 from throughtime.app.config import Config
 from throughtime.app.data import Labelled
 from throughtime.app.folder import Folder
 from throughtime.app.model import Spec, load_model, loss_of
 from throughtime.app.prepared import check_device
-from throughtime.app.replayed import replayed
 from throughtime.app.survey import survey
 from throughtime.app.threads import one_thread, small
-from throughtime.app.traced import traced
+from throughtime.app.trace import trace_run
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import audit, reach
 from throughtime.errors import ConfigError, DataError
@@ -121,7 +120,7 @@ class Look:
             f" traced back through at most {min(self.question.max_lag, self.steps):,} steps"
         )
 
-    def go(self) -> Audited:
+    def go(self) -> AuditReport:
         """Computes it: seconds to minutes."""
         anchors = min(ANCHORS, SETS * self.stream.lanes)
         with one_thread(when=small(self.spec, self.stream.lanes)):
@@ -141,9 +140,8 @@ class Look:
                 anchors=anchors,
                 steps=self.steps,
             )
-            steps = traced(self.net, self.spec, self.first, self.loss_fn, self.config)
-            again = replayed(self.net, self.stream, self.loss_fn, self.config)
-        return Audited(
+            steps = trace_run(self.net, self.spec, self.first, self.loss_fn, self.config)
+        return AuditReport(
             self.split,
             str(self.data),
             self.update,
@@ -152,7 +150,6 @@ class Look:
             costs,
             goes,
             steps,
-            again,
         )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
 from throughtime.app.threads import one_thread
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach
@@ -123,7 +123,7 @@ class Demo:
     updates: int
     test: Generated
     networks: tuple[Trained, ...]
-    audited: Audited  # of the first network trained on the stream
+    audited: AuditReport  # of the first network trained on the stream
     whole: Whole  # of the same
 
     def of(self, name: str) -> list[Trained]:
@@ -174,12 +174,12 @@ def _whole(net: Carried, train: list[Recording]) -> Whole:
     return Whole(stream.steps, seconds, chunk, round(edges), round(size.step * stream.steps))
 
 
-def _audited(net: Carried, train: list[Recording], count: int) -> Audited:
+def _audited(net: Carried, train: list[Recording], count: int) -> AuditReport:
     """How far the gradient of a trained network goes, and what cutting it costs."""
     stream = Stream(train, LANES, STRIDE, seed=None)
     costs = audit(net, stream, nn.CrossEntropyLoss(), HORIZONS, steps=AUDITED)
     goes = reach(net, stream, nn.CrossEntropyLoss(), max_lag=LAGS, anchors=2 * LANES, steps=AUDITED)
-    return Audited("train", "generated recordings", count, stream.steps, TOLERANCE, costs, goes)
+    return AuditReport("train", "generated recordings", count, stream.steps, TOLERANCE, costs, goes)
 
 
 def _way(

@@ -23,7 +23,7 @@ from throughtime.app.cli.training import train_through
 from throughtime.app.config import make_config, read_toml
 from throughtime.app.folder import Folder
 from throughtime.app.model import load_model
-from throughtime.app.report import of_demo, of_run
+from throughtime.app.report import demo_page, run_page
 from throughtime.app.threads import one_thread, small
 from throughtime.app.train import Training, begin
 from throughtime.app.write import initial_state, open_recording, predict_to_file
@@ -300,7 +300,7 @@ def evaluate(
     split, found = assess(folder, data, split, missing)
     print_scores(split, found.metrics, found.recordings, folder.scores(split))
     out.print(f"{found.steps:,} frames scored; {folder.scores(split)} written")
-    of_run.write_report(folder)
+    run_page.write_report(folder)
 
 
 @app.command()
@@ -403,7 +403,7 @@ def audit(
     found = look.go()
     found.write(folder.audit)
     print_audit(out, found, folder.read_config())
-    of_run.write_report(folder)
+    run_page.write_report(folder)
     out.print(f"{folder.audit} and {folder.report} written")
 
 
@@ -449,4 +449,4 @@ def demo(
     out.print(table)
     out.print(demos.credit(found))
     out.print(demos.exact(found))
-    out.print(f"the pictures are in {of_demo.write_report(found, to)}")
+    out.print(f"the pictures are in {demo_page.write_report(found, to)}")

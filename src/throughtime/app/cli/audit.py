@@ -3,10 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config
-from throughtime.app.report.of_replay import verdict
-from throughtime.app.traced import Traced
+from throughtime.app.trace import RunTrace
 from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose.reach import within
 from throughtime.errors import ConfigError
@@ -27,19 +26,17 @@ def horizons_in(text: str) -> tuple[int, ...]:
         ) from error
 
 
-def print_audit(out: Console, found: Audited, config: Config) -> None:
+def print_audit(out: Console, found: AuditReport, config: Config) -> None:
     """Both tables, the losses by context, and which window to take."""
     out.print(_costs(found.audit))
     out.print(_goes(found.reach))
-    if found.traced is not None:
-        out.print(_lives(found.traced))
+    if found.trace is not None:
+        out.print(_lives(found.trace))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in found.reach.contexts.items())
     out.print(
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
         f" carried: {found.reach.loss:.4g}"
     )
-    if found.replayed is not None:
-        out.print(f"is the loop sound? {verdict(found.replayed)}")
     out.print(found.advice(config))
     out.print(found.warning())
 
@@ -72,7 +69,7 @@ def _goes(reach: Reach) -> Table:
     return table
 
 
-def _lives(seen: Traced) -> Table:
+def _lives(seen: RunTrace) -> Table:
     where = f"steps {seen.start} to {seen.start + seen.steps} of {seen.recording}"
     table = Table(
         title=(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from throughtime.app.cli.screen import out
-from throughtime.app.report import of_doctor
+from throughtime.app.report import doctor_page
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
 from throughtime.errors import ConfigError
@@ -71,7 +71,7 @@ def _page(watching: Doctor, script: Path, report: Path | None) -> Callable[[str]
     path, base = report.resolve(), Path.cwd()
 
     def write(ended: str) -> None:
-        of_doctor.write_report(watching, path, of=script.name, ended=ended, base=base)
+        doctor_page.write_report(watching, path, of=script.name, ended=ended, base=base)
         out.print(f"{report} written")
 
     return write

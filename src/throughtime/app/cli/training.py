@@ -9,7 +9,7 @@ import typer
 
 from throughtime.app.cli.progress import Progress, duration
 from throughtime.app.cli.screen import out, print_scores
-from throughtime.app.report import of_run
+from throughtime.app.report import run_page
 from throughtime.app.team import LostRankError
 from throughtime.app.threads import one_thread, small
 from throughtime.app.train import Training
@@ -127,7 +127,7 @@ def _close(training: Training, *, already: bool) -> None:
             k: v for k, v in valid[-1].items() if k in training.prepared.spec.score().compute()
         }
         print_scores("valid", figures, valid[-1]["recordings"], folder.metrics)
-    of_run.write_report(folder)
+    run_page.write_report(folder)
     spent = (
         f"{training.count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it"
         " waiting for data"

@@ -1,5 +1,16 @@
 """A run as one self-contained HTML page: charts from plain numbers, and the page around them."""
 
+from throughtime.app.report.charts import (
+    Band,
+    Mark,
+    Series,
+    bars,
+    envelope,
+    heat,
+    lines,
+    runs,
+    strip,
+)
 from throughtime.app.report.page import (
     Cell,
     Code,
@@ -13,7 +24,6 @@ from throughtime.app.report.page import (
     Text,
     render,
 )
-from throughtime.app.report.svg import Band, Mark, Series, bars, envelope, heat, lines, runs, strip
 
 __all__ = [
     "Band",

@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart of `throughtime.app.report.svg`, and what to see in it."""
+    """A chart of `throughtime.app.report.charts`, and what to see in it."""
 
     svg: str
     caption: str

@@ -20,7 +20,7 @@ _SHOWN = 1_500
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Excerpt:
     """Consecutive steps of the first column of a recording, with targets and predictions of the first target column."""
 
     recording: str
@@ -30,7 +30,7 @@ class Stretch:
     predicted: Array
 
 
-def stretch(net: Carried, spec: Spec, recording: Recording, config: Config) -> Stretch:
+def busiest_excerpt(net: Carried, spec: Spec, recording: Recording, config: Config) -> Excerpt:
     """The liveliest 1,500 of the first 20,000 steps: those with most changes of class, or the last ones for regression."""
     steps = min(len(recording), _LEAD)
     stream = Stream(
@@ -56,7 +56,7 @@ def stretch(net: Carried, spec: Spec, recording: Recording, config: Config) -> S
     start = _liveliest(targets) if spec.task == "classify" else max(0, steps - _SHOWN)
     shown = slice(start, min(start + _SHOWN, steps))
     signal = chunk.inputs[:, 0].reshape(steps, -1)[:, 0].numpy()
-    return Stretch(recording.name, start, signal[shown], targets[shown], predicted[shown])
+    return Excerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
 
 
 def _liveliest(targets: Array) -> int:

@@ -34,13 +34,13 @@ def write_report(
     Example:
         >>> import tempfile, torch, throughtime as tt
         >>> from pathlib import Path
-        >>> from throughtime.app.report import of_doctor
+        >>> from throughtime.app.report import doctor_page
         >>> gru = torch.nn.GRU(3, 8)
         >>> with tt.doctor() as d:
         ...     for x in torch.randn(120, 2, 3).split(10):
         ...         gru(x)[0].square().mean().backward()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = of_doctor.write_report(d, Path(folder) / "doctor.html").read_text(encoding="utf-8")
+        ...     page = doctor_page.write_report(d, Path(folder) / "doctor.html").read_text(encoding="utf-8")
         >>> "TT201" in page
         True
     """

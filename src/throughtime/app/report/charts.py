@@ -88,7 +88,7 @@ def runs(classes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The runs of one class each, as `(start, stop, class)`.
 
     Example:
-        >>> from throughtime.app.report.svg import runs
+        >>> from throughtime.app.report.charts import runs
         >>> list(runs([0, 0, 2]))
         [(0, 2, 0), (2, 3, 2)]
     """

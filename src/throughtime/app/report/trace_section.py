@@ -6,16 +6,16 @@ from itertools import pairwise
 
 from throughtime._svg import numbers
 from throughtime.app.config import Config
+from throughtime.app.report.charts import Series, heat
 from throughtime.app.report.page import Figure, Part, Table, Text
-from throughtime.app.report.svg import Series, heat
-from throughtime.app.traced import EXPLODED, VANISHED, Life, Memory, Traced
+from throughtime.app.trace import EXPLODED, VANISHED, GradientLifetime, Memory, RunTrace
 
 _CELLS = 200  # of a row
 _MOST_CUTS = 60  # closer together they would hide the cells
 _DECADES = 2, 6
 
 
-def parts(seen: Traced, config: Config) -> list[Part]:
+def parts(seen: RunTrace, config: Config) -> list[Part]:
     """The heat map and the figures of each state, gate and layer."""
     return [
         over_time(seen, config),
@@ -25,7 +25,7 @@ def parts(seen: Traced, config: Config) -> list[Part]:
     ]
 
 
-def over_time(seen: Traced, config: Config) -> Figure:
+def over_time(seen: RunTrace, config: Config) -> Figure:
     """The norm of the gradient of each state and gate at every step of a stretch."""
     bins = _bins(seen)
     stop = seen.start + seen.steps
@@ -54,7 +54,7 @@ def over_time(seen: Traced, config: Config) -> Figure:
     return Figure(svg, f"Each row is a state or a gate, {where}. {_caption(seen, config)}")
 
 
-def _bins(seen: Traced) -> list[int]:
+def _bins(seen: RunTrace) -> list[int]:
     """Where the cells begin; none crosses an edge."""
     wide = max(1, math.ceil(seen.steps / _CELLS))
     ends = [seen.start, *seen.edges, seen.start + seen.steps]
@@ -72,7 +72,7 @@ def _largest(norms: Sequence[float]) -> float:
     return max((norm for norm in norms if math.isfinite(norm)), default=math.nan)
 
 
-def _cut_in_words(seen: Traced) -> str:
+def _cut_in_words(seen: RunTrace) -> str:
     if not seen.edges:
         return "no edge of an update among them"
     edges = f"an update every {seen.stride:,} steps"
@@ -83,7 +83,7 @@ def _cut_in_words(seen: Traced) -> str:
     )
 
 
-def _caption(seen: Traced, config: Config) -> str:
+def _caption(seen: RunTrace, config: Config) -> str:
     """How the run cuts, and what is seen of it."""
     said = (
         "The fuller the colour, the more the losses that train the net blame it at that step, all"
@@ -114,7 +114,7 @@ def _ahead(config: Config) -> int:
     return max(0, (config.horizon or config.stride) - config.stride)
 
 
-def _meaning(seen: Traced) -> str:
+def _meaning(seen: RunTrace) -> str:
     what = "the stretch" if seen.windows == 1 else f"each of {seen.windows} windows"
     return (
         f"What becomes of the gradient in {what}, counted back from the end: it lives as long as it"
@@ -125,7 +125,7 @@ def _meaning(seen: Traced) -> str:
     )
 
 
-def lives(seen: Traced) -> Table:
+def lives(seen: RunTrace) -> Table:
     """Where it dies or blows up, and what crosses the edge, for each state and gate."""
     rows = [
         [
@@ -166,7 +166,7 @@ def _share(edge: float | None) -> str:
     return "" if edge is None else f"{edge:.2g}"
 
 
-def _fate(life: Life, windows: int) -> str:
+def _fate(life: GradientLifetime, windows: int) -> str:
     """What becomes of it, and how often."""
     every = "" if windows == 1 else f" in {{}} of {windows}"
     if not life.largest:
@@ -178,7 +178,7 @@ def _fate(life: Life, windows: int) -> str:
     return "lives to the first step"
 
 
-def memories(seen: Traced) -> Table:
+def memories(seen: RunTrace) -> Table:
     """How long the gates of each layer remember."""
     return Table(
         [

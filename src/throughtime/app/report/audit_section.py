@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from throughtime._svg import Range
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
+from throughtime.app.report.charts import Mark, Series, heat, lines
 from throughtime.app.report.page import Figure, Table
-from throughtime.app.report.svg import Mark, Series, heat, lines
 from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
@@ -19,7 +19,7 @@ _CELLS = 48  # of the heat map
 
 
 def pictures(
-    found: Audited, own: Truncation | None = None, window: int | None = None
+    found: AuditReport, own: Truncation | None = None, window: int | None = None
 ) -> list[Figure]:
     """Norm by lag, as curves and over the parts of the state, bias by horizon, loss by context.
 

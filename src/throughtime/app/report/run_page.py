@@ -9,15 +9,15 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.assess import recordings_for
-from throughtime.app.audited import Audited
+from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config
+from throughtime.app.excerpt import Excerpt, busiest_excerpt
 from throughtime.app.folder import Folder
 from throughtime.app.model import Spec, load_model
 from throughtime.app.policy import policy_of
-from throughtime.app.report import of_audit, of_replay, of_trace
+from throughtime.app.report import audit_section, trace_section
+from throughtime.app.report.charts import Band, Series, bars, lines, strip
 from throughtime.app.report.page import Facts, Figure, Page, Section, Table, Text, render
-from throughtime.app.report.svg import Band, Series, bars, lines, strip
-from throughtime.app.stretch import Stretch, stretch
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 
@@ -336,7 +336,7 @@ def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
     """What `audit` found, if it has looked at the run."""
     if not folder.audit.is_file():
         return []
-    found = Audited.read(folder.audit)
+    found = AuditReport.read(folder.audit)
     where = (
         f"Measured on {found.looked_at()} of the split '{found.split}' of {Path(found.data).name}"
     )
@@ -347,13 +347,13 @@ def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
         )
     parts = [
         Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."),
-        *of_audit.pictures(found, found.own(config), _window(config)),
+        *audit_section.pictures(found, found.own(config), _window(config)),
     ]
-    sections = [Section("Where the gradient goes", [*parts, of_audit.table(found.audit)])]
-    if found.traced is not None:
-        sections.append(Section("The gradient, step by step", of_trace.parts(found.traced, config)))
-    if found.replayed is not None:
-        sections.append(Section("Is the loop sound?", of_replay.parts(found.replayed)))
+    sections = [Section("Where the gradient goes", [*parts, audit_section.table(found.audit)])]
+    if found.trace is not None:
+        sections.append(
+            Section("The gradient, step by step", trace_section.parts(found.trace, config))
+        )
     return sections
 
 
@@ -367,7 +367,7 @@ def _window(config: Config) -> int | None:
 def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:
     """The liveliest part of the first recording of a split, if it is still there."""
     try:
-        shown = stretch(
+        shown = busiest_excerpt(
             net, spec, recordings_for(spec, Path(config.data), split, config)[0], config
         )
     except DataError as error:
@@ -380,7 +380,7 @@ def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | T
     return Figure(draw(shown, spec, where), f"{where}, the state carried from its first step.")
 
 
-def _classes_drawn(shown: Stretch, spec: Spec, where: str) -> str:
+def _classes_drawn(shown: Excerpt, spec: Spec, where: str) -> str:
     counts = shown.targets >= 0
     wrong = (
         float((shown.predicted[counts] != shown.targets[counts]).mean()) if counts.any() else 0.0
@@ -405,7 +405,7 @@ def _classes_drawn(shown: Stretch, spec: Spec, where: str) -> str:
     )
 
 
-def _values_drawn(shown: Stretch, spec: Spec, where: str) -> str:
+def _values_drawn(shown: Excerpt, spec: Spec, where: str) -> str:
     x = [float(i) for i in range(shown.start, shown.start + len(shown.signal))]
     series = [
         Series("target", x, shown.targets.tolist()),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
+from throughtime.app.excerpt import busiest_excerpt
 from throughtime.app.model import Spec
-from throughtime.app.stretch import stretch
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Found, Timescale, Trace, trace
@@ -90,7 +90,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Life:
+class GradientLifetime:
     """What becomes of the gradient of one state or gate, over the windows looked at.
 
     Attributes:
@@ -128,7 +128,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Traced:
+class RunTrace:
     """What the trace of a run saw.
 
     Attributes:
@@ -154,7 +154,7 @@ class Traced:
     signal: tuple[float, ...]
     windows: int
     norms: dict[str, tuple[float, ...]]
-    lives: tuple[Life, ...]
+    lives: tuple[GradientLifetime, ...]
     memories: tuple[Memory, ...]
 
     @property
@@ -168,7 +168,7 @@ class Traced:
         return tuple(range(self.start + self.stride, self.start + self.steps, self.stride))
 
     @classmethod
-    def read(cls, content: Any) -> "Traced":
+    def read(cls, content: Any) -> "RunTrace":
         """What `asdict` gave, read back from JSON, which knows no infinity."""
         read = {
             "signal": tuple(_number(value) for value in content["signal"]),
@@ -177,7 +177,8 @@ class Traced:
                 for name, norms in content["norms"].items()
             },
             "lives": tuple(
-                Life(**(life | {"largest": _number(life["largest"])})) for life in content["lives"]
+                GradientLifetime(**(life | {"largest": _number(life["largest"])}))
+                for life in content["lives"]
             ),
             "memories": tuple(
                 Memory(
@@ -189,9 +190,9 @@ class Traced:
         return cls(**(content | read))
 
 
-def traced(
+def trace_run(
     net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, config: Config
-) -> Traced | None:
+) -> RunTrace | None:
     """The gradient over the liveliest stretch of a recording; `None` if none of its steps has a
     loss.
 
@@ -203,7 +204,7 @@ def traced(
         config: of the run: how its credit is cut.
     """
     longest = Cut.of(config, len(recording)).steps
-    start = min(stretch(net, spec, recording, config).start, len(recording) - longest)
+    start = min(busiest_excerpt(net, spec, recording, config).start, len(recording) - longest)
     if config.train_on == "windows":
         start -= start % config.stride
     cut = Cut.of(config, len(recording) - start)
@@ -270,7 +271,7 @@ class Seen:
         for name, mean in last.kept().items():
             self.kept.setdefault(name, []).append(mean.double().cpu())
 
-    def summary(self, recording: str, start: int, signal: Sequence[float]) -> Traced:
+    def summary(self, recording: str, start: int, signal: Sequence[float]) -> RunTrace:
         """The figures."""
         names = sorted(self.sums, key=_place)
         norms = {name: _norms(self.sums[name][: self.cut.shown]) for name in names}
@@ -280,7 +281,7 @@ class Seen:
             Timescale.of(name, torch.stack(self.kept[name]).mean(0))
             for name in sorted(self.kept, key=lambda name: (len(name), name))
         )
-        return Traced(
+        return RunTrace(
             recording,
             start,
             self.cut.stride,
@@ -303,12 +304,14 @@ def _place(name: str) -> tuple[int, str]:
     return len(track), track
 
 
-def _life(name: str, norms: Sequence[float], start: int, whole: Sequence[Found]) -> Life:
+def _life(
+    name: str, norms: Sequence[float], start: int, whole: Sequence[Found]
+) -> GradientLifetime:
     rows = [row for found in whole for row in found.rows if row.name == name]
     largest = max(norms)
     edges = [row.edge for row in rows if row.edge is not None]
     bursts = [row.end - row.exploded for row in rows if row.exploded is not None]
-    return Life(
+    return GradientLifetime(
         name,
         largest,
         start + norms.index(largest),

@@ -23,9 +23,9 @@ from throughtime.app.demo import (
     facts,
     summary,
 )
-from throughtime.app.report import of_audit
+from throughtime.app.report import audit_section
+from throughtime.app.report.charts import Band, Mark, Series, lines, strip
 from throughtime.app.report.page import Figure, Page, Section, Table, Text, render
-from throughtime.app.report.svg import Band, Mark, Series, lines, strip
 
 _SHOWN = 6_000
 
@@ -135,12 +135,12 @@ def _gradient(demo: Demo) -> list[Figure | Text | Table]:
         " carried state gains everything. Other tasks need both: throughtime audit RUN draws these"
         " pictures of a run of your own."
     )
-    pictures = of_audit.pictures(found, own)
+    pictures = audit_section.pictures(found, own)
     said += f" And {exact(demo)}: that is tt.Exact, for when cutting is what goes wrong."
     return [
         Text(f"{said}\n\n{state if reach.memory_used else found.warning()}"),
         *pictures,
-        of_audit.table(found.audit),
+        audit_section.table(found.audit),
     ]
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.config import Config
-from throughtime.app.replayed import Replayed
-from throughtime.app.traced import Traced
+from throughtime.app.trace import RunTrace
 from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose._slice import plain
 from throughtime.diagnose.audit import Truncation
@@ -18,7 +17,7 @@ from throughtime.errors import RunError
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditReport:
     """What an audit found, and where it looked.
 
     Attributes:
@@ -29,9 +28,7 @@ class Audited:
         tolerance: the largest bias to put up with.
         audit: what the truncations cost.
         reach: how far the gradient goes.
-        traced: the gradient at every step of a stretch; `None` if nobody has looked, as in files of
-            before it was measured.
-        replayed: whether the loop does what it says; `None` as there, and for windows.
+        trace: the gradient at every step of an excerpt; `None` if it was not traced.
     """
 
     split: str
@@ -41,8 +38,7 @@ class Audited:
     tolerance: float
     audit: Audit
     reach: Reach
-    traced: Traced | None = None
-    replayed: Replayed | None = None
+    trace: RunTrace | None = None
 
     @property
     def enough(self) -> Truncation | None:
@@ -128,7 +124,7 @@ class Audited:
         write_atomically(path, json.dumps(self.facts(), indent=1, allow_nan=False).encode())
 
     @classmethod
-    def read(cls, path: Path) -> "Audited":
+    def read(cls, path: Path) -> "AuditReport":
         """What `write` kept.
 
         Raises:
@@ -139,13 +135,12 @@ class Audited:
             where = {
                 name: content[name] for name in ("split", "data", "update", "epoch", "tolerance")
             }
-            steps, again = content.get("traced"), content.get("replayed")
+            steps = content.get("trace")
             return cls(
                 **where,
                 audit=_audit(content["audit"]),
                 reach=_reach(content["reach"]),
-                traced=None if steps is None else Traced.read(steps),
-                replayed=None if again is None else Replayed.read(again),
+                trace=None if steps is None else RunTrace.read(steps),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
