@@ -3,18 +3,14 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SequentialSampler
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
-from throughtime.chunk import Chunk, join
+from throughtime.chunk import Chunk
 from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import (
@@ -31,6 +27,7 @@ from throughtime.gradient.gather import weights_of
 from throughtime.nn.advice import AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
+from throughtime.stream._queue import ChunkQueue
 
 
 def updates(
@@ -114,8 +111,9 @@ class Updates(Iterator[Update]):
     ) -> None:
         self._net = _carried(net)
         self._stream = stream if isinstance(stream, Stream) else None
-        source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
-        self._source = Moving(source, net)
+        self._source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
+        self._source._place_on(ranks.device)
+        self._device = ranks.device
         self._objective, self._gradient = objective, gradient
         policy = gradient.policy if isinstance(gradient, Accumulated) else gradient
         self._learning = policy if isinstance(policy, Learning) else None
@@ -238,8 +236,13 @@ class Updates(Iterator[Update]):
         if self._stream is not None and self._stream.handed:
             entering = self._stream._entering_state(self._net)
             return Progress(entering, entering)
-        first = self._source.peek()
-        return Progress(trees.detach(self._net.initial_state(first.lanes, like=first.inputs)), None)
+        return Progress(None, None)
+
+    def _moved(self, state: State) -> State:
+        """The tensors on the net's device: checkpoints are read to the CPU."""
+        return (
+            None if state is None else trees.map_leaves(lambda leaf: leaf.to(self._device), state)
+        )
 
     @property
     def state(self) -> State:
@@ -306,7 +309,7 @@ class Updates(Iterator[Update]):
             )
         stream.load_state_dict(place["stream"])
         if place.get("entering") is not None:
-            stream._hand_over(self._source.moved(place["entering"]), self._net)
+            stream._hand_over(self._moved(place["entering"]), self._net)
         stream.start(handed=place.get("entering") is not None)
         self._turn = stream._generation
         self._finished, self._broken, self._progress, self._before = False, False, None, None
@@ -317,9 +320,9 @@ class Updates(Iterator[Update]):
                 if place["past"]
                 else None
             )
-            steps = () if past is None else (self._source.placed(past),)
+            steps = () if past is None else (past,)
             kept = {
-                name: self._source.moved(place.get(name))
+                name: self._moved(place.get(name))
                 for name in ("state", "edge", "influence", "since")
             }
             self._progress = Progress(past=steps, **kept)
@@ -333,174 +336,6 @@ class Updates(Iterator[Update]):
                 " tt.updates a Stream, not bare chunks"
             )
         return self._stream
-
-
-class Moving:
-    """A source whose chunks arrive on the device of the net."""
-
-    def __init__(self, source: "Stream | ChunkQueue", net: nn.Module) -> None:
-        self._source = source
-        weight = next(net.parameters(), None)
-        self._device = torch.device("cpu") if weight is None else weight.device
-
-    @property
-    def position(self) -> int:
-        return self._source.position
-
-    def take(self, steps: int) -> Chunk | None:
-        chunk = self._source.take(steps)
-        return None if chunk is None else self.placed(chunk)
-
-    def remaining(self, steps: int) -> int:
-        return self._source.remaining(steps)
-
-    def read(self, start: int, stop: int) -> Chunk:
-        return self.placed(self._source.read(start, stop))
-
-    def steps_to_common_reset(self) -> int:
-        return self._source.steps_to_common_reset()
-
-    def placed(self, chunk: Chunk) -> Chunk:
-        """The chunk on the net's device."""
-        return chunk.to(self._device)
-
-    def moved(self, state: State) -> State:
-        """A state tree on the net's device: checkpoints are read to the CPU."""
-        return (
-            None if state is None else trees.map_leaves(lambda leaf: leaf.to(self._device), state)
-        )
-
-    def peek(self) -> Chunk:
-        """One step as it comes next, left in its place."""
-        if isinstance(self._source, Stream):
-            at = min(self._source.position, self._source.steps - 1)
-            return self.read(at, at + 1)
-        return self.placed(self._source.peek())
-
-
-class ChunkQueue:
-    """Chunks from any iterable, cut anew to the lengths asked for, after checking that they are
-    adjacent.
-
-    A list or tuple of chunks can be read again; an iterator gives every step once.
-    """
-
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        if isinstance(chunks, DataLoader):
-            _refuse_sampler(cast("DataLoader[Any]", chunks))
-        self._again = chunks if isinstance(chunks, Sequence) else None
-        self._kind = type(chunks).__name__
-        self._starts = [0, *accumulate(c.steps for c in self._again or () if isinstance(c, Chunk))]  # pyright: ignore[reportUnnecessaryIsInstance]
-        self._chunks = iter(chunks)
-        self._waiting: list[Chunk] = []
-        self._last: Chunk | None = None
-        self.position = 0
-
-    def take(self, steps: int) -> Chunk | None:
-        self._wait_for(steps)
-        if not self._waiting:
-            return None
-        whole = join(self._waiting)
-        self._waiting = [whole[steps : whole.steps]] if whole.steps > steps else []
-        taken = whole[0:steps]
-        self.position += taken.steps
-        return taken
-
-    def remaining(self, steps: int) -> int:
-        return min(steps, self._wait_for(steps))
-
-    def read(self, start: int, stop: int) -> Chunk:
-        chunks = self._readable()
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, stop)
-        return join(
-            [
-                chunks[i][max(0, start - self._starts[i]) : stop - self._starts[i]]
-                for i in range(first, min(last, len(chunks)))
-            ]
-        )
-
-    def steps_to_common_reset(self) -> int:
-        chunks = self._readable()
-        for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
-            chunk, at = chunks[i], self._starts[i]
-            if chunk.any_reset:
-                fresh = (
-                    (chunk.resets | (chunk.recording < 0)).all(dim=1).nonzero().flatten().tolist()
-                )
-                later = [at + step for step in fresh if at + step > self.position]
-                if later:
-                    return later[0] - self.position
-        return self._starts[-1] - self.position
-
-    def _readable(self) -> Sequence[Chunk]:
-        if self._again is None:
-            raise DataError(
-                "this gradient policy reads its steps again, and the chunks come from a"
-                f" {self._kind}, which gives each of them once: give tt.updates a tt.Stream, or a"
-                " list of chunks"
-            )
-        return self._again
-
-    def _wait_for(self, steps: int) -> int:
-        """Fetches chunks until `steps` steps are waiting, or there are no more; how many are."""
-        while (waiting := sum(c.steps for c in self._waiting)) < steps and self._fetch():
-            pass
-        return waiting
-
-    def peek(self) -> Chunk:
-        if not self._waiting and not self._fetch():
-            raise DataError(
-                "the stream gave no chunk at all; an exhausted iterator? Give tt.updates a"
-                " tt.Stream or a list of chunks"
-            )
-        return self._waiting[0]
-
-    def _fetch(self) -> bool:
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            return False
-        # users pass loaders of anything
-        if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DataError(
-                f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
-                " tt.Stream(recordings, lanes, chunk), or tt.Chunk.from_tensors(inputs, targets)"
-            )
-        if self._last is not None:
-            _check_adjacent(self._last, chunk)
-        self._last = chunk
-        self._waiting.append(chunk)
-        return True
-
-
-def _refuse_sampler(loader: "DataLoader[Any]") -> None:
-    sampler = loader.sampler
-    if not isinstance(sampler, SequentialSampler) and loader.batch_size is not None:
-        raise DataError(
-            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches"
-            " are not adjacent in time, and the state carried between them would belong to another"
-            " place. Give tt.updates a tt.Stream, which keeps every lane in order."
-        )
-
-
-def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
-    """Every lane goes on where it stopped, or resets."""
-    if last.lanes != chunk.lanes:
-        raise DataError(
-            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a carried state needs the"
-            " same lanes in every chunk"
-        )
-    same = chunk.recording[0] == last.recording[-1]
-    follows = same & (chunk.position[0] == last.position[-1] + 1)
-    broken = (~(follows | chunk.resets[0] | (chunk.recording[0] < 0))).nonzero()
-    if len(broken):
-        lane = int(broken[0])
-        raise DataError(
-            f"lane {lane} jumps from recording {int(last.recording[-1, lane])}, step"
-            f" {int(last.position[-1, lane])} to recording {int(chunk.recording[0, lane])}, step"
-            f" {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent"
-            " (shuffled? sharded?). Mark the reset, or use tt.Stream."
-        )
 
 
 def _carried(net: nn.Module) -> Carried:

@@ -62,7 +62,7 @@ class Room:
         if self.chunk != "auto":
             return min(self.chunk, steps)
         size = measure(net, lambda wanted: first(min(wanted, steps)), state, objective)
-        sweet = None if trees.tensors(state)[0].is_cuda else schedule.SWEET_SPOT
+        sweet = None if first(1).inputs.is_cuda else schedule.SWEET_SPOT
         return schedule.best_chunk(
             steps, size, schedule.bytes_in(self.memory), kept=self.offload is None, sweet=sweet
         )
@@ -103,6 +103,8 @@ def measure(
 
 
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> Size:
+    if state is None:
+        state = trees.detach(net.initial_state(long.lanes, like=long.inputs))
     edge = sum(leaf.nbytes for leaf in trees.tensors(state))
     long = Chunk.from_tensors(
         long.inputs, long.targets

@@ -87,8 +87,8 @@ class RTRL:
             begin = source.position - chunk.steps
             named = weights_of(net, objective.loss_fn)
             weights = list(named.values())
-            influence = self._influence(progress, weights)
             piece = started(net, chunk, progress.edge)
+            influence = self._influence(piece.before, progress, weights)
             found = (
                 self._update(piece, objective, influence, named, begin)
                 if objective.counts(chunk)
@@ -104,9 +104,9 @@ class RTRL:
                 return update, progress
         return None, progress
 
-    def _influence(self, progress: Progress, weights: Sequence[Tensor]) -> Tensor:
+    def _influence(self, state: State, progress: Progress, weights: Sequence[Tensor]) -> Tensor:
         """`(B, n, P)`, zeros at the start of an epoch."""
-        leaves = _floating(progress.state)
+        leaves = [leaf.detach() for leaf in _floating(state)]
         if any(leaf.is_complex() for leaf in leaves):
             raise StateError(
                 "tt.RTRL carries the influence on real states only; keep real and imaginary part"

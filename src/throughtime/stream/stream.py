@@ -141,6 +141,7 @@ class Stream:
         self._here = Here(self._collator)
         self._reader = Waiting(self._reader_of(workers))
         self._entering: tuple[weakref.ref[object], int, State] | None = None
+        self._device: torch.device | None = None
         self._begin(0)
         self._resumed = False
         self._masked = self._without_target = self._turn = 0
@@ -222,6 +223,12 @@ class Stream:
     def position(self) -> int:
         """Steps of every lane played in this epoch."""
         return self._at
+
+    def _place_on(self, device: torch.device) -> None:
+        """Give chunks on this device from now on."""
+        self._device = device
+        if self._ahead is not None:
+            self._ahead = self._ahead.to(device)
 
     def _hand_over(self, state: State, net: object) -> None:
         """Keeps the states, already those of the lanes that play the next parts, for the epoch that comes now and for this net."""
@@ -404,7 +411,8 @@ class Stream:
             for begin in range(start + several, table.steps, several)
         )
         self._ahead = None  # after an error nothing is at hand, least of all what was read before
-        self._ahead, self._gaps = self._reader.read(_request(table, start, start + several), later)
+        chunk, self._gaps = self._reader.read(_request(table, start, start + several), later)
+        self._ahead = chunk if self._device is None else chunk.to(self._device)
         self._ahead_at = start
         return self._ahead
 
@@ -416,7 +424,8 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch, wherever the stream stands."""
-        return self._reader.aside(self._here, _request(self._table, start, stop), ())[0]
+        chunk, _ = self._reader.aside(self._here, _request(self._table, start, stop), ())
+        return chunk if self._device is None else chunk.to(self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, as plain values.
