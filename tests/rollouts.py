@@ -14,7 +14,7 @@ from strategies import Weights, apart, gradients, start, states_apart
 from throughtime.state import State
 
 EXACT = 1e-10
-Play = Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]]
+LaneSlice = Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]]
 Loss = Callable[[Tensor, State], Tensor]
 
 
@@ -53,7 +53,7 @@ class Played(NamedTuple):
 
 
 def played(
-    net: tt.Carried, play: Play, x: Tensor, state: State, resets: Tensor | None, loss: Loss
+    net: tt.Carried, play: LaneSlice, x: Tensor, state: State, resets: Tensor | None, loss: Loss
 ) -> Played:
     net.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -71,11 +71,11 @@ def played(
     return Played(y.detach(), tt.state.detach(after), found)
 
 
-def whole(net: tt.Carried) -> Play:
+def whole(net: tt.Carried) -> LaneSlice:
     return lambda x, state, resets: net(x, start(net, x) if state is None else state, resets)
 
 
-def rolled(net: tt.Carried, **options: Any) -> Play:
+def rolled(net: tt.Carried, **options: Any) -> LaneSlice:
     return lambda x, state, resets: tt.rollout(net, x, state, resets=resets, **options)
 
 

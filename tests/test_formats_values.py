@@ -260,7 +260,7 @@ def test_more_files_are_open_than_handles_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A data set of thousands of files does not use up what the system allows."""
-    monkeypatch.setattr("throughtime.stream.formats.handle.OPEN_AT_MOST", 4)
+    monkeypatch.setattr("throughtime.stream.formats._handle.MAX_OPEN_FILES", 4)
     tables = []
     for index in range(12):
         soundfile.write(tmp_path / f"{index}.wav", np.full(100, index / 16), 8000, subtype="FLOAT")
@@ -269,7 +269,7 @@ def test_more_files_are_open_than_handles_are_kept(
         assert [float(table.read(start, start + 10, ["0"])[0, 0]) for table in tables] == [
             index / 16 for index in range(12)
         ]
-    assert sum(table.table.handle._opened is not None for table in tables) == 4
+    assert sum(table.table.handle._file is not None for table in tables) == 4
 
 
 def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:

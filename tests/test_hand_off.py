@@ -121,7 +121,7 @@ def rolled_the_wrong_way() -> AbstractContextManager[Any]:
 
 
 def idle_before_it_is_handed_on() -> AbstractContextManager[Any]:
-    return mock.patch.object(lanes_module, "cut_evenly", lanes_module.cut)
+    return mock.patch.object(lanes_module, "cut_equal_parts", lanes_module.cut)
 
 
 @pytest.mark.parametrize("mutant", [not_rolled, rolled_the_wrong_way, idle_before_it_is_handed_on])
@@ -222,7 +222,8 @@ def test_recordings_that_are_not_cut_are_played_as_without_hand_off(
 ) -> None:
     net = named("hides-layer").net()
     one, two = (
-        tt.Stream(recordings(lengths), 2, 9, seed=seed, hand_off=handed) for handed in (True, False)
+        tt.Stream(recordings(lengths), 2, 9, seed=seed, hand_off=handed_off)
+        for handed_off in (True, False)
     )
     for _ in range(3):
         losses = [

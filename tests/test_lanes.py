@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 
 from strategies import chunk_lengths, draw_lanes, lengths_of_recordings, seeds
 from throughtime.errors import DataError
-from throughtime.stream.lanes import Play, Timetable, cut
+from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
 
-def check_epoch(table: Timetable, lengths: list[int], chunk: int) -> None:
+def check_epoch(table: LaneSchedule, lengths: list[int], chunk: int) -> None:
     """Every step of every recording once, in order, without a gap, and idle lanes only at their end."""
     played = Counter[tuple[int, int]]()
     for begin in range(0, table.steps, chunk):
         stop = min(begin + chunk, table.steps)
         busy = dict.fromkeys(range(len(table.spans)), 0)
-        for play in table.plays(begin, stop):
+        for play in table.slices(begin, stop):
             assert play.at == busy[play.lane]  # gapless, and in order
             busy[play.lane] += play.steps
             assert busy[play.lane] <= stop - begin
             played.update((play.recording, play.position + i) for i in range(play.steps))
         for lane, steps in busy.items():  # nothing to play is nothing to play until the end
             assert steps == stop - begin or not [
-                p for p in table.plays(stop, table.steps) if p.lane == lane
+                p for p in table.slices(stop, table.steps) if p.lane == lane
             ]
     assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert table.idle_steps == table.steps * len(table.spans) - sum(lengths)
@@ -39,51 +39,51 @@ def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(
     lengths: list[int], wish: int, seed: int, chunk: int
 ) -> None:
     check_epoch(
-        Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk
+        LaneSchedule.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk
     )
 
 
-class DropsRagged(Timetable):
+class DropsRagged(LaneSchedule):
     """A mutant: whole chunks of 7 only."""
 
-    def plays(self, start: int, stop: int) -> Iterator[Play]:
-        yield from () if stop - start < 7 else super().plays(start, stop)
+    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
+        yield from () if stop - start < 7 else super().slices(start, stop)
 
 
-class Pads(Timetable):
+class Pads(LaneSchedule):
     """A mutant: every span starts at the edge of a chunk of 7, as in padded batches."""
 
-    def plays(self, start: int, stop: int) -> Iterator[Play]:
-        for play in super().plays(start, stop):
+    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
+        for play in super().slices(start, stop):
             yield play._replace(at=0)
 
 
-class Repeats(Timetable):
+class Repeats(LaneSchedule):
     """A mutant: each chunk begins with the last step of the one before."""
 
-    def plays(self, start: int, stop: int) -> Iterator[Play]:
-        yield from super().plays(max(0, start - 1), stop)
+    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
+        yield from super().slices(max(0, start - 1), stop)
 
 
 @pytest.mark.parametrize("mutant", [DropsRagged, Pads, Repeats])
-def test_check_of_an_epoch_fails_on_mutants(mutant: type[Timetable]) -> None:
+def test_check_of_an_epoch_fails_on_mutants(mutant: type[LaneSchedule]) -> None:
     lengths = [31, 7, 20, 5]
-    table = Timetable.plan(lengths, 2)
+    table = LaneSchedule.plan(lengths, 2)
     check_epoch(table, lengths, 7)
     with pytest.raises(AssertionError):
-        check_epoch(mutant(table.spans, table.starts, table.steps, table.mine), lengths, 7)
+        check_epoch(mutant(table.spans, table.starts, table.steps, table.own_lanes), lengths, 7)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
 def test_plays_do_not_depend_on_where_a_chunk_is_cut(
     lengths: list[int], wish: int, seed: int, chunk: int
 ) -> None:
-    table = Timetable.plan(lengths, draw_lanes(lengths, wish), random.Random(seed))
+    table = LaneSchedule.plan(lengths, draw_lanes(lengths, wish), random.Random(seed))
 
     def flat(begin: int, stop: int) -> set[tuple[int, int, int, int, int]]:
         return {
             (p.lane, begin + p.at + i, p.recording, p.position + i, p.since + i)
-            for p in table.plays(begin, stop)
+            for p in table.slices(begin, stop)
             for i in range(p.steps)
         }
 
@@ -114,7 +114,7 @@ def test_lanes_end_within_the_longest_span_of_each_other(
     lengths: list[int], wish: int, seed: int
 ) -> None:
     lanes = draw_lanes(lengths, wish)
-    table = Timetable.plan(lengths, lanes, random.Random(seed))
+    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
     ends = [row[-1] for row in table.starts]
     assert max(ends) - min(ends) <= max(map(len, cut(lengths, lanes)))
     assert min(ends) > 0
@@ -123,14 +123,14 @@ def test_lanes_end_within_the_longest_span_of_each_other(
 @given(seed=seeds)
 def test_order_comes_from_the_seed_and_none_keeps_the_order_given(seed: int) -> None:
     lengths = list(range(1, 12))
-    same = [Timetable.plan(lengths, 3, random.Random(seed)) for _ in range(2)]
+    same = [LaneSchedule.plan(lengths, 3, random.Random(seed)) for _ in range(2)]
     assert same[0] == same[1]
-    assert [span.recording for span in Timetable.plan(lengths, 1).spans[0]] == list(range(11))
+    assert [span.recording for span in LaneSchedule.plan(lengths, 1).spans[0]] == list(range(11))
 
 
 def test_different_seeds_give_different_orders() -> None:
     orders = {
-        Timetable.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)
+        LaneSchedule.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)
     }
     assert len(orders) == 20
 
@@ -147,9 +147,9 @@ def test_different_seeds_give_different_orders() -> None:
 )
 def test_what_no_plan_can_serve_is_refused(lengths: list[int], lanes: int, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        Timetable.plan(lengths, lanes)
+        LaneSchedule.plan(lengths, lanes)
 
 
 def test_as_many_lanes_as_steps_leave_none_idle() -> None:
-    table = Timetable.plan([3, 1, 7], 11, random.Random(0))
+    table = LaneSchedule.plan([3, 1, 7], 11, random.Random(0))
     assert (table.steps, table.idle_steps) == (1, 0)

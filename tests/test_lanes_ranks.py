@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strategies import draw_lanes, seeds
 from throughtime.errors import DataError
-from throughtime.stream.lanes import Play, Span, Timetable, cut, cut_evenly
+from throughtime.stream.lanes import LaneSchedule, LaneSlice, RecordingSpan, cut, cut_equal_parts
 
 long_lengths = st.lists(
     st.integers(1, 10_000) | st.sampled_from([1, 2, 9_973, 10_000]), min_size=1, max_size=9
@@ -28,9 +28,9 @@ def plans(
     *,
     offset: int = 0,
     even: bool = False,
-) -> list[Timetable]:
+) -> list[LaneSchedule]:
     """What every rank plans by itself."""
-    found: list[Timetable] = []
+    found: list[LaneSchedule] = []
     for rank in range(ranks):
         order = random.Random(seed)
         offsets = (
@@ -39,7 +39,7 @@ def plans(
             else None
         )
         found.append(
-            Timetable.plan(
+            LaneSchedule.plan(
                 lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even
             )
         )
@@ -53,17 +53,17 @@ def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) ->
     )
 
 
-def plays_of(tables: Sequence[Timetable], start: int, stop: int) -> list[Play]:
+def plays_of(tables: Sequence[LaneSchedule], start: int, stop: int) -> list[LaneSlice]:
     """Those of all ranks, lanes numbered over all of them."""
     return [
-        play._replace(lane=play.lane + table.mine.start)
+        play._replace(lane=play.lane + table.own_lanes.start)
         for table in tables
-        for play in table.plays(start, stop)
+        for play in table.slices(start, stop)
     ]
 
 
 def check_ranks(
-    tables: Sequence[Timetable],
+    tables: Sequence[LaneSchedule],
     lengths: Sequence[int],
     chunk: int,
     first: Sequence[int] | None = None,
@@ -72,9 +72,13 @@ def check_ranks(
 
     As many steps on each rank.
     """
-    assert len({table.steps for table in tables}) == len({table.fresh for table in tables}) == 1
+    assert (
+        len({table.steps for table in tables})
+        == len({table.common_resets for table in tables})
+        == 1
+    )
     counts = [np.zeros(length, dtype=int) for length in lengths]
-    busy, last = dict[int, int](), dict[int, Play]()
+    busy, last = dict[int, int](), dict[int, LaneSlice]()
     for begin in range(0, tables[0].steps, chunk):
         for play in plays_of(tables, begin, min(begin + chunk, tables[0].steps)):
             assert begin + play.at == busy.get(play.lane, 0)  # gapless from the start
@@ -94,7 +98,7 @@ def check_ranks(
         assert not count[:begin].any()
     assert max(busy.values()) == tables[0].steps
     assert sum(table.idle_steps for table in tables) == tables[0].steps * sum(
-        len(table.mine) for table in tables
+        len(table.own_lanes) for table in tables
     ) - sum(busy.values())
 
 
@@ -115,11 +119,11 @@ def test_ranks_play_every_step_once_in_order(
     check_ranks(tables, lengths, -(-tables[0].steps // pieces))
 
 
-MUTANT_RANKS: dict[str, Callable[[list[Timetable]], list[Timetable]]] = {
+MUTANT_RANKS: dict[str, Callable[[list[LaneSchedule]], list[LaneSchedule]]] = {
     "a rank is missing": lambda tables: tables[:-1],
     "all play the same": lambda tables: [tables[0]] * len(tables),
     "each plans for itself": lambda tables: [
-        Timetable.plan([10, 10, 7, 7, 5], len(t.mine), random.Random(0)) for t in tables
+        LaneSchedule.plan([10, 10, 7, 7, 5], len(t.own_lanes), random.Random(0)) for t in tables
     ],
     "the plans are drawn apart": lambda tables: [tables[0], *plans([10, 10, 7, 7, 5], 1, 2, 5)[1:]],
 }
@@ -127,7 +131,7 @@ MUTANT_RANKS: dict[str, Callable[[list[Timetable]], list[Timetable]]] = {
 
 @pytest.mark.parametrize("mutant", list(MUTANT_RANKS.values()), ids=list(MUTANT_RANKS))
 def test_check_of_ranks_fails_on_mutants(
-    mutant: Callable[[list[Timetable]], list[Timetable]],
+    mutant: Callable[[list[LaneSchedule]], list[LaneSchedule]],
 ) -> None:
     lengths = [10, 10, 7, 7, 5]
     tables = plans(lengths, 1, 2, 1)
@@ -144,10 +148,10 @@ def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
     whole = plans(lengths, lanes * ranks, 1, seed, even=even)[0]
-    assert {(table.spans, table.starts, table.steps, table.fresh) for table in tables} == {
-        (whole.spans, whole.starts, whole.steps, whole.fresh)
+    assert {(table.spans, table.starts, table.steps, table.common_resets) for table in tables} == {
+        (whole.spans, whole.starts, whole.steps, whole.common_resets)
     }
-    assert plays_of(tables, 0, whole.steps) == list(whole.plays(0, whole.steps))
+    assert plays_of(tables, 0, whole.steps) == list(whole.slices(0, whole.steps))
 
 
 @given(
@@ -181,7 +185,7 @@ def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
 ) -> None:
     """So that no lane idles before it hands its state on, and the first is as short as it can be."""
     lanes = max(len(lengths), draw_lanes(lengths, wish))
-    spans = cut_evenly(lengths, lanes)
+    spans = cut_equal_parts(lengths, lanes)
     longest = max(map(len, spans))
     assert len(spans) <= lanes
     for i, length in enumerate(lengths):
@@ -194,7 +198,7 @@ def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
 
 def test_parts_cut_as_equally_as_possible_let_a_handing_lane_idle() -> None:
     """The mutant of the law above: `cut` makes 3, 4 and 3 of 10 steps."""
-    parts = [[len(span) for span in made([10], 3)] for made in (cut, cut_evenly)]
+    parts = [[len(span) for span in made([10], 3)] for made in (cut, cut_equal_parts)]
     assert parts == [[3, 3, 4], [4, 4, 2]]
 
 
@@ -243,7 +247,7 @@ def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(
     lengths: list[int], lanes: int, seed: int
 ) -> None:
     """Graham's bound, against every packing there is."""
-    table = Timetable.plan(lengths, lanes, random.Random(seed))
+    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
     assert table.steps * 3 * lanes <= best(lengths, lanes) * (4 * lanes - 1)
 
 
@@ -255,7 +259,7 @@ def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(
 def test_longest_lane_is_within_one_recording_of_the_mean(
     lengths: list[int], lanes: int, seed: int
 ) -> None:
-    table = Timetable.plan(lengths, lanes, random.Random(seed))
+    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
     ends = [row[-1] for row in table.starts]
     shortest_on_it = min(
         min(map(len, row)) for row, end in zip(table.spans, ends, strict=True) if end == max(ends)
@@ -267,7 +271,7 @@ def test_longest_lane_is_within_one_recording_of_the_mean(
 def test_four_thirds_is_reached_so_that_the_bound_can_fail() -> None:
     lengths = [5, 5, 4, 4, 3, 3, 3]
     assert (
-        Timetable.plan(lengths, 3, random.Random(0)).steps,
+        LaneSchedule.plan(lengths, 3, random.Random(0)).steps,
         best(lengths, 3),
         in_given_order(lengths[::-1], 3),
     ) == (11, 9, 12)
@@ -279,11 +283,11 @@ def test_longest_first_wastes_less_than_the_order_given() -> None:
     for seed in range(300):
         lengths = [int(draw.lognormvariate(6, 1)) + 1 for _ in range(draw.randrange(10, 60))]
         lanes = draw.randrange(2, 9)
-        table = Timetable.plan(lengths, lanes, random.Random(seed))
+        table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
         longest_first.append(table.idle_steps / (table.steps * lanes))
         steps = in_given_order(lengths, lanes)
         given_order.append((steps * lanes - sum(lengths)) / (steps * lanes))
-        unpacked = Timetable.plan(lengths, lanes)
+        unpacked = LaneSchedule.plan(lengths, lanes)
         assert unpacked.idle_steps == steps * lanes - sum(
             lengths
         )  # without a seed the order given is kept
@@ -305,7 +309,7 @@ def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
     going_on = [
         any(p.since > 0 for p in plays_of(tables, at, at + 1)) for at in range(tables[0].steps)
     ]
-    assert list(tables[0].fresh) == [at for at, goes in enumerate(going_on) if not goes] + [
+    assert list(tables[0].common_resets) == [at for at, goes in enumerate(going_on) if not goes] + [
         tables[0].steps
     ]
 
@@ -315,14 +319,16 @@ def test_parts_handed_on_start_at_the_start_of_their_recording_only(
     length: int, lanes: int, at: int
 ) -> None:
     cold, warm = (
-        Timetable.plan([length, 1], max(3, min(lanes, length)), handed=handed, even=True)
-        for handed in (False, True)
+        LaneSchedule.plan([length, 1], max(3, min(lanes, length)), handed_off=handed_off, even=True)
+        for handed_off in (False, True)
     )
     assert cold.spans == warm.spans
     at %= warm.steps
-    assert [p.since for p in warm.plays(at, at + 1)] == [p.position for p in warm.plays(at, at + 1)]
-    assert [p.since for p in cold.plays(0, 1)] == [0] * len(list(cold.plays(0, 1)))
-    starts = [p for p in warm.plays(0, warm.steps) if p.since == 0]
+    assert [p.since for p in warm.slices(at, at + 1)] == [
+        p.position for p in warm.slices(at, at + 1)
+    ]
+    assert [p.since for p in cold.slices(0, 1)] == [0] * len(list(cold.slices(0, 1)))
+    starts = [p for p in warm.slices(0, warm.steps) if p.since == 0]
     assert [(p.recording, p.position) for p in starts] == [(0, 0), (1, 0)]
 
 
@@ -331,9 +337,9 @@ def test_offset_and_ranks_count_in_what_lanes_can_play(lanes: int) -> None:
     with pytest.raises(
         DataError, match=rf"lanes={4 * lanes} but the recordings have 3 steps in all"
     ):
-        Timetable.plan([4], lanes, offsets=[1], ranks=4)
-    assert Timetable.plan([4], 1, offsets=[1], ranks=3).spans == (
-        (Span(0, 1, 2),),
-        (Span(0, 2, 3),),
-        (Span(0, 3, 4),),
+        LaneSchedule.plan([4], lanes, offsets=[1], ranks=4)
+    assert LaneSchedule.plan([4], 1, offsets=[1], ranks=3).spans == (
+        (RecordingSpan(0, 1, 2),),
+        (RecordingSpan(0, 2, 3),),
+        (RecordingSpan(0, 3, 4),),
     )

@@ -30,8 +30,8 @@ from strategies import (
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
-from throughtime.stream.recording import Composed, Steps, as_recording
-from throughtime.stream.rows import Held
+from throughtime.stream.recording import Steps, TableRecording, as_recording
+from throughtime.stream.rows import ArrayRows
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 
@@ -330,8 +330,8 @@ def test_memory_mapped_file_is_read_only_where_it_is_played(tmp_path: Path) -> N
     np.save(tmp_path / "long.npy", np.arange(300_000.0).reshape(-1, 3))
     mapped = np.load(tmp_path / "long.npy", mmap_mode="r")
     recording = as_recording({"inputs": mapped}, 0)
-    assert isinstance(recording, Composed)
-    assert isinstance(recording.inputs, Held)
+    assert isinstance(recording, TableRecording)
+    assert isinstance(recording.inputs, ArrayRows)
     assert isinstance(recording.inputs.array, np.memmap)
     chunk = tt.Stream(tmp_path / "long.npy", lanes=4, chunk=5).take(5)
     assert chunk is not None

@@ -105,7 +105,7 @@ def test_check_of_ranks_fails_on_mutants(
     streams = on_ranks(lengths, 1, 2)
     check_epoch([whole(stream) for stream in streams], lengths)
     for stream in streams:
-        stream.load_state_dict(on_ranks(lengths, 1, 2)[stream.shard.rank].state_dict())
+        stream.load_state_dict(on_ranks(lengths, 1, 2)[stream._shard.rank].state_dict())
     with pytest.raises(AssertionError):
         check_epoch([whole(stream) for stream in mutant(streams)], lengths)
 

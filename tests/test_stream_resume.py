@@ -185,7 +185,7 @@ def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) ->
     found["updates"] = place | (
         {"state": None, "edge": None}
         if lost == "entering"
-        else {"stream": place["stream"] | {"handed": False}}
+        else {"stream": place["stream"] | {"handed_off": False}}
     )
     file = io.BytesIO()
     torch.save(found, file)

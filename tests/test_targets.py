@@ -23,9 +23,9 @@ from strategies import named, recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
 from throughtime.stream.recording import as_recording
-from throughtime.stream.rows import Held, Rows
-from throughtime.stream.targets import IGNORED, every, intervals
+from throughtime.stream.rows import ArrayRows, Rows
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "float": lambda n, draw: draw.normal(size=n),
@@ -46,7 +46,7 @@ def missing(label: Any) -> Any:
     row = np.asarray(label)
     if row.dtype.kind == "U":
         return ""
-    return np.full_like(row, np.nan) if row.dtype.kind == "f" else np.full(row.shape, IGNORED)
+    return np.full_like(row, np.nan) if row.dtype.kind == "f" else np.full(row.shape, IGNORE_INDEX)
 
 
 def spread(spans: list[tuple[int, int, Any]], steps: int, at: str, sample: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def test_a_label_for_every_few_steps_is_the_same_as_one_written_for_each(
     labels = KINDS[kind](-(-steps // count), np.random.default_rng(seed))
     spans = [(i * count, min((i + 1) * count, steps), labels[i]) for i in range(len(labels))]
     check_rows(
-        every("it", Held("targets", labels), count, steps, at),
+        periodic_labels("it", ArrayRows("targets", labels), count, steps, at),
         spread(spans, steps, at, labels[0]),
         cut,
     )
@@ -123,7 +123,7 @@ def test_labels_of_intervals_are_the_same_as_one_written_for_each_step(
     starts, stops = drawn_spans(steps, bounds, keep)
     labels = KINDS[kind](len(starts) + 1, np.random.default_rng(seed))
     spans = list(zip(starts, stops, labels, strict=False))
-    rows = intervals("it", "the mapping", starts, stops, labels[: len(starts)], steps, at)
+    rows = interval_labels("it", "the mapping", starts, stops, labels[: len(starts)], steps, at)
     check_rows(rows, spread(spans, steps, at, labels[0]), cut)
 
 
@@ -132,13 +132,13 @@ MUTANTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "at all steps instead of the last": lambda _: spread(
         [(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "all", 1
     ),
-    "no label for a shorter last span": lambda rows: [*rows[:-1], IGNORED],
+    "no label for a shorter last span": lambda rows: [*rows[:-1], IGNORE_INDEX],
 }
 
 
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 def test_check_of_targets_fails_on_mutants(mutant: Callable[[list[Any]], list[Any]]) -> None:
-    rows = every("it", Held("targets", np.array([1, 2, 3])), 4, 10, "last")
+    rows = periodic_labels("it", ArrayRows("targets", np.array([1, 2, 3])), 4, 10, "last")
     expected = spread([(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "last", 1)
     check_rows(rows, expected, (0.2, 0.7))
     with pytest.raises(AssertionError):
@@ -147,12 +147,12 @@ def test_check_of_targets_fails_on_mutants(mutant: Callable[[list[Any]], list[An
 
 Source = dict[str, Any]
 WAYS: dict[str, tuple[Source, list[Any]]] = {
-    "every": (
-        {"targets": np.array([3, 1, 2]), "every": 4},
+    "target_every": (
+        {"targets": np.array([3, 1, 2]), "target_every": 4},
         spread([(0, 4, 3), (4, 8, 1), (8, 10, 2)], 10, "last", 1),
     ),
     "every, all": (
-        {"targets": np.array([3.0, np.nan, 2.0]), "every": 4, "at": "all"},
+        {"targets": np.array([3.0, np.nan, 2.0]), "target_every": 4, "target_at": "all"},
         spread([(0, 4, 3.0), (8, 10, 2.0)], 10, "all", 1.0),
     ),
     "intervals": (
@@ -160,14 +160,14 @@ WAYS: dict[str, tuple[Source, list[Any]]] = {
         spread([(1, 4, 2), (6, 10, 5)], 10, "all", 1),
     ),
     "intervals, last": (
-        {"intervals": ([1, 6], [4, 10], [2.0, 5.0]), "at": "last"},
+        {"intervals": ([1, 6], [4, 10], [2.0, 5.0]), "target_at": "last"},
         spread([(1, 4, 2.0), (6, 10, 5.0)], 10, "last", 1.0),
     ),
-    "no interval": ({"intervals": ([], [], np.zeros(0, int))}, [IGNORED] * 10),
-    "one label": ({"targets": 7}, [IGNORED] * 9 + [7]),
-    "one label, all": ({"targets": 7.5, "at": "all"}, [7.5] * 10),
-    "one label as a tensor": ({"targets": torch.tensor(7)}, [IGNORED] * 9 + [7]),
-    "one for every step": ({"targets": np.arange(10), "every": 1}, list(range(10))),
+    "no interval": ({"intervals": ([], [], np.zeros(0, int))}, [IGNORE_INDEX] * 10),
+    "one label": ({"targets": 7}, [IGNORE_INDEX] * 9 + [7]),
+    "one label, all": ({"targets": 7.5, "target_at": "all"}, [7.5] * 10),
+    "one label as a tensor": ({"targets": torch.tensor(7)}, [IGNORE_INDEX] * 9 + [7]),
+    "one for every step": ({"targets": np.arange(10), "target_every": 1}, list(range(10))),
 }
 
 
@@ -181,7 +181,7 @@ def test_stream_masks_steps_without_a_label_and_counts_them(
     plain = tt.Stream({"inputs": inputs, "targets": np.array(expected)}, lanes, 4)
     chunk = whole(got)
     assert same(chunk, whole(plain))
-    wanted = np.array([row != IGNORED and not np.isnan(row) for row in expected])
+    wanted = np.array([row != IGNORE_INDEX and not np.isnan(row) for row in expected])
     assert chunk.valid == wanted.sum()
     assert got.missing_targets == plain.missing_targets == int((~wanted).sum())
     assert sorted(chunk.position[chunk.mask].tolist()) == np.flatnonzero(wanted).tolist()
@@ -199,7 +199,7 @@ def test_training_on_labels_at_a_lower_rate_is_training_on_the_array_written_out
                 net, tt.Stream(source, 2, 9), nn.MSELoss(), gradient=tt.Truncated(5)
             )
         ]
-        for source in ({"inputs": one["inputs"], "targets": labels, "every": 7}, written)
+        for source in ({"inputs": one["inputs"], "targets": labels, "target_every": 7}, written)
     ]
     assert both[0] == both[1]
     assert sum(steps for _, steps in both[0]) == 9
@@ -219,31 +219,40 @@ def test_intervals_come_from_a_file_too(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[Source, str]] = {
     "too few labels": (
-        {"targets": np.ones(2), "every": 4},
+        {"targets": np.ones(2), "target_every": 4},
         "recording 'it': targets has 2 labels, one for every 4 of 10 steps, expected 3",
     ),
     "too many labels": (
-        {"targets": np.ones(10), "every": 4},
+        {"targets": np.ones(10), "target_every": 4},
         "has 10 labels, one for every 4 of 10 steps, expected 3",
     ),
     "every 0": (
-        {"targets": np.ones(2), "every": 0},
-        "every=0, expected how many steps a label is for, at least 1",
+        {"targets": np.ones(2), "target_every": 0},
+        "target_every=0, expected how many steps a label is for, at least 1",
     ),
-    "every 2.5": ({"targets": np.ones(4), "every": 2.5}, "every=2.5, expected how many steps"),
-    "every True": ({"targets": np.ones(10), "every": True}, "every=True, expected how many steps"),
-    "every without targets": ({"every": 3}, "has 'every' and no targets that it could belong to"),
+    "every 2.5": (
+        {"targets": np.ones(4), "target_every": 2.5},
+        "target_every=2.5, expected how many steps",
+    ),
+    "every True": (
+        {"targets": np.ones(10), "target_every": True},
+        "target_every=True, expected how many steps",
+    ),
+    "every without targets": (
+        {"target_every": 3},
+        "has 'target_every' and no targets that it could belong to",
+    ),
     "at without spans": (
-        {"targets": np.ones(10), "at": "last"},
-        "has 'at' and a target for every step; it belongs to 'every'",
+        {"targets": np.ones(10), "target_at": "last"},
+        "has 'target_at' and a target for every step; it belongs to 'target_every'",
     ),
     "at a place of its own": (
-        {"targets": 3, "at": "first"},
-        "at='first', expected 'all' .* or 'last'",
+        {"targets": 3, "target_at": "first"},
+        "target_at='first', expected 'all' .* or 'last'",
     ),
     "lengths": (
         {"targets": np.ones(5)},
-        "10 steps of inputs and 5 of targets; .* say how many steps each target is for: 'every'",
+        "10 steps of inputs and 5 of targets; .* say how many steps each target is for: 'target_every'",
     ),
     "both": (
         {"targets": np.ones(10), "intervals": ([0], [1], [2])},
@@ -303,7 +312,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
         {"inputs": [np.ones(10), np.ones(9)]},
         "10 rows and .* 9; all inputs of a recording need one row per step",
     ),
-    "misspelt": ({"evry": 3}, "did you mean 'every' for 'evry'"),
+    "misspelt": ({"target_evry": 3}, "did you mean 'target_every' for 'target_evry'"),
 }
 
 

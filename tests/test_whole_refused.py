@@ -117,7 +117,7 @@ def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: l
     stream = tt.Stream(
         recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
     )
-    stream.start()
+    stream._start()
     updates = tt.updates(
         net,
         stream,

@@ -165,7 +165,7 @@ def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tu
         stream.take(5)
     if kind is DataError:
         assert str(first.value) == str(second.value)
-    stream.start()
+    stream._start()
     assert stream.take(5) is not None
     return str(first.value), at
 

@@ -223,22 +223,22 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
     device = torch.device("cpu") if weight is None else weight.device
     if stream is not None:
         stream._sync_ranks()
-    if stream is None or stream.shard.ranks == 1:
+    if stream is None or stream._shard.ranks == 1:
         return Ranks(0, 1, device, shards)
     if not (distributed.is_available() and distributed.is_initialized()):
         raise DataError(
-            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and there is no"
+            f"the stream plays rank {stream._shard.rank} of {stream._shard.ranks}, and there is no"
             " process group over which the ranks could add up what they find: call"
             " torch.distributed.init_process_group(...) first, as torchrun's scripts do"
         )
     group = distributed.get_rank(), distributed.get_world_size()
-    if group != (stream.shard.rank, stream.shard.ranks):
+    if group != (stream._shard.rank, stream._shard.ranks):
         raise DataError(
-            f"the stream plays rank {stream.shard.rank} of {stream.shard.ranks}, and this process"
+            f"the stream plays rank {stream._shard.rank} of {stream._shard.ranks}, and this process"
             f" is rank {group[0]} of {group[1]} of the process group: recordings would be left out"
             " or played twice. Leave out rank=, ranks=, or give those of the group"
         )
-    return Ranks(stream.shard.rank, stream.shard.ranks, device, shards)
+    return Ranks(stream._shard.rank, stream._shard.ranks, device, shards)
 
 
 def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:

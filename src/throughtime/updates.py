@@ -119,7 +119,7 @@ class Updates(Iterator[Update]):
         self._learning = policy if isinstance(policy, Learning) else None
         self._ranks = ranks
         if state is None and isinstance(stream, Stream):
-            stream.start(handed=stream.hand_off and stream._entering_state(net) is not None)
+            stream._start(handed_off=stream.hand_off and stream._entering_state(net) is not None)
         self._checked = ranks.count == 1
         self._turn = 0 if self._stream is None else self._stream._generation
         self._progress = (
@@ -152,7 +152,7 @@ class Updates(Iterator[Update]):
             )
         if not self._checked:
             self._ranks.check_alike(
-                self._weights(), {**self._need_stream().plan(), "gradient": self._gradient}
+                self._weights(), {**self._need_stream()._plan(), "gradient": self._gradient}
             )
             self._checked = True
         if (
@@ -233,7 +233,7 @@ class Updates(Iterator[Update]):
                 " would go on from a cold state. Resume with updates.load_state_dict(...), or give"
                 " tt.updates the carried state."
             )
-        if self._stream is not None and self._stream.handed:
+        if self._stream is not None and self._stream._handed_off:
             entering = self._stream._entering_state(self._net)
             return Progress(entering, entering)
         return Progress(None, None)
@@ -310,7 +310,7 @@ class Updates(Iterator[Update]):
         stream.load_state_dict(place["stream"])
         if place.get("entering") is not None:
             stream._hand_over(self._moved(place["entering"]), self._net)
-        stream.start(handed=place.get("entering") is not None)
+        stream._start(handed_off=place.get("entering") is not None)
         self._turn = stream._generation
         self._finished, self._broken, self._progress, self._before = False, False, None, None
         self._checked = self._ranks.count == 1

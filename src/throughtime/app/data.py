@@ -15,9 +15,9 @@ from throughtime.app.manifest import Files
 from throughtime.errors import DataError
 from throughtime.stream.formats.csv_fields import is_number
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Composed, Part, Recording, Steps
-from throughtime.stream.rows import Rows, Selected
-from throughtime.stream.targets import IGNORED, Every
+from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
+from throughtime.stream.recording import Part, Recording, Steps, TableRecording
+from throughtime.stream.rows import ColumnRows, Rows
 
 
 def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
@@ -33,7 +33,7 @@ def of_splits(found: Sequence[Files], wanted: Sequence[str]) -> list[Files]:
 class Numeric:
     """A recording whose inputs, and targets if the task is regression, must be numbers."""
 
-    source: Composed
+    source: TableRecording
     check_targets: bool
 
     @property
@@ -72,9 +72,9 @@ class Numeric:
 def _columns_of(rows: Rows) -> tuple[str, ...]:
     if isinstance(rows, (Framed, Kind)):
         return _columns_of(rows.rows)
-    if isinstance(rows, Every):
+    if isinstance(rows, PeriodicLabels):
         return _columns_of(rows.labels)
-    return rows.table.columns if isinstance(rows, Selected) else ()
+    return rows.table.columns if isinstance(rows, ColumnRows) else ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,10 @@ class Labelled:
         values, inverse = np.unique(targets, return_inverse=True)
         index = {name: i for i, name in enumerate(self.classes)}
         codes = np.array(
-            [IGNORED if name == "" else index.get(name, -1) for name in map(class_name, values)],
+            [
+                IGNORE_INDEX if name == "" else index.get(name, -1)
+                for name in map(class_name, values)
+            ],
             dtype=np.int64,
         )
         if (codes == -1).any():

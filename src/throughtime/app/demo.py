@@ -33,8 +33,8 @@ from throughtime.metrics import Classification
 from throughtime.predict import evaluate, predict
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Composed
-from throughtime.stream.rows import Held
+from throughtime.stream.recording import TableRecording
+from throughtime.stream.rows import ArrayRows
 from throughtime.updates import updates
 
 MODES = ("off", "on")
@@ -65,7 +65,7 @@ WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 class Generated:
     """A recording made by the rules above, with what only its maker knows."""
 
-    recording: Composed
+    recording: TableRecording
     labels: Array
     since: Array  # frames since the last pulse
 
@@ -86,7 +86,7 @@ def generate(name: str, frames: int, seed: int) -> Generated:
     mode = np.repeat(modes, lengths)
     labels = np.where(random.random(frames) < WRONG_LABELS, 1 - mode, mode)
     return Generated(
-        Composed(name, Held("inputs", signal), Held("targets", labels)),
+        TableRecording(name, ArrayRows("inputs", signal), ArrayRows("targets", labels)),
         labels,
         np.arange(frames) - np.repeat(starts, lengths),
     )

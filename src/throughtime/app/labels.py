@@ -20,9 +20,14 @@ from throughtime.errors import DataError
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.csv_fields import is_number
 from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import (
+    IntervalLabels,
+    PeriodicLabels,
+    interval_labels,
+    periodic_labels,
+)
 from throughtime.stream.recording import INTERVAL_COLUMNS, columns, interval_columns
-from throughtime.stream.rows import Held, Rows, Selected
-from throughtime.stream.targets import Every, Intervals, every, intervals
+from throughtime.stream.rows import ArrayRows, ColumnRows, Rows
 
 LABEL = ("label",)
 
@@ -70,7 +75,7 @@ def in_kind(labels: Array, *, classify: bool) -> Array:
 class Filled:
     """Intervals between which there is a class."""
 
-    inner: Intervals
+    inner: IntervalLabels
     outside: str
 
     @property
@@ -98,8 +103,8 @@ def whole(files: Files, steps: int, form: Form) -> Targets:
     if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
         expected = "a class" if classify else "a finite number (or is it --task classify?)"
         raise DataError(f"recording '{files.name}' has the label {label!r}, expected {expected}")
-    held = Held("the manifest", np.array([label if classify else float(label)]))
-    return Targets(every(files.name, held, steps, steps, form.label_at or "last"), LABEL)
+    held = ArrayRows("the manifest", np.array([label if classify else float(label)]))
+    return Targets(periodic_labels(files.name, held, steps, steps, form.label_at or "last"), LABEL)
 
 
 def of_intervals(files: Files, table: Table, steps: int, form: Form) -> Targets:
@@ -118,7 +123,7 @@ def of_intervals(files: Files, table: Table, steps: int, form: Form) -> Targets:
         )
     if labels.dtype.kind == "U":
         labels = np.char.strip(labels)
-    spans = intervals(
+    spans = interval_labels(
         files.name, str(table.path), starts, stops, labels, steps, form.label_at or "all"
     )
     if form.frame > 1:
@@ -128,7 +133,7 @@ def of_intervals(files: Files, table: Table, steps: int, form: Form) -> Targets:
     return Targets(spans if form.outside is None else Filled(spans, form.outside), LABEL, lost=lost)
 
 
-def _framed(spans: Intervals, frame: int) -> tuple[Intervals, int]:
+def _framed(spans: IntervalLabels, frame: int) -> tuple[IntervalLabels, int]:
     """The steps whose last row an interval covers; one that covers none is lost."""
     starts, stops = spans.starts // frame, spans.stops // frame
     kept = starts < stops
@@ -151,9 +156,9 @@ def of_every(files: Files, table: Table, steps: int, count: int, form: Form) -> 
     chosen = columns(
         files.name, table, table.columns, table, form.targets or table.columns
     ).target_columns
-    labels = Kind(Selected(table, chosen, flat=True), form.task == "classify")
-    checked = every(files.name, labels, count, steps, form.label_at or "last")
-    rows = Every(labels, count // form.frame, steps // form.frame, checked.at)
+    labels = Kind(ColumnRows(table, chosen, flat=True), form.task == "classify")
+    checked = periodic_labels(files.name, labels, count, steps, form.label_at or "last")
+    rows = PeriodicLabels(labels, count // form.frame, steps // form.frame, checked.at)
     return Targets(
         rows, chosen, () if table.rate is None else (Rate(str(table.path), table.rate * count),)
     )
@@ -161,7 +166,7 @@ def of_every(files: Files, table: Table, steps: int, count: int, form: Form) -> 
 
 def of_rows(table: Table, chosen: tuple[str, ...], frame: int) -> Targets:
     """A row of targets for each row of the inputs."""
-    rows = Selected(table, chosen, flat=True)
+    rows = ColumnRows(table, chosen, flat=True)
     rates = () if table.rate is None else (Rate(str(table.path), table.rate),)
     return Targets(rows if frame == 1 else FrameEnds(rows, frame), chosen, rates)
 

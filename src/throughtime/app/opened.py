@@ -20,7 +20,7 @@ from throughtime.app.rates import Rate, disagreements
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
-from throughtime.stream.recording import INTERVAL_COLUMNS, Composed, columns
+from throughtime.stream.recording import INTERVAL_COLUMNS, TableRecording, columns
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Opened:
     """
 
     split: str
-    recording: Composed
+    recording: TableRecording
     rates: tuple[Rate, ...] = ()
     left_out: int = 0
     lost: int = 0
@@ -118,7 +118,7 @@ def rates_of(tables: Sequence[Table]) -> tuple[Rate, ...]:
     return tuple(Rate(str(table.path), table.rate) for table in tables if table.rate is not None)
 
 
-def composed(name: str, table: Table, form: Form, static: tuple[float, ...] = ()) -> Composed:
+def composed(name: str, table: Table, form: Form, static: tuple[float, ...] = ()) -> TableRecording:
     """The inputs of a recording: columns of a table, framed, with its static features."""
     recording = columns(name, table, form.inputs)
     if len(table) < form.frame:

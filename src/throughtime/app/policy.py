@@ -57,6 +57,6 @@ def updates_per_epoch(policy: Truncated | Exact, stream: Stream) -> int:
         return math.ceil(stream.steps / policy.segment)
     return (
         len(stream.recordings)
-        if stream.lanes * stream.shard.ranks == 1
+        if stream.lanes * stream._shard.ranks == 1
         else max(1, round(stream.steps / stream.steps_to_common_reset()))
     )

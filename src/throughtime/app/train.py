@@ -397,7 +397,7 @@ class Training:
         self.stream.load_state_dict(place["stream"])
         if place["updates"] is None:
             # between two epochs: the next one may go on from the states of the last
-            self.stream.start()
+            self.stream._start()
             if place.get("entering") is not None:
                 self.stream._hand_over(place["entering"], self.net)
         else:

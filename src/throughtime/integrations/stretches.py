@@ -41,7 +41,7 @@ class Stretch:
     def chunks(self) -> Iterator[tt.Chunk]:
         """Its chunks, for an evaluation; the first stretch starts the epoch."""
         if self.index == 0:
-            self.stream.start()
+            self.stream._start()
         while not self.over and (chunk := self.stream.take(self.stream.chunk)) is not None:
             yield chunk
 

@@ -14,18 +14,18 @@ import torch
 from throughtime.chunk import Chunk, ChunkMetadata
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
-from throughtime.stream.lanes import Play
+from throughtime.stream.labels import IGNORE_INDEX
+from throughtime.stream.lanes import LaneSlice
 from throughtime.stream.recording import Recording, Steps
-from throughtime.stream.targets import IGNORED
 
-Read: TypeAlias = tuple[Play, Steps]
+Read: TypeAlias = tuple[LaneSlice, Steps]
 Counts: TypeAlias = tuple[int, ...] | None
 Form: TypeAlias = tuple[Any, ...]
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
-class Gaps(NamedTuple):
+class MissingCounts(NamedTuple):
     """Steps missing before each step of a chunk, over all lanes; `None` where there are none."""
 
     masked: Counts  # inputs not finite
@@ -50,7 +50,7 @@ class Collator:
         self._first: tuple[str, Steps] | None = None
         self._fitting = set[Form]()
 
-    def chunk(self, plays: Sequence[Play], steps: int) -> tuple[Chunk, "Gaps"]:
+    def chunk(self, plays: Sequence[LaneSlice], steps: int) -> tuple[Chunk, "MissingCounts"]:
         """The chunk in which `plays` happen, and what is missing in it."""
         reads = [(play, self._read(play)) for play in plays]
         resets, mask, recording, position = self._marks(plays, steps)
@@ -69,9 +69,9 @@ class Collator:
             0,
             steps,
         )
-        return chunk, Gaps(masked, without)
+        return chunk, MissingCounts(masked, without)
 
-    def _marks(self, plays: Sequence[Play], steps: int) -> tuple[Array, Array, Array, Array]:
+    def _marks(self, plays: Sequence[LaneSlice], steps: int) -> tuple[Array, Array, Array, Array]:
         """Resets, mask, recording and position of every step: a single look for each play, since there may be one for every few steps."""
         owner = np.full(
             (self.lanes, steps), len(plays)
@@ -96,12 +96,12 @@ class Collator:
         Read from the first of them if nothing was read yet.
         """
         if self._first is None:
-            self._read(Play(0, 0, 1, 0, 0, 0))
+            self._read(LaneSlice(0, 0, 1, 0, 0, 0))
         if self._first is None:
             raise RuntimeError("a recording that was read and left no layout")
         return self._first[1]
 
-    def _read(self, play: Play) -> Steps:
+    def _read(self, play: LaneSlice) -> Steps:
         recording = self.recordings[play.recording]
         steps = recording.read(play.position, play.position + play.steps)
         if len(steps.inputs) != play.steps:
@@ -210,7 +210,7 @@ class Collator:
         targets = _splice(
             [(play, s.targets) for play, s in reads if s.targets is not None], shape, dtype
         )
-        missing = np.isnan(targets) if dtype.kind == "f" else targets == IGNORED
+        missing = np.isnan(targets) if dtype.kind == "f" else targets == IGNORE_INDEX
         if not missing.any():
             return targets, None
         rows = np.asarray(missing.reshape(*mask.shape, -1).any(axis=2))
@@ -258,10 +258,10 @@ def _width(static: Array | None) -> str:
 
 
 def _splice(
-    parts: Sequence[tuple[Play, Array]],
+    parts: Sequence[tuple[LaneSlice, Array]],
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    statics: Sequence[tuple[Play, Array]] = (),
+    statics: Sequence[tuple[LaneSlice, Array]] = (),
 ) -> Array:
     """`(T, B, ...)` from the parts of each lane, in memory that torch allocates; static features
     `(S,)` are the last columns.

@@ -20,65 +20,65 @@ from torch.utils.data import DataLoader, Dataset
 
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
-from throughtime.stream._collate import Collator, Gaps
-from throughtime.stream.lanes import Play
+from throughtime.stream._collate import Collator, MissingCounts
+from throughtime.stream.lanes import LaneSlice
 
 Workers: TypeAlias = int | Literal["thread"]
 DEPTH = 2  # stretches read ahead by a thread, and by each process
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A stretch: its first step in the epoch, its length, and what is played in it."""
 
     start: int
     steps: int
-    plays: tuple[Play, ...]
+    plays: tuple[LaneSlice, ...]
 
 
-Stretch: TypeAlias = tuple[Chunk, Gaps]
+Stretch: TypeAlias = tuple[Chunk, MissingCounts]
 
 
 class Reader(Protocol):
     """Gives one stretch after another."""
 
-    def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         """The stretch asked for; `later` are those that will probably follow."""
         ...
 
 
 @dataclass
-class Here:
+class SyncReader:
     """Reads when asked, one thread at a time: an open file has one position."""
 
     collator: Collator
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __reduce__(self) -> tuple[type["Here"], tuple[Collator]]:
-        return Here, (self.collator,)
+    def __reduce__(self) -> tuple[type["SyncReader"], tuple[Collator]]:
+        return SyncReader, (self.collator,)
 
-    def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         del later
         with self.lock:
             return self.collator.chunk(now.plays, now.steps)
 
 
 @dataclass
-class InThread:
+class ThreadReader:
     """Reads the next stretches in a thread: enough where reading waits for a disk, or decodes outside Python."""
 
-    here: Here
-    _waiting: deque[tuple[Request, Future[Stretch]]] = field(
-        default_factory=deque[tuple[Request, Future[Stretch]]]
+    here: SyncReader
+    _waiting: deque[tuple[ReadRequest, Future[Stretch]]] = field(
+        default_factory=deque[tuple[ReadRequest, Future[Stretch]]]
     )
-    _later: Iterator[Request] = field(default_factory=lambda: iter(()))
+    _later: Iterator[ReadRequest] = field(default_factory=lambda: iter(()))
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="throughtime-stream")
 
-    def __reduce__(self) -> tuple[type["InThread"], tuple[Here]]:
-        return InThread, (self.here,)
+    def __reduce__(self) -> tuple[type["ThreadReader"], tuple[SyncReader]]:
+        return ThreadReader, (self.here,)
 
-    def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         if not self._waiting or self._waiting[0][0] != now:
             for _, future in self._waiting:
                 future.cancel()
@@ -92,7 +92,7 @@ class InThread:
                 break
         return future.result()
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: ReadRequest) -> None:
         self._waiting.append((request, self._thread.submit(self.here.read, request, ())))
 
 
@@ -102,7 +102,7 @@ class _Stretches(Dataset[Any]):
     def __init__(self, collator: Collator) -> None:
         self.collator = collator
 
-    def __getitem__(self, request: Request) -> Stretch | DataError:
+    def __getitem__(self, request: ReadRequest) -> Stretch | DataError:
         try:
             return self.collator.chunk(request.plays, request.steps)
         except DataError as error:  # told as it is, without the worker's traceback
@@ -113,10 +113,10 @@ class _Requests:
     """The order in which the workers read: whatever is put here before the loader is iterated."""
 
     def __init__(self) -> None:
-        self.now: Iterator[Request] = iter(())
-        self.sent: deque[Request] = deque()
+        self.now: Iterator[ReadRequest] = iter(())
+        self.sent: deque[ReadRequest] = deque()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         for request in self.now:
             self.sent.append(request)
             yield request
@@ -125,7 +125,7 @@ class _Requests:
         raise TypeError("requests are not counted")
 
 
-class InProcesses:
+class ProcessReader:
     """Reads in worker processes, in order, however many they are."""
 
     def __init__(self, collator: Collator, workers: int) -> None:
@@ -144,10 +144,10 @@ class InProcesses:
         # worker; kept until then it does not.
         weakref.finalize(self, _let_go, self._loader)
 
-    def __reduce__(self) -> tuple[type["InProcesses"], tuple[Collator, int]]:
-        return InProcesses, (self._collator, self._workers)
+    def __reduce__(self) -> tuple[type["ProcessReader"], tuple[Collator, int]]:
+        return ProcessReader, (self._collator, self._workers)
 
-    def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         sent = self._requests.sent
         if not sent or sent[0] != now:
             self._collator.prime()  # in all processes the same
@@ -180,16 +180,16 @@ def _as_it_is(stretch: Any) -> Any:
 
 
 @dataclass
-class Waiting:
+class TimedReader:
     """A reader that adds up how long it was waited for."""
 
     reader: Reader
     seconds: float = 0.0
 
-    def read(self, now: Request, later: Iterable[Request]) -> Stretch:
+    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         return self.aside(self.reader, now, later)
 
-    def aside(self, reader: Reader, now: Request, later: Iterable[Request]) -> Stretch:
+    def aside(self, reader: Reader, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
         """The same through another reader."""
         began = time.perf_counter()
         try:

@@ -23,7 +23,7 @@ from throughtime.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RecordingSpan:
     """The steps `start` to before `stop` of a recording.
 
     The state entering `start` is the initial one.
@@ -37,7 +37,7 @@ class Span:
         return self.stop - self.start
 
 
-class Play(NamedTuple):
+class LaneSlice(NamedTuple):
     """What a lane plays within a chunk: steps `at` to before `at + steps` of the chunk.
 
     `since` counts steps from where the state was the initial one: 0 means that the first of them is
@@ -52,7 +52,9 @@ class Play(NamedTuple):
     since: int
 
 
-def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None) -> list[Span]:
+def cut(
+    lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
+) -> list[RecordingSpan]:
     """One span per recording, or, with fewer recordings than lanes, one per lane of nearly equal
     length.
 
@@ -80,13 +82,13 @@ def cut(lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
         )
     parts = _parts(played, lanes)
     return [
-        Span(i, begin + steps * k // parts[i], begin + steps * (k + 1) // parts[i])
+        RecordingSpan(i, begin + steps * k // parts[i], begin + steps * (k + 1) // parts[i])
         for i, (begin, steps) in enumerate(zip(begins, played, strict=True))
         for k in range(parts[i])
     ]
 
 
-def cut_evenly(lengths: Sequence[int], lanes: int) -> list[Span]:
+def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
     """At most one span per lane, of the fewest steps that do; only the last span of a recording may
     be shorter.
 
@@ -100,7 +102,7 @@ def cut_evenly(lengths: Sequence[int], lanes: int) -> list[Span]:
         fits = sum(-(-length // middle) for length in lengths) <= lanes
         least, most = (least, middle) if fits else (middle + 1, most)
     return [
-        Span(i, at, min(at + least, length))
+        RecordingSpan(i, at, min(at + least, length))
         for i, length in enumerate(lengths)
         for at in range(0, length, least)
     ]
@@ -119,7 +121,7 @@ def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Timetable:
+class LaneSchedule:
     """The spans of every lane in playing order; lane time counts steps from the start of the epoch.
 
     Attributes:
@@ -127,15 +129,15 @@ class Timetable:
         starts: the lane time at which each of them begins, and at which the last ends.
         steps: those of the longest lane.
         mine: the lanes that this rank plays.
-        handed: whether a part goes on from the state of the part before it, and so from where the
+        handed_off: whether a part goes on from the state of the part before it, and so from where the
             recording began.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[RecordingSpan, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     steps: int
-    mine: range
-    handed: bool = False
+    own_lanes: range
+    handed_off: bool = False
 
     @classmethod
     def plan(
@@ -147,9 +149,9 @@ class Timetable:
         offsets: Sequence[int] | None = None,
         rank: int = 0,
         ranks: int = 1,
-        handed: bool = False,
+        handed_off: bool = False,
         even: bool = False,
-    ) -> "Timetable":
+    ) -> "LaneSchedule":
         """Places every span.
 
         Args:
@@ -159,7 +161,7 @@ class Timetable:
             offsets: see `cut`.
             rank: whose lanes `plays` tells.
             ranks: how many there are.
-            handed: see `Timetable`.
+            handed_off: see `LaneSchedule`.
             even: parts of a recording are equally long but its last one, so that all others end
                 with the epoch.
         """
@@ -170,15 +172,19 @@ class Timetable:
         else:
             placed = [
                 [span]
-                for span in (cut_evenly(lengths, total) if even else cut(lengths, total, offsets))
+                for span in (
+                    cut_equal_parts(lengths, total) if even else cut(lengths, total, offsets)
+                )
             ]
             placed += [[] for _ in range(total - len(placed))]
         starts = tuple((0, *accumulate(len(span) for span in row)) for row in placed)
-        return cls(tuple(map(tuple, placed)), starts, max(row[-1] for row in starts), mine, handed)
+        return cls(
+            tuple(map(tuple, placed)), starts, max(row[-1] for row in starts), mine, handed_off
+        )
 
-    def plays(self, start: int, stop: int) -> Iterator[Play]:
+    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
         """What every lane of this rank plays in lane time `start` to before `stop`, lane by lane, in order."""
-        for lane, at in enumerate(self.mine):
+        for lane, at in enumerate(self.own_lanes):
             row, begins = self.spans[at], self.starts[at]
             now = start
             index = bisect_right(begins, now) - 1
@@ -186,19 +192,19 @@ class Timetable:
                 span, begin = row[index], begins[index]
                 steps = min(stop, begins[index + 1]) - now
                 position = span.start + now - begin
-                yield Play(
+                yield LaneSlice(
                     lane,
                     now - start,
                     steps,
                     span.recording,
                     position,
-                    position if self.handed else now - begin,
+                    position if self.handed_off else now - begin,
                 )
                 now += steps
                 index += 1
 
     @cached_property
-    def fresh(self) -> tuple[int, ...]:
+    def common_resets(self) -> tuple[int, ...]:
         """The lane times at which no lane of any rank goes on with a span: each starts one, or has nothing left; the last is the end."""
         longest = max(self.starts, key=lambda row: row[-1])
         others = [(set(row), row[-1]) for row in self.starts]
@@ -209,10 +215,12 @@ class Timetable:
     @property
     def idle_steps(self) -> int:
         """Steps in which a lane of this rank has nothing left to play, over the whole epoch."""
-        return sum(self.steps - self.starts[lane][-1] for lane in self.mine)
+        return sum(self.steps - self.starts[lane][-1] for lane in self.own_lanes)
 
 
-def _placed(spans: list[Span], lanes: int, order: random.Random | None) -> list[list[Span]]:
+def _placed(
+    spans: list[RecordingSpan], lanes: int, order: random.Random | None
+) -> list[list[RecordingSpan]]:
     """The spans of each lane.
 
     With an order the longest are placed first, and each lane's are drawn anew.
@@ -220,7 +228,7 @@ def _placed(spans: list[Span], lanes: int, order: random.Random | None) -> list[
     if order is not None:
         order.shuffle(spans)  # among equal lengths the sort keeps it
         spans = sorted(spans, key=len, reverse=True)
-    placed: list[list[Span]] = [[] for _ in range(lanes)]
+    placed: list[list[RecordingSpan]] = [[] for _ in range(lanes)]
     free = [(0, lane) for lane in range(lanes)]
     for span in spans:
         busy, lane = free[0]

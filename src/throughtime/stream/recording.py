@@ -15,8 +15,8 @@ import torch
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats.table import Array
-from throughtime.stream.rows import Held, Rows, Selected, beside
-from throughtime.stream.targets import Intervals, every, intervals
+from throughtime.stream.labels import IntervalLabels, interval_labels, periodic_labels
+from throughtime.stream.rows import ArrayRows, ColumnRows, Rows, concat_rows
 
 
 class Steps(NamedTuple):
@@ -46,7 +46,7 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True)
-class Composed:
+class TableRecording:
     """A recording made of rows: of arrays, of columns of files, or of several of them."""
 
     name: str
@@ -116,10 +116,10 @@ def as_recording(source: Any, index: int) -> Recording:
 
             `inputs`: `(T, D)` or `(T,)`, an array, a tensor, the path of a file, or a list of them,
             side by side; `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the
-            whole recording; with `every`, one for every so many steps;
+            whole recording; with `target_every`, one for every so many steps;
             `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with
             these columns, in order and without overlap;
-            `at`: "all" steps of such a span carry its label, or only the "last"; default: all of an
+            `target_at`: "all" steps of such a span carry its label, or only the "last"; default: all of an
             interval, the last of others; `static`: `(S,)` numbers of the recording, given at every
             step after the inputs; `name`: how messages and reports call it.
         index: names a recording that has no name of its own.
@@ -139,7 +139,7 @@ def as_recording(source: Any, index: int) -> Recording:
     )
 
 
-_KEYS = ("inputs", "targets", "every", "intervals", "at", "static", "name")
+_KEYS = ("inputs", "targets", "target_every", "intervals", "target_at", "static", "name")
 
 
 def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
@@ -157,8 +157,8 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f"recording '{name}' has targets and intervals, expected one of them: a step has one"
             " target"
         )
-    inputs = beside(name, [_rows(part, name, "inputs") for part in _several(given["inputs"])])
-    return Composed(
+    inputs = concat_rows(name, [_rows(part, name, "inputs") for part in _several(given["inputs"])])
+    return TableRecording(
         name, inputs, _targets(given, name, len(inputs)), _static(given.get("static"), name)
     )
 
@@ -174,8 +174,10 @@ def _several(inputs: Any) -> Sequence[Any]:
 def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
     if "intervals" in given:
         where, starts, stops, labels = _interval_columns(given["intervals"], name)
-        return intervals(name, where, starts, stops, labels, steps, given.get("at", "all"))
-    for key in ("every", "at"):
+        return interval_labels(
+            name, where, starts, stops, labels, steps, given.get("target_at", "all")
+        )
+    for key in ("target_every", "target_at"):
         if key in given and "targets" not in given:
             raise DataError(
                 f"recording '{name}' has '{key}' and no targets that it could belong to"
@@ -183,20 +185,24 @@ def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
     if "targets" not in given:
         return None
     if np.ndim(given["targets"]) == 0 and not isinstance(given["targets"], (str, Path)):
-        label = Held("targets", np.asarray(given["targets"]).reshape(1))
-        return every(name, label, given.get("every", steps), steps, given.get("at", "last"))
+        label = ArrayRows("targets", np.asarray(given["targets"]).reshape(1))
+        return periodic_labels(
+            name, label, given.get("target_every", steps), steps, given.get("target_at", "last")
+        )
     targets = _rows(given["targets"], name, "targets")
-    if "every" in given:
-        return every(name, targets, given["every"], steps, given.get("at", "last"))
-    if "at" in given:
+    if "target_every" in given:
+        return periodic_labels(
+            name, targets, given["target_every"], steps, given.get("target_at", "last")
+        )
+    if "target_at" in given:
         raise DataError(
-            f"recording '{name}' has 'at' and a target for every step; it belongs to 'every',"
+            f"recording '{name}' has 'target_at' and a target for every step; it belongs to 'target_every',"
             " 'intervals' or a single target"
         )
     if len(targets) != steps:
         raise DataError(
             f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both"
-            " need one row per step, or say how many steps each target is for: 'every'"
+            " need one row per step, or say how many steps each target is for: 'target_every'"
         )
     return targets
 
@@ -242,8 +248,8 @@ def _rows(value: Any, name: str, role: str) -> Rows:
     """An array, or all columns of a file."""
     if isinstance(value, (str, Path)):
         table = formats.open_table(Path(value))
-        return Selected(table, table.columns, flat=role == "targets")
-    return Held(role, _as_array(value, name, role))
+        return ColumnRows(table, table.columns, flat=role == "targets")
+    return ArrayRows(role, _as_array(value, name, role))
 
 
 def _as_array(value: Any, name: str, role: str) -> Array:
@@ -287,7 +293,7 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     labels = [
         r.targets.labels
         for r in recordings
-        if isinstance(r, Composed) and isinstance(r.targets, Intervals)
+        if isinstance(r, TableRecording) and isinstance(r.targets, IntervalLabels)
     ]
     sample = next((found for found in labels if len(found)), None)
     if sample is None:
@@ -295,8 +301,8 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
 
     def alike(recording: Recording) -> Recording:
         if (
-            isinstance(recording, Composed)
-            and isinstance(recording.targets, Intervals)
+            isinstance(recording, TableRecording)
+            and isinstance(recording.targets, IntervalLabels)
             and not len(recording.targets.labels)
         ):
             return replace(recording, targets=replace(recording.targets, labels=sample[:0]))
@@ -311,7 +317,7 @@ def columns(
     input_columns: Sequence[str],
     targets: formats.Table | None = None,
     target_columns: Sequence[str] = (),
-) -> Composed:
+) -> TableRecording:
     """A checked recording from tables: the columns exist, the lengths agree, there is at least one step."""
     _check_columns(inputs, input_columns, "inputs")
     if targets is not None:
@@ -323,10 +329,10 @@ def columns(
             )
     if len(inputs) == 0:
         raise DataError(f"{inputs.path}: the recording is empty, expected at least one step")
-    labels = None if targets is None else Selected(targets, tuple(target_columns), flat=True)
-    return Composed(
+    labels = None if targets is None else ColumnRows(targets, tuple(target_columns), flat=True)
+    return TableRecording(
         name,
-        Selected(inputs, tuple(input_columns)),
+        ColumnRows(inputs, tuple(input_columns)),
         labels,
         None,
         tuple(input_columns),

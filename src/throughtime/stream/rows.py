@@ -34,7 +34,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class ArrayRows:
     """An array at hand, in memory or memory-mapped and then read only where it is played."""
 
     where: str
@@ -48,7 +48,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Selected:
+class ColumnRows:
     """Columns of a table, always `(n, D)`; a single one is `(n,)` on request."""
 
     table: formats.Table
@@ -68,7 +68,7 @@ class Selected:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class ConcatRows:
     """The columns of several, each as a matrix."""
 
     parts: tuple[Rows, ...]
@@ -96,11 +96,11 @@ def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
             )
 
 
-def beside(name: str, parts: Sequence[Rows]) -> Rows:
+def concat_rows(name: str, parts: Sequence[Rows]) -> Rows:
     """One, or several of equal length side by side.
 
     Raises:
         DataError: their lengths differ.
     """
     check_lengths(name, [(part.where, len(part)) for part in parts])
-    return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
+    return parts[0] if len(parts) == 1 else ConcatRows(tuple(parts))

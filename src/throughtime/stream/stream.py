@@ -17,21 +17,21 @@ import torch
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
 from throughtime.state import State
-from throughtime.stream._collate import DTYPES, Collator, Gaps
+from throughtime.stream._collate import DTYPES, Collator, MissingCounts
 from throughtime.stream._prefetch import (
-    Here,
-    InProcesses,
-    InThread,
+    ProcessReader,
     Reader,
-    Request,
-    Waiting,
+    ReadRequest,
+    SyncReader,
+    ThreadReader,
+    TimedReader,
     Workers,
 )
 from throughtime.stream._shard import Shard
-from throughtime.stream.lanes import Timetable
+from throughtime.stream.lanes import LaneSchedule
 from throughtime.stream.recording import Recording, as_recording, with_one_kind
 
-NO_GAPS = Gaps(None, None)
+NONE_MISSING = MissingCounts(None, None)
 READ_AHEAD = 16_384  # lane steps read at once, unless a single chunk has more
 
 
@@ -61,7 +61,7 @@ class Stream:
         seed: draws the order of the recordings; `None` keeps the order given.
         warm_up: first steps of a recording (and of a part) whose targets do not count.
         dtype: type of the inputs and of floating targets; `None` keeps floating types, integers
-            become int64 (token indices). Integer targets are int64, as torch's losses want them.
+            become int64 (cache_key indices). Integer targets are int64, as torch's losses want them.
         missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and
             masks their step.
         offset: leaves out a random number of first steps of each recording, below this, anew each
@@ -134,12 +134,12 @@ class Stream:
             offset,
             hand_off,
         )
-        self.shard = Shard.of(rank, ranks)
+        self._shard = Shard.of(rank, ranks)
         self._refuse_empty()
         self._check_offset()
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        self._here = Here(self._collator)
-        self._reader = Waiting(self._reader_of(workers))
+        self._here = SyncReader(self._collator)
+        self._reader = TimedReader(self._reader_of(workers))
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._device: torch.device | None = None
         self._begin(0)
@@ -172,26 +172,26 @@ class Stream:
                 " hand_off hands states over at these edges: leave one of them out"
             )
         least = sum(length - min(max(0, self.offset - 1), length // 2) for length in self.lengths)
-        if self.offset and self.lanes * self.shard.ranks > least:
+        if self.offset and self.lanes * self._shard.ranks > least:
             raise DataError(
                 f"offset={self.offset} can leave {least} steps of the recordings, and there are"
-                f" {self.lanes * self.shard.ranks} lanes: a lane needs at least one step in every"
+                f" {self.lanes * self._shard.ranks} lanes: a lane needs at least one step in every"
                 " epoch. Take a smaller offset or fewer lanes"
             )
 
     def _reader_of(self, workers: Workers) -> Reader:
         if workers == "thread":
-            return InThread(self._here)
+            return ThreadReader(self._here)
         # a user's "threads"
         if not isinstance(workers, int) or workers is True or workers < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
                 f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'"
             )
-        return InProcesses(self._collator, workers) if workers else self._here
+        return ProcessReader(self._collator, workers) if workers else self._here
 
-    def _begin(self, epoch: int, *, handed: bool = False) -> None:
+    def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
         self._epoch, self._at = epoch, 0
-        self._ahead, self._ahead_at, self._gaps = None, 0, NO_GAPS
+        self._ahead, self._ahead_at, self._gaps = None, 0, NONE_MISSING
         # an order, not a secret
         order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")
         offsets = None
@@ -199,14 +199,14 @@ class Stream:
             offsets = [
                 order.randrange(min(self.offset, length // 2 + 1)) for length in self.lengths
             ]
-        self._table = Timetable.plan(
+        self._table = LaneSchedule.plan(
             self.lengths,
             self.lanes,
             order,
             offsets=offsets,
-            rank=self.shard.rank,
-            ranks=self.shard.ranks,
-            handed=handed,
+            rank=self._shard.rank,
+            ranks=self._shard.ranks,
+            handed_off=handed_off,
             even=self.hand_off,
         )
 
@@ -258,9 +258,9 @@ class Stream:
         }  # a copy is another stream, and its net another net
 
     @property
-    def handed(self) -> bool:
-        """Whether the parts of this epoch go on from states that the last one handed on."""
-        return self._table.handed
+    def _handed_off(self) -> bool:
+        """Whether the parts of this epoch go on from states handed over by the last epoch."""
+        return self._table.handed_off
 
     @property
     def _generation(self) -> int:
@@ -300,7 +300,7 @@ class Stream:
         return math.ceil(self._table.steps / self.chunk)
 
     def __iter__(self) -> Iterator[Chunk]:
-        self.start()
+        self._start()
         while (chunk := self.take(self.chunk)) is not None:
             yield chunk
 
@@ -311,25 +311,25 @@ class Stream:
             DataError: it has played already, as another rank; or it has too few steps for the lanes
                 of all ranks.
         """
-        found = self.shard.now()
-        if found == self.shard:
+        found = self._shard.now()
+        if found == self._shard:
             return
         if self._turn or self._at or self._epoch:
             raise DataError(
-                f"the stream has played for rank {self.shard.rank} of {self.shard.ranks}, and this"
+                f"the stream has played for rank {self._shard.rank} of {self._shard.ranks}, and this"
                 f" process is rank {found.rank} of {found.ranks} now: it would go on with the wrong"
                 " recordings. Make a new stream after torch.distributed.init_process_group, or say"
                 " rank=..., ranks=..."
             )
-        self.shard = found
+        self._shard = found
         self._check_offset()
         self._begin(0)
 
-    def start(self, *, handed: bool = False) -> None:
+    def _start(self, *, handed_off: bool = False) -> None:
         """Goes to the start of the epoch, or stays at the place just loaded by `load_state_dict`.
 
         Args:
-            handed: parts go on from the states of the parts before them, so their first steps are
+            handed_off: parts go on from the states of the parts before them, so their first steps are
                 no resets.
 
         Raises:
@@ -338,12 +338,12 @@ class Stream:
         self._sync_ranks()
         if not self._resumed:
             self._at = 0
-        if self._at == 0 and handed != self._table.handed:
-            self._begin(self._epoch, handed=handed)
+        if self._at == 0 and handed_off != self._table.handed_off:
+            self._begin(self._epoch, handed_off=handed_off)
         self._resumed = False
         self._turn += 1
 
-    def skip(self) -> None:
+    def _skip_epoch(self) -> None:
         """Leaves the rest of this epoch out, and goes to the start of the next one, whose order is drawn anew."""
         self._begin(self._epoch + 1)
         self._resumed = False
@@ -360,7 +360,7 @@ class Stream:
             ahead is not None
             and begin >= 0
             and stop - self._ahead_at <= ahead.steps
-            and self._gaps == NO_GAPS
+            and self._gaps == NONE_MISSING
         ):  # the usual case
             self._at = stop
             return ahead[begin : stop - self._ahead_at]
@@ -388,7 +388,7 @@ class Stream:
 
     def steps_to_common_reset(self) -> int:
         """Steps to the next one at which every lane starts a recording, or to the end of the epoch."""
-        fresh = self._table.fresh
+        fresh = self._table.common_resets
         return fresh[min(bisect_right(fresh, self._at), len(fresh) - 1)] - self._at
 
     def _stretch(self, at: int) -> Chunk:
@@ -435,7 +435,7 @@ class Stream:
         return {
             "epoch": self._epoch,
             "position": self._at,
-            "handed": self._table.handed,
+            "handed_off": self._table.handed_off,
             **self._identity(),
         }
 
@@ -454,12 +454,12 @@ class Stream:
         ]
         if faults:
             raise DataError("the saved place belongs to another stream: " + "; ".join(faults))
-        self._begin(int(state["epoch"]), handed=bool(state["handed"]))
+        self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
         self._at = int(state["position"])
         self._resumed = True
         self._turn += 1
 
-    def plan(self) -> dict[str, Any]:
+    def _plan(self) -> dict[str, Any]:
         """What all ranks must have in common: the plan of who plays what, and the place in it."""
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
 
@@ -469,8 +469,8 @@ class Stream:
         )
         return {
             "lanes": self.lanes,
-            "ranks": self.shard.ranks,
-            "rank": self.shard.rank,
+            "ranks": self._shard.ranks,
+            "rank": self._shard.rank,
             "seed": self.seed,
             "offset": self.offset,
             "hand_off": self.hand_off,
@@ -493,6 +493,6 @@ class Stream:
         )
 
 
-def _request(table: Timetable, start: int, stop: int) -> Request:
+def _request(table: LaneSchedule, start: int, stop: int) -> ReadRequest:
     stop = min(stop, table.steps)
-    return Request(start, stop - start, tuple(table.plays(start, stop)))
+    return ReadRequest(start, stop - start, tuple(table.slices(start, stop)))

@@ -155,7 +155,7 @@ class StreamModule(Evaluating):
                 self._places.take_up(self, self._updates)
         if first and batch.stream.position and self.trainer.num_training_batches < batch.count:
             # limit_train_batches cut the epoch before short: this one has an order of its own
-            batch.stream.skip()
+            batch.stream._skip_epoch()
             self._updates = self._made(batch)
 
     def _made(self, batch: Stretch) -> tt.Updates:

@@ -18,7 +18,7 @@ from throughtime.stream.formats import (
     zarr,
 )
 from throughtime.stream.formats.csv_rows import open_csv_rows
-from throughtime.stream.formats.table import Stamp, Table, Unchanged
+from throughtime.stream.formats.table import FileStamp, GuardedTable, Table
 
 __all__ = ["SUFFIXES", "Table", "open_table"]
 
@@ -89,5 +89,5 @@ def open_table(path: Path, *, rows: bool = False) -> Table:
         raise DataError(
             f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
         )
-    stamps = tuple(Stamp.of(file) for file in found.files(path))
-    return Unchanged(open_csv_rows(path) if rows else found.open(path), stamps)
+    stamps = tuple(FileStamp.of(file) for file in found.files(path))
+    return GuardedTable(open_csv_rows(path) if rows else found.open(path), stamps)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.handle import Handle
-from throughtime.stream.formats.kept import KEPT, Token
+from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
 from throughtime.stream.formats.npy import RELEASE_AFTER
 from throughtime.stream.formats.table import Array, rows_between
 
@@ -104,7 +103,7 @@ class ArrowTable:
     starts: tuple[int, ...]
     gaps: frozenset[str]
     rate: float | None = None
-    token: Token = field(default_factory=Token, repr=False)
+    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
     _held: int = 0
 
     def __len__(self) -> int:
@@ -129,8 +128,8 @@ class ArrowTable:
     def _batch(self, opened: Mapped, index: int) -> Any:
         """A decoded batch is kept; one that lies in the mapping costs nothing to have again."""
         base = _address(opened)
-        key = (self.token, id(opened), index)
-        return KEPT.get(
+        key = (self.cache_key, id(opened), index)
+        return BLOCK_CACHE.get(
             key,
             lambda: _batch(self.path, opened, index),
             lambda batch: _decoded_bytes(batch, base, len(opened.mapping)),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
 # samples: the longest block of Vorbis. Right after a seek it decodes up to one block wrongly

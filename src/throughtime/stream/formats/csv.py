@@ -10,8 +10,8 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv_scan
+from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey
 from throughtime.stream.formats.csv_fields import column_values, is_number, plain, rows_of
-from throughtime.stream.formats.kept import KEPT, Token
 from throughtime.stream.formats.table import Array, rows_between
 
 __all__ = ["CsvTable", "is_number", "open_csv", "read_columns"]
@@ -44,7 +44,7 @@ class CsvTable:
 
     path: Path
     layout: csv_scan.Layout
-    token: Token = field(default_factory=Token, repr=False)
+    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
     rate: float | None = None
 
     @property
@@ -71,10 +71,14 @@ class CsvTable:
     def _block(self, block: int, indices: tuple[int, ...]) -> Array:
         """Of a file of numbers the whole block is kept, whatever the columns: it is parsed in one go."""
         if any(self.layout.text):
-            return KEPT.get((self.token, block, indices), lambda: self._decoded(block, indices))
-        rows = KEPT.get((self.token, block), lambda: self._matrix(block))
+            return BLOCK_CACHE.get(
+                (self.cache_key, block, indices), lambda: self._decoded(block, indices)
+            )
+        rows = BLOCK_CACHE.get((self.cache_key, block), lambda: self._matrix(block))
         if rows is None:
-            return KEPT.get((self.token, block, indices), lambda: self._decoded(block, indices))
+            return BLOCK_CACHE.get(
+                (self.cache_key, block, indices), lambda: self._decoded(block, indices)
+            )
         return rows if indices == tuple(range(len(self.columns))) else rows[:, list(indices)]
 
     def _bytes(self, block: int) -> bytes:

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import numpy as np
 
 from throughtime.errors import DataError
+from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey
 from throughtime.stream.formats.csv_fields import column_values, is_number
-from throughtime.stream.formats.kept import KEPT, Token
 from throughtime.stream.formats.table import Array, rows_between
 
 STEP = 4096  # fields between two noted places of a line
@@ -71,7 +71,7 @@ class CsvRows:
     columns: Names
     length: int
     places: "tuple[array[int], ...]"
-    token: Token = field(default_factory=Token, repr=False)
+    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
     rate: float | None = None
 
     def __len__(self) -> int:
@@ -85,8 +85,8 @@ class CsvRows:
         signals: list[Array] = []
         for line in (self.columns.index(self.columns.forward(name)) for name in columns):
             parts = [
-                KEPT.get(
-                    (self.token, line, block),
+                BLOCK_CACHE.get(
+                    (self.cache_key, line, block),
                     lambda line=line, block=block: self._decoded(line, block),
                 )
                 for block in blocks

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.sliced import Arrays, SlicedTable, sliced
+from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
-def open_hdf5(path: Path) -> SlicedTable:
+def open_hdf5(path: Path) -> ArrayFileTable:
     """Every vector or matrix of numbers, at any depth, is a column named by its path: `u`,
     `group/y`.
 
@@ -19,7 +19,7 @@ def open_hdf5(path: Path) -> SlicedTable:
         MissingExtraError: h5py is not installed.
         DataError: the file is no HDF5 file, cut short, or holds no such dataset.
     """
-    return sliced(path, _opened)
+    return open_array_file(path, _opened)
 
 
 def refuse_cut_short(path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError
+from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
 from throughtime.stream.formats.hdf5 import refuse_cut_short
 from throughtime.stream.formats.netcdf_classic import promised
-from throughtime.stream.formats.sliced import Arrays, SlicedTable, sliced
 from throughtime.stream.formats.table import Array
 
 
-def open_netcdf(path: Path) -> SlicedTable:
+def open_netcdf(path: Path) -> ArrayFileTable:
     """Every variable `(time,)` or `(time, features)` of numbers is a column; packed values are
     unpacked, missing ones are NaN.
 
@@ -24,7 +24,7 @@ def open_netcdf(path: Path) -> SlicedTable:
         MissingExtraError: netCDF4 is not installed.
         DataError: the file is no netCDF file, cut short, or holds no such variable.
     """
-    return sliced(path, _opened)
+    return open_array_file(path, _opened)
 
 
 @dataclass(frozen=True)

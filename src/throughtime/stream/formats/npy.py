@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
 RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back

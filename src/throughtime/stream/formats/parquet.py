@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError
+from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
 from throughtime.stream.formats.arrow import stacked
-from throughtime.stream.formats.handle import Handle
-from throughtime.stream.formats.kept import KEPT, Token
 from throughtime.stream.formats.table import Array, rows_between
 
 BATCH_BYTES = (
@@ -80,7 +79,7 @@ class ParquetTable:
     starts: tuple[int, ...]
     gaps: frozenset[str]
     rate: float | None = None
-    token: Token = field(default_factory=Token, repr=False)
+    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
     _cursors: "OrderedDict[tuple[Any, ...], Iterator[Any]]" = field(
         default_factory=OrderedDict, init=False, repr=False
     )
@@ -107,8 +106,9 @@ class ParquetTable:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _batch(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
-        return KEPT.get(
-            (self.token, group, batch, columns), lambda: self._decoded(group, batch, size, columns)
+        return BLOCK_CACHE.get(
+            (self.cache_key, group, batch, columns),
+            lambda: self._decoded(group, batch, size, columns),
         )
 
     def _decoded(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:

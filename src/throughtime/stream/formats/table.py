@@ -3,7 +3,6 @@
 And the guard that notices a file that changed meanwhile.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ class Table(Protocol):
         ...
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """What tells that a file is still the one that was opened: its size, and when it was last written."""
 
     path: Path
@@ -57,7 +56,7 @@ class Stamp(NamedTuple):
     written: int
 
     @classmethod
-    def of(cls, path: Path) -> "Stamp":
+    def of(cls, path: Path) -> "FileStamp":
         """The stamp of a file as it is now.
 
         Raises:
@@ -80,7 +79,7 @@ class Stamp(NamedTuple):
 
         Cost: one `stat`, a few microseconds on a local disk.
         """
-        now = Stamp.of(self.path)
+        now = FileStamp.of(self.path)
         if now != self:
             grown = f" from {self.size} to {now.size} bytes" if now.size != self.size else ""
             raise DataError(
@@ -90,11 +89,11 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unchanged:
+class GuardedTable:
     """A table whose files must stay as they were when it was opened; checked at every read."""
 
     table: Table
-    stamps: tuple[Stamp, ...]
+    stamps: tuple[FileStamp, ...]
 
     @property
     def path(self) -> Path:
@@ -125,8 +124,3 @@ def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
     if start < 0 or stop < 0:
         raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
     return min(start, length), max(min(start, length), min(stop, length))
-
-
-def process() -> int:
-    """The process: open files are not shared with a forked one, whose reads would move their position."""
-    return os.getpid()

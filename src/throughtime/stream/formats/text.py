@@ -14,11 +14,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.npy import RELEASE_AFTER
-from throughtime.stream.formats.table import Array, Stamp, rows_between
+from throughtime.stream.formats.table import Array, FileStamp, rows_between
+from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import Steps
-from throughtime.stream.targets import IGNORED
 
 PIECE = 64 * 1024  # bytes between two noted places of a text of several bytes a character
 
@@ -55,7 +55,7 @@ def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "T
         raise DataError(f"unit={unit!r}: expected 'bytes' or 'characters'")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    stamp = Stamp.of(path)
+    stamp = FileStamp.of(path)
     if stamp.size == 0:
         raise DataError(f"{path}: the file is empty, expected text")
     handle = Handle(path, _mapped)
@@ -83,7 +83,7 @@ class Symbols(Protocol):
 class Text:
     """The recording: each symbol, and the one to come."""
 
-    stamp: Stamp
+    stamp: FileStamp
     source: Symbols
 
     @property
@@ -101,7 +101,7 @@ class Text:
     def read(self, start: int, stop: int) -> Steps:
         self.stamp.check()
         start, stop = rows_between(start, stop, len(self))
-        found = np.full(stop - start + 1, IGNORED, dtype=np.int64)
+        found = np.full(stop - start + 1, IGNORE_INDEX, dtype=np.int64)
         values = self.source.read(start, min(stop + 1, len(self)))
         found[: len(values)] = values
         return Steps(found[:-1], found[1:].copy())

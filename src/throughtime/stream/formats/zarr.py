@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.sliced import Arrays, SlicedTable, sliced
+from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
 
 METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
-def open_zarr(path: Path) -> SlicedTable:
+def open_zarr(path: Path) -> ArrayFileTable:
     """Every vector or matrix of numbers, at any depth, is a column named by its path; a single
     array is the column `0`.
 
@@ -24,7 +24,7 @@ def open_zarr(path: Path) -> SlicedTable:
     Cost: a whole piece of an array is decoded for any row in it: write pieces of some 100,000
     numbers.
     """
-    return sliced(path, _opened)
+    return open_array_file(path, _opened)
 
 
 def files(path: Path) -> tuple[Path, ...]:

@@ -1,7 +1,7 @@
 """Targets that come at a lower rate than the signal: a label for every so many steps, for
 intervals, or for the whole recording.
 
-Whether each step of a span carries its label (`at="all"`) or only the last one (`at="last"`), when
+Whether each step of a span carries its label (`target_at="all"`) or only the last one (`target_at="last"`), when
 the net has seen all of it, is a choice. A step without a label is missing: NaN, -100, or no text,
 so that it is masked.
 
@@ -18,7 +18,7 @@ from throughtime.stream.formats.table import Array
 from throughtime.stream.rows import Rows
 
 At: TypeAlias = Literal["all", "last"]
-IGNORED = -100  # torch.nn.CrossEntropyLoss's ignore_index
+IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
 
 def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
@@ -27,11 +27,11 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
         return np.full(shape, "", dtype=sample.dtype)
     if sample.dtype.kind == "f":
         return np.full(shape, np.nan, dtype=sample.dtype)
-    return np.full(shape, IGNORED, dtype=np.int64)
+    return np.full(shape, IGNORE_INDEX, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Every:
+class PeriodicLabels:
     """A label for every `every` steps, of a recording of `steps` steps.
 
     The last label may be for fewer.
@@ -64,7 +64,7 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Intervals:
+class IntervalLabels:
     """A label for each of some intervals `[start, stop)` of steps, in order, without overlap; no label between them."""
 
     where: str
@@ -90,7 +90,7 @@ class Intervals:
         return found
 
 
-def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
+def periodic_labels(name: str, labels: Rows, count: Any, steps: int, at: At) -> PeriodicLabels:
     """Checked labels for every `count` steps.
 
     Raises:
@@ -100,7 +100,7 @@ def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
     count = count.item() if isinstance(count, np.integer) else count
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise DataError(
-            f"recording '{name}': every={count!r}, expected how many steps a label is for, at"
+            f"recording '{name}': target_every={count!r}, expected how many steps a label is for, at"
             " least 1"
         )
     wanted = -(-steps // count)
@@ -109,12 +109,12 @@ def every(name: str, labels: Rows, count: Any, steps: int, at: At) -> Every:
             f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of"
             f" {steps} steps, expected {wanted}"
         )
-    return Every(labels, count, steps, at)
+    return PeriodicLabels(labels, count, steps, at)
 
 
-def intervals(
+def interval_labels(
     name: str, where: str, starts: Any, stops: Any, labels: Any, steps: int, at: At
-) -> Intervals:
+) -> IntervalLabels:
     """Checked intervals, in steps.
 
     Raises:
@@ -139,7 +139,7 @@ def intervals(
             )
     begin, end = begin.astype(np.int64), end.astype(np.int64)
     _check_order(name, where, begin, end, steps)
-    return Intervals(where, begin, end, label, steps, at)
+    return IntervalLabels(where, begin, end, label, steps, at)
 
 
 def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int) -> None:
@@ -175,6 +175,6 @@ def check_at(name: str, at: Any) -> None:
     """Refuses anything but the two words."""
     if at not in ("all", "last"):
         raise DataError(
-            f"recording '{name}': at={at!r}, expected 'all' (every step of a span carries its"
+            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries its"
             " label) or 'last'"
         )

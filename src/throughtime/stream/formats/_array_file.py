@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.handle import Handle
+from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
 _DAMAGED = (
@@ -25,7 +25,7 @@ _DAMAGED = (
 )  # what the libraries raise on damaged files
 
 
-class Sliceable(Protocol):
+class FileArray(Protocol):
     """An array in a file."""
 
     @property
@@ -43,11 +43,11 @@ class Sliceable(Protocol):
         ...
 
 
-Arrays = Mapping[str, Sliceable]
+Arrays = Mapping[str, FileArray]
 
 
 @dataclass(frozen=True)
-class SlicedTable:
+class ArrayFileTable:
     """Columns that are read by slices of rows; a matrix is one column as wide as it is."""
 
     path: Path
@@ -65,7 +65,7 @@ class SlicedTable:
         parts = [self._rows(arrays[name], start, stop, name) for name in columns]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _rows(self, array: Sliceable, start: int, stop: int, name: str) -> Array:
+    def _rows(self, array: FileArray, start: int, stop: int, name: str) -> Array:
         try:
             rows = np.asarray(array[start:stop])
         except _DAMAGED as error:
@@ -80,7 +80,7 @@ class SlicedTable:
         )
 
 
-def sliced(path: Path, opener: Callable[[Path], Arrays]) -> SlicedTable:
+def open_array_file(path: Path, opener: Callable[[Path], Arrays]) -> ArrayFileTable:
     """The table of the numeric vectors and matrices of a file, as far as they are as long as the
     longest of them.
 
@@ -103,6 +103,6 @@ def sliced(path: Path, opener: Callable[[Path], Arrays]) -> SlicedTable:
         )
         raise DataError(f"{path}: holds {found}, expected arrays of numbers with one row per step")
     longest = max(lengths.values())
-    return SlicedTable(
+    return ArrayFileTable(
         path, handle, tuple(name for name, length in lengths.items() if length == longest), longest
     )
