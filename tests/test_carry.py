@@ -338,7 +338,7 @@ def _graph(y: Tensor) -> tuple[int, set[str]]:
 def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("throughtime.carry"), "CUDNN_STEPS", 4)
+    monkeypatch.setattr(importlib.import_module("throughtime.carry.carried"), "CUDNN_STEPS", 4)
     calls: list[int] = []
     layer = nn.GRU(FEATURES, HIDDEN).double()
     layer.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))

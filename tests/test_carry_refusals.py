@@ -131,13 +131,13 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
         r"none of the modules in this nn.Sequential",
     ),
     ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
-    ("own state", KeepsHidden, r"hands layer 'gru' a state of its own that is not zeros"),
+    ("own state", KeepsHidden, r"passes layer 'gru' a state of its own that is not zeros"),
     (
         "learnt state inside",
         LearntHidden,
-        r"hands layer 'gru' a state of its own.*initial_state\(lanes\)",
+        r"passes layer 'gru' a state of its own.*initial_state\(lanes\)",
     ),
-    ("packed sequence", Packs, r"layer 'gru' is given a PackedSequence; a stream needs no packing"),
+    ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
     (
         "returns a pair",
         lambda: Returns(lambda y, h: (y, h)),

@@ -211,9 +211,9 @@ def test_resets_inside_the_call_are_resets_between_calls(
     everything(
         net, x, torch.zeros_like(resets)
     )  # a module that hides its layers shows how it calls them
-    whole = net.contract.takes_resets(x)
+    whole = net.adapter.takes_resets(x)
     found = everything(net, x, resets)
-    monkeypatch.setattr(type(net.contract), "takes_resets", lambda *_: False)
+    monkeypatch.setattr(type(net.adapter), "takes_resets", lambda *_: False)
     apart_calls = everything(net, x, resets)
     assert whole == (row.name in WHOLE)
     assert (found[0] - apart_calls[0]).abs().max() < EXACT
@@ -229,7 +229,7 @@ def test_resets_do_not_split_the_call(name: str) -> None:
     net, calls = fused(row), list[int]()
     x, resets = inputs(20, 3), torch.rand(20, 3) < 0.3
     state = start(net, x)
-    assert net.contract.takes_resets(x)  # with a trial, where one is needed
+    assert net.adapter.takes_resets(x)  # with a trial, where one is needed
     layer = next(m for m in net.modules() if isinstance(m, Recurrent))
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     net(x, state, resets)
@@ -277,11 +277,11 @@ def test_module_that_changes_its_ways_is_split_from_then_on() -> None:
     resets = torch.zeros(12, 2, dtype=torch.bool)
     resets[5, 1] = True
     expected, _ = net(x, start(net, x), resets)
-    assert net.contract.takes_resets(x)
+    assert net.adapter.takes_resets(x)
     vars(module)["pieces"] = True
     y, _ = net(x, start(net, x), resets)
     assert (y - expected).abs().max() < EXACT
-    assert not net.contract.takes_resets(x)
+    assert not net.adapter.takes_resets(x)
     assert (net(x, start(net, x), resets)[0] - expected).abs().max() < EXACT
 
 

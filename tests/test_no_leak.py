@@ -105,7 +105,7 @@ class MixesLanes(TensorState):
 
 def ignoring() -> tt.Carried:
     net = named("tensor-state").net()
-    return IgnoresResets(net.module, net.contract)
+    return IgnoresResets(net.module, net.adapter)
 
 
 MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
@@ -206,7 +206,7 @@ def test_tokens_are_replaced_by_others_that_occur() -> None:
     assert [found.deviation for found in check_no_leak(stream, language_model())] == [0.0] * 3
     net = language_model()
     with pytest.raises(LawError, match="leaks into"):
-        check_no_leak(tt.Stream(tokens([20, 30]), 1, 8), IgnoresResets(net.module, net.contract))
+        check_no_leak(tt.Stream(tokens([20, 30]), 1, 8), IgnoresResets(net.module, net.adapter))
     with pytest.raises(DataError, match="no other token to put in their place"):
         check_no_leak(tt.Stream(tokens([20, 30], kinds=1), 1, 8), language_model())
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import check_bare
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
 from throughtime.state import State
@@ -214,10 +213,8 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
 
     Raises:
         DataError: it is, and there is no process group.
-        ModelError: the net is wrapped in something that adds gradients up by itself, or sharded
-            with a precision of its own.
+        ModelError: the net is sharded with a precision of its own.
     """
-    check_bare(net)
     shards = shards_of(net)
     weight = next(net.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.distributed import gathered, ranks_of, shards_of
-from throughtime.errors import DataError, ModelError, StateError
+from throughtime.errors import DataError, StateError
 from throughtime.gradient import LossFn, Objective
 from throughtime.metrics import Metrics, Score
 from throughtime.state import State
@@ -267,12 +267,7 @@ class Predictor:
     """
 
     def __init__(self, net: Carried, lanes: int = 1, *, state: State = None) -> None:
-        # a raw module would lose its state
-        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModelError(
-                f"the net is a {type(net).__name__}; make its state explicit first: net ="
-                " tt.carry(module)"
-            )
+        require_carried(net)
         self.net, self.lanes, self.state = net, lanes, state
         weight = next(net.parameters(), None)
         self.device = torch.device("cpu") if weight is None else weight.device

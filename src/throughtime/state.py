@@ -31,7 +31,7 @@ def _children(tree: State, path: str) -> list[tuple[str, State]]:
         return [(str(key), branch) for key, branch in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         # the type checker knows no namedtuple here
-        return list(zip(getattr(tree, "_fields"), tree, strict=True))
+        return list(zip(getattr(tree, "_fields"), tree, strict=True))  # noqa: B009
     if isinstance(tree, (tuple, list)):
         return [(str(i), branch) for i, branch in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -152,22 +152,19 @@ def differentiable(leaf: Tensor) -> bool:
 
 def tensors(state: State) -> list[Tensor]:
     """Every leaf, without names: what a check that runs on every call can afford."""
-    found: list[Tensor] = []
-    branches = (
-        state.values()
-        if type(state) is dict
-        else state
-        if type(state) in {tuple, list}
-        else (state,)
-    )
-    for branch in branches:
+    result: list[Tensor] = []
+    pending: list[State] = [state]
+    while pending:
+        branch = pending.pop()
         if isinstance(branch, Tensor):
-            found.append(branch)
-        elif type(branch) in {tuple, list, dict}:
-            found += tensors(branch)
+            result.append(branch)
+        elif type(branch) is dict:
+            pending.extend(reversed(branch.values()))
+        elif type(branch) in {tuple, list}:
+            pending.extend(reversed(branch))
         else:
             return [leaf for _, leaf in leaves(state)]
-    return found
+    return result
 
 
 def lanes(state: State) -> int | None:

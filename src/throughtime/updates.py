@@ -6,13 +6,13 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.distributed import Ranks, ranks_of
-from throughtime.errors import DataError, ModelError, RunError
+from throughtime.errors import DataError, RunError
 from throughtime.gradient import (
     Accumulated,
     Learning,
@@ -109,7 +109,7 @@ class Updates(Iterator[Update]):
         state: State,
         ranks: Ranks,
     ) -> None:
-        self._net = _carried(net)
+        self._net = require_carried(net)
         self._stream = stream if isinstance(stream, Stream) else None
         self._source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
         self._source._place_on(ranks.device)
@@ -336,12 +336,3 @@ class Updates(Iterator[Update]):
                 " tt.updates a Stream, not bare chunks"
             )
         return self._stream
-
-
-def _carried(net: nn.Module) -> Carried:
-    if not isinstance(net, Carried):
-        raise ModelError(
-            f"the net is a {type(net).__name__}; make its state explicit first: net ="
-            " tt.carry(module)"
-        )
-    return net

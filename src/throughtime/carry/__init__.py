@@ -1,16 +1,16 @@
-"""How each kind of module is run as `(x, state) -> (y, state)`: one contract per kind.
+"""The model contract `(x, state) -> (y, state)`, and one adapter per kind of module.
 
-Layer        nn.LSTM, nn.GRU, nn.RNN            state (B, L, H), one or two of them
-Cell         nn.LSTMCell, nn.GRUCell, nn.RNNCell  a loop over time with `unbind`: indexing `x[t]` in
-             a loop has a quadratic backward, because each index allocates a gradient for all of x
-Chain        nn.Sequential                      a dict of its children's states
-Hiding       a module with layers inside        a dict of the layers' states, put in and taken out
-by hooks
-Explicit     a module that maps (x, state) to (y, state)   whatever it returns, lanes turned to the
-front
+LayerAdapter      nn.LSTM, nn.GRU, nn.RNN              state (B, L, H), one or two of them
+CellAdapter       nn.LSTMCell, nn.GRUCell, nn.RNNCell  a loop over time with `unbind`
+ChainAdapter      nn.Sequential                        a dict of its children's states
+HookAdapter       a module with recurrent layers in it a dict of the layers' states, set by hooks
+ExplicitAdapter   forward(x, state) -> (y, state)      its own state, lanes moved to the front
 
-Resets go into the layers of `tt.nn`, and into a module whose forward takes them by name; where
-every part of a net takes them the forward call stays whole.
+The loop over time uses `unbind` because indexing `x[t]` has a quadratic backward: each index
+allocates a gradient for all of `x`.
+
+Layers of `tt.nn` apply resets themselves, and so does a module whose forward takes `resets`. If
+every part of a net does, a forward call is not split at resets.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """

@@ -1,34 +1,38 @@
-"""The model contract: any recurrent module as `forward(x, state) -> (y, state)`, resets applied
-exactly.
+"""Any recurrent module as `forward(x, state) -> (y, state)`, with resets applied exactly.
 
-Inside throughtime time comes first and every state leaf has its lanes first; the contracts below
-turn what a module wants into that and back. A reset splits the forward call: the steps before it
-run, the marked lanes are given the initial state, the steps after it run. So it is exact for every
-module whose chunked forward equals its whole forward, and no gradient crosses it. Where every
-recurrent part of a net is a layer of `tt.nn`, or a module whose forward takes `resets`, the call
-stays whole: the same results, at the price of one call instead of one for each reset.
+Inside throughtime time comes first, and every state leaf has its lanes first; an adapter converts
+to and from the layout of the module. A reset splits the forward call: the steps before it run, the
+marked lanes get the initial state, then the steps after it run. This is exact for every module
+whose chunked forward equals its whole forward, and no gradient crosses a reset. If every recurrent
+part applies resets itself, as layers of `tt.nn` do, the call is not split: the results are the
+same, for the price of one call.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` outputs, `L` layers.
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Contract, NotWholeError
-from throughtime.carry._choose import contract_of, leaf_names
+from throughtime.carry._adapter import Adapter, ResetsRefusedError, custom_initial_state
+from throughtime.carry.chain import ChainAdapter, StatelessAdapter
+from throughtime.carry.explicit import ExplicitAdapter
+from throughtime.carry.hooks import HookAdapter
+from throughtime.carry.layers import RECURRENT, RecurrentModule, layer_adapter
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
 
-WRAPPERS = {  # by name: to import FullyShardedDataParallel takes longer than all of throughtime
+# By name: importing FullyShardedDataParallel takes longer than all of throughtime.
+WRAPPERS = {
     "DistributedDataParallel": (
         "it adds gradients up at every backward pass, counts every rank the same however many valid"
-        " steps it has, and never sees the gradient of tt.Exact, which comes from"
-        " torch.autograd.grad. The ranks of tt.updates add gradients up themselves, once per update"
+        " steps it has, and misses the gradient of tt.Exact, which comes from torch.autograd.grad."
+        " The ranks of tt.updates add gradients up themselves, once per update"
     ),
     "FullyShardedDataParallel": (
         "it adds gradients up at every backward pass, and ranks that reset at other steps make"
@@ -36,18 +40,13 @@ WRAPPERS = {  # by name: to import FullyShardedDataParallel takes longer than al
         " update"
     ),
     "DataParallel": (
-        "it cuts every batch up between devices, lanes from their states. Start one process for"
-        " each device, torchrun --nproc-per-node N, and the ranks of tt.updates add gradients up"
+        "it splits every batch between devices, lanes from their states. Start one process for each"
+        " device, torchrun --nproc-per-node N, and the ranks of tt.updates add gradients up"
         " themselves"
     ),
 }
-EXPLAINED = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-)  # what a module raises where it is given what does not fit
+# The exceptions that a module raises for inputs or a state that do not fit it.
+MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
 
 
@@ -57,32 +56,31 @@ class Carried(nn.Module):
     Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself.
     """
 
-    def __init__(self, module: nn.Module, contract: Contract) -> None:
+    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__()
         self.module = module
-        self.contract = contract
+        self.adapter = adapter
 
     def initial_state(self, lanes: int, *, like: Tensor | None = None) -> State:
         """The state that enters the first step of a recording, for `lanes` lanes.
 
         Args:
             lanes: B.
-            like: inputs `(T, B, D)`; needed once by modules that return `(y, state)` and do not
-                have an `initial_state(lanes)` method of their own: their state's layout is learnt
-                from a trial.
+            like: inputs `(T, B, D)`; needed once by a module that returns `(y, state)` and has no
+                `initial_state(lanes)` method: a trial shows the layout of its state.
 
         Returns:
             A state tree, lanes first. It has a graph if the module learns its initial state.
 
         Raises:
             StateError: `like` is needed and missing, or the module starts from something else than
-                zeros and does not say what.
+                zeros without such a method.
         """
-        return self.contract.initial(lanes, like)
+        return self.adapter.initial_state(lanes, like)
 
     def leaf_names(self, state: State) -> list[str]:
-        """A name for each leaf of a state, in order, as the field calls it: `lstm.h`, `lstm.c`."""
-        return list(leaf_names(self.contract, state))
+        """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""
+        return self.adapter.leaf_names(state)
 
     def forward(
         self, x: Tensor, state: State, resets: Tensor | None = None
@@ -100,6 +98,7 @@ class Carried(nn.Module):
 
         Raises:
             StateError: a state of another structure or number of lanes.
+            DataError: resets of another shape.
             ModelError: the module broke its contract.
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
@@ -112,95 +111,96 @@ class Carried(nn.Module):
                 " for each step and lane"
             )
         try:
-            return self._whole(x, state, resets)
-        except NotWholeError:  # once in the life of a net
-            return self._play(x, state, resets)
-        except EXPLAINED as error:
-            self.explain(error, x, state)
+            if x.is_cuda or (resets is not None and not self.adapter.takes_resets(x)):
+                return self._run_split(x, state, resets)
+            return self._run(x, state, resets)
+        except ResetsRefusedError:  # at most once per net: takes_resets is false from now on
+            return self._run_split(x, state, resets)
+        except MISFIT_ERRORS as error:
+            self._explain(error, x, state)
             raise
 
-    def _whole(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        """In one call, where the module applies the resets."""
-        if x.is_cuda or (resets is not None and not self.contract.takes_resets(x)):
-            return self._play(x, state, resets)
-        return self._run(x, state, resets)
-
     def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        """One call. Autocast may return a bfloat16 state.
-
-        Kept so, it would lose the bits it must carry for hours.
-        """
-        y, after = self.contract.run(x, state, resets)
+        """One call of the module."""
+        y, after = self.adapter.run(x, state, resets)
         if torch.is_autocast_enabled(x.device.type):
+            # a state in bfloat16 would lose bits that it must carry for hours
             after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
         return y, after
 
-    def _play(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        """Runs the stretches between resets, and between cuDNN's limits."""
+    def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        """One call for each segment between resets, and for at most `CUDNN_STEPS` on CUDA."""
         steps = x.shape[0]
-        reset_steps = (
-            set[int]() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
-        )
-        starts = stretches(steps, reset_steps, CUDNN_STEPS if x.is_cuda else steps)
+        reset_steps = reset_positions(resets)
+        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if x.is_cuda else steps)
         outputs: list[Tensor] = []
-        for start, stop in zip(starts, [*starts[1:], steps], strict=True):
+        for start, stop in pairwise([*starts, steps]):
             if resets is not None and start in reset_steps:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
             y, state = self._run(x[start:stop], state)
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
-    def explain(self, error: Exception, x: Tensor, state: State) -> None:
-        """Says what throughtime knows of an error that came out of the module: a state that does not fit, inputs of another type."""
+    def _explain(self, error: Exception, x: Tensor, state: State) -> None:
+        """Add what explains an error of the module: another state structure or another dtype.
+
+        Raises:
+            StateError: the state has other leaves than this net's.
+        """
         if isinstance(error, ThroughtimeError):
             return
-        expected = dict(trees.leaves(self.initial_state(x.shape[1], like=x)))
-        got = dict(trees.leaves(state))
-        if {n: leaf.shape for n, leaf in expected.items()} != {
-            n: leaf.shape for n, leaf in got.items()
-        }:
+        expected = _leaf_shapes(self.initial_state(x.shape[1], like=x))
+        got = _leaf_shapes(state)
+        if expected != got:
             raise StateError(
-                f"the state has the leaves { {n: tuple(leaf.shape) for n, leaf in got.items()} },"
-                f" this net carries { {n: tuple(leaf.shape) for n, leaf in expected.items()} },"
-                f" lanes first; start from net.initial_state(lanes={x.shape[1]})"
+                f"the state has the leaves {got}, this net carries {expected}, lanes first; start"
+                f" from net.initial_state(lanes={x.shape[1]})"
             ) from error
         weight = next(self.module.parameters(), None)
         if weight is not None and weight.dtype != x.dtype:
             error.add_note(
                 f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."
-                f" Ask for the module's type, tt.Stream(..., dtype={weight.dtype}) or"
+                f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
                 f" tt.predict(..., dtype={weight.dtype}), or convert the module."
             )
 
 
-def stretches(steps: int, resets: Iterable[int], limit: int) -> list[int]:
-    """Where each forward call starts: at the first step, at every reset, and after at most `limit`
-    steps.
+def reset_positions(resets: Tensor | None) -> set[int]:
+    """The steps at which any lane is reset; `resets` are `(T, B)`."""
+    return set() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
+
+
+def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
+    """The first step of each forward call: a call ends at a reset or after `limit` steps.
 
     Example:
-        >>> from throughtime.carry.carried import stretches
-        >>> stretches(100, {30, 31}, 25)
+        >>> from throughtime.carry.carried import segment_starts
+        >>> segment_starts(100, {30, 31}, 25)
         [0, 25, 30, 31, 56, 81]
     """
-    starts = sorted({0, *resets})
-    return [at for start, stop in pairwise([*starts, steps]) for at in range(start, stop, limit)]
+    bounds = [*sorted({0, *resets}), steps]
+    return [at for start, stop in pairwise(bounds) for at in range(start, stop, limit)]
 
 
 def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = False) -> Carried:
     """The module with its state made explicit: `y, state = net(x, state)`.
 
-    Takes `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells, an `nn.Sequential` of such, a module that
-    hides such layers anywhere inside and returns outputs only, and a module that itself maps `(x,
-    state)` to `(y, state)` with any nested state; one whose forward also takes `resets` by name,
-    `(T, B)` as its inputs are, applies them itself. `throughtime.testing.check_carry` proves the
-    result on any module.
+    Takes any of these:
+
+    - `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells, and an `nn.Sequential` of such;
+    - a module with such layers anywhere inside that returns outputs only;
+    - a module that maps `(x, state)` to `(y, state)`, with any nested state. If its forward also
+      has a parameter `resets`, it gets them, `(T, B)` in the layout of its inputs, and applies them
+      itself.
+
+    `throughtime.testing.check_carry` checks the result on any module.
 
     Args:
         module: shared, not copied.
-        batch_first: whether a user module wants `(B, T, D)`. Default: as the recurrent layers
-            inside it, else time first. Layers of torch.nn know it themselves. A carried module is
-            time first always.
-        fused: whether to make the layers of torch.nn inside those of `tt.nn` first, as
+        batch_first: whether a user module takes `(B, T, D)`. Default: as the recurrent layers
+            inside it, else time first. Layers of torch.nn have their own setting. A carried module
+            is always time first.
+        fused: replace the layers of torch.nn inside by those of `tt.nn` first, as
             `tt.fuse(module)` does: faster on a CPU, equal to rounding.
 
     Raises:
@@ -219,48 +219,121 @@ def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = F
         fuse(module)
     if isinstance(module, Carried):
         return module
-    check_bare(module)
-    return Carried(module, contract_of(module, batch_first))
+    _refuse_wrappers(module)
+    return Carried(module, _adapter_for(module, batch_first))
 
 
-def check_bare(net: nn.Module) -> None:
-    """Refuses wrappers of torch that put a module on several devices: their gradients would not be
-    those of one net on one stream.
+def require_carried(net: nn.Module) -> Carried:
+    """The net, if `tt.carry` made it.
 
     Raises:
-        ModelError: there is one; with the module to hand instead.
+        ModelError: it did not; the message has the line to write.
+    """
+    if isinstance(net, Carried):
+        return net
+    if isinstance(net, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        _refuse_wrappers(net)
+    raise ModelError(
+        f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)"
+    )
+
+
+def _refuse_wrappers(net: nn.Module) -> None:
+    """Refuse torch's wrappers for several devices.
+
+    Their gradients are not those of one net on one stream.
     """
     for name, module in net.named_modules():
-        kind = next(
-            (
-                c.__name__
-                for c in type(module).__mro__
-                if c.__name__ in WRAPPERS and c.__module__.startswith("torch.")
-            ),
-            None,
-        )
-        if kind is not None:
-            where = f"module '{name}' of the net" if name else "the net"
+        for base in type(module).__mro__:
+            if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
+                path = f"module '{name}' of the net" if name else "the net"
+                raise ModelError(
+                    f"{path} is wrapped in {base.__name__}: {WRAPPERS[base.__name__]}. Hand the"
+                    " bare module: net = tt.carry(wrapped.module), or leave the wrapper out"
+                )
+
+
+def _adapter_for(module: nn.Module, batch_first: bool | None) -> Adapter:
+    """The adapter that fits a module."""
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, RECURRENT)}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.RNNBase) and layer.bidirectional:
             raise ModelError(
-                f"{where} is wrapped in {kind}: {WRAPPERS[kind]}. Hand the bare module: net ="
-                " tt.carry(wrapped.module), or leave the wrapper out"
+                f"layer '{name or type(layer).__name__}' is bidirectional: its backward direction"
+                " starts at the end of the recording, and a stream has none, so no state can be"
+                " carried into it. Use bidirectional=False."
             )
+    if isinstance(module, RECURRENT):
+        return layer_adapter(module)
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return _chain_adapter(module, batch_first)
+    if custom_initial_state(module) is not None or _takes_state(module):
+        return ExplicitAdapter(module, _layers_batch_first(layers, batch_first))
+    if layers:
+        return HookAdapter(module, layers, _layers_batch_first(layers, batch_first))
+    raise ModelError(
+        f"{type(module).__name__} has no recurrent layer of torch.nn inside, and its forward takes"
+        " no state: there is nothing to carry, or it is hidden where it cannot be reached. Let"
+        " forward(x, state) return (y, state)."
+    )
+
+
+def _chain_adapter(module: nn.Sequential, batch_first: bool | None) -> ChainAdapter:
+    links: dict[str, Adapter] = {}
+    # named_children leaves out the second position of a module
+    for name, child in zip(module._modules, module, strict=True):
+        of_torch = type(child).__module__.startswith("torch.")
+        if (
+            any(isinstance(m, RECURRENT) for m in child.modules())
+            or custom_initial_state(child) is not None
+            or (_takes_state(child) and not of_torch)
+        ):
+            links[name] = _adapter_for(child, batch_first)
+        else:
+            links[name] = StatelessAdapter(child)
+    if all(isinstance(link, StatelessAdapter) for link in links.values()):
+        raise ModelError(
+            "none of the modules in this nn.Sequential carries a state; nothing to carry"
+        )
+    return ChainAdapter(module, tuple(module), links)
+
+
+def _layers_batch_first(layers: Mapping[str, RecurrentModule], batch_first: bool | None) -> bool:
+    """The setting of the user, else that of the layers."""
+    if batch_first is not None:
+        return batch_first
+    settings = {layer.batch_first for layer in layers.values() if isinstance(layer, nn.RNNBase)}
+    if len(settings) > 1:
+        raise ModelError(
+            f"the layers {sorted(layers)} disagree about batch_first; say what forward(x) of your"
+            " module takes: tt.carry(module, batch_first=True)"
+        )
+    return settings == {True}
+
+
+def _takes_state(module: nn.Module) -> bool:
+    """Whether forward has a second positional parameter."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.kind in kinds for p in parameters) > 1
 
 
 def _check_lanes(x: Tensor, state: State) -> None:
+    lanes = x.shape[1]
     if state is None:
         raise StateError(
             "the state is None; the first chunk is not special: start from"
-            f" net.initial_state(lanes={x.shape[1]})"
+            f" net.initial_state(lanes={lanes})"
         )
-    lanes = x.shape[1]
-    if all(leaf.dim() and leaf.shape[0] == lanes for leaf in trees.tensors(state)):
-        return
-    name, leaf = next(
-        (n, leaf) for n, leaf in trees.leaves(state) if not leaf.dim() or leaf.shape[0] != lanes
-    )
-    raise StateError(
-        f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {lanes} lanes, and lanes"
-        " come first. A state belongs to one batch layout; take tt.state.select(state, lanes) or"
-        f" net.initial_state(lanes={lanes})."
-    )
+    for i, leaf in enumerate(trees.tensors(state)):
+        if not leaf.dim() or leaf.shape[0] != lanes:
+            name = list(_leaf_shapes(state))[i]
+            raise StateError(
+                f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {lanes} lanes,"
+                " and lanes come first. A state belongs to one batch layout; take"
+                f" tt.state.select(state, lanes) or net.initial_state(lanes={lanes})."
+            )
+
+
+def _leaf_shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in trees.leaves(state)}

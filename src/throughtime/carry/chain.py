@@ -1,6 +1,6 @@
 """nn.Sequential, child by child.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
+Shapes: `T` steps, `B` lanes.
 """
 
 from collections.abc import Mapping
@@ -9,23 +9,20 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from throughtime.carry._adapter import Contract, quietly
+from throughtime.carry._adapter import Adapter, trial_call
 from throughtime.errors import ModelError
 from throughtime.state import State
 
 
 @dataclass(frozen=True)
-class Stateless:
-    """A child of a chain that carries nothing: applied to all steps at once."""
+class StatelessAdapter(Adapter):
+    """A child of a chain that carries nothing: it runs on all steps at once."""
 
     module: nn.Module
 
-    def initial(self, lanes: int, like: Tensor | None) -> State:
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
         del lanes, like
         return ()
-
-    def needs_trial(self) -> bool:
-        return False
 
     def takes_resets(self, x: Tensor | None) -> bool | None:
         del x
@@ -37,38 +34,42 @@ class Stateless:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """nn.Sequential: each child's outputs are the next one's inputs.
+class ChainAdapter(Adapter):
+    """nn.Sequential: the outputs of each child are the inputs of the next.
 
-    Its state a dict by the child's place.
+    The state is a dict by the child's name.
     """
 
     module: nn.Sequential
     children: tuple[nn.Module, ...]
-    links: dict[str, Contract]
+    links: Mapping[str, Adapter]
 
-    def initial(self, lanes: int, like: Tensor | None) -> State:
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
         if like is not None and self.needs_trial():
             step = like[:1, :1].expand(1, lanes, *like.shape[2:])
             for link in self.links.values():
-                step, _ = quietly(self.module, partial(link.run, step, link.initial(lanes, step)))
-        return {name: link.initial(lanes, like) for name, link in self.links.items()}
+                call = partial(link.run, step, link.initial_state(lanes, step))
+                step, _ = trial_call(self.module, call)
+        return {name: link.initial_state(lanes, like) for name, link in self.links.items()}
 
     def needs_trial(self) -> bool:
         return any(link.needs_trial() for link in self.links.values())
 
-    def takes_resets(self, x: Tensor | None) -> bool | None:
-        found = [link.takes_resets(None) for link in self.links.values()]
-        if False in found or None not in found:
-            return all(found)
-        return None if x is None else quietly(self.module, partial(self._try, x[:1]))[0]
+    def leaf_names(self, state: State) -> list[str]:
+        return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
 
-    def _try(self, step: Tensor) -> tuple[bool, State]:
-        """Asks each child with inputs of its own."""
+    def takes_resets(self, x: Tensor | None) -> bool | None:
+        answers = [link.takes_resets(None) for link in self.links.values()]
+        if False in answers or None not in answers:
+            return all(answers)
+        return None if x is None else trial_call(self.module, partial(self._trial, x[:1]))[0]
+
+    def _trial(self, step: Tensor) -> tuple[bool, State]:
+        """Ask each child, with the inputs that reach it."""
         for link in self.links.values():
             if not link.takes_resets(step):
                 return False, ()
-            step, _ = link.run(step, link.initial(step.shape[1], step))
+            step, _ = link.run(step, link.initial_state(step.shape[1], step))
         return True, ()
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
@@ -77,29 +78,15 @@ class Chain:
                 "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
                 " tt.carry(module)"
             )
-        return through(self.links, x, state, resets)
-
-
-def through(
-    links: Mapping[str, Contract],
-    x: Tensor,
-    state: Mapping[str, State],
-    resets: Tensor | None = None,
-) -> tuple[Tensor, State]:
-    """Each link's outputs are the next one's inputs.
-
-    Raises:
-        ModelError: one gives other steps or lanes than it is given.
-    """
-    after: dict[str, State] = {}
-    for name, link in links.items():
-        y, after[name] = link.run(x, state[name], resets)
-        if y.shape[:2] != x.shape[:2]:
-            raise ModelError(
-                f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into"
-                f" {tuple(y.shape)}, expected one output per step and lane. A carried recurrent"
-                " layer hands on its outputs only: drop a module that picks them out of a tuple,"
-                " or the last step."
-            )
-        x = y
-    return x, after
+        after: dict[str, State] = {}
+        for name, link in self.links.items():
+            y, after[name] = link.run(x, state[name], resets)
+            if y.shape[:2] != x.shape[:2]:
+                raise ModelError(
+                    f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into"
+                    f" {tuple(y.shape)}, expected one output per step and lane. A carried recurrent"
+                    " layer returns its outputs only: drop a module that picks them out of a tuple,"
+                    " or the last step."
+                )
+            x = y
+        return x, after

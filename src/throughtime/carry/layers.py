@@ -1,80 +1,81 @@
 """The recurrent layers and cells of torch.nn, and the layers of tt.nn.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
+Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Contract
+from throughtime.carry._adapter import Adapter
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
 
 
-def turned(state: State) -> State:
+def swap_lane_dim(state: State) -> State:
     """`(L, B, H)` to `(B, L, H)`, or back."""
     if isinstance(state, Tensor):
         return state.transpose(0, 1)
-    return tuple(leaf.transpose(0, 1) for leaf in state)
+    h, c = state
+    return h.transpose(0, 1), c.transpose(0, 1)
+
+
+def _hidden_names(state: State) -> list[str]:
+    return ["h"] if isinstance(state, Tensor) else ["h", "c"]
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerAdapter(Adapter):
     """nn.LSTM, nn.GRU, nn.RNN."""
 
     module: nn.RNNBase
 
-    def initial(self, lanes: int, like: Tensor | None) -> State:
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
         del like
         layer = self.module
         # registered by name, typed Tensor | Module
         weight: Tensor = layer.weight_ih_l0  # pyright: ignore[reportAssignmentType]
         h = weight.new_zeros(lanes, layer.num_layers, layer.proj_size or layer.hidden_size)
-        return (
-            (h, weight.new_zeros(lanes, layer.num_layers, layer.hidden_size))
-            if isinstance(layer, nn.LSTM)
-            else h
-        )
-
-    def needs_trial(self) -> bool:
-        return False
+        if not isinstance(layer, nn.LSTM):
+            return h
+        return h, weight.new_zeros(lanes, layer.num_layers, layer.hidden_size)
 
     def takes_resets(self, x: Tensor | None) -> bool | None:
         del x
         return isinstance(self.module, Recurrent)
 
+    def leaf_names(self, state: State) -> list[str]:
+        return _hidden_names(state)
+
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        entering = turned(state)
+        entering = swap_lane_dim(state)
         if x.is_cuda:  # cuDNN refuses a strided state
             entering = trees.map_leaves(Tensor.contiguous, entering)
-        first = self.module.batch_first
-        given = () if resets is None else (resets.transpose(0, 1) if first else resets,)
-        y, after = self.module(x.transpose(0, 1) if first else x, entering, *given)
-        return y.transpose(0, 1) if first else y, turned(after)
+        batch_first = self.module.batch_first
+        options = () if resets is None else (resets.transpose(0, 1) if batch_first else resets,)
+        y, after = self.module(x.transpose(0, 1) if batch_first else x, entering, *options)
+        return y.transpose(0, 1) if batch_first else y, swap_lane_dim(after)
 
 
 @dataclass(frozen=True)
-class Cell:
+class CellAdapter(Adapter):
     """nn.LSTMCell, nn.GRUCell, nn.RNNCell, looped over time."""
 
     module: nn.RNNCellBase
 
-    def initial(self, lanes: int, like: Tensor | None) -> State:
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
         del like
         h = self.module.weight_hh.new_zeros(lanes, self.module.hidden_size)
         return (h, torch.zeros_like(h)) if isinstance(self.module, nn.LSTMCell) else h
 
-    def needs_trial(self) -> bool:
-        return False
-
-    def takes_resets(self, x: Tensor | None) -> bool | None:
-        del x
-        return False
+    def leaf_names(self, state: State) -> list[str]:
+        return _hidden_names(state)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         del resets
@@ -85,7 +86,6 @@ class Cell:
         return torch.stack(outputs), state
 
 
-def plain(layer: nn.Module) -> Contract:
-    """The contract of a layer or cell by itself."""
-    # layers are RECURRENT
-    return Layer(layer) if isinstance(layer, nn.RNNBase) else Cell(layer)  # pyright: ignore[reportArgumentType]
+def layer_adapter(layer: RecurrentModule) -> Adapter:
+    """The adapter of a recurrent layer or cell."""
+    return LayerAdapter(layer) if isinstance(layer, nn.RNNBase) else CellAdapter(layer)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk, Readable
-from throughtime.errors import DataError, MissingExtraError, ModelError
+from throughtime.errors import DataError, MissingExtraError
 from throughtime.gradient.schedule import whole
 from throughtime.state import State
 
@@ -36,12 +36,7 @@ class Place:
     @classmethod
     def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "Place":
         """From where the stream stands, if its state is given, else from the start; checked."""
-        # a raw module would lose its state
-        if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModelError(
-                f"the net is a {type(net).__name__}; make its state explicit first: net ="
-                " tt.carry(module)"
-            )
+        require_carried(net)
         # users pass lists of chunks
         if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import schedule
@@ -80,12 +80,7 @@ def rollout(
 
     References: T. Chen et al., Training deep nets with sublinear memory cost (2016).
     """
-    # a raw module would lose its state
-    if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ModelError(
-            f"the net is a {type(net).__name__}; make its state explicit first: net ="
-            " tt.carry(module)"
-        )
+    require_carried(net)
     if x.dim() == (2 if x.is_floating_point() else 1):
         resets = None if resets is None else resets.unsqueeze(1)
         y, end = rollout(

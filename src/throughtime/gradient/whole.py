@@ -21,7 +21,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 
 import cmath
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from operator import is_
 from threading import get_ident
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled as profiled  # as torch's own optimizers ask
 from torch.nn.modules import module as torch_modules
 
-from throughtime.carry.carried import EXPLAINED, Carried
-from throughtime.carry.chain import Chain, Stateless, through
-from throughtime.carry.layers import Layer
+from throughtime.carry.carried import MISFIT_ERRORS, Carried
+from throughtime.carry.chain import ChainAdapter, StatelessAdapter
+from throughtime.carry.layers import LayerAdapter
 from throughtime.chunk import Chunk
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
@@ -106,23 +106,23 @@ def _form(net: Carried) -> "Form | None":
 
 
 def _found(net: Carried) -> "Form | None":
-    contract = net.contract
-    if not isinstance(contract, Chain):
+    contract = net.adapter
+    if not isinstance(contract, ChainAdapter):
         return None
     *below, (_, top) = contract.links.items()
     before = {
         name: link
-        for name, link in takewhile(lambda pair: isinstance(pair[1], Stateless), below)
-        if isinstance(link, Stateless)
+        for name, link in takewhile(lambda pair: isinstance(pair[1], StatelessAdapter), below)
+        if isinstance(link, StatelessAdapter)
     }
     layers = {
         name: link.module
         for name, link in below
-        if isinstance(link, Layer) and isinstance(link.module, Recurrent)
+        if isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent)
     }
     if not layers or len(before) + len(layers) < len(below):
         return None
-    if not isinstance(top, Stateless) or not isinstance(top.module, nn.Linear):
+    if not isinstance(top, StatelessAdapter) or not isinstance(top.module, nn.Linear):
         return None
     if any(
         upper.input_size != (lower.proj_size or lower.hidden_size)
@@ -136,8 +136,8 @@ def _found(net: Carried) -> "Form | None":
 class Form:
     """A net of fused layers and a linear readout; `front` prepares the inputs."""
 
-    contract: Chain
-    front: dict[str, Stateless]
+    contract: ChainAdapter
+    front: dict[str, StatelessAdapter]
     layers: dict[str, Recurrent]
     readout: nn.Linear
     _works: dict[tuple[int, int, int, torch.dtype], "Work"] = field(default_factory=dict)
@@ -146,6 +146,7 @@ class Form:
         # once the front has made what no kernel reads, or written to what stands above it
         self.by_graph = False
         self.bias = self.readout._parameters["bias"] is not None
+        self._front_chain = replace(self.contract, links=self.front)
         self._layers = [(layer, _drawn(layer)) for layer in self.layers.values()]
         self._others = (
             self.contract.module,
@@ -231,12 +232,12 @@ class Form:
                 steps.inputs[: plan.keep]
             ).clone()  # a front may use its memory again
             return torch.cat([first, self._through(steps.inputs[plan.keep :])]).resolve_neg()
-        except EXPLAINED as error:
-            net.explain(error, steps.inputs, edge)
+        except MISFIT_ERRORS as error:
+            net._explain(error, steps.inputs, edge)
             raise
 
     def _through(self, inputs: Tensor) -> Tensor:
-        return through(self.front, inputs, dict.fromkeys(self.front, ()))[0]
+        return self._front_chain.run(inputs, dict.fromkeys(self.front, ()))[0]
 
     def foreign(self) -> bool:
         """Whether a module of the front is not torch's own, and may do anything."""

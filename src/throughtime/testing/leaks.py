@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, LawError, ModelError
 from throughtime.predict import Predictor
@@ -93,12 +93,7 @@ def check_no_leak(
         >>> checked[0].recording, checked[0].others, checked[0].deviation
         ('day 50', 2, 0.0)
     """
-    # a raw module would lose its state
-    if not isinstance(net, Carried):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ModelError(
-            f"the net is a {type(net).__name__}; make its state explicit first: net ="
-            " tt.carry(module)"
-        )
+    require_carried(net)
     played = Played.of(stream, stream.steps if steps is None else min(steps, stream.steps))
     trials = [
         Trial(stream, net, played, i, tolerance, seed) for i in played.chosen(stream, recordings)
