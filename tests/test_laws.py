@@ -100,7 +100,7 @@ MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
     (LooksAhead, "whole: chunks"),
     (CentredConvolution, "whole: chunks"),
     (IgnoresItsState, "^reset: a lane that is reset"),
-    (MixesLanes, "^lanes: what one lane"),
+    (MixesLanes, "^lanes: the inputs of one lane"),
     (ChangesInPlace, "^value: forward changes"),
 ]
 

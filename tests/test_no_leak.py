@@ -43,11 +43,11 @@ def stream_of(lanes: int = 2, **options: Any) -> tt.Stream:
 def test_every_net_leaks_nothing_on_a_stream(row: Row) -> None:
     checked = check_no_leak(stream_of(), row.net())
     assert len(checked) == 3
-    for found in checked:
-        assert (found.deviation, found.others) == (0.0, 4)
-        assert found.moved > 1e-3
-        assert found.after > 0
-        assert found.steps == sum(LENGTHS) - LENGTHS[int(found.recording[1:])]
+    for report in checked:
+        assert (report.deviation, report.others) == (0.0, 4)
+        assert report.own_deviation > 1e-3
+        assert report.followers > 0
+        assert report.steps == sum(LENGTHS) - LENGTHS[int(report.recording[1:])]
 
 
 @every_net
@@ -145,13 +145,13 @@ def test_leak_is_told_at_the_first_step_it_reaches() -> None:
     ):
         check_no_leak(stream, ignoring(), recordings=["r0"])
     assert (
-        check_no_leak(stream, ignoring(), recordings=["r1"])[0].after == 0
+        check_no_leak(stream, ignoring(), recordings=["r1"])[0].followers == 0
     )  # what comes last leaks nowhere
 
 
 def test_leak_below_the_tolerance_is_allowed_and_told() -> None:
-    found = check_no_leak(stream_of(1), ignoring(), tolerance=1e6)
-    assert all(0 < result.deviation <= result.tolerance for result in found)
+    reports = check_no_leak(stream_of(1), ignoring(), tolerance=1e6)
+    assert all(0 < report.deviation <= report.tolerance for report in reports)
 
 
 @settings(max_examples=15)
@@ -180,7 +180,7 @@ def test_check_neither_moves_the_stream_nor_touches_the_net(
         )
         > 1
     ):
-        assert all(found.deviation == 0 for found in check_no_leak(stream, net, steps=steps))
+        assert all(report.deviation == 0 for report in check_no_leak(stream, net, steps=steps))
     else:
         with pytest.raises(DataError, match="play one recording only"):
             check_no_leak(stream, net, steps=steps)
@@ -203,7 +203,7 @@ def language_model() -> tt.Carried:
 
 def test_tokens_are_replaced_by_others_that_occur() -> None:
     stream = tt.Stream(tokens([20, 30, 11]), 2, 8)
-    assert [found.deviation for found in check_no_leak(stream, language_model())] == [0.0] * 3
+    assert [report.deviation for report in check_no_leak(stream, language_model())] == [0.0] * 3
     net = language_model()
     with pytest.raises(LawError, match="leaks into"):
         check_no_leak(tt.Stream(tokens([20, 30]), 1, 8), IgnoresResets(net.module, net.adapter))
@@ -217,7 +217,7 @@ def test_net_that_draws_random_numbers_is_no_leak() -> None:
             return super().forward(x + torch.randn_like(x), state)
 
     assert all(
-        found.deviation == 0 for found in check_no_leak(stream_of(), tt.carry(Noisy().double()))
+        report.deviation == 0 for report in check_no_leak(stream_of(), tt.carry(Noisy().double()))
     )
 
 
@@ -234,9 +234,15 @@ def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
 
 def test_only_the_first_steps_are_looked_at_on_request() -> None:
     stream = tt.Stream(recordings([9, 30]), 1, 4, seed=None)
-    (found,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
-    assert found == LeakReport(
-        "r0", others=1, after=1, steps=3, moved=found.moved, deviation=0.0, tolerance=0.0
+    (report,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
+    assert report == LeakReport(
+        "r0",
+        others=1,
+        followers=1,
+        steps=3,
+        own_deviation=report.own_deviation,
+        deviation=0.0,
+        tolerance=0.0,
     )
     assert check_no_leak(stream, named("gru").net(), steps=1000)[0].steps == 30
 
@@ -268,9 +274,9 @@ def hoarding() -> tt.Carried:
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     "not carried": (
         ModelError,
-        lambda: check_no_leak(stream_of(), nn.GRU(3, 4)),
+        lambda: check_no_leak(stream_of(), nn.GRU(3, 4)),  # pyright: ignore[reportArgumentType]
         "the net is a GRU; .*tt.carry",
-    ),  # pyright: ignore[reportArgumentType]  # on purpose
+    ),
     "one recording": (
         DataError,
         lambda: check_no_leak(tt.Stream(recordings([9]), 3, 4), named("gru").net()),
@@ -299,7 +305,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     "blind": (
         LawError,
         lambda: check_no_leak(stream_of(), tt.carry(Blind())),
-        "move none of its own outputs either",
+        "change none of its own outputs either",
     ),
     "a graph in it": (
         ModelError,

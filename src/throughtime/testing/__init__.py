@@ -1,4 +1,4 @@
-"""Laws that a carried module obeys, for anyone's module and data: call them in your own tests."""
+"""Checks of your own module and data, to call in your tests."""
 
 from throughtime.testing.carry import Law, check_carry
 from throughtime.testing.leaks import LeakReport, check_no_leak

@@ -1,11 +1,10 @@
-"""No recording's outputs depend on another's: proved on a user's own stream and net, by changing
-one recording.
+"""A check that no recording's outputs depend on another's, on a user's own stream and net.
 
-The epoch is played twice side by side from the initial state, once as it is and once with other
-inputs in one recording. Whatever moves in another recording came across an edge between recordings,
-or between lanes.
+The epoch runs twice side by side from the initial state: once as it is, and once with other inputs
+in one recording. Any change in another recording's outputs crossed an edge between recordings, or
+between lanes.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+Shapes: `T` steps, `B` lanes.
 """
 
 import copy
@@ -21,29 +20,29 @@ from throughtime.errors import DataError, LawError, ModelError
 from throughtime.predict import Predictor
 from throughtime.stream import Stream
 
-FEW = 3  # recordings changed unless the user names some
-KINDS = 10_000  # different integers that replacements are drawn from
+DEFAULT_RECORDINGS = 3  # recordings changed unless the user names some
+MAX_TOKENS = 10_000  # different integers that replacements are drawn from
 
 
 @dataclass(frozen=True)
 class LeakReport:
-    """A recording that was changed, and no other moved.
+    """One recording that was changed, and the changes in the outputs.
 
     Attributes:
         recording: its name.
-        others: how many other recordings were played and compared.
-        after: how many of them came after it on a lane, where a state that is not reset would show.
+        others: how many other recordings were compared.
+        followers: how many of them came after it on a lane, where a missing reset would show.
         steps: how many outputs of others were compared, over all lanes.
-        moved: the largest change in its own outputs: that it was changed at all.
-        deviation: the largest change in those of others.
-        tolerance: what was allowed.
+        own_deviation: the largest change in its own outputs: not 0, so its inputs have an effect.
+        deviation: the largest change in the outputs of others.
+        tolerance: the largest change allowed.
     """
 
     recording: str
     others: int
-    after: int
+    followers: int
     steps: int
-    moved: float
+    own_deviation: float
     deviation: float
     tolerance: float
 
@@ -57,30 +56,30 @@ def check_no_leak(
     tolerance: float = 0.0,
     seed: int = 0,
 ) -> list[LeakReport]:
-    """Proves on your own data that no recording's outputs depend on another's.
+    """Check on your own data that no recording's outputs depend on another's.
 
-    Changes all inputs of one recording at a time: floating ones become random numbers of the same
-    mean and spread, integers (tokens) others that occur. Works on copies of the net in evaluation
-    mode; neither the stream, which stays where it stands, nor the net is touched. `check_carry`
-    proves that the net may be carried at all, on random inputs.
+    Changes all inputs of one recording at a time. Floating inputs become random numbers of the same
+    mean and spread; integers (tokens) become others that occur. The net runs as a copy in
+    evaluation mode, and the stream keeps its position. `check_carry` checks the net alone, on
+    random inputs.
 
     Args:
-        stream: its present epoch is played, as this rank plays it.
+        stream: its present epoch is read, as this rank reads it.
         net: made by `tt.carry`.
         recordings: which to change, by index or name; default: three of those that others follow on
             a lane.
-        steps: how many first steps of the epoch to look at; default: all of them.
+        steps: how many first steps of the epoch to use; default: all of them.
         tolerance: largest change allowed in another recording's outputs; 0 means equal to the bit.
-        seed: draws the replacements, and what a net that draws random numbers draws.
+        seed: for the replacements, and for a net that draws random numbers.
 
     Returns:
-        What was checked, for each recording that was changed. Parts of the same recording on other
-        lanes are not compared.
+        One report for each recording that was changed. Parts of the same recording on other lanes
+        are not compared.
 
     Raises:
-        LawError: a recording leaks: which, into which, where first, how much, and what usually
-            causes it; or none of its own outputs moved either, so that nothing is proved.
-        DataError: only one recording is played, or one asked for is not.
+        LawError: a recording leaks: the message says into which, where first, how much, and the
+            usual cause. Or its own outputs did not change either, so that nothing is checked.
+        DataError: the steps contain one recording only, or not one that was named.
         ModelError: the net is not carried, or cannot be copied.
 
     Cost: a forward pass for each recording that is changed, and one more; reads the data twice;
@@ -88,247 +87,218 @@ def check_no_leak(
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream([{"inputs": torch.randn(n, 3), "name": f"day {n}"} for n in (50, 30, 40)], lanes=1, chunk=20)
-        >>> checked = tt.testing.check_no_leak(stream, tt.carry(torch.nn.GRU(3, 8)), recordings=["day 50"])
-        >>> checked[0].recording, checked[0].others, checked[0].deviation
+        >>> stream = tt.Stream(
+        ...     [{"inputs": torch.randn(n, 3), "name": f"day {n}"} for n in (50, 30, 40)],
+        ...     lanes=1,
+        ...     chunk=20,
+        ... )
+        >>> net = tt.carry(torch.nn.GRU(3, 8))
+        >>> report = tt.testing.check_no_leak(stream, net, recordings=["day 50"])[0]
+        >>> report.recording, report.others, report.deviation
         ('day 50', 2, 0.0)
     """
     require_carried(net)
-    played = Played.of(stream, stream.steps if steps is None else min(steps, stream.steps))
-    trials = [
-        Trial(stream, net, played, i, tolerance, seed) for i in played.chosen(stream, recordings)
+    excerpt = Excerpt.survey(stream, stream.steps if steps is None else min(steps, stream.steps))
+    perturbations = [
+        Perturbation(stream, net, excerpt, index, tolerance, seed)
+        for index in excerpt.choose(stream, recordings)
     ]
-    player = _Player(net, stream.lanes, seed)
-    for at, chunk in played.chunks(stream):
-        outputs = player(chunk.inputs, chunk)
-        for trial in trials:
-            trial.compare(at, chunk, outputs)
-    return [trial.result() for trial in trials]
+    run = _SeededPredictor(net, stream.lanes, seed)
+    for begin, chunk in _read_chunks(stream, excerpt.steps):
+        outputs = run(chunk.inputs, chunk)
+        for perturbation in perturbations:
+            perturbation.compare(begin, chunk, outputs)
+    return [perturbation.report() for perturbation in perturbations]
 
 
 @dataclass(frozen=True)
-class Played:
-    """What the stretch that is looked at holds: who plays, who follows whom, and what inputs look like."""
+class Excerpt:
+    """The first steps of an epoch: their recordings, and statistics of their inputs."""
 
     steps: int
-    recordings: tuple[int, ...]
-    followed: dict[int, frozenset[int]]
+    followers: dict[int, set[int]]  # the recordings that come after each on a lane, in order
     mean: Tensor
     spread: Tensor
-    kinds: Tensor
+    tokens: Tensor
 
     @classmethod
-    def of(cls, stream: Stream, steps: int) -> "Played":
+    def survey(cls, stream: Stream, steps: int) -> "Excerpt":
         if steps < 1:
             raise DataError(f"steps={steps}: expected at least 1 step to look at")
         lanes: list[list[int]] = [[] for _ in range(stream.lanes)]
-        count, total, squares, kinds = (
-            0,
-            torch.zeros(()),
-            torch.zeros(()),
-            torch.zeros(0, dtype=torch.long),
-        )
-        for _, chunk in _chunks(stream, steps):
-            for lane, row in enumerate(chunk.recording.T):
-                lanes[lane] += [
-                    i
-                    for i in row.unique_consecutive().tolist()
-                    if i >= 0 and lanes[lane][-1:] != [i]
-                ]
+        count, total, squares = 0, torch.zeros(()), torch.zeros(())
+        tokens = torch.zeros(0, dtype=torch.long)
+        for _, chunk in _read_chunks(stream, steps):
+            for lane, column in zip(lanes, chunk.recording.T, strict=True):
+                for i in column.unique_consecutive().tolist():
+                    if i >= 0 and lane[-1:] != [i]:
+                        lane.append(i)
             rows = chunk.inputs[chunk.recording >= 0]
             if rows.is_floating_point():
-                count, total, squares = (
-                    count + len(rows),
-                    total + rows.double().sum(0),
-                    squares + rows.double().square().sum(0),
-                )
+                count += len(rows)
+                total = total + rows.double().sum(0)
+                squares = squares + rows.double().square().sum(0)
             else:
-                kinds = torch.cat([kinds, rows.flatten()]).unique()[:KINDS]
+                tokens = torch.cat([tokens, rows.flatten()]).unique()[:MAX_TOKENS]
         mean = total / max(1, count)
         spread = (squares / max(1, count) - mean.square()).clamp(min=0).sqrt()
-        followed: dict[int, set[int]] = {i: set() for row in lanes for i in row}
-        for row in lanes:
-            for place, i in enumerate(row):
-                followed[i] |= set(row[place + 1 :]) - {i}
-        order = tuple(dict.fromkeys(i for row in lanes for i in row))
-        return cls(
-            steps,
-            order,
-            {i: frozenset(js) for i, js in followed.items()},
-            mean,
-            spread.where(spread > 0, 1.0),
-            kinds,
-        )
+        followers: dict[int, set[int]] = {i: set() for lane in lanes for i in lane}
+        for lane in lanes:
+            for at, i in enumerate(lane):
+                followers[i] |= set(lane[at + 1 :]) - {i}
+        return cls(steps, followers, mean, spread.where(spread > 0, 1.0), tokens)
 
-    def chunks(self, stream: Stream) -> Iterator[tuple[int, Chunk]]:
-        """Where each begins, and it."""
-        return _chunks(stream, self.steps)
-
-    def chosen(self, stream: Stream, wanted: Sequence[int | str] | None) -> list[int]:
-        """The recordings to change: those asked for, or a few that others follow."""
-        first, *others = self.recordings
+    def choose(self, stream: Stream, requested: Sequence[int | str] | None) -> list[int]:
+        """The recordings to change: those requested, or a few that others follow."""
+        names = [recording.name for recording in stream.recordings]
+        first, *others = self.followers
         if not others:
             raise DataError(
                 f"the first {self.steps} steps of the epoch play one recording only,"
-                f" '{stream.recordings[first].name}': there is no other that it could leak into."
-                " Look at more steps, or give a stream of several recordings."
+                f" '{names[first]}': there is no other that it could leak into. Use more steps, or"
+                " a stream of several recordings."
             )
-        if wanted is None:
-            return sorted(self.recordings, key=lambda i: not self.followed[i])[:FEW]
-        names = [recording.name for recording in stream.recordings]
-        found = [names.index(r) if isinstance(r, str) and r in names else r for r in wanted]
-        missing = [r for r in found if r not in self.recordings]
-        if missing or not found:
+        if requested is None:
+            return sorted(self.followers, key=lambda i: not self.followers[i])[:DEFAULT_RECORDINGS]
+        chosen = [names.index(r) if isinstance(r, str) and r in names else r for r in requested]
+        missing = [r for r in chosen if r not in self.followers]
+        if missing or not chosen:
             raise DataError(
                 f"recordings {missing} are not played in the first {self.steps} steps of this epoch"
-                f" (by this rank); expected some of {[names[i] for i in self.recordings[:8]]}"
+                f" (by this rank); expected some of {[names[i] for i in self.followers][:8]}"
             )
-        return [int(r) for r in found]
+        return [int(r) for r in chosen]
 
-    def replaced(self, inputs: Tensor, random: torch.Generator) -> Tensor:
+    def replacements(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Other inputs of the same shape and kind."""
         if inputs.is_floating_point():
-            noise = torch.randn(inputs.shape, generator=random, dtype=torch.float64)
+            noise = torch.randn(inputs.shape, generator=generator, dtype=torch.float64)
             return (self.mean + self.spread * noise).to(inputs.dtype)
-        if len(self.kinds) < 2:
+        count = len(self.tokens)
+        if count < 2:
             raise DataError(
-                f"all inputs are {self.kinds.tolist()}: there is no other token to put in their"
-                " place; look at more steps"
+                f"all inputs are {self.tokens.tolist()}: there is no other token to put in their"
+                " place; use more steps"
             )
-        at = torch.searchsorted(self.kinds, inputs.contiguous()).clamp(max=len(self.kinds) - 1)
-        return self.kinds[
-            (at + torch.randint(1, len(self.kinds), inputs.shape, generator=random))
-            % len(self.kinds)
-        ]
+        index = torch.searchsorted(self.tokens, inputs.contiguous()).clamp(max=count - 1)
+        shift = torch.randint(1, count, inputs.shape, generator=generator)
+        return self.tokens[(index + shift) % count]
 
 
-class Trial:
-    """One recording changed, played beside the stream as it is; the first leak ends it."""
+class Perturbation:
+    """One recording with other inputs, run beside the unchanged stream."""
 
     def __init__(
-        self, stream: Stream, net: Carried, played: Played, index: int, tolerance: float, seed: int
+        self,
+        stream: Stream,
+        net: Carried,
+        excerpt: Excerpt,
+        index: int,
+        tolerance: float,
+        seed: int,
     ) -> None:
         self.names = [recording.name for recording in stream.recordings]
-        self.played, self.index, self.tolerance = played, index, tolerance
-        self.player = _Player(net, stream.lanes, seed)
-        self.random = torch.Generator().manual_seed(seed + index)
-        self.moved = self.deviation = 0.0
+        self.excerpt, self.index, self.tolerance = excerpt, index, tolerance
+        self.run = _SeededPredictor(net, stream.lanes, seed)
+        self.generator = torch.Generator().manual_seed(seed + index)
+        self.own_deviation = self.deviation = 0.0
         self.steps = 0
 
-    def compare(self, at: int, chunk: Chunk, expected: Tensor) -> None:
-        """Plays the same steps with the recording changed.
+    def compare(self, begin: int, chunk: Chunk, expected: Tensor) -> None:
+        """Run the chunk with the recording changed.
 
         Raises:
-            LawError: another recording's outputs moved.
+            LawError: another recording's outputs changed.
         """
-        mine = chunk.recording == self.index
-        others = (chunk.recording >= 0) & ~mine
+        own = chunk.recording == self.index
+        others = (chunk.recording >= 0) & ~own
         inputs = chunk.inputs.clone()
-        if mine.any():
-            inputs[mine] = self.played.replaced(inputs[mine], self.random)
-        apart = _apart(self.player(inputs, chunk), expected)
+        if own.any():
+            inputs[own] = self.excerpt.replacements(inputs[own], self.generator)
+        change = _largest_change(self.run(inputs, chunk), expected)
         self.steps += int(others.sum())
-        if mine.any():
-            self.moved = max(self.moved, apart[mine].max().item())
+        if own.any():
+            self.own_deviation = max(self.own_deviation, change[own].max().item())
         if not others.any():
             return
-        self.deviation = max(self.deviation, apart[others].max().item())
+        self.deviation = max(self.deviation, change[others].max().item())
         if self.deviation > self.tolerance:
-            step, lane = ((apart > self.tolerance) & others).nonzero()[0].tolist()
-            self._refuse(
-                at + step,
-                lane,
-                int(chunk.recording[step, lane]),
-                int(chunk.position[step, lane]),
-                bool(mine[:, lane].any()),
-            )
+            step, lane = ((change > self.tolerance) & others).nonzero()[0].tolist()
+            raise self._leak(begin, chunk, step, lane, same_lane=bool(own[:, lane].any()))
 
-    def _refuse(self, at: int, lane: int, other: int, position: int, same_chunk: bool) -> None:
-        follows = other in self.played.followed[self.index]
-        usual = (
-            "It plays after it on a lane: a reset ignored, or a state kept in the module (an"
-            " attribute, a buffer) instead of the one that it takes and returns"
-            if follows or same_chunk
-            else (
+    def _leak(self, begin: int, chunk: Chunk, step: int, lane: int, *, same_lane: bool) -> LawError:
+        other = int(chunk.recording[step, lane])
+        if same_lane or other in self.excerpt.followers[self.index]:
+            cause = (
+                "It plays after it on a lane: a reset ignored, or a state kept in the module (an"
+                " attribute, a buffer) instead of the one that it takes and returns"
+            )
+        else:
+            cause = (
                 "It plays on another lane: BatchNorm or another mean over lanes in training mode"
                 " (or without running statistics), a reshape that mixes lanes, or a state kept in"
                 " the module"
             )
-        )
-        raise LawError(
+        return LawError(
             f"recording '{self.names[self.index]}' leaks into '{self.names[other]}': with other"
             f" inputs in the former, outputs of the latter move by {self.deviation:.3g} (allowed"
-            f" {self.tolerance:g}), first at its step {position} (lane {lane}, step {at} of the"
-            f" epoch). {usual}. throughtime.testing.check_carry says which law the module breaks."
+            f" {self.tolerance:g}), first at its step {int(chunk.position[step, lane])} (lane"
+            f" {lane}, step {begin + step} of the epoch). {cause}."
+            " throughtime.testing.check_carry says which law the module breaks."
         )
 
-    def result(self) -> LeakReport:
-        """What was checked.
+    def report(self) -> LeakReport:
+        """The result.
 
         Raises:
-            LawError: not even its own outputs moved.
+            LawError: not even its own outputs changed.
         """
-        name, after = self.names[self.index], self.played.followed[self.index]
-        if not self.moved > 0:
+        name = self.names[self.index]
+        if not self.own_deviation > 0:
             raise LawError(
-                f"other inputs in recording '{name}' move none of its own outputs either: the net"
-                " does not look at its inputs, and nothing is proved"
+                f"other inputs in recording '{name}' change none of its own outputs either: the net"
+                " does not use its inputs, and nothing is checked"
             )
         return LeakReport(
             name,
-            len(self.played.recordings) - 1,
-            len(after),
+            len(self.excerpt.followers) - 1,
+            len(self.excerpt.followers[self.index]),
             self.steps,
-            self.moved,
+            self.own_deviation,
             self.deviation,
             self.tolerance,
         )
 
 
-class _Player:
-    """A copy of the net in evaluation mode, from the initial state on.
-
-    It draws the same random numbers in every copy.
-    """
+class _SeededPredictor:
+    """A copy of the net in evaluation mode that draws the same random numbers in every copy."""
 
     def __init__(self, net: Carried, lanes: int, seed: int) -> None:
-        self.predictor = Predictor(_copied(net), lanes)
+        try:
+            self.predictor = Predictor(copy.deepcopy(net).eval(), lanes)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the net cannot be copied ({error}); a tensor with a graph kept in the module is a"
+                " state that no reset reaches: return it as part of the state instead"
+            ) from error
         self.seed = seed
 
     def __call__(self, inputs: Tensor, chunk: Chunk) -> Tensor:
         device = self.predictor.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            return self.predictor(
-                inputs.to(device), chunk.resets.to(device) if chunk.any_reset else None
-            ).cpu()
+            resets = chunk.resets.to(device) if chunk.any_reset else None
+            return self.predictor(inputs.to(device), resets).cpu()
 
 
-def _copied(net: Carried) -> Carried:
-    """In evaluation mode.
-
-    Raises:
-        ModelError: it holds a tensor with a graph, which torch does not copy.
-    """
-    try:
-        return copy.deepcopy(net).eval()
-    except RuntimeError as error:
-        raise ModelError(
-            f"the net cannot be copied ({error}); a tensor with a graph kept in the module is a"
-            " state that no reset reaches: return it as part of the state instead"
-        ) from error
+def _read_chunks(stream: Stream, steps: int) -> Iterator[tuple[int, Chunk]]:
+    """Each chunk of the first steps of the epoch, after its first step."""
+    for begin in range(0, steps, stream.chunk):
+        yield begin, stream.read(begin, min(begin + stream.chunk, steps))
 
 
-def _chunks(stream: Stream, steps: int) -> Iterator[tuple[int, Chunk]]:
-    for at in range(0, steps, stream.chunk):
-        yield at, stream.read(at, min(at + stream.chunk, steps))
-
-
-def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """`(T, B)`, the largest difference over outputs.
-
-    NaN in both is none, in one of them an infinite one.
-    """
+def _largest_change(a: Tensor, b: Tensor) -> Tensor:
+    """`(T, B)`, the largest difference over outputs: 0 for NaN in both, infinite for one NaN."""
     same = (a == b) | (a.isnan() & b.isnan())
-    apart = (a - b).abs().double().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
-    return apart.flatten(2).amax(2) if apart.dim() > 2 else apart
+    change = (a - b).abs().double().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
+    return change.flatten(2).amax(2) if change.dim() > 2 else change

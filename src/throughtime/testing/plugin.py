@@ -1,7 +1,10 @@
-"""Fixtures of pytest: write `from throughtime.testing.plugin import doctor, doctor_ignores  #
-noqa: F401` in `conftest.py`.
+"""Fixtures for pytest.
 
-A test that takes `doctor` runs under `tt.doctor()`, and fails where something is found:
+In `conftest.py` write
+
+    from throughtime.testing.plugin import doctor, doctor_ignores  # noqa: F401
+
+A test that takes `doctor` runs under `tt.doctor()`, and fails if it finds something:
 
     def test_an_epoch(doctor):
         train_one_epoch(net, chunks)
@@ -25,10 +28,7 @@ except ImportError as error:
 
 @pytest.fixture
 def doctor_ignores() -> frozenset[str]:
-    """The codes that `doctor` does not report.
-
-    None, unless a test file defines a fixture of this name.
-    """
+    """The codes that `doctor` does not report: none, unless a test file overrides this."""
     return frozenset()
 
 
@@ -41,10 +41,10 @@ def doctor(doctor_ignores: frozenset[str]) -> Iterator[Doctor]:
         `doctor.clear()`.
 
     Raises:
-        DiagnosisError: after the test, where something was found, or where the doctor itself failed
-            and may have missed it.
+        DiagnosisError: after the test, if the doctor has findings, or if it failed itself and may
+            have missed some.
     """
-    with open_doctor(ignore=doctor_ignores) as watching:
-        yield watching
-    if watching.findings or watching.internal_error is not None:
-        raise DiagnosisError(str(watching))
+    with open_doctor(ignore=doctor_ignores) as instance:
+        yield instance
+    if instance.findings or instance.internal_error is not None:
+        raise DiagnosisError(str(instance))
