@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from test_cli import run
-from throughtime.app.report import Code, Link, Page, Section, doctor_page, render
+from throughtime.app.report import doctor_page
+from throughtime.app.report.page import Code, Link, Page, Section, render
 from throughtime.doctor import CODES, Doctor, doctor
 from throughtime.errors import ConfigError
 

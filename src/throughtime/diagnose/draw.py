@@ -14,12 +14,12 @@ from throughtime._svg import (
     MIDDLE,
     WIDTH,
     chart,
-    faint,
+    faint_text_at,
     heading,
-    ruled,
+    rule,
     short,
     shorten,
-    written,
+    text_at,
 )
 from throughtime.diagnose._graph import Graph, Leaf, Link, Span, walk
 from throughtime.errors import ConfigError
@@ -244,8 +244,8 @@ def _box(graph: Graph, row: _Row) -> str:
         f'<rect {place} style="fill:var(--wash,#f5f6f7)" stroke="currentColor"'
         f" {_LINE['cut'] if many else ''}/>"
     )
-    texts = [faint(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(lines)]
-    return f'<g class="chunk">{frame}{written(_BOX + 14, row.top + 22, name, _BOLD)}{"".join(texts)}</g>'
+    texts = [faint_text_at(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(lines)]
+    return f'<g class="chunk">{frame}{text_at(_BOX + 14, row.top + 22, name, _BOLD)}{"".join(texts)}</g>'
 
 
 def _entering(graph: Graph, target: int) -> tuple[Link | None, list[Link]]:
@@ -312,7 +312,7 @@ def _into(graph: Graph, row: _Row) -> list[str]:
 
 def _said_at(x: float, y: float, line: str, red: bool) -> str:
     halo = HALO.replace('style="', f'style="fill:{_ALARM};') if red else HALO
-    return written(x, y, line, halo)
+    return text_at(x, y, line, halo)
 
 
 def _arrow(x: float, start: float, stop: float, kind: str) -> str:
@@ -346,23 +346,27 @@ def _leaves(graph: Graph, rows: Sequence[_Row], top: float) -> tuple[list[str], 
     ]
     for title, leaves in groups:
         if leaves:
-            parts.append(written(0, y, f"{title}, and how often used", _BOLD))
+            parts.append(text_at(0, y, f"{title}, and how often used", _BOLD))
             parts += [_leaf(leaf, y + 22 + 18 * i) for i, leaf in enumerate(leaves[:_LEAVES])]
             more = len(leaves) - _LEAVES
-            parts.append(faint(0, y + 22 + 18 * _LEAVES, f"and {more:,} more") if more > 0 else "")
+            parts.append(
+                faint_text_at(0, y + 22 + 18 * _LEAVES, f"and {more:,} more") if more > 0 else ""
+            )
             y += 58 + 18 * min(len(leaves), _LEAVES + 1)
     used = {chunk for leaf in graph.leaves for chunk in leaf.chunks}
     using = [row for row in rows if any(c in used for c in range(row.first, row.last + 1))]
     if using:
-        parts.append(ruled(f"M{short(_LEFT)} {short(top + 12)}V{short(using[-1].middle)}", _THIN))
+        parts.append(rule(f"M{short(_LEFT)} {short(top + 12)}V{short(using[-1].middle)}", _THIN))
         parts += [
-            ruled(f"M{short(_LEFT)} {short(row.middle)}H{short(_BOX)}", _THIN) for row in using
+            rule(f"M{short(_LEFT)} {short(row.middle)}H{short(_BOX)}", _THIN) for row in using
         ]
     return parts, y
 
 
 def _leaf(leaf: Leaf, y: float) -> str:
-    return written(0, y, shorten(leaf.name, 24)) + faint(_LEFT - 12, y, f"{leaf.uses:,}", END)
+    return text_at(0, y, shorten(leaf.name, 24)) + faint_text_at(
+        _LEFT - 12, y, f"{leaf.uses:,}", END
+    )
 
 
 def _loss(graph: Graph, rows: Sequence[_Row], bottom: float) -> tuple[list[str], float]:
@@ -373,11 +377,11 @@ def _loss(graph: Graph, rows: Sequence[_Row], bottom: float) -> tuple[list[str],
         [row for row in rows if any(s.to_loss for s in graph.chunks[row.first : row.last + 1])],
     )
     parts = [
-        ruled(f"M{short(_BOX + _WIDE)} {short(row.middle)}H{short(_RAIL)}", _THIN) for row in using
+        rule(f"M{short(_BOX + _WIDE)} {short(row.middle)}H{short(_RAIL)}", _THIN) for row in using
     ]
     if using:
-        parts.append(ruled(f"M{short(_RAIL)} {short(using[0].middle)}V{short(y)}", _THIN))
+        parts.append(rule(f"M{short(_RAIL)} {short(using[0].middle)}V{short(y)}", _THIN))
     pill = (
         f'<rect x="{short(WIDTH - 110)}" y="{short(y)}" width="109" height="30" rx="15" {_OPEN}/>'
     )
-    return [*parts, pill, written(WIDTH - 55, y + 20, name, f"{MIDDLE} {_BOLD}")], y + 32
+    return [*parts, pill, text_at(WIDTH - 55, y + 20, name, f"{MIDDLE} {_BOLD}")], y + 32

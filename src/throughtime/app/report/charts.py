@@ -1,16 +1,15 @@
-"""Charts as inline SVG, drawn from plain Python numbers: curves, a stretch of signal above its
-classes, bars.
+"""Charts as inline SVG, drawn from plain Python numbers: curves, signals with classes, bars, heat maps.
 
-Numbers that are not finite break a line and are never written. Colours are the custom properties of
-the page. No chart relies on colour alone: lines have dashes, bars their names, and a run of one
-class its name where there is room.
+Non-finite numbers break a line and are never written. Colours are the custom properties of the
+page. No chart relies on colour alone: lines have dashes, bars have names, and a run of one class
+has its name where it fits.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from throughtime._svg import (
     DOTTED,
@@ -26,31 +25,37 @@ from throughtime._svg import (
     block,
     chart,
     clean,
-    colour_of,
-    drawn,
-    empty,
+    colour,
+    drawable,
     extent,
-    faint,
+    faint_text_at,
     heading,
-    margin,
+    horizontal,
+    label_margin,
+    no_data,
     numbers,
-    ruled,
+    rect,
+    rule,
     short,
     shorten,
     stroke,
-    width,
-    written,
+    text_at,
+    text_width,
+    vertical,
     x_axis,
 )
 from throughtime.errors import ConfigError, DataError
 
-_THROUGH = 16  # cuts beyond which they are marked above the cells, which they would hide
-_MANY = 1500  # points beyond which a line is drawn as its envelope
+_MANY_POINTS = 1500  # beyond it a line is drawn as its envelope
+_MANY_CUTS = 16  # beyond it cuts are drawn above the cells, which they would hide
+_LONGEST_NAME = 26  # characters of the name of a row
+
+_Point: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line through the points `(x, y)`; a number that is not finite breaks it."""
+    """A line through the points `(x, y)`; a non-finite number breaks it."""
 
     name: str
     x: Sequence[float]
@@ -66,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A labelled line of reference at `value` of the axis `"x"` (a vertical line) or `"y"` (a horizontal one)."""
+    """A labelled reference line at `value` of axis `"x"` (vertical) or `"y"` (horizontal)."""
 
     value: float
     label: str
@@ -75,17 +80,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """The class of each step, as positions in the list of classes.
-
-    Any other number is a step without a class.
-    """
+    """The class of each step, as an index into the classes; any other number is no class."""
 
     name: str
     classes: Sequence[int]
 
 
 def runs(classes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The runs of one class each, as `(start, stop, class)`.
+    """Runs of equal classes, as `(start, stop, class)`.
 
     Example:
         >>> from throughtime.app.report.charts import runs
@@ -100,33 +102,25 @@ def runs(classes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def envelope(columns: Sequence[int], y: Sequence[float]) -> list[int]:
-    """The points to keep of each column of the picture: first, lowest, highest, last and the first
-    gap.
+    """Indices of the points to keep: first, lowest, highest, last and first gap of each column.
 
     The line through them covers the same pixels as the whole line, down to a spike of one step
-    (Jugel et al.'s M4, 2014).
+    (M4 of Jugel et al., 2014).
 
     Args:
-        columns: where each point lies; neighbours in one column are taken together.
+        columns: the pixel column of each point; neighbours in one column are taken together.
         y: as many numbers.
-
-    Returns:
-        Positions in `y`, rising.
     """
-    kept: list[int] = []
-    start = 0
-    for _, column in groupby(columns):
-        here = range(start, start + sum(1 for _ in column))
-        finite = [i for i in here if drawn(y[i])]
-        gap = next((i for i in here if not drawn(y[i])), here[0])
-        extremes = (
-            {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)}
-            if finite
-            else set[int]()
-        )
-        kept += sorted({here[0], here[-1], gap} | extremes)
-        start = here.stop
-    return kept
+    indices: list[int] = []
+    for start, stop, _ in runs(columns):
+        inside = range(start, stop)
+        finite = [i for i in inside if drawable(y[i])]
+        gap = next((i for i in inside if not drawable(y[i])), start)
+        keep = {start, stop - 1, gap}
+        if finite:
+            keep |= {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)}
+        indices += sorted(keep)
+    return indices
 
 
 def lines(
@@ -142,59 +136,55 @@ def lines(
     dots: bool = False,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """Curves over one axis, told apart by dashes and colours, each with its last value at its end.
+    """Curves over one axis, distinguished by dashes and colours, each with its last value.
 
     Args:
         series: the curves.
-        title: said above the picture.
-        description: what it shows, in a sentence or two, for who cannot see it.
-        x_label: what x is, with its unit.
-        y_label: what y is, with its unit.
-        y_range: what of y to show, default all; what lies beyond is cut off.
-        log_x: a logarithmic x axis; a point at or below zero is a gap.
+        title: the heading of the chart.
+        description: what the chart shows, in a sentence or two, for screen readers.
+        x_label: name and unit of x.
+        y_label: name and unit of y.
+        y_range: limits of the y axis, which clip the curves; default: all values.
+        log_x: a logarithmic x axis; points at or below zero become gaps.
         log_y: the same for y.
-        dots: a dot at every point, for curves of a few.
-        marks: lines of reference; the axes reach far enough to show them, unless `y_range` says
-            otherwise.
+        dots: whether to draw a dot at every point.
+        marks: reference lines; the axes include them, unless `y_range` excludes them.
     """
-    spots = [
+    points = [
         [
             (a, b)
             for a, b in zip(s.x, s.y, strict=True)
-            if drawn(a, log=log_x) and drawn(b, log=log_y)
+            if drawable(a, log=log_x) and drawable(b, log=log_y)
         ]
         for s in series
     ]
-    across = [m for m in marks if m.axis != "x" and drawn(m.value, log=log_y)]
-    upright = [m for m in marks if m.axis == "x" and drawn(m.value, log=log_x)]
-    y_range = axis_range(
-        [b for line in spots for _, b in line] + [m.value for m in across], y_range, log=log_y
-    )
-    x_range = extent([a for line in spots for a, _ in line] + [m.value for m in upright], log=log_x)
+    x_marks = [m for m in marks if m.axis == "x" and drawable(m.value, log=log_x)]
+    y_marks = [m for m in marks if m.axis == "y" and drawable(m.value, log=log_y)]
+    x_values = [a for line in points for a, _ in line] + [m.value for m in x_marks]
+    y_values = [b for line in points for _, b in line] + [m.value for m in y_marks]
+    y_range = axis_range(y_values, y_range, log=log_y)
+    ends = {i: line[-1] for i, line in enumerate(points) if line}
+    end_labels = numbers([value for _, value in ends.values()], 3)
+
     head, top = heading(title, [(stroke(i, "M0 0h22"), s.name) for i, s in enumerate(series)])
-    ends = numbers([line[-1][1] for line in spots if line], 3)
-    x = Scale(*x_range, margin(y_range, log=log_y), WIDTH - max(24.0, width(*ends) + 14), log_x)
-    reference, plot_top = _upright(upright, x, top + 30, 240)
+    right = WIDTH - max(24.0, text_width(*end_labels) + 14)
+    x = Scale(*extent(x_values, log=log_x), label_margin(y_range, log=log_y), right, log_x)
+    vertical_marks, plot_top = _vertical_marks(x_marks, x, top + 30, 240)
     y = Scale(*y_range, plot_top + 240, plot_top, log_y)
-    body = [head, faint(0, top + 12, y_label), axes(x, y, y.start, x_label), reference]
-    body += [
-        _clip(x, y),
-        *(stroke(i, _path(s.x, s.y, x, y), clip=True) for i, s in enumerate(series)),
-        _across(across, x, y),
+    clip = rect(x.start, y.stop - 2, x.stop - x.start + 2, y.start - y.stop + 4, "")
+    body = [
+        head,
+        faint_text_at(0, top + 12, y_label),
+        axes(x, y, y.start, x_label),
+        vertical_marks,
+        f'<clipPath id="<id>-clip">{clip}</clipPath>',
+        *(stroke(i, _path(s, x, y), 'clip-path="url(#<id>-clip)"') for i, s in enumerate(series)),
+        _horizontal_marks(y_marks, x, y),
+        *(_dot(i, p, x, y) for i, line in enumerate(points) for p in line[: -1 if dots else 0]),
+        _end_labels(ends, end_labels, x, y),
+        "" if ends else no_data(x, plot_top + 120),
     ]
-    body += [
-        _dot(i, a, b, x, y) for i, line in enumerate(spots) for a, b in line[: -1 if dots else 0]
-    ]
-    body += [
-        _ends(
-            [line[-1] for line in spots if line],
-            [i for i, line in enumerate(spots) if line],
-            ends,
-            x,
-            y,
-        )
-    ]
-    return chart(y.start + 46, title, description, body if any(spots) else [*body, empty(x, y)])
+    return chart(y.start + 46, title, description, body)
 
 
 def strip(
@@ -207,50 +197,40 @@ def strip(
     y_label: str,
     classes: Sequence[str] = (),
     start: int = 0,
-    overlays: Sequence[Series] = (),
 ) -> str:
-    """A stretch of signal above rows of the classes of its steps, say the labels and what was
-    predicted.
+    """An excerpt of a signal above rows of classes, such as labels and predictions.
 
     Args:
-        signal: one number for each step, in ink; may be empty when the overlays say all.
+        signal: one number for each step.
         bands: the rows of classes.
-        title: said above the picture.
-        description: what it shows, in a sentence or two, for who cannot see it.
-        x_label: what a step is, with its unit.
-        y_label: what the signal is, with its unit.
+        title: the heading of the chart.
+        description: what the chart shows, in a sentence or two, for screen readers.
+        x_label: name and unit of a step.
+        y_label: name and unit of the signal.
         classes: the names of the classes, in the order of their numbers.
         start: the number of the first step.
-        overlays: lines on the axis of the signal, their x in steps: for regression, target and
-            predicted.
+
+    Raises:
+        ConfigError: bands without names of classes.
     """
-    # The step i is the stretch from i to i + 1, and its value stands in the middle.
-    own = Series(y_label, range(start, start + len(signal)), signal)
-    every = [Series(s.name, [a + 0.5 for a in s.x], s.y) for s in (own, *overlays)]
-    steps = [
-        1,
-        *(len(b.classes) for b in bands),
-        *(math.ceil(a) - start for s in every for a in s.x if drawn(a)),
+    y_range = axis_range([value for value in signal if drawable(value)])
+    head, top = heading(title, [(block(i, 0, -6, 22, 12), name) for i, name in enumerate(classes)])
+    left = max(label_margin(y_range), _name_width([band.name for band in bands]) - 2)
+    steps = max([1, len(signal), *(len(band.classes) for band in bands)])
+    x, y = Scale(start, start + steps, left, WIDTH - 24), Scale(*y_range, top + 200, top + 30)
+    bottom = y.start + 32 * len(bands) + 4
+    # Step i extends from i to i + 1; its value is drawn in the middle.
+    curve = Series(y_label, [start + i + 0.5 for i in range(len(signal))], signal)
+    body = [
+        HATCH,
+        head,
+        faint_text_at(0, top + 12, y_label),
+        axes(x, y, bottom, x_label),
+        stroke(-1, _path(curve, x, y)),
+        *(_band(band, classes, x, y.start + 10 + 32 * i) for i, band in enumerate(bands)),
+        "" if len(signal) or bands else no_data(x, top + 115),
     ]
-    y_range = axis_range([v for s in every for v in s.y if drawn(v)])
-    keys = [
-        (stroke(i, "M0 0h22"), s.name) for i, s in enumerate(every, -1) if overlays and len(s.y)
-    ]
-    head, top = heading(
-        title, keys + [(block(i, 0, -6, 22, 12), name) for i, name in enumerate(classes)]
-    )
-    left = max(margin(y_range), width(*(shorten(b.name, 26) for b in bands)) + 10)
-    x, y = Scale(start, start + max(steps), left, WIDTH - 24), Scale(*y_range, top + 200, top + 30)
-    floor = y.start + 32 * len(bands) + 4
-    body = [HATCH, head, faint(0, top + 12, y_label), axes(x, y, floor, x_label)]
-    body += [stroke(i, _path(s.x, s.y, x, y)) for i, s in enumerate(every, -1)]
-    body += [_band(band, classes, x, y.start + 10 + 32 * i) for i, band in enumerate(bands)]
-    return chart(
-        floor + 46,
-        title,
-        description,
-        body if len(signal) or overlays or bands else [*body, empty(x, y)],
-    )
+    return chart(bottom + 46, title, description, body)
 
 
 def bars(
@@ -260,42 +240,34 @@ def bars(
     description: str,
     x_label: str,
     x_range: Range | None = None,
-    colour: int = 0,
 ) -> str:
-    """A bar for each named value, with the value before it, in the order given.
+    """A bar for each named value, with the value before it.
 
     Args:
-        rows: names and values; one that is not finite has no bar.
-        title: said above the picture.
-        description: what it shows, in a sentence or two, for who cannot see it.
-        x_label: what the values are, with their unit.
-        x_range: where the axis begins and ends, default all values and zero; a bar ends there, its
-            value does not.
-        colour: which of the colours of the page, counted from 0.
+        rows: names and values; a non-finite value has no bar.
+        title: the heading of the chart.
+        description: what the chart shows, in a sentence or two, for screen readers.
+        x_label: name and unit of the values.
+        x_range: limits of the axis, at which bars end; default: all values and zero.
     """
     names, texts = [shorten(name, 32) for name, _ in rows], numbers([value for _, value in rows], 3)
     head, top = heading(title, [])
-    low, high = axis_range([0.0, *([value for _, value in rows if drawn(value)] or [1.0])], x_range)
-    left = width(*names) + 14
-    x = Scale(low, high, left + width(*texts) + 12, WIDTH - 24)
-    floor, zero = top + 14 + 26 * max(1, len(rows)), x(min(max(0.0, low), high))
-    body = [head, x_axis(x, top + 8, floor, x_label)]
-    for i, ((full, value), name, text) in enumerate(zip(rows, names, texts, strict=True)):
+    low, high = axis_range([0.0, *([v for _, v in rows if drawable(v)] or [1.0])], x_range)
+    left = text_width(*names) + 14
+    x = Scale(low, high, left + text_width(*texts) + 12, WIDTH - 24)
+    bottom, zero = top + 14 + 26 * max(1, len(rows)), x(min(max(0.0, low), high))
+    body = [head, x_axis(x, top + 8, bottom, x_label)]
+    for i, ((full_name, value), name, text) in enumerate(zip(rows, names, texts, strict=True)):
         middle = top + 24 + 26 * i
-        end = x(min(max(value, low), high)) if drawn(value) else zero
-        bar = block(colour, min(zero, end), middle - 8, abs(end - zero), 16) if end != zero else ""
-        # Beside the name, not at the far end of the bar, the value is in sight on a phone, too.
-        label = written(left - 14, middle + 4.5, name, END) + written(
-            x.start - 12, middle + 4.5, text, END
-        )
-        body.append(f"<g><title>{clean(full)}: {text}</title>{label}{bar}</g>")
-    body.append(ruled(f"M{short(zero)} {short(top + 8)}V{short(floor)}", 'stroke-opacity=".6"'))
-    return chart(
-        floor + 46,
-        title,
-        description,
-        body if rows else [*body, written(x.start + 12, top + 30, "no data", HALO)],
-    )
+        end = x(min(max(value, low), high)) if drawable(value) else zero
+        bar = block(0, min(zero, end), middle - 8, abs(end - zero), 16) if end != zero else ""
+        # Beside the name rather than at the end of the bar, the value is visible on a phone.
+        label = text_at(left - 14, middle + 4.5, name, END)
+        label += text_at(x.start - 12, middle + 4.5, text, END)
+        body.append(f"<g><title>{clean(full_name)}: {text}</title>{label}{bar}</g>")
+    body.append(rule(vertical(zero, top + 8, bottom), 'stroke-opacity=".6"'))
+    body.append("" if rows else no_data(x, top + 30))
+    return chart(bottom + 46, title, description, body)
 
 
 def heat(
@@ -311,26 +283,25 @@ def heat(
     cuts: tuple[str, Sequence[float]] = ("", ()),
     above: Series | None = None,
 ) -> str:
-    """Rows of cells, the fuller the larger, on a logarithmic scale; the largest value of each row
-    stands at its end.
+    """Rows of cells, the larger the value the stronger the colour, on a logarithmic scale.
+
+    The largest value of each row is written at its end.
 
     Args:
-        rows: names and values above zero; one that is not, or is not finite, leaves its cell empty.
-        edges: where the cells begin, and where the last one ends: one more than there are values,
-            rising.
-        title: said above the picture.
-        description: what it shows, in a sentence or two, for who cannot see it.
-        x_label: what the edges are, with their unit.
-        decades: values so many powers of ten below the largest are as good as nothing.
-        log_x: a logarithmic x axis; the edges are above zero.
-        marks: upright lines of reference.
-        cuts: many of them at once: what all of them are, said in the legend, and where; beyond 16
-            marked above the cells only.
-        above: a curve over the same x, between its own extremes, such as the signal that is looked
-            at.
+        rows: names and positive values; any other value leaves its cell empty.
+        edges: boundaries of the cells, rising, one more than there are values.
+        title: the heading of the chart.
+        description: what the chart shows, in a sentence or two, for screen readers.
+        x_label: name and unit of the edges.
+        decades: powers of ten below the largest value that have a colour.
+        log_x: a logarithmic x axis; the edges are positive.
+        marks: vertical reference lines.
+        cuts: many vertical lines with one name in the legend, and their positions; more than 16
+            are drawn above the cells only.
+        above: a curve above the cells, over the same x, such as the signal.
 
     Raises:
-        DataError: a row that has not a value for every cell.
+        DataError: a row without a value for every cell.
     """
     for name, values in rows:
         if len(values) != len(edges) - 1:
@@ -338,238 +309,193 @@ def heat(
                 f"row {name!r} has {len(values)} values for {len(edges) - 1} cells, expected one"
                 " for each"
             )
-    top_value = max((v for _, values in rows for v in values if drawn(v, log=True)), default=1.0)
-    shades = [
-        (fill / 4, numbers([top_value / 10 ** (decades * (1 - fill / 4))], 1)[0])
-        for fill in range(1, 5)
+    maxima = [max((v for v in row if drawable(v, log=True)), default=math.nan) for _, row in rows]
+    largest = max((v for v in maxima if drawable(v)), default=1.0)
+    ends = numbers(maxima, 2)
+    cut_name, cut_positions = cuts
+    keys = [
+        (_cell(0, -6, 22, 12, fill), numbers([largest / 10 ** (decades * (1 - fill))], 1)[0])
+        for fill in (0.25, 0.5, 0.75, 1.0)
     ]
-    keys = [(_cell(0, -6, 22, 12, fill), label) for fill, label in shades]
-    head, top = heading(title, [*keys, (_cut(11, -9, 9), cuts[0])] if cuts[1] else keys)
-    ends = numbers(
-        [max((v for v in values if drawn(v, log=True)), default=math.nan) for _, values in rows], 2
-    )
-    names = [*(name for name, _ in rows), *([above.name] if above else [])]
-    x = Scale(
-        *extent(edges, log=log_x),
-        width(*(shorten(name, 26) for name in names)) + 12,
-        WIDTH - width(*ends) - 14,
-        log_x,
-    )
-    upright = [
-        m
-        for m in marks
-        if m.axis == "x" and drawn(m.value, log=log_x) and x.low <= m.value <= x.high
-    ]
-    reference, plot = _upright(upright, x, top + 18, 32 * len(rows))
-    lifted, plot = _lifted(above, x, plot)
-    body = [head, x_axis(x, plot, plot + 32 * len(rows), x_label), lifted]
+    keys += [(_cut(11, -9, 9), cut_name)] if cut_positions else []
+
+    head, top = heading(title, keys)
+    left = _name_width([*(name for name, _ in rows), *([above.name] if above else [])])
+    x = Scale(*extent(edges, log=log_x), left, WIDTH - text_width(*ends) - 14, log_x)
+    inside = [m for m in marks if m.axis == "x" and x.low <= m.value <= x.high]
+    reference, plot_top = _vertical_marks(inside, x, top + 18, 32 * len(rows))
+    curve, plot_top = _curve_above(above, x, plot_top)
+    bottom = plot_top + 32 * max(1, len(rows))
+    body = [head, x_axis(x, plot_top, plot_top + 32 * len(rows), x_label), curve]
     for i, ((name, values), end) in enumerate(zip(rows, ends, strict=True)):
-        cells = _cells(edges, [_share(v, top_value, decades) for v in values], x, plot + 32 * i + 2)
-        texts = written(x.start - 8, plot + 32 * i + 20, shorten(name, 26), END) + written(
-            x.stop + 8, plot + 32 * i + 20, end
-        )
+        row_top = plot_top + 32 * i
+        cells = _cells(edges, [_fill(v, largest, decades) for v in values], x, row_top + 2)
+        texts = _row_name(name, x, row_top + 20) + text_at(x.stop + 8, row_top + 20, end)
         body.append(
             f'<g shape-rendering="crispEdges"><title>{clean(name)}: at most'
             f" {end}</title>{cells}{texts}</g>"
         )
-    floor = plot + 32 * max(1, len(rows))
-    foot = floor + 2 if len(cuts[1]) <= _THROUGH else plot
-    body += [_cut(x(at), plot - 6, foot) for at in cuts[1] if x.low <= at <= x.high]
-    return chart(
-        floor + 46,
-        title,
-        description,
-        [*body, reference] if rows else [*body, written(x.start, plot + 20, "no data", HALO)],
-    )
+    cut_bottom = bottom + 2 if len(cut_positions) <= _MANY_CUTS else plot_top
+    body += [_cut(x(p), plot_top - 6, cut_bottom) for p in cut_positions if x.low <= p <= x.high]
+    body.append(reference if rows else no_data(x, plot_top + 20))
+    return chart(bottom + 46, title, description, body)
 
 
 def _cells(edges: Sequence[float], fills: Sequence[float], x: Scale, top: float) -> str:
-    """A row of cells; neighbours alike are one."""
+    """A row of cells; equal neighbours become one."""
     parts, start = list[str](), 0
     for fill, run in groupby(round(fill, 2) for fill in fills):
         stop = start + sum(1 for _ in run)
-        left, right = (
-            round(x(edge), 1) for edge in (edges[start], edges[stop])
-        )  # as written: neighbours meet
+        # Rounded as they are written, so that neighbours meet.
+        left, right = round(x(edges[start]), 1), round(x(edges[stop]), 1)
         parts.append(_cell(left, top, right - left, 28, fill))
         start = stop
     return "".join(parts)
 
 
-def _lifted(above: Series | None, x: Scale, top: float) -> tuple[str, float]:
-    """A curve and its name above the cells, and where these begin."""
-    if above is None:
+def _cell(x: float, y: float, width: float, height: float, fill: float) -> str:
+    """A rectangle whose opacity is its fill."""
+    attributes = f'fill-opacity="{fill:.2f}" style="fill:{colour(0)}"'
+    return rect(x, y, width, height, attributes) if fill > 0 else ""
+
+
+def _fill(value: float, largest: float, decades: int) -> float:
+    """The fill of a cell: 1 for the largest value, 0 for values `decades` or more below it."""
+    if not drawable(value, log=True):
+        return 0.0
+    return min(1.0, max(0.0, 1 + (math.log10(value) - math.log10(largest)) / decades))
+
+
+def _cut(x: float, top: float, bottom: float) -> str:
+    """A vertical line with a halo, visible on cells of any colour."""
+    path = vertical(x, top, bottom)
+    halo = f'<path d="{path}" style="stroke:var(--paper,#fff);stroke-width:4"/>'
+    return halo + rule(path, 'stroke-width="1.4"')
+
+
+def _curve_above(series: Series | None, x: Scale, top: float) -> tuple[str, float]:
+    """A curve and its name, and the y coordinate at which the cells below it begin."""
+    if series is None:
         return "", top
-    y = Scale(*extent([v for v in above.y if drawn(v)]), top + 58, top + 4)
-    name = written(x.start - 8, top + 36, shorten(above.name, 26), END)
-    return stroke(-1, _path(above.x, above.y, x, y)) + name, top + 72
+    y = Scale(*extent([v for v in series.y if drawable(v)]), top + 58, top + 4)
+    return stroke(-1, _path(series, x, y)) + _row_name(series.name, x, top + 36), top + 72
 
 
-def _cut(x: float, top: float, floor: float) -> str:
-    """An upright line that is seen on cells of any colour."""
-    path = f"M{short(x)} {short(top)}V{short(floor)}"
-    return (
-        f'<path d="{path}" style="stroke:var(--paper,#fff);stroke-width:4"/><path d="{path}"'
-        ' stroke="currentColor" stroke-width="1.4"/>'
-    )
+def _row_name(name: str, x: Scale, y: float) -> str:
+    return text_at(x.start - 8, y, shorten(name, _LONGEST_NAME), END)
 
 
-def _share(value: float, top: float, decades: int) -> float:
-    """How full a cell is: 1 for the largest value, 0 for one so many powers of ten below."""
-    return (
-        min(1.0, max(0.0, 1 + (math.log10(value) - math.log10(top)) / decades))
-        if drawn(value, log=True)
-        else 0.0
-    )
+def _name_width(names: Sequence[str]) -> float:
+    return text_width(*(shorten(name, _LONGEST_NAME) for name in names)) + 12
 
 
-def _cell(x: float, y: float, wide: float, height: float, fill: float) -> str:
-    """A rectangle as strong in colour as it is full."""
-    if fill <= 0:
-        return ""
-    place = f'x="{short(x)}" y="{short(y)}" width="{max(wide, 0.8):.2f}" height="{short(height)}"'
-    return f'<rect {place} fill-opacity="{fill:.2f}" style="fill:{colour_of(0)}"/>'
+def _path(series: Series, x: Scale, y: Scale) -> str:
+    """The path of a line, of its envelope where it has many points.
 
-
-def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale) -> str:
-    """The `d` of a line; beyond `_MANY` points, of its envelope.
-
-    A point between two gaps is a dot.
+    A point between two gaps becomes a dot.
     """
-    places = [x(a) if drawn(a, log=x.log) else math.inf for a in xs]
-    ys = [b if drawn(b, log=y.log) else math.nan for b in ys]
-    kept = (
-        envelope([int(p) if drawn(p) else -1 for p in places], ys)
-        if len(xs) > _MANY
-        else range(len(xs))
-    )
-    parts, pen = list[str](), "M"
-    for i in kept:
-        if drawn(places[i]) and drawn(ys[i]):
-            parts.append(
-                f"{pen}{short(places[i])} {short(y(ys[i]))}" + ("h0" if pen == "M" else "")
-            )
-            pen = "L"
-        else:
-            pen = "M"
+    xs = [x(a) if drawable(a, log=x.log) else math.inf for a in series.x]
+    ys = [b if drawable(b, log=y.log) else math.nan for b in series.y]
+    indices: Sequence[int] = range(len(xs))
+    if len(xs) > _MANY_POINTS:
+        indices = envelope([int(a) if drawable(a) else -1 for a in xs], ys)
+    parts, connected = list[str](), False
+    for i in indices:
+        visible = drawable(xs[i]) and drawable(ys[i])
+        if visible:
+            point = f"{short(xs[i])} {short(y(ys[i]))}"
+            parts.append(f"L{point}" if connected else f"M{point}h0")
+        connected = visible
     return "".join(parts)
 
 
-def _upright(marks: Sequence[Mark], x: Scale, top: float, height: float) -> tuple[str, float]:
-    """Vertical lines, their labels in as many rows above the plot as keep them apart.
+def _vertical_marks(
+    marks: Sequence[Mark], x: Scale, top: float, height: float
+) -> tuple[str, float]:
+    """Vertical reference lines, and the y coordinate at which the plot begins.
 
-    And where the plot begins.
+    Their labels are above the plot, in as many rows as keep them from overlapping.
     """
-    taken: list[float] = []  # how far to the right each row is full
-    spots: list[tuple[float, float, int, str]] = []
+    row_ends: list[float] = []
+    labels: list[tuple[Mark, float, int]] = []  # the centre of each and its row
     for mark in sorted(marks, key=lambda m: m.value):
-        half = width(mark.label) / 2
+        half = text_width(mark.label) / 2
         centre = max(min(x(mark.value), x.stop - half), x.start + half)
-        row = next((i for i, end in enumerate(taken) if centre - half > end), len(taken))
-        taken[row : row + 1] = [centre + half + 8]
-        spots.append((x(mark.value), centre, row, mark.label))
-    plot = top + 17 * len(taken) + (4 if taken else 0)
-    lines = (
-        ruled(f"M{short(at)} {short(top + 8 + 17 * row)}V{short(plot + height)}", DOTTED)
-        for at, _, row, _ in spots
-    )
-    labels = (
-        written(centre, top + 4 + 17 * row, label, f"{MIDDLE} {HALO}")
-        for _, centre, row, label in spots
-    )
-    return "".join([*lines, *labels]), plot
+        row = next((i for i, end in enumerate(row_ends) if centre - half > end), len(row_ends))
+        row_ends[row : row + 1] = [centre + half + 8]
+        labels.append((mark, centre, row))
+    plot_top = top + 17 * len(row_ends) + (4 if row_ends else 0)
+    parts = [
+        rule(vertical(x(mark.value), top + 8 + 17 * row, plot_top + height), DOTTED)
+        for mark, _, row in labels
+    ]
+    parts += [
+        text_at(centre, top + 4 + 17 * row, mark.label, f"{MIDDLE} {HALO}")
+        for mark, centre, row in labels
+    ]
+    return "".join(parts), plot_top
 
 
-def _across(marks: Sequence[Mark], x: Scale, y: Scale) -> str:
-    """Horizontal lines within the plot, with their labels above them at the left."""
+def _horizontal_marks(marks: Sequence[Mark], x: Scale, y: Scale) -> str:
+    """Horizontal reference lines within the plot, with their labels above them at the left."""
     inside = [m for m in marks if y.low <= m.value <= y.high]
     heights = _spread([y(m.value) - 6 for m in inside], 16, y.stop + 13, y.start - 4)
-    lines = (
-        ruled(f"M{short(x.start)} {short(y(m.value))}H{short(x.stop)}", DOTTED) for m in inside
-    )
-    return "".join(
-        [
-            *lines,
-            *(
-                written(x.start + 8, at, m.label, HALO)
-                for at, m in zip(heights, inside, strict=True)
-            ),
-        ]
-    )
+    parts = [rule(horizontal(y(m.value), x.start, x.stop), DOTTED) for m in inside]
+    parts += [
+        text_at(x.start + 8, height, m.label, HALO)
+        for height, m in zip(heights, inside, strict=True)
+    ]
+    return "".join(parts)
 
 
-def _ends(
-    spots: Sequence[tuple[float, float]],
-    colours: Sequence[int],
-    texts: Sequence[str],
-    x: Scale,
-    y: Scale,
-) -> str:
-    """The last value of each line, beside its last point."""
-    heights = _spread(
-        [y(min(max(b, y.low), y.high)) + 4.5 for _, b in spots], 16, y.stop + 4, y.start + 4
-    )
-    return "".join(
-        _dot(i, a, b, x, y)
-        + written(x(a) + 8, at, text, HALO.replace('style="', f'style="fill:{colour_of(i)};'))
-        for (a, b), i, text, at in zip(spots, colours, texts, heights, strict=True)
-    )
+def _end_labels(ends: dict[int, _Point], labels: Sequence[str], x: Scale, y: Scale) -> str:
+    """The last value of each series, beside its last point."""
+    heights = [y(min(max(value, y.low), y.high)) + 4.5 for _, value in ends.values()]
+    heights = _spread(heights, 16, y.stop + 4, y.start + 4)
+    parts: list[str] = []
+    for (i, point), label, height in zip(ends.items(), labels, heights, strict=True):
+        halo = HALO.replace('style="', f'style="fill:{colour(i)};')
+        parts.append(_dot(i, point, x, y) + text_at(x(point[0]) + 8, height, label, halo))
+    return "".join(parts)
 
 
-def _dot(i: int, a: float, b: float, x: Scale, y: Scale) -> str:
-    """A point of series `i`, unless it lies above or below the picture."""
-    return (
-        f'<circle cx="{short(x(a))}" cy="{short(y(b))}" r="3.2" style="fill:{colour_of(i)}"/>'
-        if y.low <= b <= y.high
-        else ""
-    )
+def _dot(i: int, point: _Point, x: Scale, y: Scale) -> str:
+    """A point of series `i`, unless it lies above or below the plot."""
+    if not y.low <= point[1] <= y.high:
+        return ""
+    centre = f'cx="{short(x(point[0]))}" cy="{short(y(point[1]))}"'
+    return f'<circle {centre} r="3.2" style="fill:{colour(i)}"/>'
 
 
-def _spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places moved as little as keeps them `gap` apart, within `low` to `high`."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    gap = min(gap, (high - low) / max(1, len(places) - 1))
-    moved, least, most = list(places), low, high
+def _spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The positions, moved as little as keeps them `gap` apart, within `low` to `high`."""
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    gap = min(gap, (high - low) / max(1, len(positions) - 1))
+    result, least, most = list(positions), low, high
     for i in order:
-        moved[i] = max(moved[i], least)
-        least = moved[i] + gap
+        result[i] = max(result[i], least)
+        least = result[i] + gap
     for i in reversed(order):
-        moved[i] = min(moved[i], most)
-        most = moved[i] - gap
-    return moved
+        result[i] = min(result[i], most)
+        most = result[i] - gap
+    return result
 
 
 def _band(band: Band, classes: Sequence[str], x: Scale, top: float) -> str:
-    """One row: a block for each run of a known class, a thin line where there is none."""
+    """A row of classes: a block for each run of a known class, a thin line elsewhere."""
     if not classes:
         raise ConfigError(
             f"band {band.name!r} without names for its classes. Add classes=(...), a name for each"
             " number."
         )
-    parts = [written(x.start - 8, top + 15.5, shorten(band.name, 26), END)]
+    parts = [_row_name(band.name, x, top + 15.5)]
     for start, stop, i in runs(band.classes):
         left, right = x(x.low + start), x(x.low + stop)
         if not 0 <= i < len(classes):
-            parts.append(
-                ruled(f"M{short(left)} {short(top + 11)}H{short(right)}", 'stroke-opacity=".5"')
-            )
+            parts.append(rule(horizontal(top + 11, left, right), 'stroke-opacity=".5"'))
             continue
         parts.append(block(i, left, top, right - left, 22))
-        if right - left > width(classes[i]) + 8:
-            parts.append(
-                written(
-                    (left + right) / 2,
-                    top + 15.5,
-                    classes[i],
-                    f'{MIDDLE} style="fill:var(--on-series,#fff)"',
-                )
-            )
+        if right - left > text_width(classes[i]) + 8:
+            style = f'{MIDDLE} style="fill:var(--on-series,#fff)"'
+            parts.append(text_at((left + right) / 2, top + 15.5, classes[i], style))
     return f"<g>{''.join(parts)}</g>"
-
-
-def _clip(x: Scale, y: Scale) -> str:
-    place = (
-        f'x="{short(x.start)}" y="{short(y.stop - 2)}" width="{short(x.stop - x.start + 2)}"'
-        f' height="{short(y.start - y.stop + 4)}"'
-    )
-    return f'<clipPath id="<id>-clip"><rect {place}/></clipPath>'
