@@ -1,5 +1,4 @@
-"""What the tests of recurrent layers share: one layer's tensors, what a loss on everything it
-returns blames them for, and distance.
+"""Shared by the tests of recurrent layers: one layer's tensors, gradients of a loss, differences.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
@@ -13,36 +12,36 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.kernels.layer import GATES, Kind, Weights
+from throughtime.kernels.cells import CELLS, Cell, Weights
 from throughtime.kernels.library import library, why_missing
+from throughtime.kernels.reference import States
 
-KINDS: tuple[Kind, ...] = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=str)
 both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 needs_kernels = pytest.mark.skipif(library() is None, reason=str(why_missing()))
-Run = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+Run = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
-def exact(dtype: torch.dtype) -> float:
-    """How close is equal, relative to the largest entry."""
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that counts as equal."""
     return 1e-12 if dtype == torch.float64 else 1e-5
 
 
 @dataclass(frozen=True)
-class Given:
-    """What one layer is given.
+class LayerCase:
+    """The inputs of one layer.
 
-    The recurrent weights turn their state and let it live, so no credit is too small to be seen.
+    The recurrent weights rotate the state and let it persist, so no gradient is too small to count.
     """
 
-    kind: Kind
+    cell: Cell
     tensors: list[Tensor | None]  # x, h, c, and the weights in the order of Weights
     resets: Tensor | None
 
     @classmethod
     def draw(
         cls,
-        kind: Kind,
+        cell: Cell,
         steps: int,
         lanes: int,
         inputs: int,
@@ -51,22 +50,22 @@ class Given:
         bias: bool = True,
         projection: int = 0,
         often: float = 0.0,
-    ) -> "Given":
+    ) -> "LayerCase":
         torch.manual_seed(steps * 1000 + lanes * 100 + hidden)
-        rows, outputs = GATES[kind] * hidden, projection or hidden
-        turn = [
+        rows, outputs = len(cell.gates) * hidden, projection or hidden
+        rotations = [
             nn.init.orthogonal_(torch.empty(hidden, outputs, dtype=torch.float64))
-            for _ in range(GATES[kind])
+            for _ in cell.gates
         ]
         b_ih = torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None
-        if b_ih is not None and kind in {"lstm", "gru"}:
-            b_ih[hidden : 2 * hidden] += 2.0  # gates that remember
+        if b_ih is not None and cell.retention_gate:
+            b_ih[hidden : 2 * hidden] += 2.0  # the gate keeps its past
         tensors = [
             torch.randn(steps, lanes, inputs, dtype=torch.float64),
             torch.randn(lanes, outputs, dtype=torch.float64),
-            torch.randn(lanes, hidden, dtype=torch.float64) if kind == "lstm" else None,
+            torch.randn(lanes, hidden, dtype=torch.float64) if "c" in cell.states else None,
             torch.randn(rows, inputs, dtype=torch.float64) * 0.4,
-            torch.cat(turn),
+            torch.cat(rotations),
             b_ih,
             torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None,
             (
@@ -75,27 +74,30 @@ class Given:
                 else None
             ),
         ]
-        return cls(kind, tensors, torch.rand(steps, lanes) < often if often else None)
+        return cls(cell, tensors, torch.rand(steps, lanes) < often if often else None)
 
-    def to(self, dtype: torch.dtype) -> "Given":
-        return Given(
-            self.kind, [None if t is None else t.to(dtype) for t in self.tensors], self.resets
+    def to(self, dtype: torch.dtype) -> "LayerCase":
+        return LayerCase(
+            self.cell, [None if t is None else t.to(dtype) for t in self.tensors], self.resets
         )
 
     def leaves(self) -> list[Tensor | None]:
         return [None if t is None else t.clone().requires_grad_() for t in self.tensors]
 
     def run(self, run: Run, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-        x, h, c, *weights = leaves
-        assert x is not None
-        return [
-            made
-            for made in run(self.kind, x, h, c, Weights(*weights), self.resets)
-            if made is not None
-        ]  # pyright: ignore[reportArgumentType]
+        x, states, weights = split(leaves)
+        y, ends = run(self.cell, x, states, weights, self.resets)
+        return [y, *ends]
 
 
-def blamed(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
+def split(leaves: Sequence[Tensor | None]) -> tuple[Tensor, States, Weights]:
+    """Inputs, states and weights from the list of `LayerCase.tensors`."""
+    x, h, c, *weights = leaves
+    assert x is not None and h is not None
+    return x, (h,) if c is None else (h, c), Weights(*weights)  # pyright: ignore[reportArgumentType]
+
+
+def loss_grads(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients of a loss that weighs every output of every step and the state after them, each differently."""
     losses = [
         (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum()
@@ -108,7 +110,7 @@ def blamed(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tens
     )
 
 
-def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def max_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, each tensor's relative to its own largest entry (at least 1).
 
     Infinite if shapes differ.
@@ -125,11 +127,11 @@ def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     )
 
 
-def played(given: Given, run: Run) -> list[Tensor]:
+def run_and_grad(given: LayerCase, run: Run) -> list[Tensor]:
     """Everything: outputs, state, gradients."""
     leaves = given.leaves()
     made = given.run(run, leaves)
-    return [*made, *blamed(made, leaves)]
+    return [*made, *loss_grads(made, leaves)]
 
 
 LAYERS: dict[
@@ -142,7 +144,7 @@ LAYERS: dict[
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-def twins(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def twin_layers(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """A layer of torch.nn and one of tt.nn with the same weights."""
     plain, fused = (cls(*args, **kwargs) for cls in LAYERS[name])
     fused.load_state_dict(plain.state_dict())
@@ -153,7 +155,7 @@ def leaves_of(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else list(state)
 
 
-def called(
+def call_and_grad(
     layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
 ) -> list[Tensor]:
     """Outputs, state, and the gradients of inputs, state and parameters."""
@@ -164,10 +166,10 @@ def called(
     entering = None if hx is None else hx[0] if len(hx) == 1 else tuple(hx)
     y, state = layer(x, entering) if resets is None else layer(x, entering, resets)
     made = [y, *leaves_of(state)]
-    return [*made, *blamed(made, [x, *(hx or ()), *layer.parameters()])]
+    return [*made, *loss_grads(made, [x, *(hx or ()), *layer.parameters()])]
 
 
-def a_state(layer: nn.RNNBase, lanes: int | None) -> Any:
+def random_state(layer: nn.RNNBase, lanes: int | None) -> Any:
     """A random state that fits."""
     ways = layer.num_layers * (1 + layer.bidirectional)
     rows = (ways,) if lanes is None else (ways, lanes)

@@ -27,10 +27,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from recurrences import Given, Run, apart, blamed, every_kind, exact, needs_kernels, played
+from recurrences import (
+    LayerCase,
+    Run,
+    every_cell,
+    loss_grads,
+    max_difference,
+    needs_kernels,
+    run_and_grad,
+    split,
+    tolerance,
+)
 from throughtime.kernels import dispatch, recurrent, reference
-from throughtime.kernels.layer import GATES, Kind, Weights
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Weights
 from throughtime.kernels.library import bfloat16, library
+from throughtime.kernels.reference import States
 
 pytestmark = needs_kernels
 ROUNDS = bfloat16()
@@ -68,7 +79,7 @@ def ways() -> list[int]:
 @pytest.fixture(autouse=True, params=ways(), ids=lambda way: ("float32", "avx512", "amx")[way])
 def by_each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each way, and at any number of lanes."""
-    monkeypatch.setattr(dispatch, "LANES", 1)
+    monkeypatch.setattr(dispatch, "ROUNDING_LANES", 1)
     core = library()
     assert core is not None
     own: int = core.tt_bfloat16()
@@ -77,20 +88,19 @@ def by_each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     core.tt_use_bfloat16(own)
 
 
-def draw(kind: Kind, *size: int, **options: Any) -> Given:
+def draw(cell: Cell, *size: int, **options: Any) -> LayerCase:
     """In float64, of numbers that float32 has: they round as those that the kernel is given."""
-    return Given.draw(kind, *size, **options).to(torch.float32).to(torch.float64)
+    return LayerCase.draw(cell, *size, **options).to(torch.float32).to(torch.float64)
 
 
 def rounding(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
-    return reference.run(kind, x, h, c, weights, resets, torch.bfloat16)
+    return reference.run(cell, x, states, weights, resets, torch.bfloat16)
 
 
 def expected_run(*given: Any) -> Any:
@@ -113,12 +123,12 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> Tensor:
     return torch.stack([(a - b).norm() / b.norm().clamp(min=1e-6) for a, b in pairs])
 
 
-def moved(data: Given, draw: int) -> Given:
+def moved(data: LayerCase, draw: int) -> LayerCase:
     """Every gate a little off, and nothing that is rounded as it was given."""
     torch.manual_seed(draw)
     biases = (5, 6)
-    return Given(
-        data.kind,
+    return LayerCase(
+        data.cell,
         [
             t + 1e-5 * torch.randn_like(t) if k in biases and t is not None else t
             for k, t in enumerate(data.tensors)
@@ -127,45 +137,43 @@ def moved(data: Given, draw: int) -> Given:
     )
 
 
-def bound(data: Given, run: Run) -> Tensor:
+def bound(data: LayerCase, run: Run) -> Tensor:
     """How far each tensor may be from the definition, `run`."""
-    right = played(data, run)
-    draws = torch.stack([distances(played(moved(data, k), run), right) for k in range(DRAWS)])
-    return 4 * draws.amax(0) + exact(torch.float32)
+    right = run_and_grad(data, run)
+    draws = torch.stack([distances(run_and_grad(moved(data, k), run), right) for k in range(DRAWS)])
+    return 4 * draws.amax(0) + tolerance(torch.float32)
 
 
 def permuted(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
     """A right kernel: the definition, its sums in float32 and in another order."""
-    inputs, units = torch.randperm(x.shape[2]), torch.randperm(h.shape[1])
-    rows = (torch.arange(GATES[kind]).unsqueeze(1) * len(units) + units).flatten()
+    inputs, units = torch.randperm(x.shape[2]), torch.randperm(states[0].shape[1])
+    rows = (torch.arange(len(cell.gates)).unsqueeze(1) * len(units) + units).flatten()
     b_ih, b_hh = (None if b is None else b[rows] for b in (weights.b_ih, weights.b_hh))
     turned = Weights(weights.ih[rows][:, inputs], weights.hh[rows][:, units], b_ih, b_hh, None)
-    made = rounding(
-        kind, x[..., inputs], h[:, units], None if c is None else c[:, units], turned, resets
-    )
+    permuted_states = tuple(leaf[:, units] for leaf in states)
+    y, ends = rounding(cell, x[..., inputs], permuted_states, turned, resets)
     back = units.argsort()
-    return tuple(None if t is None else t[..., back] for t in made)
+    return y[..., back], tuple(leaf[..., back] for leaf in ends)
 
 
-@every_kind
+@every_cell
 @short
 @resets_or_none
 def test_short_passes_are_those_of_the_definition(
-    kind: Kind, size: tuple[int, int, int, int], often: float
+    cell: Cell, size: tuple[int, int, int, int], often: float
 ) -> None:
-    data = draw(kind, *size, often=often)
-    right, allowed = played(data, expected_run), bound(data, expected_run)
-    found = played(data.to(torch.float32), fused)
+    data = draw(cell, *size, often=often)
+    right, allowed = run_and_grad(data, expected_run), bound(data, expected_run)
+    found = run_and_grad(data.to(torch.float32), fused)
     assert all(t.dtype is torch.float32 for t in found)
     assert (distances(found, right) <= allowed).all()
-    other = played(data, reference.run if ROUNDS else rounding)
+    other = run_and_grad(data, reference.run if ROUNDS else rounding)
     assert (distances(other, right) / allowed).amax() > 3
 
 
@@ -175,29 +183,29 @@ def test_short_passes_with_a_projection_are_those_of_the_definition(
     bias: bool, often: float
 ) -> None:
     for size, projection in (((1, 1, 1, 2), 1), ((2, 1, 5, 7), 3), ((1, 8, 3, 33), 32)):
-        data = draw("lstm", *size, projection=projection, often=often, bias=True)
+        data = draw(LSTM, *size, projection=projection, often=often, bias=True)
         if not bias:  # for the bound they are moved, but from none
-            data = Given(
-                data.kind,
+            data = LayerCase(
+                data.cell,
                 [None if t is None else t * (k not in {5, 6}) for k, t in enumerate(data.tensors)],
                 data.resets,
             )
-        right, allowed = played(data, expected_run), bound(data, expected_run)
+        right, allowed = run_and_grad(data, expected_run), bound(data, expected_run)
         given = (
             data
             if bias
-            else Given(
-                data.kind,
+            else LayerCase(
+                data.cell,
                 [None if k in {5, 6} else t for k, t in enumerate(data.tensors)],
                 data.resets,
             )
         )
         there = [k for k, t in enumerate(given.tensors) if t is not None]
         kept = [0, 1, 2, *(3 + sum(t is not None for t in data.tensors[:k]) for k in there)]
-        found = played(given.to(torch.float32), fused)
+        found = run_and_grad(given.to(torch.float32), fused)
         assert (distances(found, [right[k] for k in kept]) <= allowed[kept]).all()
         assert (
-            distances(played(data, reference.run if ROUNDS else rounding), right) / allowed
+            distances(run_and_grad(data, reference.run if ROUNDS else rounding), right) / allowed
         ).amax() > 3
 
 
@@ -209,44 +217,44 @@ def same(t: Tensor) -> Tensor:
     return t
 
 
-def seen_through(kind: Kind, steps: int, lanes: int, hidden: int, often: float) -> Given:
+def seen_through(cell: Cell, steps: int, lanes: int, hidden: int, often: float) -> LayerCase:
     """A layer whose first input features go into the gates as they are: their gradient is what the
     products of the backward pass take.
 
     Of a GRU one thing more is multiplied, r times the gradient of n's inputs: with r = 1/2
     everywhere, it rounds as that one does.
     """
-    x, h, c, ih, hh, b_ih, b_hh, _ = draw(kind, steps, lanes, 3, hidden).tensors
-    rows, gone = GATES[kind] * hidden, slice(0, hidden if kind == "gru" else 0)
+    x, h, c, ih, hh, b_ih, b_hh, _ = draw(cell, steps, lanes, 3, hidden).tensors
+    rows, gone = len(cell.gates) * hidden, slice(0, hidden if cell is GRU else 0)
     assert x is not None
     for weight in (ih, hh, b_ih, b_hh):
         assert weight is not None
         weight[gone] = 0
     through = torch.cat([torch.eye(rows, dtype=x.dtype), cast(Tensor, ih)], 1)
     inputs = torch.cat([torch.zeros(steps, lanes, rows, dtype=x.dtype), x], 2)
-    return Given(
-        kind,
+    return LayerCase(
+        cell,
         [inputs, h, c, through, hh, b_ih, b_hh, None],
         torch.rand(steps, lanes) < often if often else None,
     )
 
 
-def step(kind: Kind, z: Tensor, back: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def step(cell: Cell, z: Tensor, back: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """What follows the products."""
-    if kind == "lstm":
+    if cell is LSTM:
         i, f, g, o = (z + back).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         return o.sigmoid() * c.tanh(), c
-    if kind == "gru":
+    if cell is GRU:
         (x_r, x_z, x_n), (h_r, h_z, h_n) = z.chunk(3, 1), back.chunk(3, 1)
         keep = (x_z + h_z).sigmoid()
         return (1 - keep) * (x_n + (x_r + h_r).sigmoid() * h_n).tanh() + keep * h, c + 0 * h
-    return ((z + back).tanh() if kind == "rnn_tanh" else (z + back).relu()), c + 0 * h
+    return ((z + back).tanh() if cell is RNN_TANH else (z + back).relu()), c + 0 * h
 
 
-def astray(data: Given, run: Run, rounded: Any) -> float:
+def astray(data: LayerCase, run: Run, rounded: Any) -> float:
     """How far a kernel is from what follows from its own outputs, where `rounded` is done to both sides of every product."""
-    kind, leaves = data.kind, data.to(torch.float32).leaves()
+    cell, leaves = data.cell, data.to(torch.float32).leaves()
     y, h_end, *rest = data.run(run, leaves)
     weigh = [torch.randn_like(t) for t in (y, h_end, *rest)]
     found = torch.autograd.grad([y, h_end, *rest], [t for t in leaves if t is not None], weigh)
@@ -266,14 +274,14 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
     cells, made, c = list[Tensor](), list[Tensor](), torch.zeros_like(h) if c is None else c
     for t in range(steps):
         cells.append(c * keep[t])
-        h_next, c = step(kind, z[t], back[t], before[t], cells[t])
+        h_next, c = step(cell, z[t], back[t], before[t], cells[t])
         made.append(h_next)
-    worst = apart([y, h_end, *rest], [torch.stack(made), made[-1], *([c] if rest else [])])
+    worst = max_difference([y, h_end, *rest], [torch.stack(made), made[-1], *([c] if rest else [])])
     dx = found[0].double()
     seen = dx[..., :rows]
     to_back = (
         torch.cat([seen[..., : rows // 3 * 2], seen[..., rows // 3 * 2 :] / 2], 2)
-        if kind == "gru"
+        if cell is GRU
         else seen
     )
     dh, dc = weigh[1].double(), weigh[2].double() if rest else torch.zeros_like(c)
@@ -281,7 +289,7 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
     for t in reversed(range(steps)):
         inside = [v.detach().requires_grad_() for v in (z[t], back[t], before[t], cells[t])]
         pulled = torch.autograd.grad(
-            step(kind, *inside), inside, (dh + weigh[0][t].double(), dc), materialize_grads=True
+            step(cell, *inside), inside, (dh + weigh[0][t].double(), dc), materialize_grads=True
         )
         dz[t], dback[t] = pulled[0], pulled[1]
         dh, dc = (pulled[2] + to_back[t] @ rounded(hh)) * keep[t], pulled[3] * keep[t]
@@ -291,7 +299,7 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
     worst = max(
         worst,
         float(((seen - dz).abs() - half).amax() / dz.abs().amax().clamp(min=1)),
-        apart([rounded(seen)], [seen]),
+        max_difference([rounded(seen)], [seen]),
     )
     flat = (
         seen.flatten(0, 1).T @ rounded(x).flatten(0, 1),
@@ -305,21 +313,21 @@ def astray(data: Given, run: Run, rounded: Any) -> float:
         dz.sum((0, 1)),
         dback.sum((0, 1)),
     ]
-    return max(worst, apart(found, expected))
+    return max(worst, max_difference(found, expected))
 
 
-@every_kind
+@every_cell
 @sizes
 @resets_or_none
 def test_everything_follows_from_what_the_kernel_gave_before(
-    kind: Kind, size: tuple[int, int, int], often: float
+    cell: Cell, size: tuple[int, int, int], often: float
 ) -> None:
     """Outputs, states and all gradients, entry by entry."""
     data, rounded, other = (
-        seen_through(kind, *size, often),
+        seen_through(cell, *size, often),
         *((nearest, same) if ROUNDS else (same, nearest)),
     )
-    limit = exact(torch.float32)
+    limit = tolerance(torch.float32)
     assert astray(data, fused, rounded) < limit
     assert sum(size) == 3 or astray(data, fused, other) > 10 * limit  # a single relu may be shut
 
@@ -332,59 +340,55 @@ def cut(t: Tensor) -> Tensor:
 
 
 def truncating(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
-    return rounding(kind, cut(x), h, c, weights, resets)
+    return rounding(cell, cut(x), states, weights, resets)
 
 
 def forward_only(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
     """Rounds what is given, not what comes back."""
     near = [nearest(t.detach()) + (t - t.detach()) for t in (x, weights.ih, weights.hh)]
-    return reference.run(kind, near[0], h, c, weights._replace(ih=near[1], hh=near[2]), resets)
+    return reference.run(cell, near[0], states, weights._replace(ih=near[1], hh=near[2]), resets)
 
 
 def half_outputs(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
-    return tuple(
-        None if t is None else nearest(t) for t in rounding(kind, x, h, c, weights, resets)
-    )
+    y, ends = rounding(cell, x, states, weights, resets)
+    return nearest(y), tuple(nearest(leaf) for leaf in ends)
 
 
-@every_kind
+@every_cell
 @resets_or_none
-def test_right_kernels_pass_and_no_wrong_one(kind: Kind, often: float) -> None:
+def test_right_kernels_pass_and_no_wrong_one(cell: Cell, often: float) -> None:
     """What the tests above are worth, on every processor."""
-    limit, wrong = exact(torch.float32), (reference.run, truncating, forward_only, half_outputs)
+    limit, wrong = tolerance(torch.float32), (reference.run, truncating, forward_only, half_outputs)
     for size in ((17, 1, 50), (13, 8, 33), (2, 3, 7)):
-        data = seen_through(kind, *size, often)
+        data = seen_through(cell, *size, often)
         assert astray(data, rounding, nearest) < limit
         assert astray(data, permuted, nearest) < limit
         for run in wrong:
             assert astray(data, run, nearest) > 10 * limit, run.__name__
     for size in ((1, 8, 5, 7), (2, 3, 5, 7)):
-        data = draw(kind, *size, often=often)
-        right, allowed = played(data, rounding), bound(data, rounding)
-        assert (distances(played(data.to(torch.float32), permuted), right) <= allowed).all()
+        data = draw(cell, *size, often=often)
+        right, allowed = run_and_grad(data, rounding), bound(data, rounding)
+        assert (distances(run_and_grad(data.to(torch.float32), permuted), right) <= allowed).all()
         for run in wrong:
-            assert (distances(played(data, run), right) / allowed).amax() > 3, run.__name__
+            assert (distances(run_and_grad(data, run), right) / allowed).amax() > 3, run.__name__
 
 
 def edges() -> Tensor:
@@ -399,7 +403,7 @@ def edges() -> Tensor:
 def one_unit(x: Tensor, w_ih: Tensor, h: Tensor, w_hh: Tensor, b: float = 0.0) -> Tensor:
     """A relu of a single unit, `(B,)`: w_ih x + w_hh h + b where that is positive."""
     weights = Weights(w_ih.view(1, -1), w_hh.view(1, 1), torch.full((1,), b), torch.zeros(1), None)
-    return fused("rnn_relu", x.view(1, len(x), -1), h.view(-1, 1), None, weights)[0].flatten()
+    return fused(RNN_RELU, x.view(1, len(x), -1), (h.view(-1, 1),), weights)[0].flatten()
 
 
 @needs_products
@@ -426,29 +430,30 @@ def test_sums_and_biases_are_float32() -> None:
     )
 
 
-@every_kind
-def test_backward_takes_the_products_of_the_forward_pass(kind: Kind) -> None:
+@every_cell
+def test_backward_takes_the_products_of_the_forward_pass(cell: Cell) -> None:
     """Wherever it runs: outside autocast, inside, and the other way round."""
-    data = draw(kind, 7, 3, 5, 33).to(torch.float32)
+    data = draw(cell, 7, 3, 5, 33).to(torch.float32)
     found = list[list[Tensor]]()
     for inside in (False, True):
         leaves = data.leaves()
         made = data.run(fused, leaves)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-            found.append(blamed(made, leaves))
+            found.append(loss_grads(made, leaves))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    plain, leaves = played(data, recurrent.run), data.leaves()
+    plain, leaves = run_and_grad(data, recurrent.run), data.leaves()
     made = data.run(recurrent.run, leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(
-            torch.equal(a, b) for a, b in zip([*made, *blamed(made, leaves)], plain, strict=True)
+            torch.equal(a, b)
+            for a, b in zip([*made, *loss_grads(made, leaves)], plain, strict=True)
         )
-    assert (apart(found[0], plain[len(made) :]) > 1e-4) == ROUNDS
+    assert (max_difference(found[0], plain[len(made) :]) > 1e-4) == ROUNDS
 
 
-@every_kind
-def test_gradients_of_gradients_are_those_of_the_definition(kind: Kind) -> None:
-    data = draw(kind, 4, 2, 3, 7, often=0.3).to(torch.float32)
+@every_cell
+def test_gradients_of_gradients_are_those_of_the_definition(cell: Cell) -> None:
+    data = draw(cell, 4, 2, 3, 7, often=0.3).to(torch.float32)
     found = list[list[Tensor]]()
     for run in (fused, expected_run, reference.run):
         leaves = [t for t in data.leaves() if t is not None]
@@ -458,10 +463,10 @@ def test_gradients_of_gradients_are_those_of_the_definition(kind: Kind) -> None:
         first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
         second = torch.autograd.grad(torch.stack([(g * g).sum() for g in first]).sum(), leaves)
         found.append([*first, *second])
-    assert apart(found[0], found[1]) < (
+    assert max_difference(found[0], found[1]) < (
         0.02 if ROUNDS else 1e-5
-    )  # what is blamed for the kernel's y may round otherwise here and there
-    assert (apart(found[2], found[1]) > 1e-3) == ROUNDS
+    )  # what is loss_grads for the kernel's y may round otherwise here and there
+    assert (max_difference(found[2], found[1]) > 1e-3) == ROUNDS
 
 
 def test_derivatives_of_a_rounded_product_are_right() -> None:
@@ -487,12 +492,12 @@ def test_a_rounding_lets_gradients_through_and_rounds_them_in_products() -> None
     y = reference._linear(x, w, None, torch.bfloat16)
     assert torch.equal(y, nearest(x) @ nearest(w).T)
     dx, dw = torch.autograd.grad(y, (x, w), dy)
-    assert apart([dx, dw], [nearest(dy) @ nearest(w), nearest(dy).T @ nearest(x)]) < 1e-15
+    assert max_difference([dx, dw], [nearest(dy) @ nearest(w), nearest(dy).T @ nearest(x)]) < 1e-15
 
 
-@every_kind
-def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
-    data = draw(kind, 4, 2, 3, 5, often=0.3).to(torch.float32)
+@every_cell
+def test_rows_of_a_jacobian_come_in_one_pass(cell: Cell) -> None:
+    data = draw(cell, 4, 2, 3, 5, often=0.3).to(torch.float32)
     leaves = data.leaves()
     y, *_ = data.run(fused, leaves)
     rows, asked = torch.randn(6, *y.shape), [t for t in leaves if t is not None]
@@ -501,12 +506,12 @@ def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
     )
     for k, row in enumerate(rows):
         alone = torch.autograd.grad(y, asked, row, retain_graph=True, materialize_grads=True)
-        assert apart([t[k] for t in together], alone) < (0.02 if ROUNDS else 1e-5)
+        assert max_difference([t[k] for t in together], alone) < (0.02 if ROUNDS else 1e-5)
 
 
-@every_kind
-def test_without_a_graph_the_same_numbers_come(kind: Kind) -> None:
-    data = draw(kind, 9, 2, 4, 33, often=0.2).to(torch.float32)
+@every_cell
+def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
+    data = draw(cell, 9, 2, 4, 33, often=0.2).to(torch.float32)
     leaves = data.leaves()
     expected = data.run(fused, leaves)
     with torch.no_grad():
@@ -515,33 +520,33 @@ def test_without_a_graph_the_same_numbers_come(kind: Kind) -> None:
         )
 
 
-@every_kind
-def test_bits_do_not_depend_on_the_number_of_threads(kind: Kind) -> None:
+@every_cell
+def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell) -> None:
     for size in ((7, 9, 16, 50), (33, 16, 40, 128)):
-        data = draw(kind, *size, often=0.1).to(torch.float32)
+        data = draw(cell, *size, often=0.1).to(torch.float32)
         found = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                found.append(played(data, fused))
+                found.append(run_and_grad(data, fused))
             finally:
                 torch.set_num_threads(1)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@every_kind
-def test_what_is_captured_is_float32(kind: Kind) -> None:
+@every_cell
+def test_what_is_captured_is_float32(cell: Cell) -> None:
     """As tt.trace asks for it: the squared norm of h's gradient at the last step is that of dy, which no product has rounded."""
-    data = draw(kind, 5, 3, 4, 33).to(torch.float32)
-    x, h, c, *rest = data.leaves()
-    assert x is not None
-    assert h is not None
+    data = draw(cell, 5, 3, 4, 33).to(torch.float32)
+    x, states, weights = split(data.leaves())
     seen = list[Tensor]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, *_ = recurrent.run(
-            kind, x, h, c, Weights(*rest), None, lambda captured, *_: seen.append(captured)
-        )  # pyright: ignore[reportArgumentType]
+            cell, x, states, weights, None, lambda captured, *_: seen.append(captured)
+        )
     dy = torch.randn_like(y)
     y.backward(dy)
-    squares = recurrent.Captured.of(kind, seen[0], 5, 3).squares
-    assert apart([squares[-1, :, 0]], [dy[-1].double().square().sum(1)]) < exact(torch.float32)
+    squares = recurrent.Captured.of(cell, seen[0], 5, 3).squares
+    assert max_difference([squares[-1, :, 0]], [dy[-1].double().square().sum(1)]) < tolerance(
+        torch.float32
+    )

@@ -18,7 +18,8 @@ from processes import elsewhere
 from recurrences import needs_kernels
 from throughtime.errors import ModelError
 from throughtime.kernels import dispatch, library, recurrent, reference
-from throughtime.kernels.dispatch import Slower
+from throughtime.kernels.cells import GRU, LSTM
+from throughtime.kernels.dispatch import TorchFaster
 
 X = torch.randn(5, 2, 4)
 
@@ -42,9 +43,9 @@ class Tagged(torch.Tensor):
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test makes of the table is not kept."""
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
     yield
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
 
 
 def which(x: Any = X, hx: Any = None, layer: nn.Module | None = None) -> str:
@@ -80,7 +81,7 @@ def test_what_the_kernel_does_not_take_is_said() -> None:
         assert half.startswith(
             "torch.nn: inputs are torch.float32, under autocast, whose weights are float32"
         )
-    assert "signs turned" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
+    assert "negative bit" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
     with BaseTorchFunctionMode():
         assert "TorchFunctionMode" in which()
     with Quiet():
@@ -97,38 +98,38 @@ def test_layers_of_torch_nn_are_told_how_to_become_fused() -> None:
         which(layer=nn.RNN(4, 6))
         == "torch.nn: the layer is a torch.nn.RNN; tt.fuse(module) makes it a tt.nn.RNN"
     )
-    with pytest.raises(ModelError, match=r"Linear is no recurrent layer.*net\.lstm"):
+    with pytest.raises(ModelError, match=r"Linear is not a recurrent layer.*net\.lstm"):
         which(layer=nn.Linear(4, 6))
 
 
 @needs_kernels
-def test_table_decides_by_level_kind_type_units_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_decides_by_level_cell_type_units_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         dispatch,
-        "SLOWER",
-        (Slower((library.level() or "",), "lstm", torch.float32, 6, 2, "it was measured"),),
+        "TORCH_FASTER",
+        (TorchFaster((library.level() or "",), LSTM, torch.float32, 6, 2, "it was measured"),),
     )
     assert which() == "torch.nn: it was measured"
     others = {
         "fewer lanes": which(X[:, :1]),
         "fewer units": which(layer=tt.nn.LSTM(4, 5)),
-        "kind": which(layer=tt.nn.GRU(4, 6)),
+        "cell": which(layer=tt.nn.GRU(4, 6)),
         "type": which(X.double(), layer=tt.nn.LSTM(4, 6).double()),
         "projected": which(layer=tt.nn.LSTM(4, 6, proj_size=2)),
     }
     assert all(words.startswith("fused") for words in others.values()), others
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
     monkeypatch.setattr(dispatch, "level", lambda: "another")
     assert which() == "fused (another), float32"
 
 
 def test_every_row_of_the_table_has_a_reason_and_can_be_reached() -> None:
     """A row behind one that takes all that it takes would never decide."""
-    for k, row in enumerate(dispatch.SLOWER):
-        assert row.why
+    for k, row in enumerate(dispatch.TORCH_FASTER):
+        assert row.reason
         assert set(row.levels) <= {"v2", "v3", "v4", "base"}
-        for other in dispatch.SLOWER[:k]:
-            same = (row.kind, row.dtype) == (other.kind, other.dtype) and set(row.levels) <= set(
+        for other in dispatch.TORCH_FASTER[:k]:
+            same = (row.cell, row.dtype) == (other.cell, other.dtype) and set(row.levels) <= set(
                 other.levels
             )
             assert not (same and row.hidden >= other.hidden and row.lanes >= other.lanes)
@@ -147,10 +148,10 @@ def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tt.nn.LSTM(4, 6)
     for x in (X, X[:0], X[:, :0]):
         layer(x)
-        assert ran.pop() == tt.nn.backend(layer, x).runs
+        assert ran.pop() == tt.nn.backend(layer, x).name
     with torch.autocast("cpu"):
         layer(X)
-        assert ran.pop() == tt.nn.backend(layer, X).runs == "fused"
+        assert ran.pop() == tt.nn.backend(layer, X).name == "fused"
     assert not ran
 
 
@@ -165,7 +166,7 @@ with warnings.catch_warnings(record=True) as said:
     for layer in (tt.nn.LSTM(4, 6), tt.nn.GRU(4, 6, 2, bidirectional=True), tt.nn.RNN(4, 6)):
         y, _ = layer(x, resets=resets)
         y.sum().backward()
-        assert tt.nn.backend(layer, x).why.startswith("the compiled kernels are missing")
+        assert tt.nn.backend(layer, x).reason.startswith("the compiled kernels are missing")
         starts = [t for t in resets[:, 0].nonzero().flatten().tolist() if t]
         lane = [layer(part.unsqueeze(1))[0] for part in torch.tensor_split(x[:, 0], starts)]
         assert (torch.cat(lane).squeeze(1) - y[:, 0]).abs().max() < 1e-6
@@ -183,12 +184,12 @@ print(len(said))
 
 
 def test_gain_is_nothing_where_torch_is_fast() -> None:
-    assert dispatch.gain("lstm", torch.float32, 50, 1, projected=False) == 1.0
-    assert dispatch.gain("gru", torch.bfloat16, 50, 1, projected=False) == 1.0
+    assert dispatch.speedup(LSTM, torch.float32, 50, 1, projected=False) == 1.0
+    assert dispatch.speedup(GRU, torch.bfloat16, 50, 1, projected=False) == 1.0
     if library.level() is not None:
         assert (
-            dispatch.gain("gru", torch.float32, 50, 1, projected=False)
-            > dispatch.gain("gru", torch.float32, 128, 32, projected=False)
+            dispatch.speedup(GRU, torch.float32, 50, 1, projected=False)
+            > dispatch.speedup(GRU, torch.float32, 128, 32, projected=False)
             > 1
         )
-        assert dispatch.gain("lstm", torch.float32, 50, 1, projected=True) > 1
+        assert dispatch.speedup(LSTM, torch.float32, 50, 1, projected=True) > 1

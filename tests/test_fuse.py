@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 import copy
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -36,10 +37,10 @@ from strategies import (
     states_apart,
 )
 from throughtime.errors import DataError
-from throughtime.nn import advice
 from throughtime.nn.layers import Recurrent
 from throughtime.testing import check_carry
 
+fusing: Any = import_module("throughtime.nn.fuse")  # the function has the name of its module
 pytestmark = needs_kernels
 EXACT = 1e-12
 
@@ -175,7 +176,7 @@ def test_parametrized_layers_are_fused_with_their_parametrization() -> None:
     expected, _ = layer(x)
     tt.fuse(layer)
     assert isinstance(layer, tt.nn.LSTM)
-    assert tt.nn.backend(layer, x).runs == "fused"
+    assert tt.nn.backend(layer, x).name == "fused"
     assert [n for n, _ in layer.named_parameters()] == names
     y, _ = layer(x)
     assert (y - expected).abs().max() < EXACT
@@ -415,13 +416,13 @@ def test_advice_comes_once_after_a_while_where_much_is_to_gain(
     def chain(layer: nn.Module) -> nn.Module:
         return nn.Sequential(layer, nn.Linear(HIDDEN, 2)).double()
 
-    monkeypatch.setattr(advice, "_said", list[str]())
+    monkeypatch.setattr(fusing, "_advised", list[str]())
     with caplog.at_level(logging.WARNING, "throughtime"):
-        updated(chain(nn.GRU(FEATURES, HIDDEN)), advice.AFTER - 1)  # too short
-        updated(chain(tt.nn.GRU(FEATURES, HIDDEN)), advice.AFTER)  # fused
+        updated(chain(nn.GRU(FEATURES, HIDDEN)), fusing.ADVISE_AFTER - 1)  # too short
+        updated(chain(tt.nn.GRU(FEATURES, HIDDEN)), fusing.ADVISE_AFTER)  # fused
         assert caplog.text == ""
         for _ in range(2):
-            updated(chain(nn.GRU(FEATURES, HIDDEN)), advice.AFTER)
+            updated(chain(nn.GRU(FEATURES, HIDDEN)), fusing.ADVISE_AFTER)
     assert len(caplog.records) == 1
     assert "layer 'module.0' is a GRU of torch.nn" in caplog.text
     assert "tt.carry(module, fused=True)" in caplog.text
@@ -430,14 +431,14 @@ def test_advice_comes_once_after_a_while_where_much_is_to_gain(
 def test_no_advice_where_torch_is_fast_or_the_kernels_are_missing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advice, "_said", list[str]())
+    monkeypatch.setattr(fusing, "_advised", list[str]())
     with caplog.at_level(logging.WARNING, "throughtime"):
-        advice.advise(nn.LSTM(FEATURES, HIDDEN), 1)  # float32, which oneDNN plays
-        advice.advise(nn.GRU(FEATURES, HIDDEN, device="meta"), 1)
+        fusing.advise(nn.LSTM(FEATURES, HIDDEN), 1)  # float32, which oneDNN plays
+        fusing.advise(nn.GRU(FEATURES, HIDDEN, device="meta"), 1)
         monkeypatch.setattr("throughtime.kernels.dispatch.level", lambda: None)
-        advice.advise(nn.GRU(FEATURES, HIDDEN), 1)
+        fusing.advise(nn.GRU(FEATURES, HIDDEN), 1)
         assert caplog.text == ""
         monkeypatch.undo()
-        monkeypatch.setattr(advice, "_said", list[str]())
-        advice.advise(nn.LSTM(FEATURES, HIDDEN, proj_size=2), 1)
+        monkeypatch.setattr(fusing, "_advised", list[str]())
+        fusing.advise(nn.LSTM(FEATURES, HIDDEN, proj_size=2), 1)
         assert "LSTM of torch.nn" in caplog.text

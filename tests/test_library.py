@@ -194,8 +194,8 @@ sys.path[:0] = [TESTS]
 import torch
 from test_library import who_runs
 from throughtime.kernels import library as loader
-from throughtime.kernels.layer import Weights
-from throughtime.kernels.recurrent import Given, forward
+from throughtime.kernels.cells import GRU, Weights
+from throughtime.kernels.recurrent import LayerInputs, forward
 
 def tasks():
     return set(map(int, os.listdir("/proc/self/task")))
@@ -208,7 +208,7 @@ assert os.getpid() in pool and len(pool) >= 2, pool
 parallel = loader._parallel()
 ran = who_runs(parallel)
 assert len(ran) == 2 and ran <= pool, (ran, pool)
-forward(Given("gru", x.dtype, x, h, None, weights, None), keep=True)
+forward(LayerInputs(GRU, x.dtype, x, h, None, weights, None), keep=True)
 assert tasks() == pool, (tasks(), pool)
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].rsplit("/", 1)[-1]}
 assert len(maps) == 1, maps
@@ -233,12 +233,12 @@ def test_threads_are_those_of_torch(tmp_path: Path) -> None:
 FORKED = r"""
 import os, signal
 import torch
-from throughtime.kernels.layer import Weights
-from throughtime.kernels.recurrent import Given, forward
+from throughtime.kernels.cells import GRU, Weights
+from throughtime.kernels.recurrent import LayerInputs, forward
 
 torch.set_num_threads(2)
 x, h, weights = torch.randn(64, 64, 256), torch.zeros(64, 256), Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
-given = Given("gru", x.dtype, x, h, None, weights, None)
+given = LayerInputs(GRU, x.dtype, x, h, None, weights, None)
 before = forward(given, keep=False)[0]  # the pool is there, with a thread that the child will not have
 child = os.fork()
 if not child:

@@ -20,16 +20,16 @@ from torch.nn.utils import parametrizations, prune, rnn
 import throughtime as tt
 from recurrences import (
     LAYERS,
-    a_state,
-    apart,
     both_types,
-    called,
+    call_and_grad,
     every_layer,
-    exact,
     leaves_of,
+    max_difference,
     needs_kernels,
+    random_state,
     reset_by_hand,
-    twins,
+    tolerance,
+    twin_layers,
 )
 from throughtime.errors import DataError
 from throughtime.kernels import reference
@@ -38,7 +38,7 @@ pytestmark = needs_kernels
 
 
 def fused_runs(layer: nn.Module, x: Tensor, hx: Any = None) -> bool:
-    return tt.nn.backend(layer, x, hx).runs == "fused"
+    return tt.nn.backend(layer, x, hx).name == "fused"
 
 
 @every_layer
@@ -117,7 +117,7 @@ def test_every_combination_is_torch_s(
     )
     if not projected:
         kwargs.pop("proj_size", None)
-    plain, fused = twins(name, features, hidden, **kwargs)
+    plain, fused = twin_layers(name, features, hidden, **kwargs)
     shape = (
         (steps, features)
         if not batched
@@ -127,17 +127,17 @@ def test_every_combination_is_torch_s(
     )
     x, hx = (
         torch.randn(shape, dtype=dtype),
-        (a_state(plain, lanes if batched else None) if with_state else None),
+        (random_state(plain, lanes if batched else None) if with_state else None),
     )
     assert fused_runs(fused, x, hx)
     if often is None:
-        assert apart(called(fused, x, hx), called(plain.double(), x.double(), _double(hx))) < exact(
-            dtype
-        )
+        assert max_difference(
+            call_and_grad(fused, x, hx), call_and_grad(plain.double(), x.double(), _double(hx))
+        ) < tolerance(dtype)
         return
     resets = torch.rand(shape[:-1]) < often
-    by_definition = called(Stepwise(plain.double()), x.double(), _double(hx), resets)
-    assert apart(called(fused, x, hx, resets), by_definition) < exact(dtype)
+    by_definition = call_and_grad(Stepwise(plain.double()), x.double(), _double(hx), resets)
+    assert max_difference(call_and_grad(fused, x, hx, resets), by_definition) < tolerance(dtype)
 
 
 def _double(hx: Any) -> Any:
@@ -241,47 +241,49 @@ class Stepwise(nn.Module):
 @pytest.mark.parametrize("batch_first", [False, True], ids=["TB", "BT"])
 def test_resets_are_steps_from_zeros(name: str, batch_first: bool) -> None:
     """Against the plainest oracle: torch.nn step by step. The mutant, without resets, differs."""
-    plain, fused = twins(name, 4, 6, num_layers=2, batch_first=batch_first, dtype=torch.float64)
+    plain, fused = twin_layers(
+        name, 4, 6, num_layers=2, batch_first=batch_first, dtype=torch.float64
+    )
     x, resets, hx = (
         torch.randn(23, 3, 4, dtype=torch.float64),
         torch.rand(23, 3) < 0.2,
-        a_state(plain, 3),
+        random_state(plain, 3),
     )
     step = copy.deepcopy(plain)
     step.batch_first = False
     y, state = reset_by_hand(step, x, resets, hx)
     mine, end = fused(x.transpose(0, 1), hx, resets.T) if batch_first else fused(x, hx, resets)
     assert (
-        apart(
+        max_difference(
             [mine.transpose(0, 1) if batch_first else mine, *leaves_of(end)], [y, *leaves_of(state)]
         )
         < 1e-12
     )
-    assert apart([reset_by_hand(step, x, torch.zeros_like(resets), hx)[0]], [y]) > 1e-3
+    assert max_difference([reset_by_hand(step, x, torch.zeros_like(resets), hx)[0]], [y]) > 1e-3
 
 
 @every_layer
 @pytest.mark.parametrize("way", ["autocast", "mode", "bfloat16"])
 def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
     """What the kernel does not take: torch's layer between resets, or the definition."""
-    plain, fused = twins(
+    plain, fused = twin_layers(
         name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32
     )
     x, resets = torch.randn(17, 3, 4, dtype=plain.weight_ih_l0.dtype), torch.rand(17, 3) < 0.3
     expected, _ = reset_by_hand(copy.deepcopy(plain).float(), x.float(), resets)
     if way == "mode":
         with torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.backend(fused, x).runs == "torch.nn"
+            assert tt.nn.backend(fused, x).name == "torch.nn"
             y, _ = fused(x, resets=resets)
     elif way == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.backend(fused, x).runs == "torch.nn"
+            assert tt.nn.backend(fused, x).name == "torch.nn"
             y, state = fused(x, resets=resets)
         assert {t.dtype for t in (y, *leaves_of(state))} == {torch.float32}
     else:
-        assert tt.nn.backend(fused, x).runs == "torch.nn"
+        assert tt.nn.backend(fused, x).name == "torch.nn"
         y, _ = fused(x, resets=resets)
-    assert apart([y], [expected]) < (1e-5 if way == "mode" else 0.05)
+    assert max_difference([y], [expected]) < (1e-5 if way == "mode" else 0.05)
 
 
 @every_layer
@@ -289,7 +291,7 @@ def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
 def test_no_steps_and_no_lanes_hand_the_state_on(name: str, dtype: torch.dtype) -> None:
     fused = LAYERS[name][1](4, 6, num_layers=2, dtype=dtype)
     for steps, lanes in ((0, 3), (5, 0), (0, 0)):
-        x, hx = torch.randn(steps, lanes, 4, dtype=dtype), a_state(fused, lanes)
+        x, hx = torch.randn(steps, lanes, 4, dtype=dtype), random_state(fused, lanes)
         y, end = fused(x, hx, torch.ones(steps, lanes, dtype=torch.bool))
         assert y.shape == (steps, lanes, 6)
         if steps == 0:
@@ -300,21 +302,21 @@ def test_no_steps_and_no_lanes_hand_the_state_on(name: str, dtype: torch.dtype) 
 
 @every_layer
 def test_dropout_between_layers_draws_as_torch_does(name: str) -> None:
-    plain, fused = twins(name, 4, 6, num_layers=3, dropout=0.5, dtype=torch.float64)
+    plain, fused = twin_layers(name, 4, 6, num_layers=3, dropout=0.5, dtype=torch.float64)
     x, found = torch.randn(7, 3, 4, dtype=torch.float64), list[list[Tensor]]()
     for layer in (fused, plain):
         torch.manual_seed(5)
-        found.append(called(layer, x))
-    assert apart(*found) < 1e-12
-    assert apart(called(fused, x), found[0]) > 1e-3  # other draws
-    assert apart(called(fused.eval(), x), called(plain.eval(), x)) < 1e-12
+        found.append(call_and_grad(layer, x))
+    assert max_difference(*found) < 1e-12
+    assert max_difference(call_and_grad(fused, x), found[0]) > 1e-3  # other draws
+    assert max_difference(call_and_grad(fused.eval(), x), call_and_grad(plain.eval(), x)) < 1e-12
 
 
 @every_layer
 def test_copies_and_pickles_play_the_same(name: str) -> None:
     fused = LAYERS[name][1](4, 6, num_layers=2)
     x = torch.randn(7, 3, 4)
-    expected = called(fused, x)
+    expected = call_and_grad(fused, x)
     file = io.BytesIO()
     torch.save(fused, file)
     file.seek(0)
@@ -324,11 +326,11 @@ def test_copies_and_pickles_play_the_same(name: str) -> None:
         torch.load(file, weights_only=False),
     ):
         assert type(twin) is type(fused)
-        assert apart(called(twin, x), expected) == 0
+        assert max_difference(call_and_grad(twin, x), expected) == 0
         with torch.no_grad():
             twin.weight_ih_l0.zero_()
-        assert apart(called(twin, x), expected) > 1e-3
-    assert apart(called(fused, x), expected) == 0
+        assert max_difference(call_and_grad(twin, x), expected) > 1e-3
+    assert max_difference(call_and_grad(fused, x), expected) == 0
 
 
 @every_layer
@@ -336,25 +338,28 @@ def test_weights_go_both_ways(name: str) -> None:
     plain, fused = (cls(4, 6, num_layers=2) for cls in LAYERS[name])
     plain.load_state_dict(fused.state_dict())
     x = torch.randn(7, 3, 4)
-    assert apart(called(plain, x), called(fused, x)) < 1e-5
+    assert max_difference(call_and_grad(plain, x), call_and_grad(fused, x)) < 1e-5
     fused.double()
     assert fused_runs(fused, x.double())
-    assert apart(called(fused, x.double()), called(plain.double(), x.double())) < 1e-12
+    assert (
+        max_difference(call_and_grad(fused, x.double()), call_and_grad(plain.double(), x.double()))
+        < 1e-12
+    )
 
 
 @every_layer
 def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
     """The same exception, and the kernel never sees it."""
-    plain, fused = twins(name, 4, 6)
-    good, state = torch.randn(5, 2, 4), a_state(plain, 2)
+    plain, fused = twin_layers(name, 4, 6)
+    good, state = torch.randn(5, 2, 4), random_state(plain, 2)
     cases: list[tuple[Any, Any]] = [
         (torch.randn(5, 2, 3), None),
         (torch.randn(5, 2, 4, 1), None),
         (torch.randn(4), None),
         (good.double(), None),
         (good.long(), None),
-        (good, a_state(plain, 3)),
-        (good, a_state(plain, None)),
+        (good, random_state(plain, 3)),
+        (good, random_state(plain, None)),
         (good, _double(state)),
         (good, (state, state, state)),
     ]
@@ -368,7 +373,7 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
         assert str(found.value) == str(expected.value)
     with torch.no_grad():
         fused.weight_hh_l0.data = torch.zeros(1, 1)
-    assert tt.nn.backend(fused, good).runs == "torch.nn"
+    assert tt.nn.backend(fused, good).name == "torch.nn"
 
 
 @every_layer
@@ -386,40 +391,40 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
         ):
             fused(x, None, resets)
     packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
-    with pytest.raises(DataError, match="packed sequences start anew by themselves"):
+    with pytest.raises(DataError, match="each packed sequence starts from its own state"):
         fused(packed, None, torch.zeros(5, 2, dtype=torch.bool))
 
 
 @every_layer
 def test_packed_sequences_are_torch_s(name: str) -> None:
-    plain, fused = twins(name, 4, 6, num_layers=2)
+    plain, fused = twin_layers(name, 4, 6, num_layers=2)
     packed = rnn.pack_padded_sequence(
         torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False
     )
     (y, end), (expected, last) = fused(packed), plain(packed)
-    assert apart([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
-    assert "packed" in tt.nn.backend(fused, packed).why
+    assert max_difference([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
+    assert "packed" in tt.nn.backend(fused, packed).reason
 
 
 @every_layer
 def test_weights_put_in_from_outside_are_used(name: str) -> None:
     """`functional_call`, parametrizations, pruning: weights that are no parameters of their usual names."""
-    plain, fused = twins(name, 4, 6, dtype=torch.float64)
+    plain, fused = twin_layers(name, 4, 6, dtype=torch.float64)
     x = torch.randn(7, 3, 4, dtype=torch.float64)
     others = {n: torch.randn_like(p) * 0.5 for n, p in fused.named_parameters()}
     found, expected = (torch.func.functional_call(layer, others, (x,)) for layer in (fused, plain))
-    assert apart([found[0]], [expected[0]]) < 1e-12
-    assert apart([found[0]], [fused(x)[0]]) > 1e-3
+    assert max_difference([found[0]], [expected[0]]) < 1e-12
+    assert max_difference([found[0]], [fused(x)[0]]) > 1e-3
     for layer in (plain, fused):
         parametrizations.weight_norm(layer, "weight_hh_l0")
         prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
     assert fused_runs(fused, x)
-    assert apart(called(fused, x), called(plain, x)) < 1e-12
+    assert max_difference(call_and_grad(fused, x), call_and_grad(plain, x)) < 1e-12
 
 
 @every_layer
 def test_transforms_of_torch_func_see_through(name: str) -> None:
-    _, fused = twins(name, 4, 6, dtype=torch.float64)
+    _, fused = twin_layers(name, 4, 6, dtype=torch.float64)
     x, resets = torch.randn(5, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
     params = {n: p.detach() for n, p in fused.named_parameters()}
 
@@ -430,23 +435,23 @@ def test_transforms_of_torch_func_see_through(name: str) -> None:
     for k in range(5):
         live = {n: p.clone().requires_grad_() for n, p in params.items()}
         alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
-        assert apart([g[k] for g in each.values()], alone) < 1e-12
+        assert max_difference([g[k] for g in each.values()], alone) < 1e-12
     direction = torch.randn_like(x[0])
     forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
     given_x = x[0].clone().requires_grad_()
     assert (
-        apart(
+        max_difference(
             [forward], [(torch.autograd.grad(loss(params, given_x), given_x)[0] * direction).sum()]
         )
         < 1e-12
     )
     with torch.autograd.forward_ad.dual_level():
-        assert tt.nn.backend(fused, x[0]).runs == "reference"
+        assert tt.nn.backend(fused, x[0]).name == "reference"
 
 
 @every_layer
 def test_frozen_weights_and_no_graph_give_the_same(name: str) -> None:
-    plain, fused = twins(name, 4, 6)
+    plain, fused = twin_layers(name, 4, 6)
     x = torch.randn(7, 3, 4)
     expected = fused(x)[0].detach()
     with torch.no_grad():
@@ -460,7 +465,7 @@ def test_frozen_weights_and_no_graph_give_the_same(name: str) -> None:
         torch.autograd.grad(layer(x)[0].square().sum(), layer.weight_hh_l0)[0]
         for layer in (fused, plain)
     ]
-    assert apart(grads[:1], grads[1:]) < 1e-5
+    assert max_difference(grads[:1], grads[1:]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated:DeprecationWarning")
@@ -472,7 +477,7 @@ def test_traced_layer_plays_any_size(name: str) -> None:
     fused = LAYERS[name][1](4, 6)
     traced = torch.jit.trace(fused, (torch.randn(5, 2, 4),))
     x = torch.randn(9, 3, 4)
-    assert apart([cast(Any, traced)(x)[0]], [fused(x)[0]]) < 1e-5
+    assert max_difference([cast(Any, traced)(x)[0]], [fused(x)[0]]) < 1e-5
 
 
 def test_a_default_device_hides_nothing() -> None:
@@ -485,8 +490,8 @@ def test_a_default_device_hides_nothing() -> None:
 @every_layer
 def test_definition_takes_over_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is what the kernel is, in the whole layer too."""
-    _, fused = twins(name, 4, 6, num_layers=2, bidirectional=True, dtype=torch.float64)
+    _, fused = twin_layers(name, 4, 6, num_layers=2, bidirectional=True, dtype=torch.float64)
     x, resets = torch.randn(7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.3
-    found = called(fused, x, None, resets)
+    found = call_and_grad(fused, x, None, resets)
     monkeypatch.setattr("throughtime.kernels.recurrent.run", reference.run)
-    assert apart(called(fused, x, None, resets), found) < 1e-12
+    assert max_difference(call_and_grad(fused, x, None, resets), found) < 1e-12

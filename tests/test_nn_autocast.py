@@ -21,19 +21,20 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import throughtime as tt
 from recurrences import (
     LAYERS,
-    a_state,
-    apart,
-    blamed,
-    called,
+    call_and_grad,
     every_layer,
     leaves_of,
+    loss_grads,
+    max_difference,
     needs_kernels,
-    twins,
+    random_state,
+    twin_layers,
 )
 from throughtime.kernels import dispatch, library, recurrent, reference
-from throughtime.kernels.dispatch import Slower
-from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.cells import BY_MODE, Cell, Weights
+from throughtime.kernels.dispatch import TorchFaster
 from throughtime.kernels.library import bfloat16
+from throughtime.kernels.reference import States
 
 pytestmark = needs_kernels
 ROUNDS = bfloat16()
@@ -46,16 +47,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-bias": {"bias": False},
     "dropout": {"dropout": 0.4, "num_layers": 2},
 }
-LANES = dispatch.LANES
+LANES = dispatch.ROUNDING_LANES
 
 
 @pytest.fixture(autouse=True)
 def at_any_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As with many, but that nets are small."""
-    monkeypatch.setattr(dispatch, "LANES", 1)
-    dispatch.by_table.cache_clear()
+    monkeypatch.setattr(dispatch, "ROUNDING_LANES", 1)
+    dispatch.static_backend.cache_clear()
     yield
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
 
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -78,20 +79,19 @@ def under(
     with lower():
         y, end = layer(x, entering) if resets is None else layer(x, entering, resets)
     made = [y, *leaves_of(end)]
-    return [*made, *blamed(made, [x, *states, *layer.parameters()])]
+    return [*made, *loss_grads(made, [x, *states, *layer.parameters()])]
 
 
 def defined(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
 ) -> Any:
     """The definition of what runs under autocast on this processor."""
     return reference.run(
-        kind, x, h, c, weights, resets, torch.bfloat16 if ROUNDS else torch.float32
+        cell, x, states, weights, resets, torch.bfloat16 if ROUNDS else torch.float32
     )
 
 
@@ -101,7 +101,7 @@ def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
     layer = LAYERS[name][1](4, 6, num_layers=2)
     x, hx, kinds = (
         torch.randn(5, 3, 4),
-        a_state(layer, 3),
+        random_state(layer, 3),
         (torch.float32, torch.bfloat16, torch.float16),
     )
     for kind in kinds:
@@ -109,7 +109,7 @@ def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
             state = None if entering is None else tuple(leaf.to(entering) for leaf in leaves_of(hx))
             state = state if state is None or len(state) == 2 else state[0]
             with lower():
-                assert tt.nn.backend(layer, x.to(kind), state).runs == "fused"
+                assert tt.nn.backend(layer, x.to(kind), state).name == "fused"
             given = [x.to(kind), *(() if state is None else leaves_of(state))]
             made = under(layer, given[0], state)
             ends = 1 + len(leaves_of(hx))
@@ -128,24 +128,26 @@ def _wide(state: Any) -> Any:
 def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
     """Also switched off inside; float64 is left alone, as torch leaves it."""
     layer, x = LAYERS[name][1](4, 33), torch.randn(9, 3, 4)
-    before = called(layer, x)
+    before = call_and_grad(layer, x)
     inside = under(layer, x)
     with lower():
         with lower(on=False):
-            off = called(layer, x)
-        again = called(layer, x)
-    after = called(layer, x)
+            off = call_and_grad(layer, x)
+        again = call_and_grad(layer, x)
+    after = call_and_grad(layer, x)
     assert all(
         torch.equal(a, b) for found in (off, after) for a, b in zip(found, before, strict=True)
     )
     assert all(torch.equal(a, b) for a, b in zip(again, inside, strict=True))
-    assert (apart(inside, before) > 1e-4) == ROUNDS
-    assert apart(inside, before) < 0.05
+    assert (max_difference(inside, before) > 1e-4) == ROUNDS
+    assert max_difference(inside, before) < 0.05
     layer.double()
-    exact = called(layer, x.double())
+    exact = call_and_grad(layer, x.double())
     with lower():
         assert str(tt.nn.backend(layer, x.double())) == f"fused ({library.level()}), float64"
-        assert all(torch.equal(a, b) for a, b in zip(called(layer, x.double()), exact, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(call_and_grad(layer, x.double()), exact, strict=True)
+        )
 
 
 @every_layer
@@ -157,24 +159,24 @@ def test_every_option_is_as_the_definition_plays_it(
     layer = LAYERS[name][1](4, 6, **options)
     for size, lanes in (((13, 3), 3), ((13,), None)):
         turned = layer.batch_first and lanes is not None
-        x, hx = torch.randn(*(reversed(size) if turned else size), 4), a_state(layer, lanes)
+        x, hx = torch.randn(*(reversed(size) if turned else size), 4), random_state(layer, lanes)
         resets = torch.rand(x.shape[:-1]) < often if often else None
         found = under(layer, x, hx, resets)
         with monkeypatch.context() as patch:
             patch.setattr(recurrent, "run", defined)
             expected = under(layer, x, hx, resets)
-        assert apart(found, expected) < CLOSE
+        assert max_difference(found, expected) < CLOSE
         if often:
-            assert apart(found, under(layer, x, hx)) > 0.05  # the mutant: no resets
+            assert max_difference(found, under(layer, x, hx)) > 0.05  # the mutant: no resets
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_a_projected_lstm_is_as_the_definition_plays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tt.nn.LSTM(4, 33, num_layers=2, proj_size=5)
-    x, hx, resets = torch.randn(7, 3, 4), a_state(layer, 3), torch.rand(7, 3) < 0.2
+    x, hx, resets = torch.randn(7, 3, 4), random_state(layer, 3), torch.rand(7, 3) < 0.2
     found = under(layer, x, hx, resets)
     monkeypatch.setattr(recurrent, "run", defined)
-    assert apart(found, under(layer, x, hx, resets)) < CLOSE
+    assert max_difference(found, under(layer, x, hx, resets)) < CLOSE
 
 
 def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +189,11 @@ def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> No
         (True, rounds),
         (False, f"fused ({level}), float32: no products in bfloat16 {rest}"),
     ):
-        dispatch.by_table.cache_clear()
+        dispatch.static_backend.cache_clear()
         monkeypatch.setattr(dispatch, "bfloat16", lambda there=there: there)
         with lower():
             assert str(tt.nn.backend(layer, x)) == str(tt.nn.backend(layer, x.bfloat16())) == words
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
     with lower(dtype=torch.float16):
         assert (
             str(tt.nn.backend(layer, x))
@@ -200,10 +202,10 @@ def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> No
     with lower():
         assert (
             "whose weights are float32"
-            in tt.nn.backend(copy.deepcopy(layer).bfloat16(), x.bfloat16()).why
+            in tt.nn.backend(copy.deepcopy(layer).bfloat16(), x.bfloat16()).reason
         )
-        assert tt.nn.backend(layer, x.double()).runs == "torch.nn"
-        assert tt.nn.backend(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).runs == "torch.nn"
+        assert tt.nn.backend(layer, x.double()).name == "torch.nn"
+        assert tt.nn.backend(layer, x, torch.zeros(1, 2, 6, dtype=torch.float64)).name == "torch.nn"
 
 
 @pytest.mark.skipif(not ROUNDS, reason="the instruction set that runs has no products in bfloat16")
@@ -211,27 +213,27 @@ def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> No
 def test_few_lanes_take_the_products_of_float32_which_are_faster_there(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "LANES", LANES)
+    monkeypatch.setattr(dispatch, "ROUNDING_LANES", LANES)
     layer, x = LAYERS[name][1](4, 6), torch.randn(5, LANES, 4)
-    few, plain = x[:, : LANES - 1], [t[..., : LANES - 1, :] for t in called(layer, x)[:1]]
+    few, plain = x[:, : LANES - 1], [t[..., : LANES - 1, :] for t in call_and_grad(layer, x)[:1]]
     with lower():
         assert "float32: products in bfloat16 are faster from 8 lanes on" in str(
             tt.nn.backend(layer, few)
         )
         assert "bfloat16 products" in str(tt.nn.backend(layer, x))
-        assert apart(called(layer, few)[:1], plain) < 1e-6
-    y = called(layer, x)[:1]
+        assert max_difference(call_and_grad(layer, few)[:1], plain) < 1e-6
+    y = call_and_grad(layer, x)[:1]
     with lower():
-        assert apart(called(layer, x)[:1], y) > 1e-4
+        assert max_difference(call_and_grad(layer, x)[:1], y) > 1e-4
 
 
 @every_layer
 def test_under_float16_products_are_float32(name: str) -> None:
     """As wide as float32 and as near; torch.nn's LSTM refuses float16 where oneDNN has none."""
     layer, x = LAYERS[name][1](4, 6), torch.randn(5, 3, 4)
-    plain = called(layer, x)
+    plain = call_and_grad(layer, x)
     with lower(dtype=torch.float16):
-        found = called(layer, x)
+        found = call_and_grad(layer, x)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
@@ -240,24 +242,25 @@ def test_where_the_table_says_torch_types_stay_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row for bfloat16 decides under autocast and nowhere else."""
-    layer, kind = LAYERS[name][1](4, 6), {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}[name]
-    row = Slower((library.level() or "",), kind, torch.bfloat16, 6, 2, "it was measured")  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(dispatch, "SLOWER", (row,))
+    layer = LAYERS[name][1](4, 6)
+    cell = BY_MODE[layer.mode]
+    row = TorchFaster((library.level() or "",), cell, torch.bfloat16, 6, 2, "it was measured")
+    monkeypatch.setattr(dispatch, "TORCH_FASTER", (row,))
     monkeypatch.setattr(dispatch, "bfloat16", lambda: True)
-    dispatch.by_table.cache_clear()
+    dispatch.static_backend.cache_clear()
     try:
-        x, hx, resets = torch.randn(5, 3, 4), a_state(layer, 3), torch.rand(5, 3) < 0.3
-        assert tt.nn.backend(layer, x).runs == "fused"
+        x, hx, resets = torch.randn(5, 3, 4), random_state(layer, 3), torch.rand(5, 3) < 0.3
+        assert tt.nn.backend(layer, x).name == "fused"
         with lower():
             assert str(tt.nn.backend(layer, x)) == "torch.nn: it was measured"
-            assert tt.nn.backend(layer, x[:, :1]).runs == "fused"
-        plain = called(layer, x, hx, resets)
+            assert tt.nn.backend(layer, x[:, :1]).name == "fused"
+        plain = call_and_grad(layer, x, hx, resets)
         for given in (x, x.bfloat16()):
             found = under(layer, given, hx, resets)
             assert {t.dtype for t in found[: 1 + len(leaves_of(hx))]} == {torch.float32}
-            assert apart(found, plain) < 0.05
+            assert max_difference(found, plain) < 0.05
     finally:
-        dispatch.by_table.cache_clear()
+        dispatch.static_backend.cache_clear()
 
 
 @every_layer
@@ -272,9 +275,9 @@ def test_carried_state_stays_float32_from_chunk_to_chunk(name: str) -> None:
             y, state = net(x[start : start + 7], state, resets[start : start + 7])
             outputs.append(y)
             assert {leaf.dtype for _, leaf in tt.state.leaves(state)} == {torch.float32}
-    assert apart([torch.cat(outputs)], [whole]) < 0.02  # of bfloat16, which the head gives
+    assert max_difference([torch.cat(outputs)], [whole]) < 0.02  # of bfloat16, which the head gives
     ends = [[leaf for _, leaf in tt.state.leaves(tree)] for tree in (state, end)]
-    assert apart(*ends) < max(CLOSE, 1e-2)
+    assert max_difference(*ends) < max(CLOSE, 1e-2)
     if ROUNDS:
         assert not all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in ends[0])
 
@@ -354,12 +357,14 @@ def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
     for k in range(3):
         live = {n: p.clone().requires_grad_() for n, p in params.items()}
         alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
-        assert apart([g[k] for g in each.values()], alone) < CLOSE
+        assert max_difference([g[k] for g in each.values()], alone) < CLOSE
     direction = torch.randn_like(x[0])
     forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
     given = x[0].clone().requires_grad_()
     assert (
-        apart([forward], [(torch.autograd.grad(loss(params, given), given)[0] * direction).sum()])
+        max_difference(
+            [forward], [(torch.autograd.grad(loss(params, given), given)[0] * direction).sum()]
+        )
         < 0.02
     )
 
@@ -385,17 +390,17 @@ def test_compiled_and_exported_it_takes_the_same_products(name: str) -> None:
     def everything(net: Any) -> list[Tensor]:
         y, end = net(x, resets)
         made = [y, *leaves_of(end)]
-        return [*made, *blamed(made, list(plain.parameters()))]
+        return [*made, *loss_grads(made, list(plain.parameters()))]
 
     expected = everything(Net())
     torch.compiler.reset()
     with config.patch(allow_rnn=True):
         found = everything(torch.compile(Net(), fullgraph=True, backend="aot_eager"))
     torch.compiler.reset()
-    assert apart(found, expected) < 1e-6
+    assert max_difference(found, expected) < 1e-6
     program = torch.export.export(Net(), (x, resets))
     y, _ = program.module()(x, resets)
-    assert apart([y], expected[:1]) < 1e-6
+    assert max_difference([y], expected[:1]) < 1e-6
 
 
 def test_a_small_task_is_learned_as_in_float32() -> None:
@@ -427,7 +432,7 @@ def test_a_small_task_is_learned_as_in_float32() -> None:
 
 @every_layer
 def test_packed_and_watched_calls_go_to_torch_as_ever(name: str) -> None:
-    plain, fused = twins(name, 4, 6)
+    plain, fused = twin_layers(name, 4, 6)
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([5, 3, 1]))
     with lower():
         (y, _), (expected, _) = fused(packed), plain(packed)
@@ -440,7 +445,7 @@ def test_packed_and_watched_calls_go_to_torch_as_ever(name: str) -> None:
 @every_layer
 def test_no_steps_hand_the_state_on_as_float32(name: str) -> None:
     layer = LAYERS[name][1](4, 6)
-    hx = a_state(layer, 3)
+    hx = random_state(layer, 3)
     with lower():
         y, end = layer(torch.randn(0, 3, 4).bfloat16(), hx)
     assert y.dtype is torch.float32
@@ -467,4 +472,4 @@ def test_packed_input_comes_back_float32() -> None:
     assert theirs.data.dtype is torch.bfloat16
     assert y.data.dtype is h.dtype is torch.float32
     assert torch.equal(y.batch_sizes, plain.batch_sizes)
-    assert apart([y.data], [plain.data]) < 0.02
+    assert max_difference([y.data], [plain.data]) < 0.02

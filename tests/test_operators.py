@@ -15,10 +15,11 @@ from torch._dynamo import config
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import throughtime as tt
-from recurrences import Given, apart, every_kind, every_layer, exact, needs_kernels
+from recurrences import LayerCase, every_cell, every_layer, max_difference, needs_kernels, tolerance
 from throughtime.errors import DataError
 from throughtime.kernels import operators, reference
-from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.cells import GRU, LSTM, Cell, Weights
+from throughtime.kernels.reference import States
 
 pytestmark = [
     needs_kernels,
@@ -69,9 +70,9 @@ def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) 
             x, resets = torch.randn(steps, lanes, 4, dtype=dtype), torch.rand(steps, lanes) < 0.2
             for given in ((x,), (x, resets)):
                 expected = value_and_gradients(net, list(net.parameters()), *given)
-                assert apart(
+                assert max_difference(
                     value_and_gradients(compiled, list(net.parameters()), *given), expected
-                ) < exact(dtype)
+                ) < tolerance(dtype)
     assert 2 <= counter.frame_count <= 4  # with and without resets, and once more for any size
     assert any(
         "throughtime.recurrent" in str(node.target)
@@ -90,7 +91,10 @@ def test_where_the_compiler_leaves_the_layer_out_it_runs_as_ever(name: str) -> N
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, backend=counter)
     expected = value_and_gradients(net, list(net.parameters()), x, resets)
-    assert apart(value_and_gradients(compiled, list(net.parameters()), x, resets), expected) < 1e-5
+    assert (
+        max_difference(value_and_gradients(compiled, list(net.parameters()), x, resets), expected)
+        < 1e-5
+    )
     assert counter.frame_count <= 2
 
 
@@ -114,9 +118,9 @@ def test_exported_program_is_the_same_for_any_size(name: str) -> None:
     loaded = torch.export.load(file).module()
     for size in ((5, 3), (17, 2), (2, 8)):
         x, resets = torch.randn(*size, 4, dtype=torch.float64), torch.rand(*size) < 0.3
-        assert apart([loaded(x, resets)], [net(x, resets)]) < 1e-12
+        assert max_difference([loaded(x, resets)], [net(x, resets)]) < 1e-12
     with pytest.raises(AssertionError):  # the mutant: resets that do not arrive
-        assert apart([loaded(x, torch.zeros_like(resets))], [net(x, resets)]) < 1e-12
+        assert max_difference([loaded(x, torch.zeros_like(resets))], [net(x, resets)]) < 1e-12
 
 
 @pytest.mark.filterwarnings(
@@ -135,35 +139,36 @@ def test_onnx_is_given_torch_s_own_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any("throughtime" in str(node.target) for node in program.graph.nodes)
 
 
-@every_kind
-def test_operator_obeys_the_laws_of_operators(kind: Kind) -> None:
+@every_cell
+def test_operator_obeys_the_laws_of_operators(cell: Cell) -> None:
     """Schema, aliasing, shapes of fake tensors, registered gradients: torch's own check."""
-    data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
+    data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
     for resets in (data.resets, None):
         torch.library.opcheck(
-            torch.ops.throughtime.recurrent.default, (kind, *data.leaves(), resets, True)
+            torch.ops.throughtime.recurrent.default, (cell.name, *data.leaves(), resets, True)
         )
 
 
-@every_kind
+@every_cell
 @pytest.mark.parametrize("projection", [0, 2], ids=["", "projected"])
-def test_operator_is_the_definition_and_so_are_its_gradients(kind: Kind, projection: int) -> None:
-    data = Given.draw(kind, 5, 2, 3, 4, often=0.3, projection=projection if kind == "lstm" else 0)
+def test_operator_is_the_definition_and_so_are_its_gradients(cell: Cell, projection: int) -> None:
+    data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3, projection=projection if cell is LSTM else 0)
     found = [everything(data, run) for run in (operators.run, exported, reference.run)]
-    assert apart(found[0], found[2]) < 1e-12
-    assert apart(found[1], found[2]) < 1e-12
+    assert max_difference(found[0], found[2]) < 1e-12
+    assert max_difference(found[1], found[2]) < 1e-12
 
 
-def exported(
-    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None
-) -> Any:
+def exported(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor | None) -> Any:
     """As in an exported program, which keeps nothing for a backward pass and so makes it again."""
-    y, h_end, c_end, saved = torch.ops.throughtime.recurrent(kind, x, h, c, *weights, resets, False)
+    h, c = states if len(states) == 2 else (states[0], None)
+    y, h_end, c_end, saved = torch.ops.throughtime.recurrent(
+        cell.name, x, h, c, *weights, resets, False
+    )
     assert saved.numel() == 0
-    return y, h_end, None if c is None else c_end
+    return y, (h_end,) if c is None else (h_end, c_end)
 
 
-def everything(data: Given, run: Any) -> list[Tensor]:
+def everything(data: LayerCase, run: Any) -> list[Tensor]:
     leaves = data.leaves()
     made = data.run(run, leaves)
     loss = torch.stack(
@@ -175,10 +180,12 @@ def everything(data: Given, run: Any) -> list[Tensor]:
 def test_operator_without_kernels_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exported program may be loaded where no kernels are."""
     monkeypatch.setattr(operators, "library", lambda: None)
-    data = Given.draw("gru", 5, 2, 3, 4, often=0.3)
+    data = LayerCase.draw(GRU, 5, 2, 3, 4, often=0.3)
     with torch.no_grad():
         assert (
-            apart(data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves()))
+            max_difference(
+                data.run(operators.run, data.leaves()), data.run(reference.run, data.leaves())
+            )
             < 1e-12
         )
 
@@ -198,17 +205,19 @@ def test_a_compiled_call_that_does_not_fit_is_refused(name: str) -> None:
                 compiled(torch.randn(5, 2, 4), (h, torch.zeros(1, 2, 6)) if name == "LSTM" else h)
 
 
-@every_kind
-def test_operator_refuses_what_it_would_misread(kind: Kind) -> None:
-    data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
+@every_cell
+def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
     x, h, c, *weights = data.tensors
     assert x is not None
     assert h is not None
     right = [x, h, c, *weights, data.resets]
-    torch.ops.throughtime.recurrent(kind, *right, False)
+    torch.ops.throughtime.recurrent(cell.name, *right, False)
     for k, tensor in enumerate(right):
         for wrong in (
             () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None])
         ):
             with pytest.raises(DataError, match="of a compiled"):
-                torch.ops.throughtime.recurrent(kind, *right[:k], wrong, *right[k + 1 :], False)
+                torch.ops.throughtime.recurrent(
+                    cell.name, *right[:k], wrong, *right[k + 1 :], False
+                )

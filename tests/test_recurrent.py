@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recurrences import (
-    Given,
-    apart,
-    blamed,
+    LayerCase,
     both_types,
-    every_kind,
-    exact,
+    every_cell,
+    loss_grads,
+    max_difference,
     needs_kernels,
-    played,
-    twins,
+    run_and_grad,
+    split,
+    tolerance,
 )
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.cells import LSTM, RNN_RELU, Cell, Weights, cell_of
+from throughtime.kernels.reference import States
 
 pytestmark = needs_kernels
 Some = tuple[Tensor | None, ...]  # gradients where allow_unused
@@ -41,64 +42,62 @@ SIZES = [
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-B{}-D{}-H{}".format(*s))
 
 
-@every_kind
+@every_cell
 @both_types
 @sizes
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
 def test_kernel_is_the_definition(
-    kind: Kind, dtype: torch.dtype, size: tuple[int, int, int, int], often: float
+    cell: Cell, dtype: torch.dtype, size: tuple[int, int, int, int], often: float
 ) -> None:
-    data = Given.draw(kind, *size, often=often)
-    assert apart(played(data.to(dtype), recurrent.run), played(data, reference.run)) < exact(dtype)
+    data = LayerCase.draw(cell, *size, often=often)
+    assert max_difference(
+        run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
+    ) < tolerance(dtype)
 
 
-@every_kind
-def test_a_wrong_definition_is_seen(kind: Kind) -> None:
+@every_cell
+def test_a_wrong_definition_is_seen(cell: Cell) -> None:
     """The mutants: biases of one gate forgotten, a lane whose state is its neighbour's, resets that come a step late."""
-    data = Given.draw(kind, 13, 3, 5, 7, often=0.3)
-    right = played(data, reference.run)
+    data = LayerCase.draw(cell, 13, 3, 5, 7, often=0.3)
+    right = run_and_grad(data, reference.run)
 
-    def late(
-        kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor
-    ) -> Any:
-        return reference.run(kind, x, h, c, weights, resets.roll(1, 0))
+    def late(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+        return reference.run(cell, x, states, weights, resets.roll(1, 0))
 
-    def mixed(
-        kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor
-    ) -> Any:
-        return reference.run(kind, x, h.roll(1, 0), c, weights, resets)
+    def mixed(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), weights, resets)
 
-    def unbiased(
-        kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor
-    ) -> Any:
+    def unbiased(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
         assert weights.b_hh is not None
         return reference.run(
-            kind,
+            cell,
             x,
-            h,
-            c,
+            states,
             weights._replace(b_hh=weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)),
             resets,
         )
 
-    data_kept = Given(
-        kind,
+    data_kept = LayerCase(
+        cell,
         data.tensors,
         data.resets & (torch.arange(13).unsqueeze(1) > 0) if data.resets is not None else None,
     )
-    assert apart(played(data, late), right) > 1e-3
-    assert apart(played(data_kept, mixed), played(data_kept, reference.run)) > 1e-3
-    assert apart(played(data, unbiased), right) > 1e-3
+    assert max_difference(run_and_grad(data, late), right) > 1e-3
+    assert (
+        max_difference(run_and_grad(data_kept, mixed), run_and_grad(data_kept, reference.run))
+        > 1e-3
+    )
+    assert max_difference(run_and_grad(data, unbiased), right) > 1e-3
 
 
-@every_kind
-def test_credit_of_the_last_step_reaches_the_first(kind: Kind) -> None:
+@every_cell
+def test_credit_of_the_last_step_reaches_the_first(cell: Cell) -> None:
     """What makes the other tests bite: a gradient over 50 steps is not small."""
-    data = Given.draw(kind, 51, 1, 3, 8)
+    data = LayerCase.draw(cell, 51, 1, 3, 8)
     leaves = data.leaves()
     with torch.no_grad():
         for small in (
-            (0, 1, 5, 6) if kind.startswith("rnn") else ()
+            (0, 1, 5, 6) if not cell.retention_gate else ()
         ):  # so that tanh is not saturated; gates remember by themselves
             cast(Tensor, leaves[small]).mul_(0.1)
     y, *_ = data.run(recurrent.run, leaves)
@@ -112,13 +111,13 @@ def test_credit_of_the_last_step_reaches_the_first(kind: Kind) -> None:
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
 def test_projection_is_the_definition(dtype: torch.dtype, bias: bool, often: float) -> None:
     for size, projection in (((1, 1, 1, 2), 1), ((13, 3, 5, 33), 7), ((7, 8, 3, 50), 49)):
-        data = Given.draw("lstm", *size, bias=bias, projection=projection, often=often)
-        assert apart(played(data.to(dtype), recurrent.run), played(data, reference.run)) < exact(
-            dtype
-        )
+        data = LayerCase.draw(LSTM, *size, bias=bias, projection=projection, often=often)
+        assert max_difference(
+            run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
+        ) < tolerance(dtype)
 
 
-@every_kind
+@every_cell
 @given(
     steps=st.integers(1, 23),
     lanes=st.integers(1, 9),
@@ -130,7 +129,7 @@ def test_projection_is_the_definition(dtype: torch.dtype, bias: bool, often: flo
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_any_sizes_are_the_definition(
-    kind: Kind,
+    cell: Cell,
     steps: int,
     lanes: int,
     inputs: int,
@@ -140,40 +139,46 @@ def test_any_sizes_are_the_definition(
     often: float,
     dtype: torch.dtype,
 ) -> None:
-    projection = hidden // 2 if projected and kind == "lstm" else 0
-    data = Given.draw(
-        kind, steps, lanes, inputs, hidden, bias=bias, projection=projection, often=often
+    projection = hidden // 2 if projected and cell is LSTM else 0
+    data = LayerCase.draw(
+        cell, steps, lanes, inputs, hidden, bias=bias, projection=projection, often=often
     )
-    assert apart(played(data.to(dtype), recurrent.run), played(data, reference.run)) < exact(dtype)
+    assert max_difference(
+        run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
+    ) < tolerance(dtype)
 
 
-@every_kind
-def test_definition_is_torch_nn(kind: Kind) -> None:
+@every_cell
+def test_definition_is_torch_nn(cell: Cell) -> None:
     """Without resets, torch itself says what is right."""
-    data = Given.draw(kind, 13, 3, 5, 7)
-    name = {"lstm": "LSTM", "gru": "GRU"}.get(kind, "RNN")
-    plain, _ = twins(
-        name, 5, 7, dtype=torch.float64, **({"nonlinearity": kind[4:]} if name == "RNN" else {})
+    data = LayerCase.draw(cell, 13, 3, 5, 7)
+    options: dict[str, Any] = (
+        {} if cell.nonlinearity is None else {"nonlinearity": cell.nonlinearity}
     )
+    plain = cast(Any, cell.layer)(5, 7, dtype=torch.float64, **options)
+    assert cell_of(plain) is cell
+    assert cell_of(cast(Any, cell.step)(5, 7, **options)) is cell
     leaves = data.leaves()
-    x, h, c, *weights = leaves
-    assert x is not None
-    assert h is not None
+    x, states, weights = split(leaves)
     named = {
         n: w
         for n, w in zip([n for n, _ in plain.named_parameters()], weights, strict=False)
         if w is not None
     }
-    entering = h.unsqueeze(0) if c is None else (h.unsqueeze(0), c.unsqueeze(0))
+    hx = tuple(leaf.unsqueeze(0) for leaf in states)
+    entering: Any = hx if len(hx) > 1 else next(iter(hx))
     y, state = torch.func.functional_call(plain, named, (x, entering))
     ends = [state] if isinstance(state, Tensor) else list(state)
     made = [y, *(end.squeeze(0) for end in ends)]
-    assert apart([*made, *blamed(made, leaves)], played(data, reference.run)) < 1e-12
+    assert (
+        max_difference([*made, *loss_grads(made, leaves)], run_and_grad(data, reference.run))
+        < 1e-12
+    )
 
 
-@every_kind
-def test_gradients_of_gradients_are_right(kind: Kind) -> None:
-    data = Given.draw(kind, 3, 2, 2, 3, often=0.4)
+@every_cell
+def test_gradients_of_gradients_are_right(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 3, 2, 2, 3, often=0.4)
     leaves = data.leaves()
     there = [k for k, t in enumerate(leaves) if t is not None]
 
@@ -188,22 +193,15 @@ def test_gradients_of_gradients_are_right(kind: Kind) -> None:
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
-@every_kind
-def test_reset_forgets_what_is_not_a_number_and_passes_no_credit(kind: Kind) -> None:
-    data = Given.draw(kind, 9, 3, 4, 6)
+@every_cell
+def test_reset_forgets_what_is_not_a_number_and_passes_no_credit(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 9, 3, 4, 6)
     resets = torch.zeros(9, 3, dtype=torch.bool)
     resets[0, 1] = resets[4, 2] = True
-    x, h, c, *weights = data.leaves()
-    assert x is not None
-    assert h is not None
+    x, states, weights = split(data.leaves())
     poison = torch.tensor([1.0, float("nan"), 1.0], dtype=torch.float64).unsqueeze(1)
-    entering = (
-        (h.detach() * poison).requires_grad_(),
-        (None if c is None else (c.detach() * poison).requires_grad_()),
-    )
-    y, *ends = (
-        t for t in recurrent.run(kind, x, *entering, Weights(*weights), resets) if t is not None
-    )  # pyright: ignore[reportArgumentType]
+    entering = tuple((leaf.detach() * poison).requires_grad_() for leaf in states)
+    y, ends = recurrent.run(cell, x, entering, weights, resets)
     assert y.isfinite().all()
     assert all(end.isfinite().all() for end in ends)
     dx, dh = torch.autograd.grad(
@@ -213,24 +211,24 @@ def test_reset_forgets_what_is_not_a_number_and_passes_no_credit(kind: Kind) -> 
     assert dh[[1, 2]].abs().max() == 0
 
 
-@every_kind
+@every_cell
 @both_types
-def test_gates_that_are_wide_open_or_shut_give_numbers(kind: Kind, dtype: torch.dtype) -> None:
-    data = Given.draw(kind, 7, 3, 5, 9).to(dtype)
+def test_gates_that_are_wide_open_or_shut_give_numbers(cell: Cell, dtype: torch.dtype) -> None:
+    data = LayerCase.draw(cell, 7, 3, 5, 9).to(dtype)
     x = data.tensors[0]
     assert x is not None
     x.mul_(1e4)
-    if kind == "rnn_relu":
-        assert apart(
-            played(data, recurrent.run), played(data.to(torch.float64), reference.run)
-        ) < 10 * exact(dtype)
-    assert all(t.isfinite().all() for t in played(data, recurrent.run))
+    if cell is RNN_RELU:
+        assert max_difference(
+            run_and_grad(data, recurrent.run), run_and_grad(data.to(torch.float64), reference.run)
+        ) < 10 * tolerance(dtype)
+    assert all(t.isfinite().all() for t in run_and_grad(data, recurrent.run))
 
 
-@every_kind
-def test_strided_and_unaligned_tensors_are_read_as_they_are(kind: Kind) -> None:
-    data = Given.draw(kind, 11, 3, 5, 7, often=0.2)
-    expected = played(data, reference.run)
+@every_cell
+def test_strided_and_unaligned_tensors_are_read_as_they_are(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 11, 3, 5, 7, often=0.2)
+    expected = run_and_grad(data, reference.run)
 
     def odd(tensor: Tensor | None) -> Tensor | None:
         """The same numbers at an address that no vector starts at."""
@@ -249,16 +247,16 @@ def test_strided_and_unaligned_tensors_are_read_as_they_are(kind: Kind) -> None:
     for changed in (odd, strided):
         leaves = [changed(t) for t in data.tensors]
         made = data.run(recurrent.run, leaves)
-        assert apart([*made, *blamed(made, leaves)], expected) < 1e-12
-    turned = Given(
-        kind, data.tensors, data.resets.T.contiguous().T if data.resets is not None else None
+        assert max_difference([*made, *loss_grads(made, leaves)], expected) < 1e-12
+    turned = LayerCase(
+        cell, data.tensors, data.resets.T.contiguous().T if data.resets is not None else None
     )
-    assert apart(played(turned, recurrent.run), expected) < 1e-12
+    assert max_difference(run_and_grad(turned, recurrent.run), expected) < 1e-12
 
 
-@every_kind
-def test_graph_can_be_used_twice_and_for_a_part(kind: Kind) -> None:
-    data = Given.draw(kind, 9, 2, 4, 6, often=0.2)
+@every_cell
+def test_graph_can_be_used_twice_and_for_a_part(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
     leaves = data.leaves()
     made, x = data.run(recurrent.run, leaves), leaves[0]
     assert x is not None
@@ -268,7 +266,10 @@ def test_graph_can_be_used_twice_and_for_a_part(kind: Kind) -> None:
     assert torch.equal(once, again)
     expected = data.run(reference.run, leaves)
     assert (
-        apart([once], torch.autograd.grad(expected[0].square().sum(), x, retain_graph=True)) < 1e-12
+        max_difference(
+            [once], torch.autograd.grad(expected[0].square().sum(), x, retain_graph=True)
+        )
+        < 1e-12
     )
     for part in range(len(made)):  # a loss on one of the results, the others without a gradient
         alone = [
@@ -277,12 +278,12 @@ def test_graph_can_be_used_twice_and_for_a_part(kind: Kind) -> None:
             ]
             for m in (made, expected)
         ]
-        assert apart(alone[:1], alone[1:]) < 1e-12
+        assert max_difference(alone[:1], alone[1:]) < 1e-12
 
 
-@every_kind
-def test_weights_alone_or_inputs_alone_may_need_a_gradient(kind: Kind) -> None:
-    data = Given.draw(kind, 9, 2, 4, 6)
+@every_cell
+def test_weights_alone_or_inputs_alone_may_need_a_gradient(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 9, 2, 4, 6)
     for wanted in range(len(data.tensors)):
         if data.tensors[wanted] is None:
             continue
@@ -293,13 +294,13 @@ def test_weights_alone_or_inputs_alone_may_need_a_gradient(kind: Kind) -> None:
                 for k, t in enumerate(data.tensors)
             ]
             made = data.run(run, leaves)
-            found.append(blamed(made, [leaves[wanted]]))
-        assert apart(*found) < 1e-12
+            found.append(loss_grads(made, [leaves[wanted]]))
+        assert max_difference(*found) < 1e-12
 
 
-@every_kind
-def test_outputs_changed_in_place_are_noticed(kind: Kind) -> None:
-    data = Given.draw(kind, 5, 2, 3, 4)
+@every_cell
+def test_outputs_changed_in_place_are_noticed(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 5, 2, 3, 4)
     leaves = data.leaves()
     y, *_ = data.run(recurrent.run, leaves)
     loss = y.sum()
@@ -309,29 +310,29 @@ def test_outputs_changed_in_place_are_noticed(kind: Kind) -> None:
         loss.backward()
 
 
-@every_kind
+@every_cell
 @both_types
-def test_bits_do_not_depend_on_the_number_of_threads(kind: Kind, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, dtype: torch.dtype) -> None:
     for size in (
         (7, 9, 16, 50),
         (64, 16, 64, 128),
         (33, 1, 40, 200),
     ):  # small, and enough work for two
-        data = Given.draw(kind, *size, often=0.1).to(dtype)
+        data = LayerCase.draw(cell, *size, often=0.1).to(dtype)
         found = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                found.append(played(data, recurrent.run))
+                found.append(run_and_grad(data, recurrent.run))
             finally:
                 torch.set_num_threads(1)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@every_kind
-def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
+@every_cell
+def test_rows_of_a_jacobian_come_in_one_pass(cell: Cell) -> None:
     """As `tt.RTRL` asks for them."""
-    data = Given.draw(kind, 5, 2, 3, 4, often=0.3)
+    data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
     leaves = data.leaves()
     y, *_ = data.run(recurrent.run, leaves)
     rows, asked = torch.randn(6, *y.shape, dtype=y.dtype), [t for t in leaves if t is not None]
@@ -346,12 +347,12 @@ def test_rows_of_a_jacobian_come_in_one_pass(kind: Kind) -> None:
             if a is not None and t is not None
         ]
         assert len(pairs) >= 5
-        assert apart([t for t, _ in pairs], [a for _, a in pairs]) < 1e-12
+        assert max_difference([t for t, _ in pairs], [a for _, a in pairs]) < 1e-12
 
 
-@every_kind
-def test_without_a_graph_the_same_numbers_come(kind: Kind) -> None:
-    data = Given.draw(kind, 9, 2, 4, 6, often=0.2)
+@every_cell
+def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
     leaves = data.leaves()
     expected = data.run(recurrent.run, leaves)
     with torch.no_grad():
@@ -364,9 +365,9 @@ def test_without_a_graph_the_same_numbers_come(kind: Kind) -> None:
         )
 
 
-@every_kind
-def test_checkpointed_call_has_the_same_gradients(kind: Kind) -> None:
-    data = Given.draw(kind, 9, 2, 4, 6, often=0.2)
+@every_cell
+def test_checkpointed_call_has_the_same_gradients(cell: Cell) -> None:
+    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
     leaves = data.leaves()
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -374,22 +375,26 @@ def test_checkpointed_call_has_the_same_gradients(kind: Kind) -> None:
 
     made = checkpoint(call, *leaves, use_reentrant=False)
     assert isinstance(made, tuple)
-    assert apart([*made, *blamed(made, leaves)], played(data, recurrent.run)) == 0.0
+    assert (
+        max_difference([*made, *loss_grads(made, leaves)], run_and_grad(data, recurrent.run)) == 0.0
+    )
 
 
-@every_kind
+@every_cell
 @both_types
 def test_every_instruction_set_computes_the_same_in_one_process(
-    kind: Kind, dtype: torch.dtype
+    cell: Cell, dtype: torch.dtype
 ) -> None:
     """What is kept for the backward pass is in whole vectors, whose width changes with the level."""
-    core, data = recurrent.core(), Given.draw(kind, 5, 2, 3, 33)
-    widest, expected, ran = core.tt_level(), played(data, reference.run), set[bytes]()
+    core, data = recurrent.core(), LayerCase.draw(cell, 5, 2, 3, 33)
+    widest, expected, ran = core.tt_level(), run_and_grad(data, reference.run), set[bytes]()
     try:
         for level in (b"base", b"v2", b"v3", b"v4", b"v2"):
             if core.tt_use(level):
                 ran.add(core.tt_level())
-                assert apart(played(data.to(dtype), recurrent.run), expected) < exact(dtype)
+                assert max_difference(
+                    run_and_grad(data.to(dtype), recurrent.run), expected
+                ) < tolerance(dtype)
     finally:
         core.tt_use(widest)
     assert widest in ran

@@ -41,7 +41,8 @@ from throughtime.diagnose.trace.fused import captured
 from throughtime.errors import ConfigError
 from throughtime.gradient import Policy
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.dispatch import Choice
+from throughtime.kernels.cells import Cell
+from throughtime.kernels.dispatch import Backend
 from throughtime.nn import layers
 
 pytestmark = needs_kernels
@@ -247,7 +248,7 @@ def test_no_gradient_crosses_a_reset(
     kind: str, tensors: bool, runs: Any, ways: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if runs == "torch.nn":  # as in half precision, or where the kernels are missing
-        monkeypatch.setattr(layers, "choose", lambda *_: Choice("torch.nn", "for this test"))
+        monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
     net = fused(layer(kind, bidirectional=ways))
     x, states, resets = inputs(STEPS, LANES), states_for(net), reset_at()
     if ways:  # the state of the direction from the end enters behind the last step
@@ -293,7 +294,7 @@ def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str
 def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: resets that the layer does not apply."""
     monkeypatch.setattr(
-        watching, "captured", lambda turns, kind, x, h, c, w, _: captured(turns, kind, x, h, c, w)
+        watching, "captured", lambda turns, cell, x, s, w, _: captured(turns, cell, x, s, w)
     )
     with pytest.raises(AssertionError):
         test_no_gradient_crosses_a_reset("lstm", False, "fused", False, monkeypatch)
@@ -383,7 +384,7 @@ def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
 
 def test_a_kernel_that_tells_another_gate_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: f and g of an LSTM in each other's place."""
-    monkeypatch.setitem(recurrent.SEEN, "lstm", "hcigfo")
+    monkeypatch.setattr(Cell, "values", tuple("hcigfo"))
     with pytest.raises(AssertionError):
         check_norms("lstm", layer("lstm"), inputs(STEPS, LANES))
 

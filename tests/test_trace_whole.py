@@ -248,7 +248,7 @@ def test_an_error_leaves_the_passes_that_were_made(
         train(net)
         count, seen = told.count, [copied(one) for one in told.passes]
 
-        def failing(what: kernel.Whole) -> int:
+        def failing(what: kernel.FusedStep) -> int:
             true(what)
             raise MemoryError
 

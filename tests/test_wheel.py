@@ -21,14 +21,14 @@ RUN = """
 import sys, warnings
 import torch
 from throughtime.kernels import library
-from throughtime.kernels.layer import Weights
+from throughtime.kernels.cells import LSTM, Weights
 from throughtime.kernels.recurrent import run
 assert library.need("a wheel's test") is not None, library.why_missing()
 assert "site-packages" in library.library()._name
 torch.manual_seed(0)
 lstm = torch.nn.LSTM(5, 7).double()
 x, zeros = torch.randn(11, 3, 5, dtype=torch.float64), torch.zeros(3, 7, dtype=torch.float64)
-y = run("lstm", x, zeros, zeros, Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None))[0]
+y = run(LSTM, x, (zeros, zeros), Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None))[0]
 torch.testing.assert_close(y, lstm(x)[0], rtol=1e-12, atol=1e-12)
 print(library.level())
 """

@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     true = kernel.step
 
-    def counted(what: kernel.Whole) -> int:
+    def counted(what: kernel.FusedStep) -> int:
         made.append(what.steps)
         return true(what)
 
@@ -216,7 +216,7 @@ def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a mean over one row more."""
     true = kernel.step
 
-    def wrong(what: kernel.Whole) -> int:
+    def wrong(what: kernel.FusedStep) -> int:
         what.valid += 1
         return true(what)
 

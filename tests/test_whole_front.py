@@ -148,7 +148,7 @@ def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(
 ) -> None:
     true = kernel.step
 
-    def short(what: kernel.Whole) -> int:
+    def short(what: kernel.FusedStep) -> int:
         code = true(what)
         ctypes.memset(what.layers[0].dx, 0, 8 * WIDTH)
         return code

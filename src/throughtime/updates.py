@@ -24,7 +24,7 @@ from throughtime.gradient import (
     Update,
 )
 from throughtime.gradient.gather import weights_of
-from throughtime.nn.advice import AFTER, advise
+from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream._queue import ChunkQueue
@@ -173,7 +173,7 @@ class Updates(Iterator[Update]):
             self._finish()
             raise StopIteration
         self._made += 1
-        if self._made == AFTER:
+        if self._made == ADVISE_AFTER:
             advise(self._net, update.chunk.lanes)
         return update
 

@@ -41,11 +41,11 @@ from throughtime.chunk import Chunk
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
 from throughtime.gradient.work import LISTENERS, Asked, Result, Work
-from throughtime.kernels.dispatch import around, by_table
-from throughtime.kernels.fused_step import CROSS_ENTROPY, SQUARED
-from throughtime.kernels.recurrent import NUMBERS
-from throughtime.nn.layers import GRU, LSTM, RNN, WATCHES, Recurrent, weight_sizes
-from throughtime.nn.layers import KINDS as MODES
+from throughtime.kernels.cells import BY_MODE
+from throughtime.kernels.dispatch import active_torch_modes, static_backend
+from throughtime.kernels.fused_step import CROSS_ENTROPY, SQUARED_ERROR
+from throughtime.kernels.recurrent import TYPES
+from throughtime.nn.layers import GRU, LSTM, RNN, WATCHES, Recurrent, weight_shapes
 from throughtime.state import State
 
 OURS = {LSTM, GRU, RNN}  # a subclass may do anything
@@ -157,8 +157,8 @@ class Form:
         self._shapes: list[tuple[int, ...]] = []
         inputs = 0
         for layer in self.layers.values():
-            sizes = weight_sizes(
-                MODES[layer.mode],
+            sizes = weight_shapes(
+                BY_MODE[layer.mode],
                 layer.input_size,
                 layer.hidden_size,
                 layer.proj_size,
@@ -278,13 +278,13 @@ class Form:
 
         The inputs have no gradient and are some.
         """
-        if dtype not in NUMBERS or steps.inputs.requires_grad or not steps.inputs.numel():
+        if dtype not in TYPES or steps.inputs.requires_grad or not steps.inputs.numel():
             return False
         for layer, _ in self._layers:
             if (
-                by_table(
-                    MODES[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0
-                ).runs
+                static_backend(
+                    BY_MODE[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0
+                ).name
                 != "fused"
             ):
                 return False
@@ -338,7 +338,7 @@ def _looked_at() -> bool:
     """Whether there is somebody to whom a graph would show what one call does not, or no graph would be made."""
     if (
         not torch.is_grad_enabled()
-        or around() is not None
+        or active_torch_modes() is not None
         or torch.is_anomaly_enabled()
         or torch.is_autocast_enabled("cpu")
         or profiled()
@@ -425,7 +425,7 @@ def _loss(fn: object, chunk: Chunk, readout: nn.Linear) -> int | None:
         and targets.dtype is readout.weight.dtype
     ):
         return (
-            SQUARED
+            SQUARED_ERROR
             if targets.shape[2:] == (readout.out_features,)
             or (readout.out_features == 1 and targets.dim() == 2)
             else None

@@ -20,8 +20,8 @@ from throughtime.chunk import Chunk
 from throughtime.gradient.schedule import Window
 from throughtime.gradient.window import Run
 from throughtime.kernels import fused_step as kernel
-from throughtime.kernels.recurrent import KINDS, NUMBERS, Call, saved_numbers
-from throughtime.nn.layers import KINDS as MODES
+from throughtime.kernels.cells import BY_MODE
+from throughtime.kernels.recurrent import TYPES, Call, saved_size
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -123,7 +123,7 @@ class Work:
         self._each = list(self._calls)  # views of them
         self._held: list[Tensor] = []  # what the calls point to
         self._names: list[
-            tuple[Call | kernel.Whole, str, str]
+            tuple[Call | kernel.FusedStep, str, str]
         ] = []  # of each weight: whose, as what, and its gradient
         self._outputs: list[Tensor] = []
         self._saved: list[Tensor] = []
@@ -144,7 +144,7 @@ class Work:
         self._each[-1].dy = self._hold(torch.empty_like(self._outputs[-1]))
         self._mean = ctypes.c_double()
         classes = readout.out_features
-        self._whole = kernel.Whole(
+        self._whole = kernel.FusedStep(
             self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean)
         )
         self._counted, self._room = 0, torch.empty(0)  # for the readout of so many steps
@@ -164,12 +164,12 @@ class Work:
 
     def _lay(self, i: int, layer: Recurrent) -> None:
         """Fills in what a layer's call is always given."""
-        call, kind = self._each[i], MODES[layer.mode]
+        call, cell = self._each[i], BY_MODE[layer.mode]
         outputs = layer.proj_size or layer.hidden_size
         inputs = self._outputs[-1].shape[2] if i else layer.input_size
         sizes = (
-            KINDS[kind],
-            NUMBERS[self.dtype],
+            cell.code,
+            TYPES[self.dtype],
             self.steps,
             self.lanes,
             inputs,
@@ -186,7 +186,7 @@ class Work:
         self._outputs.append(
             torch.empty(self.steps, self.lanes, outputs, dtype=self.dtype, device="cpu")
         )
-        self._saved.append(torch.empty(saved_numbers(*sizes), dtype=self.dtype, device="cpu"))
+        self._saved.append(torch.empty(saved_size(*sizes), dtype=self.dtype, device="cpu"))
         call.y, call.saved = self._outputs[-1].data_ptr(), self._saved[-1].data_ptr()
         names = ("w_ih", "w_hh", "b_ih", "b_hh") if layer.bias else ("w_ih", "w_hh")
         self._names += [
@@ -236,7 +236,7 @@ class Work:
         captures = self._listening()
         code = kernel.step(self._whole)
         del kept
-        if code == kernel.NO_CLASS:
+        if code == kernel.INVALID_TARGET:
             return None  # torch says which target, and of how many classes
         for told in captures:
             told.keep()
@@ -252,7 +252,7 @@ class Work:
         return Result(
             outputs.new_full((), self._mean.value),
             Run(outputs, after, between),
-            code != kernel.NOT_FINITE,
+            code != kernel.NON_FINITE,
         )
 
     def _listening(self) -> Sequence[Captures]:
@@ -344,7 +344,7 @@ class Work:
         if chunk.steps > self._counted:
             self._counted, self._room = (
                 chunk.steps,
-                torch.empty(kernel.room_numbers(whole), dtype=self.dtype, device="cpu"),
+                torch.empty(kernel.scratch_size(whole), dtype=self.dtype, device="cpu"),
             )
             whole.room = self._room.data_ptr()
         whole.targets = None if chunk.targets is None else chunk.targets.data_ptr()

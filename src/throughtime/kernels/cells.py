@@ -27,6 +27,8 @@ class Cell:
         gates: names of the blocks of the weights' rows, in torch's order. An RNN has one block,
             whose value is `h` itself.
         retention_gate: the gate that scales what is kept of the past, if there is one.
+        onednn: whether torch.nn runs its layer in one call of oneDNN, in float32 on the CPU and
+            without a projection, instead of step by step.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Cell:
     gates: tuple[str, ...]
     retention_gate: str | None = None
     nonlinearity: str | None = None
+    onednn: bool = False
 
     def __repr__(self) -> str:
         """The name."""
@@ -53,7 +56,9 @@ class Cell:
         return (projection or hidden, *[hidden] * (len(self.states) - 1))
 
 
-LSTM = Cell("lstm", 0, "LSTM", nn.LSTM, nn.LSTMCell, ("h", "c"), ("i", "f", "g", "o"), "f")
+LSTM = Cell(
+    "lstm", 0, "LSTM", nn.LSTM, nn.LSTMCell, ("h", "c"), ("i", "f", "g", "o"), "f", onednn=True
+)
 GRU = Cell("gru", 1, "GRU", nn.GRU, nn.GRUCell, ("h",), ("r", "z", "n"), "z")
 RNN_TANH = Cell("rnn_tanh", 2, "RNN_TANH", nn.RNN, nn.RNNCell, ("h",), ("h",), nonlinearity="tanh")
 RNN_RELU = Cell("rnn_relu", 3, "RNN_RELU", nn.RNN, nn.RNNCell, ("h",), ("h",), nonlinearity="relu")

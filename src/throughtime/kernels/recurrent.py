@@ -1,9 +1,9 @@
-"""LSTM, GRU and RNN through the compiled core: forward and backward of one layer in one call each.
+"""LSTM, GRU and RNN in the compiled core: one call for the forward pass of a layer, one backward.
 
-What they compute is defined in `reference.py`; `dispatch.py` says when they are taken. float32 and
-float64 on the CPU, time first; under autocast products of float32 in bfloat16, forward and,
-wherever that runs, backward. A gradient of the gradient, and the rows of a Jacobian
-(`is_grads_batched`), are computed by the reference, from what was saved.
+`reference.py` defines what they compute; `dispatch.py` says when they run. They take float32 and
+float64 on the CPU, time first. Under autocast the products of float32 are rounded to bfloat16, in
+the forward pass and in its backward pass, wherever that runs. The reference computes gradients of
+gradients and the rows of a Jacobian (`is_grads_batched`), from what the forward pass saved.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
@@ -18,32 +18,23 @@ from torch import Tensor
 
 from throughtime.errors import ThroughtimeError
 from throughtime.kernels import reference
-from throughtime.kernels.dispatch import products_in
-from throughtime.kernels.layer import Kind, Weights
+from throughtime.kernels.cells import Cell, Weights
+from throughtime.kernels.dispatch import product_type
 from throughtime.kernels.library import level, library
+from throughtime.kernels.reference import States
 
-KINDS: dict[Kind, int] = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
-SEEN: dict[Kind, str] = {
-    "lstm": "hcifgo",
-    "gru": "hrzn",
-    "rnn_tanh": "h",
-    "rnn_relu": "h",
-}  # whose squared norms are captured
-Seen = Callable[
-    [Tensor, Tensor, Tensor], None
-]  # takes what was captured, h entering the first step and the outputs
-Gradients = tuple[Tensor | None, ...]
+Grads = tuple[Tensor | None, ...]
+Observer = Callable[[Tensor, Tensor, Tensor], None]  # captured, h entering the first step, outputs
 
-NUMBERS = {torch.float32: 0, torch.float64: 1}  # tt_type
-PRODUCTS = {
-    **NUMBERS,
-    torch.bfloat16: 2,
-}  # tt_type by what both sides of a product are rounded to; all numbers are float32 at 2
-_KEEPS = {"lstm", "gru"}  # have a gate that keeps the past
+TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
+# tt_type by the type to which both factors of a product are rounded; with 2, numbers are float32
+PRODUCT_TYPES = {**TYPES, torch.bfloat16: 2}
 _POINTERS = (
-    "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets", "y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end",
-    "dx", "dh0", "dc0", "dw_ih", "dw_hh", "db_ih", "db_hh", "dw_hr", "squares", "entering", "kept",
-)  # fmt: skip
+    *("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets"),
+    *("y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end"),
+    *("dx", "dh0", "dc0", "dw_ih", "dw_hh", "db_ih", "db_hh", "dw_hr"),
+    *("squares", "entering", "kept"),
+)
 
 
 class Call(ctypes.Structure):
@@ -60,60 +51,60 @@ class Call(ctypes.Structure):
 @cache
 def core() -> ctypes.CDLL:
     """The library, with the types of its recurrent calls set."""
-    found = library()
-    if found is None:
+    result = library()
+    if result is None:
         raise ThroughtimeError(
             "the compiled kernels are not installed; kernels.reference.run computes the same"
         )
-    for name, result in (
+    for name, restype in (
         ("tt_saved", ctypes.c_int64),
         ("tt_forward", ctypes.c_int),
         ("tt_backward", ctypes.c_int),
     ):
-        function = getattr(found, name)
-        function.argtypes, function.restype = [ctypes.POINTER(Call)], result
-    return found
+        function = getattr(result, name)
+        function.argtypes, function.restype = [ctypes.POINTER(Call)], restype
+    return result
 
 
 def run(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
-    seen: Seen | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs `(T, B, P)` and the state after the last step, `h` `(B, P)` and, of an LSTM, `c` `(B,
-    H)`.
+    observe: Observer | None = None,
+) -> tuple[Tensor, States]:
+    """Compute the outputs of every step, `(T, B, P)`, and the states after the last one.
 
     Args:
-        kind: which recurrence.
+        cell: a row of the table.
         x: `(T, B, D)`, T and B at least 1.
-        h: `(B, P)` entering the first step.
-        c: `(B, H)`, of an LSTM.
-        weights: as torch names them; those of `x`'s type and device.
+        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`.
+        weights: of the layer, of the type and device of `x`.
         resets: `(T, B)` bool, true where zeros enter the step.
-        seen: called in every backward pass, where `Captured.of` says what it is given.
+        observe: called in every backward pass with what `Captured.of` takes apart.
 
     Raises:
-        MemoryError: there is no room for what the backward pass needs.
+        MemoryError: there is no memory for what the backward pass needs.
     """
-    given = Given(kind, products_in(x.dtype, x.shape[1]), x, h, c, weights, resets)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.leaves):
-        y, h_end, c_end = _Recurrent.apply(kind, seen, given.products, x, h, c, *weights, resets)
-        return y, h_end, c_end
-    y, h_end, c_end, _ = forward(given, keep=False)
-    return y, h_end, c_end
+    h, c = states if len(states) == 2 else (states[0], None)
+    inputs = LayerInputs(cell, product_type(x.dtype, x.shape[1]), x, h, c, weights, resets)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.leaves):
+        y, h_end, c_end = _Recurrent.apply(
+            cell, observe, inputs.products, x, h, c, *weights, resets
+        )
+    else:
+        y, h_end, c_end, _ = forward(inputs, keep=False)
+    return y, (h_end,) if c_end is None else (h_end, c_end)
 
 
-class Given(NamedTuple):
-    """What both passes of a layer are given, as `run` is.
+class LayerInputs(NamedTuple):
+    """The inputs of one layer in one direction, for both passes; see `run`.
 
-    `products` the type that both sides of every product are rounded to.
+    `products` is the type to which both factors of every product are rounded.
     """
 
-    kind: Kind
+    cell: Cell
     products: torch.dtype
     x: Tensor
     h: Tensor
@@ -123,18 +114,19 @@ class Given(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
-        """What may need a gradient: x, h, c and the weights."""
+        """Everything that may need a gradient: x, h, c and the weights."""
         return self.x, self.h, self.c, *self.weights
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The first fields of a `Call`."""
+        weights = self.weights
         return (
-            KINDS[self.kind],
-            PRODUCTS[self.products],
+            self.cell.code,
+            PRODUCT_TYPES[self.products],
             *self.x.shape,
-            self.weights.hidden,
-            self.weights.hh.shape[1],
+            weights.hidden,
+            weights.hh.shape[1],
         )
 
     def contiguous(self) -> list[Tensor | None]:
@@ -142,59 +134,55 @@ class Given(NamedTuple):
         return _contiguous(*self.leaves, self.resets)
 
 
-def forward(given: Given, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Outputs, the state after them, and what the backward pass needs if it is to be kept (else an empty tensor)."""
-    x, sizes = given.x, given.sizes
+def forward(inputs: LayerInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Compute outputs, h and c after them, and what the backward pass needs (empty unless `keep`)."""
+    x, sizes = inputs.x, inputs.sizes
     steps, lanes, _, hidden, outputs = sizes[2:]
-    y, h_end = (
-        x.new_empty((steps, lanes, outputs)),
-        x.new_empty((lanes, outputs)),
-    )  # on the CPU, whatever the default device
-    c_end = None if given.c is None else x.new_empty((lanes, hidden))
-    saved = x.new_empty(saved_numbers(*sizes) if keep else 0)
-    read = given.contiguous()
-    made = (y, h_end, c_end, saved if keep else None)
-    call = Call(*sizes, torch.get_num_threads(), 0, *map(_pointer, read), *map(_pointer, made))
-    check(core().tt_forward(call))
+    y = x.new_empty((steps, lanes, outputs))  # on the CPU, whatever the default device
+    h_end = x.new_empty((lanes, outputs))
+    c_end = None if inputs.c is None else x.new_empty((lanes, hidden))
+    saved = x.new_empty(saved_size(*sizes) if keep else 0)
+    tensors = inputs.contiguous()  # alive until the call returns
+    results = (y, h_end, c_end, saved if keep else None)
+    pointers = map(_pointer, (*tensors, *results))
+    check(core().tt_forward(Call(*sizes, torch.get_num_threads(), 0, *pointers)))
     return y, h_end, c_end, saved
 
 
 def backward(
-    given: Given,
+    inputs: LayerInputs,
     y: Tensor,
     saved: Tensor,
-    grads: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
     needs: Sequence[bool],
     captured: Tensor | None = None,
-) -> Gradients:
-    """The gradients of `given.leaves` that `needs` asks for, in this order; None for the others.
+) -> Grads:
+    """Compute the gradients of `inputs.leaves` that `needs` selects; None for the others.
 
-    `grads` are those of outputs, h and c after the last step, None for zeros. `captured`, made by
-    `room_for`, takes what `Captured.of` finds in it.
+    `cotangents` are those of the outputs and of h and c after the last step; None means zeros.
+    `captured`, allocated by `room_for`, receives what `Captured.of` takes apart.
     """
-    sizes = given.sizes
-    wanted = tuple(
-        t.new_empty(t.shape) if need and t is not None else None
-        for t, need in zip(given.leaves, needs, strict=True)
+    sizes = inputs.sizes
+    grads = tuple(
+        [
+            t.new_empty(t.shape) if need and t is not None else None
+            for t, need in zip(inputs.leaves, needs, strict=True)
+        ]
     )
-    read, after = given.contiguous(), _contiguous(*grads)
-    made = (y, None, None, saved)
-    seen = () if captured is None else _places(given.kind, captured, *sizes[2:4])
-    call = Call(
-        *sizes, torch.get_num_threads(), 0, *map(_pointer, (*read, *made, *after, *wanted)), *seen
-    )
-    check(core().tt_backward(call))
-    return wanted
+    tensors, cotangents = inputs.contiguous(), _contiguous(*cotangents)  # alive until it returns
+    pointers = map(_pointer, (*tensors, y, None, None, saved, *cotangents, *grads))
+    squares = () if captured is None else _addresses(inputs.cell, captured, *sizes[2:4])
+    check(core().tt_backward(Call(*sizes, torch.get_num_threads(), 0, *pointers, *squares)))
+    return grads
 
 
 class Captured(NamedTuple):
-    """What a backward pass saw, in float64, letters in the order of `SEEN`.
+    """What a backward pass captured, in float64, in the order of `Cell.values`.
 
     Attributes:
-        squares: `(T, B, S)`, the squared norm of the gradient of each state and gate; S letters.
+        squares: `(T, B, S)`, the squared norm of the gradient of each state and gate.
         entering: `(B, E)`, those of the state entering the first step, h and, of an LSTM, c.
-        kept: `(H,)`, the gate that keeps the past (f of an LSTM, z of a GRU), added up over steps
-            and lanes; empty for an RNN.
+        kept: `(H,)`, the retention gate summed over steps and lanes; empty for an RNN.
     """
 
     squares: Tensor
@@ -202,30 +190,30 @@ class Captured(NamedTuple):
     kept: Tensor
 
     @classmethod
-    def of(cls, kind: Kind, captured: Tensor, steps: int, lanes: int) -> "Captured":
+    def of(cls, cell: Cell, captured: Tensor, steps: int, lanes: int) -> "Captured":
         """Views of it."""
-        squares, entering = _counts(kind, steps, lanes)
+        squares, entering = _counts(cell, steps, lanes)
         parts = captured.split([squares, entering, len(captured) - squares - entering])
         return cls(parts[0].view(steps, lanes, -1), parts[1].view(lanes, -1), parts[2])
 
 
-def room_for(kind: Kind, steps: int, lanes: int, hidden: int) -> Tensor:
-    """One piece of memory for all that is captured: half the cost of three at 5 microseconds in all."""
-    squares, entering = _counts(kind, steps, lanes)
-    return torch.empty(
-        squares + entering + (hidden if kind in _KEEPS else 0), dtype=torch.float64, device="cpu"
-    )
+def room_for(cell: Cell, steps: int, lanes: int, hidden: int) -> Tensor:
+    """One tensor for all that is captured."""
+    squares, entering = _counts(cell, steps, lanes)
+    gate = hidden if cell.retention_gate else 0
+    return torch.empty(squares + entering + gate, dtype=torch.float64, device="cpu")
 
 
-def _counts(kind: Kind, steps: int, lanes: int) -> tuple[int, int]:
-    return steps * lanes * len(SEEN[kind]), lanes * (2 if kind == "lstm" else 1)
+def _counts(cell: Cell, steps: int, lanes: int) -> tuple[int, int]:
+    return steps * lanes * len(cell.values), lanes * len(cell.states)
 
 
-def _places(kind: Kind, captured: Tensor, steps: int, lanes: int) -> tuple[int, int, int | None]:
+def _addresses(cell: Cell, captured: Tensor, steps: int, lanes: int) -> tuple[int, int, int | None]:
     """Where squares, entering and kept begin."""
-    squares, entering = _counts(kind, steps, lanes)
+    squares, entering = _counts(cell, steps, lanes)
     at = captured.data_ptr()
-    return at, at + 8 * squares, at + 8 * (squares + entering) if kind in _KEEPS else None
+    kept = at + 8 * (squares + entering) if cell.retention_gate else None
+    return at, at + 8 * squares, kept
 
 
 class _Recurrent(torch.autograd.Function):
@@ -234,8 +222,8 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: Kind,
-        seen: Seen | None,
+        cell: Cell,
+        observe: Observer | None,
         products: torch.dtype,
         x: Tensor,
         h: Tensor,
@@ -243,67 +231,67 @@ class _Recurrent(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *weights, resets = rest
-        y, h_end, c_end, saved = forward(
-            Given(kind, products, x, h, c, Weights(*weights), resets), keep=True
-        )
-        ctx.kind, ctx.seen, ctx.products = (
-            kind,
-            seen,
-            products,
-        )  # autocast is left before the backward pass as a rule
+        inputs = LayerInputs(cell, products, x, h, c, Weights(*weights), resets)
+        y, h_end, c_end, saved = forward(inputs, keep=True)
+        # the backward pass usually runs outside autocast, so the type of products is stored
+        ctx.cell, ctx.observe, ctx.products = cell, observe, products
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, c, *weights, resets, y, saved)
         return y, h_end, c_end
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         x, h, c, *weights, resets, y, saved = ctx.saved_tensors
-        seen: Seen | None = ctx.seen
-        given = Given(ctx.kind, ctx.products, x, h, c, Weights(*weights), resets)
-        needs, again = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
-        if (again and seen is None) or any(g is not None and _batched(g) for g in grads):
-            return None, None, None, *_by_reference(given, grads, needs), None
-        captured = (
-            None
-            if seen is None
-            else room_for(given.kind, x.shape[0], x.shape[1], given.weights.hidden)
-        )
-        found = backward(given, y, saved, grads, needs, captured)
-        if seen is not None and captured is not None:
-            seen(captured, h, y)
-        return None, None, None, *(_by_reference(given, grads, needs) if again else found), None
+        observe: Observer | None = ctx.observe
+        inputs = LayerInputs(ctx.cell, ctx.products, x, h, c, Weights(*weights), resets)
+        needs, differentiable = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
+        if (differentiable and observe is None) or any(
+            g is not None and _is_batched(g) for g in cotangents
+        ):
+            return None, None, None, *_vjp_by_reference(inputs, cotangents, needs), None
+        captured = None
+        if observe is not None:
+            captured = room_for(inputs.cell, x.shape[0], x.shape[1], inputs.weights.hidden)
+        grads = backward(inputs, y, saved, cotangents, needs, captured)
+        if observe is not None and captured is not None:
+            observe(captured, h, y)
+        if differentiable:
+            grads = _vjp_by_reference(inputs, cotangents, needs)
+        return None, None, None, *grads, None
 
 
-def _by_reference(given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> Gradients:
-    """The same gradients, with a graph if one is being recorded, by the recurrence written out."""
-    again = torch.is_grad_enabled()
+def _vjp_by_reference(
+    inputs: LayerInputs, cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+) -> Grads:
+    """The same gradients by the reference, with a graph if one is being recorded."""
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        mine = [
-            None if t is None else t if again else t.detach().requires_grad_(need)
-            for t, need in zip(given.leaves, needs, strict=True)
+        leaves: list[Any] = [
+            t if t is None or create_graph else t.detach().requires_grad_(need)
+            for t, need in zip(inputs.leaves, needs, strict=True)
         ]
-        x, h, c, *weights = mine
-        # x and h are never None
-        made = reference.run(given.kind, x, h, c, Weights(*weights), given.resets, given.products)  # pyright: ignore[reportArgumentType]
-        pairs = [
-            (m, g) for m, g in zip(made, grads, strict=True) if m is not None and g is not None
-        ]
-        asked = [t for t, need in zip(mine, needs, strict=True) if need and t is not None]
-        found = iter(
+        x, h, c, *weights = leaves
+        states = (h,) if c is None else (h, c)
+        y, ends = reference.run(
+            inputs.cell, x, states, Weights(*weights), inputs.resets, inputs.products
+        )
+        pairs = [(t, g) for t, g in zip((y, *ends), cotangents, strict=False) if g is not None]
+        grads = iter(
             torch.autograd.grad(
-                [m for m, _ in pairs],
-                asked,
+                [t for t, _ in pairs],
+                [t for t, need in zip(leaves, needs, strict=True) if need and t is not None],
                 [g for _, g in pairs],
-                create_graph=again,
+                create_graph=create_graph,
                 allow_unused=True,
             )
         )
-    return tuple(next(found) if need else None for need in needs)
+    return tuple(next(grads) if need else None for need in needs)
 
 
-def _batched(gradient: Tensor) -> bool:
-    """Whether these are rows of a Jacobian, as `torch.autograd.grad(..., is_grads_batched=True)` hands them out."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))  # pyright: ignore[reportAttributeAccessIssue]
+def _is_batched(gradient: Tensor) -> bool:
+    """Whether these are rows of a Jacobian, from `grad(..., is_grads_batched=True)`."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(functorch.is_legacy_batchedtensor(gradient))
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -314,22 +302,21 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def saved_numbers(*sizes: int) -> int:
-    """How many numbers a forward pass keeps; sizes as the first fields of `Call`."""
-    return _saved_numbers(level(), sizes)
+def saved_size(*sizes: int) -> int:
+    """How many numbers a forward pass saves; `sizes` are the first fields of `Call`."""
+    return _saved_size(level(), sizes)
 
 
 @cache
-def _saved_numbers(level: str | None, sizes: tuple[int, ...]) -> int:
-    """Of an instruction set, whose vectors they fill."""
-    del level
+def _saved_size(level: str | None, sizes: tuple[int, ...]) -> int:
+    del level  # the count depends on the vectors of the instruction set
     return core().tt_saved(Call(*sizes))
 
 
 def check(code: int) -> None:
-    """Refuses what a call gave, where it is TT_NO_MEMORY."""
+    """Raise if a call of the library returned TT_NO_MEMORY."""
     if code == 1:
         raise MemoryError(
-            "the kernels of throughtime found no memory for their work; take fewer lanes, or"
+            "the kernels of throughtime could not allocate their memory; take fewer lanes or"
             " shorter chunks"
         )

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from throughtime.kernels.cells import CELLS, GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Weights
-from throughtime.kernels.layer import Kind
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Weights
 
 States = tuple[Tensor, ...]  # in the order of `Cell.states`
 
@@ -53,21 +52,19 @@ class Step(NamedTuple):
 
 
 def run(
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
+    states: States,
     weights: Weights,
     resets: Tensor | None = None,
     products: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the outputs of every step and the state after the last one.
+) -> tuple[Tensor, States]:
+    """Compute the outputs of every step, and the states after the last one.
 
     Args:
-        kind: of layer.
-        x: `(T, B, D)`. Without steps, outputs are empty and the state is returned as it came.
-        h: `(B, P)`, entering the first step.
-        c: `(B, H)`, of an LSTM only.
+        cell: a row of the table.
+        x: `(T, B, D)`. Without steps, outputs are empty and the states are returned as they came.
+        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`.
         weights: of the layer, of the same type.
         resets: `(T, B)` bool, true where the state entering the step becomes zeros, even if it was
             NaN. No gradient crosses a reset.
@@ -75,18 +72,15 @@ def run(
             says. None: torch's own products, or autocast's.
 
     Returns:
-        `y (T, B, P)`, `h (B, P)`, and `c (B, H)` of an LSTM.
+        `y (T, B, P)`, and the states as they came in.
 
     Cost: some ten calls of torch for each step.
     """
-    states = (h,) if c is None else (h, c)
     if products is None:
-        y, ends = _run(CELLS[kind], x, states, weights, resets, None)
-    else:
-        rounded = None if products is x.dtype else products
-        with torch.autocast(x.device.type, enabled=False):
-            y, ends = _run(CELLS[kind], x, states, weights, resets, rounded)
-    return y, ends[0], None if c is None else ends[1]
+        return _run(cell, x, states, weights, resets, None)
+    rounded = None if products is x.dtype else products
+    with torch.autocast(x.device.type, enabled=False):
+        return _run(cell, x, states, weights, resets, rounded)
 
 
 def _run(

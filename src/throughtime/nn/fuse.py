@@ -1,9 +1,11 @@
-"""Recurrent layers of torch.nn inside any model become those of `tt.nn`, in place: the same
-objects, of another class.
+"""Replace torch.nn's recurrent layers in a model by those of `tt.nn`, and advise it in the log.
 
-So parameters, buffers, hooks, training mode, ties between modules and everything that holds a layer
-stay as they are; nothing is copied. Torch does the same where it parametrizes a module or shards
-it.
+A layer is replaced in place: the same object receives another class. So parameters, buffers, hooks,
+training mode, ties between modules and references to the layer stay, and nothing is copied. Torch
+does the same when it parametrizes or shards a module.
+
+Messages go to `logging.getLogger("throughtime")`, not to `warnings`: advice must not stop a program
+that turns warnings into errors. To silence them: `logging.getLogger("throughtime").setLevel("ERROR")`.
 """
 
 import logging
@@ -12,21 +14,24 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
+from throughtime.kernels.cells import BY_MODE
+from throughtime.kernels.dispatch import speedup
 from throughtime.nn.layers import GRU, LSTM, RNN, Recurrent
 
 FUSED: dict[type[nn.RNNBase], type[Recurrent]] = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
+ADVISE_AFTER = 100  # updates; advice does not pay for a short script
 M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger("throughtime")
+_advised: list[str] = []  # the layer that was named; once in a process
 
 
 def fuse(module: M) -> M:
-    """The module, its `nn.LSTM`, `nn.GRU` and `nn.RNN` made `tt.nn.LSTM`, `tt.nn.GRU` and
-    `tt.nn.RNN`.
+    """The module, its `nn.LSTM`, `nn.GRU` and `nn.RNN` replaced by those of `tt.nn`.
 
     For models that exist; a new one may use `tt.nn` itself. Parameters are the same objects, so an
-    optimizer made before goes on. Subclasses of torch's layers are left alone, since what their
-    forward does is not known; so are layers whose forward was replaced, and cells in loops. Those
-    left alone are named in the log, `logging.getLogger("throughtime")`.
+    optimizer created before stays valid. These layers stay as they are, and the log names them:
+    subclasses of torch's layers, whose forward may do anything; layers whose forward was replaced.
+    Cells that a Python loop calls are not layers and stay too.
 
     Args:
         module: changed in place, a bare layer too.
@@ -42,39 +47,70 @@ def fuse(module: M) -> M:
         >>> type(net[0]) is tt.nn.LSTM
         True
     """
-    left: list[str] = []
+    unchanged: list[str] = []
     for name, layer in module.named_modules():
         if isinstance(layer, nn.RNNBase) and not isinstance(layer, Recurrent):
-            reason = _fuse_one(layer)
+            reason = _fuse_layer(layer)
             if reason is not None:
-                left.append(f"'{name or type(layer).__name__}': {reason}")
-    if left:
-        _log.warning("tt.fuse left these layers as they are. %s", "; ".join(left))
+                unchanged.append(f"'{name or type(layer).__name__}': {reason}")
+    if unchanged:
+        _log.warning("tt.fuse left these layers as they are. %s", "; ".join(unchanged))
     return module
 
 
-def _fuse_one(layer: nn.RNNBase) -> str | None:
-    """Makes one layer a fused one; why not, where it must stay."""
-    kind, parametrized = type(layer), parametrize.is_parametrized(layer)
-    plain = kind.__bases__[0] if parametrized else kind
+def _fuse_layer(layer: nn.RNNBase) -> str | None:
+    """Change the class of one layer; the reason if it cannot be changed."""
+    cls, parametrized = type(layer), parametrize.is_parametrized(layer)
+    plain = cls.__bases__[0] if parametrized else cls
     if plain not in FUSED:
+        base = next(base for base in cls.__mro__ if base in FUSED or base is nn.RNNBase)
         return (
-            f"a {plain.__name__}, whose forward is not torch's; where it is a subclass of your own,"
-            " let it inherit from "
-            f"tt.nn.{next(base.__name__ for base in kind.__mro__ if base in FUSED or base is nn.RNNBase)}"
+            f"a {plain.__name__}, whose forward is not torch's; if it is a subclass of your own,"
+            f" let it inherit from tt.nn.{base.__name__}"
         )
     if "forward" in vars(layer):
         return (
-            "its forward was replaced in the instance (a tt.trace that is open, a wrapper); fuse"
+            "its forward was replaced in the instance (an open tt.trace, a wrapper); call tt.fuse"
             " before that"
         )
     fused: type[nn.RNNBase] = FUSED[plain]
-    if parametrized:  # torch has made a class for it, with a property for each weight
-        own = {
-            name: value
-            for name, value in vars(kind).items()
-            if name not in {"__dict__", "__weakref__"}
-        }
-        fused = type(kind.__name__, (fused,), own)
+    if parametrized:  # torch created a class for it, with a property for each weight
+        skipped = {"__dict__", "__weakref__"}
+        own = {name: value for name, value in vars(cls).items() if name not in skipped}
+        fused = type(cls.__name__, (fused,), own)
     layer.__class__ = fused
     return None
+
+
+def advise(module: nn.Module, lanes: int) -> None:
+    """Log once in a process how much faster `tt.fuse` would make this net, if it would.
+
+    Args:
+        module: a net that trains.
+        lanes: B.
+    """
+    if _advised:
+        return
+    ratios = {name: _speedup(layer, lanes) for name, layer in module.named_modules()}
+    name = max(ratios, key=ratios.__getitem__)
+    if ratios[name] > 1:
+        _advised.append(name)
+        _log.warning(
+            "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net ="
+            " tt.carry(module, fused=True) made such updates about %.0f times as fast in our"
+            " measurements, with the same results to rounding (docs/layers.md)",
+            name,
+            type(module.get_submodule(name)).__name__,
+            ratios[name],
+        )
+
+
+def _speedup(layer: nn.Module, lanes: int) -> float:
+    """The factor that an update would gain; 1 for a module that `tt.fuse` leaves alone."""
+    if type(layer) not in FUSED or not isinstance(layer, nn.RNNBase) or "forward" in vars(layer):
+        return 1.0
+    weight = next(layer.parameters(), None)
+    if weight is None or not weight.is_cpu:
+        return 1.0
+    projected = layer.proj_size > 0
+    return speedup(BY_MODE[layer.mode], weight.dtype, layer.hidden_size, lanes, projected)

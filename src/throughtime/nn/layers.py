@@ -11,302 +11,205 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (
-    get_eval_frame_callback as compiler,
-)  # there is no public way to ask whether it is at work
+
+# torch has no public function that says whether its compiler is active
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_callback
 from torch.nn.utils.rnn import PackedSequence
 
 from throughtime.errors import DataError, ModelError
 from throughtime.kernels import operators, recurrent, reference
+from throughtime.kernels.cells import BY_MODE, Cell, Weights
 from throughtime.kernels.dispatch import (
-    LOWERED,
+    AUTOCAST_TYPES,
     PLAIN,
-    Choice,
-    around,
+    Backend,
+    active_torch_modes,
+    autocast_applies,
     choose,
-    lowers,
-    products_in,
+    product_type,
     tracing,
 )
-from throughtime.kernels.layer import GATES, Kind, Weights
+from throughtime.kernels.reference import States
+from throughtime.state import map_leaves
 
-KINDS: dict[str, Kind] = {
-    "LSTM": "lstm",
-    "GRU": "gru",
-    "RNN_TANH": "rnn_tanh",
-    "RNN_RELU": "rnn_relu",
-}
-State: TypeAlias = tuple[Tensor, Tensor | None]  # h and c of one layer in one direction
+# One layer in one direction: cell, x (T, B, D), entering states, weights, resets -> y, last states
 Run: TypeAlias = Callable[
-    [Kind, Tensor, Tensor, Tensor | None, Weights, Tensor | None],
-    tuple[Tensor, Tensor, Tensor | None],
+    [Cell, Tensor, States, Weights, Tensor | None], tuple[Tensor, tuple[Tensor, ...]]
 ]
 
 
 class Watch(Protocol):
-    """Who looks on while a layer plays, as `tt.trace` does."""
+    """An observer of a layer's calls, as `tt.trace` is one."""
 
     def over(self, run: Run) -> Run:
-        """What is to run in place of this: called for every layer and, where there are two, direction, in the order of play."""
+        """What runs instead, for every layer and direction in order."""
         ...
 
-    def by_torch(self, play: Callable[..., Any], *given: Any) -> Any:
-        """`play(*given)`, a call that goes to torch.nn."""
+    def by_torch(self, play: Callable[..., Any], *inputs: Any) -> Any:
+        """`play(*inputs)`, a call that goes to torch.nn."""
         ...
 
 
-WATCHES: dict[
-    nn.Module, Watch
-] = {}  # by layer; in the layer itself it would be copied and saved with it
+WATCHES: dict[nn.Module, Watch] = {}  # by layer; an attribute would be copied and saved with it
 
 
 class Recurrent(nn.RNNBase):
-    """What `tt.nn.LSTM`, `tt.nn.GRU` and `tt.nn.RNN` share: which code runs, and the way through layers and directions."""
+    """The forward of `tt.nn.LSTM`, `tt.nn.GRU` and `tt.nn.RNN`: choose a backend and call it."""
 
-    # torch's name
     def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:
         """As `torch.nn`, with resets.
 
         Args:
             input: `(T, B, D)`, `(B, T, D)` if `batch_first`, `(T, D)` unbatched, or a
                 PackedSequence.
-            hx: the state entering the first step, `(L, B, P)`, of an LSTM the pair of it and `(L,
-                B, H)`; default: zeros.
-            resets: bool, one for each step and lane, in the order of `input`: true where the state
-                entering the step is zeros, whatever it was, NaN included. No gradient crosses.
-                Backwards in time, in a bidirectional layer, it is the state entering the step
-                before that is zeros: no direction sees beyond the recording.
+            hx: the state entering the first step: `(L, B, P)`, for an LSTM the pair of it and
+                `(L, B, H)`. Default: zeros.
+            resets: bool, one for each step and lane, in the layout of `input`: true where the state
+                entering the step becomes zeros, even if it was NaN. No gradient crosses a reset.
+                The backward direction of a bidirectional layer starts from zeros at the last step
+                before a reset, so neither direction reads another recording.
 
         Returns:
             As `torch.nn`: the outputs of all steps, and the state after the last. Under autocast
-            both are float32, whatever comes in.
+            both are float32, whatever the type of the inputs.
 
         Raises:
-            DataError: resets that are no bools of the inputs' steps and lanes.
-            RuntimeError, ValueError: what torch refuses, in its words.
+            DataError: resets are not bools, one for each step and lane of the inputs.
+            RuntimeError, ValueError: torch's own errors.
         """
         if torch.compiler.is_compiling():
             return self._compiled(input, hx, resets)
-        return (
-            self._eager(input, hx, resets)
-            if compiler() in {None, False}
-            else _uncompiled()(self, input, hx, resets)
-        )
+        if compiler_callback() in {None, False}:
+            return self._eager(input, hx, resets)
+        return _eager_without_dynamo()(self, input, hx, resets)
 
-    def _eager(self, given: Any, hx: Any, resets: Tensor | None) -> Any:
+    def _eager(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         if resets is not None:
-            _check_resets(given, resets)
-        weights, watch = self._weights(), WATCHES.get(self) if WATCHES else None
-        runs, lowered = self._choice(given, hx, weights).runs, lowers(weights[0].ih)
-        if runs == "torch.nn" and not self._whole(given, resets):
-            found = (
-                self._by_torch(given, hx, resets)
+            _check_resets(inputs, resets)
+        weights, watch = layer_weights(self), WATCHES.get(self) if WATCHES else None
+        backend, autocast = (
+            self._backend(inputs, hx, weights).name,
+            autocast_applies(weights[0].ih),
+        )
+        if backend == "torch.nn" and (resets is None or self._splits(inputs)):
+            result = (
+                self._by_torch(inputs, hx, resets)
                 if watch is None
-                else watch.by_torch(self._by_torch, given, hx, resets)
+                else watch.by_torch(self._by_torch, inputs, hx, resets)
             )
-            return _widened(found) if lowered else found
-        if lowered:
-            given, hx = _widened(given), _widened(hx)
-        run = recurrent.run if runs == "fused" else _defined
-        return self._play(
-            run if watch is None or runs == "reference" else watch.over(run),
-            given,
-            hx,
-            resets,
-            weights,
+            return _to_float32(result) if autocast else result
+        if autocast:
+            inputs, hx = _to_float32(inputs), _to_float32(hx)
+        run = recurrent.run if backend == "fused" else _run_reference
+        if watch is not None and backend != "reference":
+            run = watch.over(run)
+        return run_layers(self, run, inputs, hx, resets, weights)
+
+    def _compiled(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
+        """Record one operator for each layer and direction, or torch.nn's own call."""
+        weights = layer_weights(self)
+        autocast = autocast_applies(weights[0].ih)
+        operator = operators.takes(
+            BY_MODE[self.mode], self.hidden_size, self.proj_size > 0, inputs, _leaves(hx), weights
         )
+        if not operator and resets is None:
+            result = super().forward(inputs, hx)
+            return _to_float32(result) if autocast else result
+        if autocast:
+            inputs, hx = _to_float32(inputs), _to_float32(hx)
+        run = operators.run if operator else _run_reference
+        return run_layers(self, run, inputs, hx, resets, weights)
 
-    def _compiled(self, given: Any, hx: Any, resets: Tensor | None) -> Any:
-        """The same as one operator of a graph, or as torch.nn's own."""
-        weights = self._weights()
-        lowered = lowers(weights[0].ih)
-        takes = operators.takes(
-            KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, _leaves(hx), weights
-        )
-        if not takes and resets is None:
-            found = super().forward(given, hx)
-            return _widened(found) if lowered else found
-        if lowered:
-            given, hx = _widened(given), _widened(hx)
-        return self._play(operators.run if takes else _defined, given, hx, resets, weights)
-
-    def _weights(self) -> list[Weights]:
-        """By layer and direction, as they are now: `torch.func.functional_call` and wrappers put others in their place."""
-        own, bias = self._parameters, self.bias
-        found: list[Weights] = []
-        for names in self._all_weights:
-            try:
-                ih, hh, hr = (
-                    own[names[0]],
-                    own[names[1]],
-                    own[names[-1]] if self.proj_size else None,
+    def _backend(self, inputs: Any, hx: Any, weights: Sequence[Weights]) -> Backend:
+        if not isinstance(inputs, Tensor):
+            if isinstance(inputs, PackedSequence):
+                return Backend(
+                    "torch.nn", "packed input; pass recordings side by side with resets instead"
                 )
-                b_ih, b_hh = (own[names[2]], own[names[3]]) if bias else (None, None)
-            except KeyError:  # parametrized, or pruned: made of parameters of other names
-                ih, hh, hr = (
-                    getattr(self, names[0]),
-                    getattr(self, names[1]),
-                    getattr(self, names[-1]) if self.proj_size else None,
-                )
-                b_ih, b_hh = (
-                    (getattr(self, names[2]), getattr(self, names[3])) if bias else (None, None)
-                )
-            # registered, so not None
-            found.append(Weights(ih, hh, b_ih, b_hh, hr))  # pyright: ignore[reportArgumentType]
-        return found
-
-    def _choice(self, given: Any, hx: Any, weights: Sequence[Weights]) -> Choice:
-        """Which code runs, and why."""
-        if not isinstance(given, Tensor):
-            packed = isinstance(given, PackedSequence)
-            return Choice(
-                "torch.nn",
-                (
-                    "packed input; recordings side by side need resets instead"
-                    if packed
-                    else f"inputs are a {type(given).__name__}"
-                ),
+            return Backend("torch.nn", f"inputs are a {type(inputs).__name__}")
+        backend = active_torch_modes()
+        if backend is not None:
+            return backend
+        if not self._fits(inputs, hx, weights):
+            return Backend(
+                "torch.nn", "inputs, state or weights do not fit the layer; torch reports which"
             )
-        watched = around()
-        if watched is not None:
-            return watched
-        if not self._fits(given, hx, weights):
-            return Choice(
-                "torch.nn", "inputs, state or weights do not fit the layer; torch says which"
-            )
-        lanes = 1 if given.dim() == 2 else given.shape[0 if self.batch_first else 1]
-        own = weights[0] if len(weights) == 1 else chain(*weights)
+        lanes = 1 if inputs.dim() == 2 else inputs.shape[0 if self.batch_first else 1]
         return choose(
-            KINDS[self.mode], self.hidden_size, self.proj_size > 0, given, lanes, own, _leaves(hx)
+            BY_MODE[self.mode],
+            self.hidden_size,
+            self.proj_size > 0,
+            inputs,
+            lanes,
+            weights[0] if len(weights) == 1 else chain(*weights),
+            _leaves(hx),
         )
 
-    def _fits(self, given: Tensor, hx: Any, weights: Sequence[Weights]) -> bool:
-        """Whether all sizes are what the layer says, so that a kernel reads what is there and nothing else."""
-        shape, dims = given.shape, given.dim()
+    def _fits(self, inputs: Tensor, hx: Any, weights: Sequence[Weights]) -> bool:
+        """Whether all sizes are those of the layer, so that a kernel reads within bounds."""
+        shape, dims, cell = inputs.shape, inputs.dim(), BY_MODE[self.mode]
         if dims not in {2, 3} or shape[-1] != self.input_size:
             return False
         if hx is not None:
-            hidden, rows = (
-                self.hidden_size,
-                (
-                    (len(weights),)
-                    if dims == 2
-                    else (len(weights), shape[0 if self.batch_first else 1])
-                ),
-            )
-            if self.mode != "LSTM":
-                if not isinstance(hx, Tensor) or hx.shape != (*rows, hidden):
-                    return False
-            elif (
-                len(hx) != 2
-                or hx[0].shape != (*rows, self.proj_size or hidden)
-                or hx[1].shape != (*rows, hidden)
-            ):
+            rows = (len(weights),)
+            if dims == 3:
+                rows = (*rows, shape[0 if self.batch_first else 1])
+            leaves, widths = _leaves(hx), cell.widths(self.hidden_size, self.proj_size)
+            if len(leaves) != len(widths) or isinstance(hx, Tensor) != (len(widths) == 1):
                 return False
-        sizes = weight_sizes(
-            KINDS[self.mode], self.input_size, self.hidden_size, self.proj_size, self.bidirectional
+            for leaf, width in zip(leaves, widths, strict=True):
+                if leaf.shape != (*rows, width):
+                    return False
+        shapes = weight_shapes(
+            cell, self.input_size, self.hidden_size, self.proj_size, self.bidirectional
         )
         for k, layer in enumerate(weights):
-            expected = sizes[k >= 1 + self.bidirectional]
+            expected = shapes[k >= 1 + self.bidirectional]
             for weight, size in zip(layer, expected, strict=True):
                 if weight is not None and weight.shape != size:
                     return False
         return True
 
-    def _play(
-        self, run: Run, given: Tensor, hx: Any, resets: Tensor | None, weights: Sequence[Weights]
-    ) -> Any:
-        """Layer by layer through `run`, dropout between them."""
-        batched = given.dim() == 3
-        turned = batched and self.batch_first
-        x = given.transpose(0, 1) if turned else given if batched else given.unsqueeze(1)
-        if resets is not None:
-            resets = (
-                resets.transpose(0, 1) if turned else resets if batched else resets.unsqueeze(1)
-            )
-        kind, states = KINDS[self.mode], self._entering(x, hx, batched, len(weights))
-        ends: list[State] = []
-        for k in range(self.num_layers):
-            if k and self.dropout and self.training:
-                x = torch.dropout(x, self.dropout, True)  # as torch's own layers draw it
-            if self.bidirectional:
-                both = slice(2 * k, 2 * k + 2)
-                x, after = _both_ways(run, kind, x, states[both], weights[both], resets)
-                ends += after
-            else:
-                x, h, c = run(kind, x, *states[k], weights[k], resets)
-                ends.append((h, c))
-        y = x.transpose(0, 1) if turned else x if batched else x.squeeze(1)
-        return y, _ended(ends, batched)
+    def _splits(self, inputs: Any) -> bool:
+        """Whether calls of torch.nn can be split at resets."""
+        return not self.bidirectional and not tracing() and type(inputs) in PLAIN
 
-    def _entering(self, x: Tensor, hx: Any, batched: bool, count: int) -> list[State]:
-        """The state of each layer and direction, `(B, P)` and `(B, H)`."""
-        if hx is None:
-            h = x.new_zeros(x.shape[1], self.proj_size or self.hidden_size)
-            c = (
-                None
-                if self.mode != "LSTM"
-                else x.new_zeros(x.shape[1], self.hidden_size)
-                if self.proj_size
-                else h
-            )
-            return [(h, c)] * count
-        rows = [(leaf if batched else leaf.unsqueeze(1)).unbind(0) for leaf in _leaves(hx)]
-        return list(zip(*rows, strict=True)) if len(rows) == 2 else [(h, None) for h in rows[0]]
-
-    def _whole(self, given: Any, resets: Tensor | None) -> bool:
-        """Whether torch.nn cannot stand in: with resets there are no stretches, or none that can be told."""
-        return resets is not None and (self.bidirectional or tracing() or type(given) not in PLAIN)
-
-    def _by_torch(self, given: Any, hx: Any, resets: Tensor | None) -> Any:
-        """As torch.nn plays it.
-
-        With resets one call for each stretch between them, which no gradient leaves.
-        """
+    def _by_torch(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
+        """Call torch.nn; with resets, one call for each run of steps between them."""
         if resets is None:
-            return super().forward(given, hx)
-        time = 1 if self.batch_first and given.dim() == 3 else 0
-        fresh = resets.movedim(time, 0)
-        starts = sorted(
-            {0, *(fresh.any(1) if fresh.dim() == 2 else fresh).nonzero().flatten().tolist()}
-        )
-        state, own = self._zeros(given) if hx is None else hx, self._weights()[0].ih.dtype
-        outputs: list[Tensor] = []
-        for start, stop in pairwise([*starts, len(fresh)]):
-            y, after = super().forward(
-                given.narrow(time, start, stop - start), _each(_fresh_where(fresh[start]), state)
-            )
-            state = _each(lambda leaf: leaf.to(own), after)  # autocast's are not
+            return super().forward(inputs, hx)
+        time = 1 if self.batch_first and inputs.dim() == 3 else 0
+        resets = resets.movedim(time, 0)
+        steps = resets.any(1) if resets.dim() == 2 else resets
+        starts = sorted({0, *steps.nonzero().flatten().tolist()})
+        dtype = layer_weights(self)[0].ih.dtype  # autocast returns another one
+        state, outputs = hx, list[Tensor]()
+        for start, stop in pairwise([*starts, len(resets)]):
+            if state is not None:
+                state = _masked(state, resets[start].unsqueeze(-1))
+            y, state = super().forward(inputs.narrow(time, start, stop - start), state)
+            state = map_leaves(lambda leaf: leaf.to(dtype), state)
             outputs.append(y)
         return torch.cat(outputs, time), state
 
-    def _zeros(self, given: Tensor) -> Any:
-        """The state that torch.nn starts from."""
-        rows = (
-            (self.num_layers,)
-            if given.dim() == 2
-            else (self.num_layers, given.shape[0 if self.batch_first else 1])
-        )
-        h = given.new_zeros(*rows, self.proj_size or self.hidden_size)
-        return (h, given.new_zeros(*rows, self.hidden_size)) if self.mode == "LSTM" else h
-
 
 class LSTM(Recurrent, nn.LSTM):
-    """`torch.nn.LSTM` by the compiled kernel: same arguments, parameters, `state_dict` and results,
-    and `resets`.
+    """`torch.nn.LSTM` on the compiled kernel: same arguments, parameters, `state_dict` and results.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
-    says what runs.
+    Its forward takes `resets` as well. Use it in a new model; `tt.fuse` swaps the layers of a model
+    that exists. `tt.nn.backend(layer, inputs)` says what runs.
 
     Args:
-        *args: as of `torch.nn.LSTM`: `input_size`, `hidden_size`, `num_layers`, `bias`,
+        *args: those of `torch.nn.LSTM`: `input_size`, `hidden_size`, `num_layers`, `bias`,
             `batch_first`, `dropout`, `bidirectional`, `proj_size`, `device`, `dtype`.
         **kwargs: the same by name.
 
     Example:
         >>> import torch, throughtime as tt
         >>> lstm = tt.nn.LSTM(3, 8)
-        >>> y, (h, c) = lstm(torch.randn(5, 2, 3), resets=torch.tensor([[True, True], *[[False, False]] * 3, [True, False]]))
+        >>> resets = torch.zeros(5, 2, dtype=torch.bool)
+        >>> resets[3, 0] = True
+        >>> y, (h, c) = lstm(torch.randn(5, 2, 3), resets=resets)
         >>> y.shape, h.shape
         (torch.Size([5, 2, 8]), torch.Size([1, 2, 8]))
 
@@ -316,14 +219,13 @@ class LSTM(Recurrent, nn.LSTM):
 
 
 class GRU(Recurrent, nn.GRU):
-    """`torch.nn.GRU` by the compiled kernel: same arguments, parameters, `state_dict` and results,
-    and `resets`.
+    """`torch.nn.GRU` on the compiled kernel: same arguments, parameters, `state_dict` and results.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
-    says what runs.
+    Its forward takes `resets` as well. Use it in a new model; `tt.fuse` swaps the layers of a model
+    that exists. `tt.nn.backend(layer, inputs)` says what runs.
 
     Args:
-        *args: as of `torch.nn.GRU`: `input_size`, `hidden_size`, `num_layers`, `bias`,
+        *args: those of `torch.nn.GRU`: `input_size`, `hidden_size`, `num_layers`, `bias`,
             `batch_first`, `dropout`, `bidirectional`, `device`, `dtype`.
         **kwargs: the same by name.
 
@@ -339,14 +241,13 @@ class GRU(Recurrent, nn.GRU):
 
 
 class RNN(Recurrent, nn.RNN):
-    """`torch.nn.RNN` by the compiled kernel: same arguments, parameters, `state_dict` and results,
-    and `resets`.
+    """`torch.nn.RNN` on the compiled kernel: same arguments, parameters, `state_dict` and results.
 
-    For a new model; `tt.fuse` swaps the layers of one that exists. `tt.nn.backend(layer, inputs)`
-    says what runs.
+    Its forward takes `resets` as well. Use it in a new model; `tt.fuse` swaps the layers of a model
+    that exists. `tt.nn.backend(layer, inputs)` says what runs.
 
     Args:
-        *args: as of `torch.nn.RNN`: `input_size`, `hidden_size`, `num_layers`, `nonlinearity`,
+        *args: those of `torch.nn.RNN`: `input_size`, `hidden_size`, `num_layers`, `nonlinearity`,
             `bias`, `batch_first`, `dropout`, `bidirectional`, `device`, `dtype`.
         **kwargs: the same by name.
 
@@ -360,21 +261,20 @@ class RNN(Recurrent, nn.RNN):
     """
 
 
-# as forward calls it
-def backend(layer: nn.Module, input: Any, hx: Any = None) -> Choice:
-    """Which code would run this call of a layer, and why it and nothing faster.
+def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:
+    """The code that would run this call of a layer, and why nothing faster does.
 
     Args:
         layer: a recurrent layer, of `tt.nn` or `torch.nn`.
-        input: as of its forward.
-        hx: the same.
+        input: the first argument of its forward.
+        hx: the second one.
 
     Returns:
-        `runs` is "fused" (the compiled kernel), "torch.nn" or "reference" (plain PyTorch step by
-        step, under transforms of `torch.func`), `why` the reason; `str` gives both.
+        `name` is "fused" (the compiled kernel), "torch.nn" or "reference" (plain PyTorch step by
+        step, under transforms of `torch.func`). `reason` explains it. `str` gives both.
 
     Raises:
-        ModelError: no recurrent layer.
+        ModelError: the module is not a recurrent layer.
 
     Example:
         >>> import torch, throughtime as tt
@@ -382,112 +282,179 @@ def backend(layer: nn.Module, input: Any, hx: Any = None) -> Choice:
         'torch.nn: the layer is a torch.nn.GRU; tt.fuse(module) makes it a tt.nn.GRU'
     """
     if isinstance(layer, Recurrent):
-        return layer._choice(input, hx, layer._weights())  # of the same file
+        return layer._backend(input, hx, layer_weights(layer))  # of the same file
+    name = type(layer).__name__
     if isinstance(layer, nn.RNNBase):
-        name = type(layer).__name__
-        return Choice(
+        return Backend(
             "torch.nn", f"the layer is a torch.nn.{name}; tt.fuse(module) makes it a tt.nn.{name}"
         )
     raise ModelError(
-        f"{type(layer).__name__} is no recurrent layer; expected an LSTM, GRU or RNN of tt.nn or"
-        " torch.nn, such as net.lstm"
+        f"{name} is not a recurrent layer; expected an LSTM, GRU or RNN of tt.nn or torch.nn, such"
+        " as net.lstm"
     )
 
 
+def layer_weights(layer: nn.RNNBase) -> list[Weights]:
+    """The current weights of a layer of torch.nn or tt.nn, by layer and direction.
+
+    `torch.func.functional_call`, parametrizations and wrappers replace them between calls.
+    """
+    own, bias, projected = layer._parameters, layer.bias, layer.proj_size
+    result: list[Weights] = []
+    for names in layer._all_weights:
+        try:
+            ih, hh = own[names[0]], own[names[1]]
+            hr = own[names[-1]] if projected else None
+            b_ih, b_hh = (own[names[2]], own[names[3]]) if bias else (None, None)
+        except KeyError:  # parametrized or pruned: computed from parameters of other names
+            tensors = [getattr(layer, name) for name in names]
+            ih, hh, hr = tensors[0], tensors[1], tensors[-1] if projected else None
+            b_ih, b_hh = tensors[2:4] if bias else (None, None)
+        # registered, so not None
+        result.append(Weights(ih, hh, b_ih, b_hh, hr))  # pyright: ignore[reportArgumentType]
+    return result
+
+
 @cache
-def weight_sizes(
-    kind: Kind, inputs: int, hidden: int, projection: int, bidirectional: bool
+def weight_shapes(
+    cell: Cell, inputs: int, hidden: int, projection: int, bidirectional: bool
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The shapes of the weights, of the first layer and of those after it."""
-    rows, outputs = GATES[kind] * hidden, projection or hidden
+    """The shapes of `Weights`, of the first layer and of those after it."""
+    rows, outputs = len(cell.gates) * hidden, projection or hidden
     rest = (rows, outputs), (rows,), (rows,), (projection, hidden)
     return ((rows, inputs), *rest), ((rows, (1 + bidirectional) * outputs), *rest)
 
 
+def run_layers(
+    layer: nn.RNNBase,
+    run: Run,
+    inputs: Tensor,
+    hx: Any,
+    resets: Tensor | None,
+    weights: Sequence[Weights],
+) -> Any:
+    """The forward of a whole `nn.RNNBase`, with `run` for each layer and direction in order.
+
+    Handles layouts, dropout between layers, and both directions. The backward direction comes after
+    the forward one and receives its inputs reversed in time.
+
+    Args:
+        layer: of torch.nn or tt.nn.
+        run: computes one layer in one direction.
+        inputs: as of forward.
+        hx: as of forward.
+        resets: as of `Recurrent.forward`, in the layout of the inputs.
+        weights: `layer_weights(layer)`.
+
+    Returns:
+        As `torch.nn`: outputs and the state after the last step.
+    """
+    batched = inputs.dim() == 3
+    x = inputs if batched else inputs.unsqueeze(1)
+    if resets is not None and not batched:
+        resets = resets.unsqueeze(1)
+    swapped = batched and layer.batch_first
+    if swapped:
+        x, resets = x.transpose(0, 1), None if resets is None else resets.transpose(0, 1)
+    cell = BY_MODE[layer.mode]
+    entering = _entering_states(layer, cell, x, hx, batched, len(weights))
+    ends: list[States] = []
+    for k in range(layer.num_layers):
+        if k and layer.dropout and layer.training:
+            x = torch.dropout(x, layer.dropout, True)  # draws as torch's own layers do
+        if layer.bidirectional:
+            pair = slice(2 * k, 2 * k + 2)
+            x, states = _run_both_directions(run, cell, x, entering[pair], weights[pair], resets)
+            ends += states
+        else:
+            x, state = run(cell, x, entering[k], weights[k], resets)
+            ends.append(state)
+    y = x.transpose(0, 1) if swapped else x if batched else x.squeeze(1)
+    return y, _joined_states(ends, batched)
+
+
+def _entering_states(
+    layer: nn.RNNBase, cell: Cell, x: Tensor, hx: Any, batched: bool, count: int
+) -> list[States]:
+    """The states of each layer and direction, `(B, P)` and `(B, H)`."""
+    if hx is None:
+        width, *others = cell.widths(layer.hidden_size, layer.proj_size)
+        h = x.new_zeros(x.shape[1], width)
+        return [(h, *[h if n == width else x.new_zeros(x.shape[1], n) for n in others])] * count
+    rows = [(leaf if batched else leaf.unsqueeze(1)).unbind(0) for leaf in _leaves(hx)]
+    return list(zip(*rows, strict=True))
+
+
+def _run_both_directions(
+    run: Run,
+    cell: Cell,
+    x: Tensor,
+    states: Sequence[States],
+    weights: Sequence[Weights],
+    resets: Tensor | None,
+) -> tuple[Tensor, list[States]]:
+    """One bidirectional layer. Reversed in time, a recording starts one step before the next."""
+    reverse = resets
+    if resets is not None:
+        reverse = torch.cat([torch.zeros_like(resets[:1]), resets[1:].flip(0)])
+    y, last = run(cell, x, states[0], weights[0], resets)
+    z, first = run(cell, x.flip(0), states[1], weights[1], reverse)
+    return torch.cat([y, z.flip(0)], 2), [last, first]
+
+
+def _joined_states(ends: Sequence[States], batched: bool) -> Any:
+    """The state as torch.nn returns it: `(L, B, P)`, for an LSTM with `(L, B, H)`."""
+    if len(ends) == 1:  # the usual case
+        leaves = [leaf.unsqueeze(0) for leaf in ends[0]] if batched else list(ends[0])
+    else:
+        join = torch.stack if batched else torch.cat
+        leaves = [join(rows) for rows in zip(*ends, strict=True)]
+    return tuple(leaves) if len(leaves) > 1 else leaves[0]
+
+
 @cache
-def _uncompiled() -> Callable[..., Any]:
-    """Where the compiler gave up on the call itself, it would try each function inside, for nothing."""
+def _eager_without_dynamo() -> Callable[..., Any]:
+    """After a graph break at this call, the compiler would try each function inside, in vain."""
     return torch.compiler.disable(Recurrent._eager)  # of the same file
 
 
-def _both_ways(
-    run: Run,
-    kind: Kind,
-    x: Tensor,
-    states: Sequence[State],
-    weights: Sequence[Weights],
-    resets: Tensor | None,
-) -> tuple[Tensor, list[State]]:
-    """A layer that also plays from the end: there a recording ends where, in time, the next one starts."""
-    back = None if resets is None else torch.cat([torch.zeros_like(resets[:1]), resets[1:].flip(0)])
-    y, h_after, c_after = run(kind, x, *states[0], weights[0], resets)
-    z, h_before, c_before = run(kind, x.flip(0), *states[1], weights[1], back)
-    return torch.cat([y, z.flip(0)], 2), [(h_after, c_after), (h_before, c_before)]
+def _leaves(hx: Any) -> Any:
+    return () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
 
 
-def _ended(ends: Sequence[State], batched: bool) -> Any:
-    """The state as torch.nn gives it: `(L, B, P)`, of an LSTM with `(L, B, H)`; unbatched without `B`."""
-    if len(ends) == 1:  # the usual case, without a list
-        h, c = ends[0]
-        return (_first(h, batched), _first(c, batched)) if c is not None else _first(h, batched)
-    join = torch.stack if batched else torch.cat
-    h, c = join([h for h, _ in ends]), [c for _, c in ends if c is not None]
-    return (h, join(c)) if c else h
+def _run_reference(
+    cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor | None
+) -> tuple[Tensor, States]:
+    """The reference, with the products that a kernel would make."""
+    products = None
+    if autocast_applies(weights.ih):
+        products = product_type(weights.ih.dtype, x.shape[1])
+    return reference.run(cell, x, states, weights, resets, products)
 
 
-def _first(leaf: Tensor, batched: bool) -> Tensor:
-    return leaf.unsqueeze(0) if batched else leaf
+def _to_float32(values: Any) -> Any:
+    """Autocast's narrow inputs, outputs or states as float32; everything else unchanged."""
+    if isinstance(values, Tensor):
+        return values.float() if values.dtype in AUTOCAST_TYPES else values
+    if isinstance(values, PackedSequence):
+        return values._replace(data=_to_float32(values.data))
+    return tuple(map(_to_float32, values)) if isinstance(values, tuple | list) else values
 
 
-def _leaves(state: Any) -> Any:
-    return () if state is None else (state,) if isinstance(state, Tensor) else state
+def _masked(state: Any, lanes: Tensor) -> Any:
+    """The state with zeros in `lanes`."""
+    return map_leaves(lambda leaf: leaf.masked_fill(lanes, 0), state)
 
 
-def _defined(
-    kind: Kind, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, resets: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition, with the products that a kernel would make."""
-    return reference.run(
-        kind,
-        x,
-        h,
-        c,
-        weights,
-        resets,
-        products_in(weights.ih.dtype, x.shape[1]) if lowers(weights.ih) else None,
-    )
-
-
-def _widened(given: Any) -> Any:
-    """What autocast has made of float32, inputs, outputs or states, as float32.
-
-    All else as it is.
-    """
-    if isinstance(given, Tensor):
-        return given.float() if given.dtype in LOWERED else given
-    if isinstance(given, PackedSequence):
-        return given._replace(data=_widened(given.data))
-    return tuple(map(_widened, given)) if isinstance(given, tuple | list) else given
-
-
-def _each(change: Callable[[Tensor], Tensor], state: Any) -> Any:
-    return change(state) if isinstance(state, Tensor) else tuple(change(leaf) for leaf in state)
-
-
-def _fresh_where(resets: Tensor) -> Callable[[Tensor], Tensor]:
-    """Zeros in the lanes that start a recording, whatever was there."""
-    return lambda leaf: leaf.masked_fill(resets.unsqueeze(-1), 0)
-
-
-def _check_resets(given: Any, resets: Any) -> None:
-    """Resets are bools, one for each step and lane of the inputs, on their device."""
-    if not isinstance(given, Tensor):
+def _check_resets(inputs: Any, resets: Any) -> None:
+    """Require bools, one for each step and lane of the inputs, on their device."""
+    if not isinstance(inputs, Tensor):
         raise DataError(
-            f"resets came with a {type(given).__name__}, expected a tensor of inputs: packed"
-            " sequences start anew by themselves. Pad them, with resets where a lane starts"
-            " another recording"
+            f"resets came with a {type(inputs).__name__}, expected a tensor of inputs: each packed"
+            " sequence starts from its own state already. Pad the sequences, and pass resets where"
+            " a lane starts another recording"
         )
-    shape, device = given.shape[:-1], given.device
+    shape, device = inputs.shape[:-1], inputs.device
     if (
         not isinstance(resets, Tensor)
         or resets.dtype is not torch.bool

@@ -20,29 +20,29 @@ from torch import Tensor
 from throughtime.diagnose.trace.played import Call
 from throughtime.diagnose.trace.span import Weights
 from throughtime.diagnose.trace.track import Shown, Track
-from throughtime.kernels import layer, recurrent
-from throughtime.kernels.layer import Kind
+from throughtime.kernels import cells, recurrent
+from throughtime.kernels.cells import Cell
+from throughtime.kernels.reference import States
 from throughtime.nn.layers import Run
 
 Turns = Iterator[
     tuple[Track, bool]
 ]  # the tracks in the order of play, and whether they begin at the end
-Played = tuple[Tensor, Tensor, Tensor | None]
+Played = tuple[Tensor, States]
 
 
 def captured(
     turns: Turns,
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: layer.Weights,
+    states: States,
+    weights: cells.Weights,
     resets: Tensor | None = None,
 ) -> Played:
     """The kernel, told to say what its backward pass sees."""
     track, back = next(turns)
-    seen = _Seen(kind, track, back)
-    made = recurrent.run(kind, x, h, c, weights, resets, seen)
+    seen = _Seen(cell, track, back)
+    made = recurrent.run(cell, x, states, weights, resets, seen)
     if made[0].requires_grad:
         seen.start = track.begin(len(x))
     return made
@@ -51,8 +51,8 @@ def captured(
 class _Seen:
     """Takes in what the kernel says of one call."""
 
-    def __init__(self, kind: Kind, track: Track, back: bool) -> None:
-        self.kind: Kind = kind
+    def __init__(self, cell: Cell, track: Track, back: bool) -> None:
+        self.cell = cell
         self.track, self.back, self.start = track, back, 0
 
     def __call__(self, captured: Tensor, h: Tensor, y: Tensor) -> None:
@@ -61,14 +61,14 @@ class _Seen:
         ends = (
             ([h.detach()], [y.detach()[-1].clone()]) if run.piece else None
         )  # only pieces of a sweep are joined by them
-        run.note(track.name, self.start, Told(self.kind, captured, y.shape, self.back), ends)
+        run.note(track.name, self.start, Told(self.cell, captured, y.shape, self.back), ends)
 
 
 class Told:
     """What the kernel said of consecutive steps, `(T, B, ...)`, taken apart when it is asked for."""
 
-    def __init__(self, kind: Kind, captured: Tensor, shape: Sequence[int], back: bool) -> None:
-        self._kind: Kind = kind
+    def __init__(self, cell: Cell, captured: Tensor, shape: Sequence[int], back: bool) -> None:
+        self._cell = cell
         self._captured, self._shape, self._back = captured, shape, back
 
     @property
@@ -78,7 +78,7 @@ class Told:
 
     @cached_property
     def _parts(self) -> recurrent.Captured:
-        return recurrent.Captured.of(self._kind, self._captured, self._shape[0], self._shape[1])
+        return recurrent.Captured.of(self._cell, self._captured, self._shape[0], self._shape[1])
 
     @cached_property
     def _roots(self) -> Tensor:
@@ -88,7 +88,7 @@ class Told:
     @property
     def norms(self) -> Mapping[str, Tensor]:
         """By leaf, `(T, B)`."""
-        return dict(zip(recurrent.SEEN[self._kind], self._roots.unbind(2), strict=True))
+        return dict(zip(self._cell.values, self._roots.unbind(2), strict=True))
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -114,22 +114,18 @@ class Told:
 def stretched(
     turns: Turns,
     run: Run,
-    kind: Kind,
+    cell: Cell,
     x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: layer.Weights,
+    states: States,
+    weights: cells.Weights,
     resets: Tensor | None = None,
 ) -> Played:
     """The same as `run`, a call for each stretch between resets, whose backward pass shows whole tensors."""
     track, back = next(turns)
     given = [w for w in weights if w is not None]
-    if not torch.is_grad_enabled() or not any(
-        t is not None and t.requires_grad for t in (x, h, c, *given)
-    ):
-        return run(kind, x, h, c, weights, resets)
-    start, kernel = track.begin(len(x)), partial(_kernel, run, kind, weights.b_ih is not None)
-    states = tuple(leaf for leaf in (h, c) if leaf is not None)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *states, *given)):
+        return run(cell, x, states, weights, resets)
+    start, kernel = track.begin(len(x)), partial(_kernel, run, cell, weights.b_ih is not None)
     outputs: list[Tensor] = []
     for first, stop in pairwise([*_starts(resets), len(x)]):
         fresh = None if resets is None else resets[first]
@@ -139,14 +135,15 @@ def stretched(
             else tuple(leaf.masked_fill(fresh.unsqueeze(1), 0) for leaf in states)
         )
         begin = start + (len(x) - stop if back else first)
-        call = Call(kind, kernel, [_Stretch(track, back, fresh)], [begin], weights.b_ih is not None)
+        call = Call(
+            cell.name, kernel, [_Stretch(track, back, fresh)], [begin], weights.b_ih is not None
+        )
         y, *after = call(x[first:stop], tuple(leaf.unsqueeze(0) for leaf in states), given)
         states = tuple(leaf.squeeze(0) for leaf in after)
         outputs.append(y)
     return (
         outputs[0] if len(outputs) == 1 else torch.cat(outputs),
-        states[0],
-        states[1] if len(states) == 2 else None,
+        states,
     )
 
 
@@ -155,13 +152,13 @@ def _starts(resets: Tensor | None) -> list[int]:
 
 
 def _kernel(
-    run: Run, kind: Kind, biases: bool, x: Tensor, states: tuple[Tensor, ...], given: list[Tensor]
+    run: Run, cell: Cell, biases: bool, x: Tensor, states: tuple[Tensor, ...], given: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """One layer in one direction, as torch's kernels are called."""
     with torch.no_grad():
-        c = states[1][0] if len(states) == 2 else None
-        y, *after = run(kind, x, states[0][0], c, layer.Weights(*Weights.of(given, biases)), None)
-    return (y, *(leaf.unsqueeze(0) for leaf in after if leaf is not None))
+        weights = cells.Weights(*Weights.of(given, biases))
+        y, after = run(cell, x, tuple(leaf[0] for leaf in states), weights, None)
+    return (y, *(leaf.unsqueeze(0) for leaf in after))
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,7 +62,7 @@ class Frame:
         """A copy, with the layers in the order in which a backward pass comes to them."""
         run = Run(NO_TASK)
         for track, room in zip(reversed(self._tracks), reversed(self.rooms), strict=True):
-            run.note(track, 0, Told(room.kind, room.captured.clone(), room.shape, back=False), None)
+            run.note(track, 0, Told(room.cell, room.captured.clone(), room.shape, back=False), None)
         return Pass((run,))
 
     def forget(self) -> None:
