@@ -328,11 +328,11 @@ def test_places_of_another_number_of_processes_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     net, _, _ = prepare(accelerator, *parts())
     run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
-    place = run.state_dict()["places"][0]
+    position = run.state_dict()["positions"][0]
     with pytest.raises(
-        DataError, match=r"places of 2 processes, .* and there are 1: start as many again"
+        DataError, match=r"positions of 2 processes, .* and there are 1: start as many again"
     ):
-        run.load_state_dict({"places": [place, place]})
+        run.load_state_dict({"positions": [position, position]})
 
 
 def nothing_before() -> None:

@@ -456,11 +456,14 @@ ONE = torch.zeros(4, 1, 3)
 WRONG: list[Any] = [
     pytest.param({"x": ONE, "y": ONE}, {}, "the keys", id="other-keys"),
     pytest.param(
-        {"inputs": ONE, "targets": ONE, "more": ONE}, {}, "alone. Say what is what", id="a-key-more"
+        {"inputs": ONE, "targets": ONE, "more": ONE},
+        {},
+        "alone. Write which is which",
+        id="a-key-more",
     ),
     pytest.param((ONE, ONE, ONE), {}, "tuple of 3 tensors", id="three-parts"),
     pytest.param(
-        (ONE, ONE), {"static": ("2",)}, r"of which \['2'\] are not there", id="no-such-static"
+        (ONE, ONE), {"static": ("2",)}, r"of which \['2'\] are missing", id="no-such-static"
     ),
     pytest.param(
         (ONE, ONE), {"dim": 5}, r"along dim=5 they have \[None\] steps", id="no-such-dimension"

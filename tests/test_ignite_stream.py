@@ -409,11 +409,11 @@ def test_a_checkpoint_without_the_state_or_with_another_place_does_not(lost: str
     first[0].add_event_handler(Events.ITERATION_COMPLETED(once=7), first[0].terminate)
     first[0].run(stream())
     saved = {name: thing.state_dict() for name, thing in kept(*first).items()}
-    place = saved["trainer"]["stream"]["place"]
+    position = saved["trainer"]["stream"]["position"]
     if lost == "stream":
-        place["stream"]["position"] -= 10
+        position["stream"]["position"] -= 10
     else:
-        place[lost] = tt.state.map_leaves(torch.zeros_like, place[lost])
+        position[lost] = tt.state.map_leaves(torch.zeros_like, position[lost])
     later = trainer_of("horizon")
     Checkpoint.load_objects(kept(*later), saved)
     later[0].run(stream())
@@ -453,7 +453,7 @@ def test_the_state_of_another_engine_and_of_another_stream_are_refused() -> None
     ids=["chunks", "DataLoader", "tensors"],
 )
 def test_what_is_no_stream_is_refused(data: Callable[[], Any]) -> None:
-    with pytest.raises(DataError, match="expected a stretch of a stream"):
+    with pytest.raises(DataError, match="expected a batch of a stream"):
         trainer_of()[0].run(data())
 
 

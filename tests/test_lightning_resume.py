@@ -231,7 +231,7 @@ def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
     del saved["throughtime"]
     torch.save(saved, tmp_path / "none.ckpt")
-    with pytest.raises(RunError, match="the checkpoint of step 8 holds no place in a stream"):
+    with pytest.raises(RunError, match="the checkpoint of step 8 holds no position in a stream"):
         trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "none.ckpt")
 
 
@@ -243,5 +243,5 @@ def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
     saved["throughtime"] *= 2
     torch.save(saved, tmp_path / "two.ckpt")
-    with pytest.raises(RunError, match="written by 2 ranks and 1 go on from it"):
+    with pytest.raises(RunError, match="written by 2 ranks, and 1 continue from it"):
         trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "two.ckpt")

@@ -201,4 +201,4 @@ def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[lightning\]'"):
-        __import__("throughtime.integrations.lightning.tbptt")
+        __import__("throughtime.integrations.lightning")

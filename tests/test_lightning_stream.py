@@ -263,12 +263,12 @@ def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Pat
     with pytest.raises(
         DataError,
         match=(
-            r"hands out a Chunk, expected a stretch.*Loader\(tt\.Stream\(recordings, lanes,"
+            r"hands out a Chunk, expected a batch of a stream.*Loader\(tt\.Stream\(recordings, lanes,"
             r" chunk\), chunks=20\)"
         ),
     ):
         trainer_of(tmp_path).fit(Module(), stream_of())
-    with pytest.raises(DataError, match=r"given a list, expected a tt\.Stream"):
+    with pytest.raises(DataError, match=r"got a list, expected a tt\.Stream"):
         Loader([1, 2])  # pyright: ignore[reportArgumentType]
     for wrong in (0, 1.5):
         with pytest.raises(DataError, match=r"chunks=.*at least 1"):

@@ -1,10 +1,9 @@
-"""Hugging Face Accelerate: device, mixed precision, accumulation and checkpoints are the
-accelerator's, updates are those of `tt.updates`.
+"""Hugging Face Accelerate: `tt.updates` with the accelerator's device, precision and checkpoints.
 
-The net is prepared without DistributedDataParallel, since ranks add their gradients up once per
-update by themselves; and a stream is never given to `accelerator.prepare`, whose sharding would
-tear its lanes apart: made after `Accelerator()`, each rank plays its own. `accelerator.accumulate`
-has no place in the loop: every update that comes is one to step on.
+The net is prepared without DistributedDataParallel: ranks add their gradients up themselves, once
+per update. A stream is never passed to `accelerator.prepare`, whose sharding would separate its
+lanes: made after `Accelerator()`, each rank reads its own. The loop needs no
+`accelerator.accumulate`: every update is one to step on.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ except ImportError as error:
         " 'throughtime[accelerate]'"
     ) from error
 
-OTHER_WAYS = (
+SHARDED_TYPES = (
     DistributedType.DEEPSPEED,
     DistributedType.FSDP,
     DistributedType.MEGATRON_LM,
@@ -51,21 +50,21 @@ def prepare(
     optimizer: Optimizer,
     scheduler: LRScheduler | None = None,
 ) -> tuple[tt.Carried, AcceleratedOptimizer, AcceleratedScheduler | None]:
-    """The three for this accelerator, in place of `accelerator.prepare(net, optimizer, scheduler)`.
+    """Prepare the three, in place of `accelerator.prepare(net, optimizer, scheduler)`.
 
     Args:
         accelerator: on any number of processes; not with DeepSpeed, FSDP, Megatron-LM or XLA.
         net: made by `tt.carry`; it moves to the accelerator's device.
         optimizer: of the net's parameters.
-        scheduler: steps once a call, where Accelerate's own steps once for each process; not where
-            a scaler skipped the optimizer's step.
+        scheduler: steps once a call (Accelerate's own steps once for each process), unless a scaler
+            skipped the optimizer's step.
 
     Returns:
         The same net, the optimizer and the scheduler as Accelerate wraps them; `save_state` and
         `load_state` know all three.
 
     Raises:
-        ConfigError: an accelerator that adds gradients up in a way of its own, or compiles the net.
+        ConfigError: an accelerator that adds gradients up itself, or compiles the net.
 
     Example:
         >>> import torch, throughtime as tt
@@ -73,23 +72,24 @@ def prepare(
         >>> accelerator = Accelerator(cpu=True)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
         >>> net, optimizer, _ = prepare(accelerator, net, torch.optim.Adam(net.parameters()))
-        >>> stream = tt.Stream({"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, lanes=1, chunk=20)
-        >>> for update in updates(accelerator, net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(stride=20)):
+        >>> recording = {"inputs": torch.randn(50, 3), "targets": torch.randn(50)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> loss_fn, gradient = torch.nn.MSELoss(), tt.Truncated(stride=20)
+        >>> for update in updates(accelerator, net, stream, loss_fn, gradient=gradient):
         ...     _ = accelerator.clip_grad_norm_(net.parameters(), 1.0)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> update.steps
         10
     """
-    if accelerator.distributed_type in OTHER_WAYS:
+    if accelerator.distributed_type in SHARDED_TYPES:
         raise ConfigError(
             f"the accelerator is of type {accelerator.distributed_type.name}, which adds up or"
             " shards gradients at every backward pass: expected one process, or several that are"
             " not sharded: accelerate launch --multi_gpu script.py, or torchrun script.py"
         )
-    if (
-        accelerator.prepare_model(net, evaluation_mode=True) is not net
-    ):  # the mode that does not wrap; in training it is no other
+    # the mode that does not wrap; in training it makes no other difference
+    if accelerator.prepare_model(net, evaluation_mode=True) is not net:
         raise ConfigError(
             "the accelerator compiles the net, which must stay the one of tt.carry: leave"
             " dynamo_backend=... out"
@@ -97,11 +97,10 @@ def prepare(
     prepared = cast("AcceleratedOptimizer", accelerator.prepare_optimizer(optimizer))
     if scheduler is None:
         return net, prepared, None
-    stepped = cast("AcceleratedScheduler", accelerator.prepare_scheduler(scheduler))
-    stepped.split_batches = (
-        True  # what Accelerate calls one step of the scheduler for one of the optimizer
-    )
-    return net, prepared, stepped
+    prepared_scheduler = cast("AcceleratedScheduler", accelerator.prepare_scheduler(scheduler))
+    # Accelerate's setting for one step of the scheduler per step of the optimizer
+    prepared_scheduler.split_batches = True
+    return net, prepared, prepared_scheduler
 
 
 def updates(
@@ -112,11 +111,10 @@ def updates(
     *,
     gradient: Policy,
 ) -> "Epochs":
-    """`tt.updates` under this accelerator: its autocast, its scaler, its
-    `gradient_accumulation_steps` as `accumulate`.
+    """`tt.updates` with the accelerator's autocast, scaler and `gradient_accumulation_steps`.
 
     Args:
-        accelerator: as given to `prepare`.
+        accelerator: the one passed to `prepare`.
         net: as `prepare` returned it.
         stream: made after the accelerator.
         loss_fn: as for `tt.updates`.
@@ -127,35 +125,35 @@ def updates(
             `accelerator.register_for_checkpointing`.
     """
 
-    def start() -> tt.Updates:
-        several = accelerator.gradient_accumulation_steps
-        return tt.updates(
-            net, stream, loss_fn, gradient=gradient, scaler=accelerator.scaler, accumulate=several
-        )
+    def new_updates() -> tt.Updates:
+        count = accelerator.gradient_accumulation_steps
+        options: dict[str, Any] = {"scaler": accelerator.scaler, "accumulate": count}
+        return tt.updates(net, stream, loss_fn, gradient=gradient, **options)
 
     if isinstance(loss_fn, nn.Module):
-        loss_fn.to(accelerator.device)  # weights of classes, say
-    return Epochs(accelerator, start)
+        loss_fn.to(accelerator.device)  # it may hold class weights
+    return Epochs(accelerator, new_updates)
 
 
 class Epochs:
-    """Epoch after epoch of updates, and the place of every rank among them."""
+    """Epoch after epoch of updates, and the position of every rank in them."""
 
-    def __init__(self, accelerator: Accelerator, start: Callable[[], tt.Updates]) -> None:
-        self._accelerator, self._start = accelerator, start
-        self._run: tt.Updates | None = None
+    def __init__(self, accelerator: Accelerator, new_updates: Callable[[], tt.Updates]) -> None:
+        self._accelerator, self._new_updates = accelerator, new_updates
+        self._updates: tt.Updates | None = None
 
     def __iter__(self) -> Iterator[tt.Update]:
-        run = self._now()
-        while (update := self._next(run)) is not None:
+        updates = self._current()
+        while (update := self._next_update(updates)) is not None:
             yield update
-        self._run = None
+        self._updates = None
 
-    def _now(self) -> tt.Updates:
-        self._run = self._start() if self._run is None else self._run
-        return self._run
+    def _current(self) -> tt.Updates:
+        if self._updates is None:
+            self._updates = self._new_updates()
+        return self._updates
 
-    def _next(self, run: tt.Updates) -> tt.Update | None:
+    def _next_update(self, updates: tt.Updates) -> tt.Update | None:
         if not self._accelerator.sync_gradients:
             raise ConfigError(
                 "accelerator.accumulate(...) is around the loop's body, and lets the optimizer skip"
@@ -163,26 +161,29 @@ class Epochs:
                 " Accelerator(gradient_accumulation_steps=...) is all that is needed"
             )
         with self._accelerator.autocast():
-            return next(run, None)
+            return next(updates, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of every rank, since Accelerate writes what the first one says.
+        """The positions of all ranks, since Accelerate writes the first rank's dict only.
 
-        All ranks must ask together.
+        All ranks must call this together.
         """
-        return {"places": gather_object([send_to_device(self._now().state_dict(), "cpu")])}
+        position = send_to_device(self._current().state_dict(), "cpu")
+        return {"positions": gather_object([position])}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from the place of this rank.
+        """Continue from the position of this rank.
 
         Raises:
-            DataError: the places of another number of processes, or of another stream.
+            DataError: the positions of another number of processes, or of another stream.
         """
-        places, mine = saved["places"], self._accelerator
-        if len(places) != mine.num_processes:
+        positions, accelerator = saved["positions"], self._accelerator
+        if len(positions) != accelerator.num_processes:
             raise DataError(
-                f"the checkpoint holds the places of {len(places)} processes, each of which plays"
-                f" its own lanes, and there are {mine.num_processes}: start as many again"
+                f"the checkpoint holds the positions of {len(positions)} processes, each of which"
+                f" reads its own lanes, and there are {accelerator.num_processes}: start as many"
+                " again"
             )
-        self._run = self._start()
-        self._run.load_state_dict(send_to_device(places[mine.process_index], mine.device))
+        self._updates = self._new_updates()
+        position = positions[accelerator.process_index]
+        self._updates.load_state_dict(send_to_device(position, accelerator.device))

@@ -1,4 +1,4 @@
-"""From a gradient to new weights: clipping and mixed precision, the same for all trainers of this adapter."""
+"""From gradients to new weights, for both trainers of Ignite: clipping and mixed precision."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from throughtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Stepping:
-    """An optimizer with what belongs around its step."""
+class OptimizerStep:
+    """An optimizer, with autocast around the forward pass and clipping before its step."""
 
     optimizer: torch.optim.Optimizer
     max_norm: float | None
@@ -25,9 +25,9 @@ class Stepping:
                 f"amp_mode={self.amp_mode!r}: expected None or 'amp', which runs the forward pass"
                 " under torch.autocast"
             )
-        if self.scaler is not None and (
-            self.amp_mode is None or not isinstance(self.scaler, torch.amp.GradScaler)
-        ):  # pyright: ignore[reportUnnecessaryIsInstance]  # Ignite takes True here
+        # Ignite takes True for a scaler
+        known = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not known or (self.scaler is not None and self.amp_mode is None):
             raise ConfigError(
                 f"scaler={self.scaler!r} with amp_mode={self.amp_mode!r}: expected a"
                 " torch.amp.GradScaler and amp_mode='amp'; a scaler of your own can be saved:"
@@ -38,26 +38,25 @@ class Stepping:
                 f"max_norm={self.max_norm}: expected a norm above 0, or None not to clip"
             )
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """What the forward pass and the loss run under."""
-        return nullcontext() if self.amp_mode is None else torch.autocast(device.type)
+    def autocast(self, net: nn.Module) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        return nullcontext() if self.amp_mode is None else torch.autocast(device_of(net).type)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a loss with a graph."""
+        """Run the backward pass of a loss with a graph."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip(self) -> None:
-        """Makes the gradient what the optimizer is to see: without the scale, no longer than `max_norm`."""
+        """Unscale the gradient and clip it to `max_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(
-                [weight for group in self.optimizer.param_groups for weight in group["params"]],
-                self.max_norm,
-            )
+            groups = self.optimizer.param_groups
+            weights = [weight for group in groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(weights, self.max_norm)
 
     def step(self) -> None:
-        """New weights."""
+        """Step the optimizer."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -66,6 +65,6 @@ class Stepping:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Where the weights are."""
+    """The device of the weights."""
     weight = next(net.parameters(), None)
     return torch.device("cpu") if weight is None else weight.device
