@@ -3,20 +3,20 @@
     n = |g|, over the gradients of all groups        g' = g * min(1, max_norm / (n + 1e-6))
     then torch's rule, with g' for g
 
-Drop-in for `torch.optim`: subclasses of its optimizers, with their arguments, groups, hooks,
-schedulers and a `state_dict` that either loads from the other. Parameters and state stay tensors of
-their own, so that neither safetensors nor tied weights notice; the kernel is handed their
-addresses. It reads a gradient and scales it on the way: clipping leaves `.grad` as the backward
-pass left it.
+They are subclasses of torch's optimizers, with the same arguments, groups, hooks and schedulers, and
+a `state_dict` that either loads from the other. Parameters and state stay separate tensors, so
+safetensors and tied weights work as before. The kernel receives their addresses. It scales each
+gradient as it reads it: clipping leaves `.grad` unchanged.
 
-Whatever the kernel does not take goes through torch's own step, clipped in the same way, and
-`fallback` says why: other devices and types than float32 and float64 on the CPU, tensors with gaps,
-subclasses such as DTensor, `differentiable`, or no compiled core. To be confused neither with
-`torch.nn.utils.clip_grad_norm_`, which writes the clipped gradients, nor with clipping each tensor
-by itself.
+Torch's own step runs, clipped in the same way, when the kernel cannot, and `fallback` says why:
+other devices than the CPU, other types than float32 and float64, tensors with gaps, subclasses such
+as DTensor, `differentiable`, or no compiled core.
+
+Not to be confused with `torch.nn.utils.clip_grad_norm_`, which writes the clipped gradients, nor
+with clipping each tensor by itself.
 
 References: R. Pascanu, T. Mikolov and Y. Bengio, On the difficulty of training recurrent neural
-networks, ICML (2013), for the norm; for the rules those of `torch.optim`.
+networks, ICML (2013), for the norm. For the rules, those of `torch.optim`.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._autograd import _profiler_enabled as profiled
-from torch._compile import (
-    _disable_dynamo as disable_dynamo,
-)  # torch.compiler.disable imports the whole compiler
+
+# torch.compiler.disable imports the whole compiler
+from torch._compile import _disable_dynamo as disable_dynamo
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -41,7 +41,15 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks
 
 from throughtime.errors import ConfigError
 from throughtime.kernels.library import need, why_missing
-from throughtime.kernels.optimizer import RULES, TYPES, Entry, Table, misfit, overlap
+from throughtime.kernels.optimizer import (
+    OPTIONS,
+    RULES,
+    TYPES,
+    ParamEntry,
+    StepTable,
+    mismatch,
+    overlap,
+)
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -50,37 +58,34 @@ Group = Mapping[str, Any]
 
 
 class _Plan(NamedTuple):
-    """A table, and what else than tensors it was made from."""
+    """A table, and what it was built from besides tensors."""
 
-    table: Table
+    table: StepTable
     state: list[Any]
     options: list[tuple[Any, ...]]
     slots: list[dict[str, str]]
-    live: bool  # an option is a tensor, whose number may change where it is
+    has_tensor_options: bool  # the number of a tensor may change in place
 
 
-class _Compiled(Optimizer):
-    """What the three share: everything but the rule."""
+class _KernelOptimizer(Optimizer):
+    """Everything but the rule: when the compiled step runs, and clipping around torch's own."""
 
-    _torch: ClassVar[type[Optimizer]]
+    _torch_class: ClassVar[type[Optimizer]]
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
     _plan: _Plan | None = None
-    fallback: str | None = (
-        None  # why the last step was torch's own; None where the compiled core took it
-    )
+    fallback: str | None = None  # why the last step was torch's own; None if it was compiled
 
-    def _begin(self, max_norm: float | None) -> None:
+    def _set_up(self, max_norm: float | None) -> None:
         self.max_norm = max_norm
-        self._step_supports_amp_scaling = (
-            False  # GradScaler then unscales first, so that the norm is that of the gradients
-        )
+        # GradScaler then unscales first, so the norm is that of the unscaled gradients
+        self._step_supports_amp_scaling = False
 
     @property
     def max_norm(self) -> float | None:
-        """The norm that gradients are scaled down to.
+        """The norm to which gradients are scaled down.
 
-        None: neither scaled nor measured. May be set at any time.
+        None: the norm is not measured and nothing is scaled. May be set at any time.
         """
         return self._max_norm
 
@@ -102,52 +107,51 @@ class _Compiled(Optimizer):
     def norm(self) -> float | None:
         """The global norm of the gradients of the last step, before clipping.
 
-        None before the first, and without `max_norm`.
+        None before the first step, and without `max_norm`.
         """
         return None if self._norm is None else float(self._norm)
 
     def step(self, closure: Closure | None = None) -> Any:
-        """One update of every parameter that has a gradient; `.grad` stays as it is.
+        """Update every parameter that has a gradient; `.grad` stays as it is.
 
         Args:
             closure: evaluates the model again, calls backward and returns the loss.
 
         Returns:
-            What the closure returned, None without one.
+            The closure's result, None without a closure.
 
         Raises:
-            ConfigError: sparse gradients, which only SGD without `max_norm` takes.
+            ConfigError: sparse gradients, except under SGD without `max_norm`.
         """
         if torch.compiler.is_compiling():
-            return self._untraced(closure)
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if own or pre_hooks or post_hooks or profiled():
-            return self._observed() if closure is None else self._observed(closure=closure)
-        return self._advance(closure)
+            return self._step_outside_graph(closure)
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if hooks or pre_hooks or post_hooks or profiled():
+            return self._step_hooked() if closure is None else self._step_hooked(closure=closure)
+        return self._step(closure)
 
-    # Torch would wrap every step for hooks and profilers, 7 us that are for nothing where there are
-    # none.
+    # Otherwise torch wraps every step for hooks and profilers, 7 us even when there are none.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _advance(self, closure: Closure | None = None) -> Any:
+    def _step(self, closure: Closure | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.fallback = self._in_core()
+        self.fallback = self._step_compiled()
         if self.fallback is not None:
-            self._in_torch()
+            self._step_torch()
         return loss
 
     @disable_dynamo
-    def _untraced(self, closure: Closure | None) -> Any:
-        """A graph of torch.compile ends before the step and the next begins behind it."""
+    def _step_outside_graph(self, closure: Closure | None) -> Any:
+        """The graph of torch.compile ends before the step; the next begins after it."""
         return self.step(closure)
 
-    _observed = Optimizer.profile_hook_step(_advance)
+    _step_hooked = Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leaves no gradient behind, or zeros where `set_to_none` is false."""
+        """Remove all gradients; fill them with zeros if `set_to_none` is false."""
         if not set_to_none or profiled():
             super().zero_grad(set_to_none)
             return
@@ -162,38 +166,32 @@ class _Compiled(Optimizer):
         self._plan = None
         super().__setstate__(state)
 
-    def _in_torch(self) -> None:
-        step: Callable[[Optimizer], Any] = self._torch.step
-        step = (
-            getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        )  # hooks are called already
-        with self._clipped():
+    def _step_torch(self) -> None:
+        step: Callable[[Optimizer], Any] = self._torch_class.step
+        if getattr(step, "hooked", False):  # the caller has run the hooks
+            step = getattr(step, "__wrapped__", step)
+        with self._clipped_grads():
             step(self)
 
     @contextmanager
-    def _clipped(self) -> Generator[None]:
-        """Clipped copies in the places of the gradients."""
-        held = [
-            (param, param.grad)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        self._refuse_sparse([grad for _, grad in held if grad.layout != torch.strided])
+    def _clipped_grads(self) -> Generator[None]:
+        """Put clipped copies in place of the gradients for a while."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        pairs = [(param, param.grad) for param in params if param.grad is not None]
+        self._refuse_sparse([grad for _, grad in pairs if grad.layout != torch.strided])
         self._norm = None
         if self._max_norm is None:
             yield
             return
         try:
-            for param, grad in held:
+            for param, grad in pairs:
                 param.grad = grad.detach().clone()
-            norm = clip_grad_norm_([param for param, _ in held], self._max_norm)
-            self._norm = getattr(
-                norm, "full_tensor", lambda: norm
-            )()  # of a DTensor: now, when every rank is here
+            norm = clip_grad_norm_([param for param, _ in pairs], self._max_norm)
+            # of a DTensor: now, while every rank is at this line
+            self._norm = getattr(norm, "full_tensor", lambda: norm)()
             yield
         finally:
-            for param, grad in held:
+            for param, grad in pairs:
                 param.grad = grad
 
     def _refuse_sparse(self, sparse: Sequence[Tensor]) -> None:
@@ -204,8 +202,8 @@ class _Compiled(Optimizer):
                 " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
             )
 
-    def _in_core(self) -> str | None:
-        """Takes the step in the compiled core, or says why not."""
+    def _step_compiled(self) -> str | None:
+        """Take the step in the compiled core, or return why not."""
         params = [param for group in self.param_groups for param in group["params"]]
         grads: list[Any] = [param.grad for param in params]
         if NoneType in map(type, grads):
@@ -217,188 +215,172 @@ class _Compiled(Optimizer):
         plan = self._last_plan()
         if plan is None or not plan.table.fits(params, grads):
             self._plan = None
-            if (why := self._unfit(params, grads)) is not None:
-                return why
+            if (reason := self._unsupported(params, grads)) is not None:
+                return reason
             self._plan = plan = self._new_plan(params, grads)
         norm = plan.table.run(grads, self._max_norm)
         self._norm = None if self._max_norm is None else norm
         return None
 
     def _last_plan(self) -> _Plan | None:
-        """The plan of the last step with the numbers of this one, where state and options are of the same form."""
+        """The plan of the last step with this step's numbers, if state and options still fit."""
         plan = self._plan
         if plan is None or dispatch_modes():
             return None
-        state, options = self._kept(), self._options()
+        state, options = self._state_values(), self._options()
         if len(state) != len(plan.state) or any(map(is_not, state, plan.state)):
             return None
-        if plan.live or options != plan.options:
+        if plan.has_tensor_options or options != plan.options:
             if list(map(self._slots, self.param_groups)) != plan.slots:
                 return None
-            live = plan.table.configure(list(map(self._numbers, self.param_groups)))
-            self._plan = plan = plan._replace(options=options, live=live)
+            tensors = plan.table.configure(list(map(self._numbers, self.param_groups)))
+            self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
         return plan
 
     def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _Plan:
-        places = {
+        groups = {
             id(param): (number, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         }
-        entries = [self._entry(param, *places[id(param)]) for param in params]
-        table = Table(entries, grads, len(self.param_groups))
-        live = table.configure(list(map(self._numbers, self.param_groups)))
-        return _Plan(
-            table, self._kept(), self._options(), list(map(self._slots, self.param_groups)), live
-        )
+        entries = [self._entry(param, *groups[id(param)]) for param in params]
+        table = StepTable(entries, grads, len(self.param_groups))
+        tensors = table.configure(list(map(self._numbers, self.param_groups)))
+        slots = list(map(self._slots, self.param_groups))
+        return _Plan(table, self._state_values(), self._options(), slots, tensors)
 
     def _options(self) -> list[tuple[Any, ...]]:
-        take = itemgetter(*self.defaults)
-        return [(len(group["params"]), *take(group)) for group in self.param_groups]
+        values = itemgetter(*self.defaults)
+        return [(len(group["params"]), *values(group)) for group in self.param_groups]
 
-    def _kept(self) -> list[Any]:
+    def _state_values(self) -> list[Any]:
         try:
             return list(chain.from_iterable(map(dict.values, self.state.values())))
-        except TypeError:  # something of the user's own, which is equal to nothing
+        except TypeError:  # an object of the user's own; a new one equals nothing
             return [object()]
 
-    def _unfit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> str | None:
-        """What the compiled core cannot take."""
+    def _unsupported(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> str | None:
+        """Why the compiled core cannot take this step."""
         if dispatch_modes():
-            return "a mode of torch.utils._python_dispatch watches the operators"
+            return "a TorchDispatchMode is active"
         for param, grad in zip(params, grads, strict=True):
-            if why := misfit(param, param):
-                return f"a parameter {why}"
-            if why := misfit(grad, param):
-                return f"a gradient {why}"
+            if reason := mismatch(param, param):
+                return f"a parameter {reason}"
+            if reason := mismatch(grad, param):
+                return f"a gradient {reason}"
         if overlap(params):
             return "parameters share memory with each other"
         for group in self.param_groups:
             if group["differentiable"] or group.get("capturable"):
                 return "differentiable or capturable is set"
             for param in group["params"]:
-                if param.grad is not None and (why := self._unfit_state(param, group)):
-                    return f"its state {why}"
+                if param.grad is not None and (reason := self._unsupported_state(param, group)):
+                    return f"its state {reason}"
         return why_missing() if need(f"tt.optim.{type(self).__name__}") is None else None
 
-    def _unfit_state(self, param: Tensor, group: Group) -> str | None:
+    def _unsupported_state(self, param: Tensor, group: Group) -> str | None:
         state = self.state.get(param)
-        if not state or self._fresh(state):
+        if not state or self._is_first_step(state):
             return None
         for key in self._slots(group).values():
             tensor = state.get(key)
             if not isinstance(tensor, Tensor):
                 return f"has no tensor {key!r}"
-            if why := _misfit_step(tensor) if key == "step" else misfit(tensor, param):
-                return f"{key!r} {why}"
+            if reason := _step_mismatch(tensor) if key == "step" else mismatch(tensor, param):
+                return f"{key!r} {reason}"
         return None
 
-    def _entry(self, param: Tensor, number: int, group: Group) -> Entry:
+    def _entry(self, param: Tensor, number: int, group: Group) -> ParamEntry:
         slots = self._slots(group)
         if not slots:
-            return Entry(param, number)
+            return ParamEntry(param, number)
         state = self.state[param]
-        fresh = self._fresh(state)
-        if fresh:
+        first_step = self._is_first_step(state)
+        if first_step:
             for key in slots.values():
-                state[key] = (
-                    _counter()
-                    if key == "step"
-                    else torch.zeros_like(param, memory_format=torch.preserve_format)
-                )
-        return Entry(
-            param, number, fresh=fresh, **{slot: state[key] for slot, key in slots.items()}
-        )
+                state[key] = _counter() if key == "step" else torch.zeros_like(param)
+        tensors = {slot: state[key] for slot, key in slots.items()}
+        return ParamEntry(param, number, first_step=first_step, **tensors)
+
+    def _numbers(self, group: Group) -> dict[str, Any]:
+        """The fields of `tt_group`."""
+        numbers = {name: group[name] for name in OPTIONS if name in self.defaults}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        return numbers | {"rule": RULES[self._rule(group)]}
 
     @staticmethod
     def _slots(group: Group) -> dict[str, str]:
-        """Under which name of torch's state each field of an entry is kept."""
+        """The key in torch's state of each tensor field of an entry."""
         raise NotImplementedError
 
     @staticmethod
-    def _fresh(state: Mapping[str, Any]) -> bool:
-        """Whether a parameter takes its first step."""
+    def _is_first_step(state: Mapping[str, Any]) -> bool:
+        """Whether a parameter has no state yet."""
         raise NotImplementedError
 
-    def _numbers(self, group: Group) -> dict[str, Any]:
-        """The numbers of `tt_group`."""
+    def _rule(self, group: Group) -> str:
+        """A key of `RULES`."""
         raise NotImplementedError
 
 
 def _counter() -> Tensor:
-    """Torch's: a float64 can count further, where all is float64."""
-    return torch.tensor(
-        0.0,
-        dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32,
-        device="cpu",
+    """Torch's counter of steps: float64 where that is the default type, else float32."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32, device="cpu")
+
+
+def _step_mismatch(step: Tensor) -> str | None:
+    cpu, single = step.device.type == "cpu", step.numel() == 1
+    if type(step) is Tensor and cpu and single and step.dtype in TYPES:
+        return None
+    return (
+        f"is {step.dtype} on {step.device} with {step.numel()} entries, expected one float32 or"
+        " float64 on the CPU"
     )
 
 
-def _misfit_step(step: Tensor) -> str | None:
-    if (
-        type(step) is not Tensor
-        or step.device.type != "cpu"
-        or step.dtype not in TYPES
-        or step.numel() != 1
-    ):
-        return (
-            f"is {step.dtype} on {step.device} with {step.numel()} entries, expected one float32 or"
-            " float64 on the CPU"
-        )
-    return None
-
-
-class _OfAdam(_Compiled):
+class _AdamBase(_KernelOptimizer):
     @staticmethod
     def _slots(group: Group) -> dict[str, str]:
         slots = {"step": "step", "first": "exp_avg", "second": "exp_avg_sq"}
         return slots | {"largest": "max_exp_avg_sq"} if group["amsgrad"] else slots
 
     @staticmethod
-    def _fresh(state: Mapping[str, Any]) -> bool:
+    def _is_first_step(state: Mapping[str, Any]) -> bool:
         return not state
 
-    def _numbers(self, group: Group) -> dict[str, Any]:
-        apart = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
-        beta1, beta2 = group["betas"]
-        numbers = {
-            "lr": group["lr"],
-            "decay": group["weight_decay"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-        }
-        return numbers | {
-            "rule": RULES["adamw" if apart else "adam"],
-            "amsgrad": group["amsgrad"],
-            "maximize": group["maximize"],
-        }
+    def _rule(self, group: Group) -> str:
+        adamw = isinstance(self, torch.optim.AdamW)
+        return "adamw" if group.get("decoupled_weight_decay", adamw) else "adam"
 
 
-class Adam(_OfAdam, torch.optim.Adam):
-    """`torch.optim.Adam` that clips by the global norm and steps in one call; the update is
-    torch's, to rounding.
+class Adam(_AdamBase, torch.optim.Adam):
+    """`torch.optim.Adam` that clips by the global norm and steps in one call.
 
-    For networks of few, small tensors, where calls are what an optimizer costs. On a GPU nothing is
-    gained: it is torch's own step there.
+    The update is torch's, to rounding.
+
+    It is faster for networks of few, small tensors, where an optimizer spends its time on calls. On
+    a GPU torch's own step runs, and nothing is gained.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.Adam` takes them.
-        lr: the learning rate; a tensor of one number may change where it is.
+        lr: the learning rate; a tensor of one number may change in place.
         betas: decay of the means of gradients and of their squares.
-        eps: joins the denominator.
-        weight_decay: times the weight joins the gradient (L2); `AdamW` shrinks the weight instead.
+        eps: added to the denominator.
+        weight_decay: this times the weight is added to the gradient (L2). `AdamW` shrinks the
+            weight instead.
         amsgrad: divide by the largest mean of squares so far.
-        maximize: climb instead of descending.
+        maximize: ascend instead of descending.
         max_norm: scale the gradients of all groups together down to this norm; default: leave them
-            as they are. `norm` then is what it was before, and `.grad` is not written: what logs
-            clipped gradients wants `torch.nn.utils.clip_grad_norm_`.
-        foreach, fused: which of torch's own steps runs where the compiled one does not; without
-        meaning elsewhere. capturable, differentiable: torch's own step.
+            unchanged. `norm` then holds the norm before scaling. `.grad` is not written; to log
+            clipped gradients, use `torch.nn.utils.clip_grad_norm_`.
+        foreach, fused: select torch's own step for when the compiled one does not run.
+        capturable, differentiable: either makes torch's own step run.
 
     Raises:
         ConfigError: `max_norm` that is not above 0, or with `differentiable`.
-        ValueError: other arguments out of range, as torch words it.
+        ValueError: other arguments out of range, as torch reports it.
 
     Cost: 8 bytes of state per float32 number, 12 with amsgrad, as torch. Gradients are read twice
     with `max_norm`.
@@ -416,7 +398,7 @@ class Adam(_OfAdam, torch.optim.Adam):
     J. Reddi, S. Kale and S. Kumar, On the convergence of Adam and beyond, ICLR (2018).
     """
 
-    _torch = torch.optim.Adam
+    _torch_class = torch.optim.Adam
 
     def __init__(
         self,
@@ -434,35 +416,42 @@ class Adam(_OfAdam, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **torchs)
-        self._begin(max_norm)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_up(max_norm)
 
 
-class AdamW(_OfAdam, torch.optim.AdamW):
-    """`torch.optim.AdamW` that clips by the global norm and steps in one call; the update is
-    torch's, to rounding.
+class AdamW(_AdamBase, torch.optim.AdamW):
+    """`torch.optim.AdamW` that clips by the global norm and steps in one call.
+
+    The update is torch's, to rounding.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.AdamW` takes them.
-        lr: the learning rate; a tensor of one number may change where it is.
+        lr: the learning rate; a tensor of one number may change in place.
         betas: decay of the means of gradients and of their squares.
-        eps: joins the denominator.
-        weight_decay: the weight shrinks by this times the learning rate at each step, apart from
-            its gradient.
+        eps: added to the denominator.
+        weight_decay: at each step the weight shrinks by this times the learning rate,
+            independently of its gradient.
         amsgrad: divide by the largest mean of squares so far.
-        maximize: climb instead of descending.
+        maximize: ascend instead of descending.
         max_norm: as in `Adam`.
         foreach, fused, capturable, differentiable: as in `Adam`.
 
     Raises:
         ConfigError: `max_norm` that is not above 0, or with `differentiable`.
-        ValueError: other arguments out of range, as torch words it.
+        ValueError: other arguments out of range, as torch reports it.
 
     Cost: that of `Adam`.
 
@@ -478,7 +467,7 @@ class AdamW(_OfAdam, torch.optim.AdamW):
     References: I. Loshchilov and F. Hutter, Decoupled weight decay regularization, ICLR (2019).
     """
 
-    _torch = torch.optim.AdamW
+    _torch_class = torch.optim.AdamW
 
     def __init__(
         self,
@@ -496,34 +485,40 @@ class AdamW(_OfAdam, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **torchs)
-        self._begin(max_norm)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_up(max_norm)
 
 
-class SGD(_Compiled, torch.optim.SGD):
-    """`torch.optim.SGD` that clips by the global norm and steps in one call; the update is torch's,
-    to rounding.
+class SGD(_KernelOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD` that clips by the global norm and steps in one call.
+
+    The update is torch's, to rounding.
 
     Args:
         params: parameters, named parameters or groups, as `torch.optim.SGD` takes them.
-        lr: the learning rate; a tensor of one number may change where it is.
-        momentum: decay of the sum of gradients that takes the place of the gradient; 0: none is
-            kept.
-        dampening: what share of each new gradient that sum leaves out.
-        weight_decay: times the weight joins the gradient.
-        nesterov: look ahead by one step of momentum.
-        maximize: climb instead of descending.
+        lr: the learning rate; a tensor of one number may change in place.
+        momentum: decay of the running sum of gradients that replaces the gradient; 0: no sum.
+        dampening: the share of each new gradient that this sum omits.
+        weight_decay: this times the weight is added to the gradient.
+        nesterov: use Nesterov's momentum.
+        maximize: ascend instead of descending.
         max_norm, foreach, fused, differentiable: as in `Adam`.
 
     Raises:
         ConfigError: `max_norm` that is not above 0, or with `differentiable`.
-        ValueError: other arguments out of range, as torch words it.
+        ValueError: other arguments out of range, as torch reports it.
 
     Cost: 4 bytes of state per float32 number with momentum, none without, as torch. Gradients are
     read twice with `max_norm`.
@@ -541,7 +536,7 @@ class SGD(_Compiled, torch.optim.SGD):
     and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
 
-    _torch = torch.optim.SGD
+    _torch_class = torch.optim.SGD
 
     def __init__(
         self,
@@ -558,32 +553,28 @@ class SGD(_Compiled, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        torchs: dict[str, Any] = {
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **torchs)
-        self._begin(max_norm)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_up(max_norm)
 
     @staticmethod
     def _slots(group: Group) -> dict[str, str]:
         return {"first": "momentum_buffer"} if group["momentum"] else {}
 
     @staticmethod
-    def _fresh(state: Mapping[str, Any]) -> bool:
+    def _is_first_step(state: Mapping[str, Any]) -> bool:
         return state.get("momentum_buffer") is None
 
-    def _numbers(self, group: Group) -> dict[str, Any]:
-        numbers = {
-            "lr": group["lr"],
-            "decay": group["weight_decay"],
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-        }
-        return numbers | {
-            "rule": RULES["sgd"],
-            "nesterov": group["nesterov"],
-            "maximize": group["maximize"],
-        }
+    def _rule(self, group: Group) -> str:
+        del group
+        return "sgd"

@@ -1,20 +1,15 @@
-"""The compiled step of an optimizer: a table of pointers, filled once, checked at every step and
-run in one call.
+"""The compiled step of an optimizer: a table of pointers, run in one call.
 
-The kernel sees addresses only, so the table holds for as long as every tensor in it is where it
-was, as it was. What a step of six tensors may cost is 10 us in all, of which a single call of
-torch's is 0.1 us per tensor: one tensor costs seven of them.
-
-    entry      one parameter with its gradient and what the optimizer keeps of it
-    table      all entries of a step, over all groups, in the order of the parameters
+The table is filled once and checked at every step. The kernel receives only addresses, so the table
+is valid as long as every tensor in it keeps its memory and layout. A step of six tensors may cost
+10 us in all. One call of torch costs 0.1 us per tensor, and one tensor needs seven of them.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import is_not
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,29 +18,32 @@ from throughtime.kernels.library import library, why_missing
 
 RULES = {"sgd": 0, "adam": 1, "adamw": 2}  # tt_rule
 TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
+# fields of tt_group that have the names of torch's options
+OPTIONS = (
+    *("lr", "weight_decay", "momentum", "dampening", "eps"),
+    *("nesterov", "amsgrad", "maximize"),
+)
 _data_ptr, _numel, _stride, _is_neg = Tensor.data_ptr, Tensor.numel, Tensor.stride, Tensor.is_neg
 
 
-class _Group(ctypes.Structure):
+class GroupStruct(ctypes.Structure):
     _fields_: ClassVar = [  # tt_group
-        *(
-            (name, ctypes.c_double)
-            for name in ("lr", "decay", "momentum", "dampening", "beta1", "beta2", "eps")
-        ),
+        *((name, ctypes.c_double) for name in ("lr", "weight_decay", "momentum", "dampening")),
+        *((name, ctypes.c_double) for name in ("beta1", "beta2", "eps")),
         *((name, ctypes.c_int32) for name in ("rule", "nesterov", "amsgrad", "maximize")),
     ]
 
 
-class _Entry(ctypes.Structure):
+class TensorStruct(ctypes.Structure):
     _fields_: ClassVar = [  # tt_tensor
         *((name, ctypes.c_void_p) for name in ("param", "first", "second", "largest", "step")),
         *((name, ctypes.c_int64) for name in ("start", "size")),
-        *((name, ctypes.c_int32) for name in ("group", "type", "step_type", "fresh")),
+        *((name, ctypes.c_int32) for name in ("group", "type", "step_type", "first_step")),
         *((name, ctypes.c_double) for name in ("rate", "root")),
     ]
 
 
-class _Step(ctypes.Structure):
+class OptimizerStruct(ctypes.Structure):
     _fields_: ClassVar = [  # tt_optim
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("tensors", "groups", "grads")),
@@ -54,18 +52,17 @@ class _Step(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A parameter, and what the optimizer keeps of it in tensors of the same form.
+class ParamEntry(NamedTuple):
+    """A parameter, and the state of its optimizer in tensors of the same layout.
 
     Attributes:
         param: float32 or float64, on the CPU, without gaps.
-        group: which group it belongs to.
+        group: the number of its group.
         first: momentum of SGD, or Adam's mean of gradients.
         second: Adam's mean of squared gradients.
-        largest: the largest of these, for amsgrad.
+        largest: the largest of these means so far, for amsgrad.
         step: Adam's number of steps, one float32 or float64.
-        fresh: SGD's momentum starts from the gradient of this step.
+        first_step: SGD's momentum starts from this step's gradient.
     """
 
     param: Tensor
@@ -74,42 +71,48 @@ class Entry:
     second: Tensor | None = None
     largest: Tensor | None = None
     step: Tensor | None = None
-    fresh: bool = False
+    first_step: bool = False
 
-    def tensors(self) -> Iterable[Tensor]:
-        """All that is there."""
-        return (
-            tensor
-            for tensor in (self.param, self.first, self.second, self.largest, self.step)
-            if tensor is not None
+    def struct(self, start: int) -> TensorStruct:
+        """The entry for the kernel; `start` counts the numbers in the entries before it."""
+        state = (self.first, self.second, self.largest, self.step)
+        return TensorStruct(
+            self.param.data_ptr(),
+            *(None if tensor is None else tensor.data_ptr() for tensor in state),
+            start,
+            self.param.numel(),
+            self.group,
+            TYPES[self.param.dtype],
+            0 if self.step is None else TYPES[self.step.dtype],
+            self.first_step,
         )
 
 
-class Table:
-    """All entries of a step.
+class StepTable:
+    """All entries of a step, over all groups, in the order of the parameters.
 
-    `fits` says whether it still holds; `run` takes the step, and may be called only where it does.
+    `fits` says whether it is still valid; `run` takes the step, and may only be called if it is.
     """
 
-    def __init__(self, entries: Sequence[Entry], grads: Sequence[Tensor], groups: int) -> None:
+    def __init__(self, entries: Sequence[ParamEntry], grads: Sequence[Tensor], groups: int) -> None:
         starts = [0, *accumulate(entry.param.numel() for entry in entries)]
-        self._entries = (_Entry * len(entries))(
-            *(_packed(entry, start) for entry, start in zip(entries, starts, strict=False))
-        )
-        self._groups, self._grads = (_Group * groups)(), (ctypes.c_uint64 * len(entries))()
-        self._step = _Step(
+        self._entries = (TensorStruct * len(entries))(*map(ParamEntry.struct, entries, starts))
+        self._groups, self._grads = (GroupStruct * groups)(), (ctypes.c_uint64 * len(entries))()
+        self._struct = OptimizerStruct(
             len(entries), *map(ctypes.addressof, (self._entries, self._groups, self._grads))
         )
-        self._call, self._where = _optimize(), ctypes.c_void_p(ctypes.addressof(self._step))
+        self._call = _optimize()
+        self._address = ctypes.c_void_p(ctypes.addressof(self._struct))
         self._params = [entry.param for entry in entries]
-        self._tensors = list(chain.from_iterable(entry.tensors() for entry in entries))
-        self._places = list(map(_data_ptr, self._tensors))
-        self._forms = _forms(self._params, grads)
+        self._tensors = [field for entry in entries for field in entry if isinstance(field, Tensor)]
+        self._addresses = list(map(_data_ptr, self._tensors))
+        self._layouts = _layouts(self._params, grads)
 
     def configure(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Takes over the numbers of every group, under the names of `tt_group`.
+        """Set the numbers of every group, under the names of `tt_group`.
 
-        Whether one is a tensor, which may change unseen.
+        Returns:
+            Whether one of them is a tensor, which may change in place.
         """
         for group, numbers in zip(self._groups, groups, strict=True):
             for name, number in numbers.items():
@@ -117,30 +120,28 @@ class Table:
         return any(isinstance(number, Tensor) for numbers in groups for number in numbers.values())
 
     def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Whether parameters, gradients and state are where and what they were.
+        """Whether parameters, gradients and state have their memory and layout of before.
 
-        The addresses of gradients may be others.
+        Gradients may have moved.
         """
         if len(params) != len(self._params) or any(map(is_not, params, self._params)):
             return False
         try:
             return (
-                list(map(_data_ptr, self._tensors)) == self._places
-                and _forms(params, grads) == self._forms
+                list(map(_data_ptr, self._tensors)) == self._addresses
+                and _layouts(params, grads) == self._layouts
             )
         except RuntimeError:  # a sparse gradient has no strides
             return False
 
     def run(self, grads: Sequence[Tensor], max_norm: float | None) -> float:
-        """The norm of the gradients where `max_norm` is given, else 0.
-
-        Parameters and state are those after the step.
-        """
+        """Take the step; the result is the norm of the gradients, 0 without `max_norm`."""
         self._grads[:] = list(map(_data_ptr, grads))
-        self._step.clip, self._step.max_norm = max_norm is not None, max_norm or 0.0
-        self._step.threads = torch.get_num_threads()
-        norm = self._call(self._where)
-        torch.autograd.graph.increment_version(self._params)  # a graph that saved them must notice
+        self._struct.clip, self._struct.max_norm = max_norm is not None, max_norm or 0.0
+        self._struct.threads = torch.get_num_threads()
+        norm = self._call(self._address)
+        # autograd reports a graph that saved the old values
+        torch.autograd.graph.increment_version(self._params)
         return norm
 
 
@@ -152,34 +153,19 @@ def _optimize() -> Callable[[ctypes.c_void_p], float]:
     return core.tt_optimize
 
 
-def _packed(entry: Entry, start: int) -> _Entry:
-    state = (entry.first, entry.second, entry.largest, entry.step)
-    return _Entry(
-        entry.param.data_ptr(),
-        *(None if tensor is None else tensor.data_ptr() for tensor in state),
-        start,
-        entry.param.numel(),
-        entry.group,
-        TYPES[entry.param.dtype],
-        0 if entry.step is None else TYPES[entry.step.dtype],
-        entry.fresh,
-    )
-
-
-def _forms(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[object]:
-    """All that the kernel takes for granted of gradients, which are others at every step, and the sizes of what it writes."""
-    sizes = map(_numel, chain(grads, params))
+def _layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[object]:
+    """What the kernel assumes of gradients, new at every step, and the sizes of what it writes."""
     return [
         *map(type, grads),
         *[grad.dtype for grad in grads],
-        *sizes,
+        *map(_numel, chain(grads, params)),
         *map(_stride, grads),
         *map(_is_neg, grads),
     ]
 
 
-def misfit(tensor: Tensor, like: Tensor) -> str | None:
-    """Why the kernel cannot read `tensor` as it reads `like`, which is a parameter or the tensor itself; None where it can."""
+def mismatch(tensor: Tensor, like: Tensor) -> str | None:
+    """Why the kernel cannot read `tensor` in step with the parameter `like`; None if it can."""
     if type(tensor) not in {Tensor, torch.nn.Parameter}:
         return f"is a {type(tensor).__name__}, expected a plain tensor"
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -197,7 +183,7 @@ def misfit(tensor: Tensor, like: Tensor) -> str | None:
             f"has gaps or repeats in memory (shape {tuple(tensor.shape)}, strides"
             f" {tensor.stride()}), expected none"
         )
-    if _order(tensor) != _order(like):
+    if _strides(tensor) != _strides(like):
         return (
             f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected"
             f" {tuple(like.shape)} and {like.stride()}"
@@ -206,7 +192,7 @@ def misfit(tensor: Tensor, like: Tensor) -> str | None:
 
 
 def overlap(params: Sequence[Tensor]) -> bool:
-    """Whether two of them share memory, so that the order of their updates counts."""
+    """Whether two of them share memory, so the order of their updates would matter."""
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size())
         for param in params
@@ -215,22 +201,18 @@ def overlap(params: Sequence[Tensor]) -> bool:
     return any(end > start for (_, end), (start, _) in pairwise(spans))
 
 
-def _order(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides; of a dimension of one entry no stride is ever used."""
-    shape = tuple(tensor.shape)
-    return shape, tuple(
-        stride for size, stride in zip(shape, tensor.stride(), strict=True) if size != 1
-    )
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """Size and stride of each dimension; with a single entry, the stride is never used."""
+    return [
+        (size, stride if size != 1 else 0)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether every place between the first entry and the last holds exactly one entry."""
+    """Whether every address between the first entry and the last holds exactly one entry."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size)
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        if size != 1
-    ):
+    for stride, size in sorted((stride, size) for size, stride in _strides(tensor) if size != 1):
         if stride != expected and tensor.numel():
             return False
         expected *= size
