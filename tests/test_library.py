@@ -30,7 +30,7 @@ def new(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("THROUGHTIME_LEVEL", raising=False)
     monkeypatch.delenv("THROUGHTIME_LIBRARY", raising=False)
     before = loader.level()
-    monkeypatch.setattr(loader, "_said", [])
+    monkeypatch.setattr(loader, "_warned", [])
     loader._loaded.cache_clear()
     yield
     monkeypatch.undo()
@@ -125,7 +125,9 @@ def test_a_missing_library_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
     assert loader.library() is None
     assert "pip install" in (loader.why_missing() or "")
-    with pytest.warns(UserWarning, match=r"^tt\.nn\.LSTM runs through plain PyTorch.*pip install"):
+    with pytest.warns(
+        UserWarning, match=r"unavailable for tt\.nn\.LSTM\. Using plain PyTorch.*pip install"
+    ):
         assert loader.need("tt.nn.LSTM") is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,10 +3,10 @@
     n = |g|, over the gradients of all groups        g' = g * min(1, max_norm / (n + 1e-6))
     then torch's rule, with g' for g
 
-They are subclasses of torch's optimizers, with the same arguments, groups, hooks and schedulers, and
-a `state_dict` that either loads from the other. Parameters and state stay separate tensors, so
-safetensors and tied weights work as before. The kernel receives their addresses. It scales each
-gradient as it reads it: clipping leaves `.grad` unchanged.
+They are subclasses of torch's optimizers, with the same arguments, groups, hooks and schedulers.
+Each loads the `state_dict` of the other. Parameters and state stay separate tensors, so safetensors
+and tied weights work as before. The kernel receives their addresses. It scales each gradient as it
+reads it: clipping leaves `.grad` unchanged.
 
 Torch's own step runs, clipped in the same way, when the kernel cannot, and `fallback` says why:
 other devices than the CPU, other types than float32 and float64, tensors with gaps, subclasses such

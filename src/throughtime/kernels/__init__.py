@@ -1,4 +1,4 @@
-"""Recurrences that run over all steps at once."""
+"""Recurrent layers, the linear scan and optimizer steps: references and compiled kernels."""
 
 from throughtime.kernels.scan import linear_scan
 

@@ -1,20 +1,19 @@
-"""The compiled core: found, checked and given torch's threads when it is first wanted.
+"""The compiled core: load it on first use, check it, and give it torch's threads.
 
-It is one shared library without torch or Python in it, so that one build serves every version of
-both; calls go through ctypes, which lets go of the interpreter's lock. Two variables of the
-environment, read once, when the library is first wanted:
+It is one shared library without torch or Python in it, so one build serves every version of both.
+Calls go through ctypes, which releases the interpreter's lock. Two environment variables are read
+once, on first use:
 
-    THROUGHTIME_LIBRARY=/path/to/libthroughtime.so   a library built elsewhere, instead of the one
-    that was installed
-    THROUGHTIME_LEVEL=v4 | v3 | v2 | base | none     an instruction set instead of the widest that
-                                                     the processor has: x86-64-v4 (AVX-512), v3
-                                                     (AVX2), v2 (SSE4.2); base is any other
-                                                     processor's only one; none leaves the library
-                                                     alone, and plain PyTorch runs
+    THROUGHTIME_LIBRARY=/path/to/libthroughtime.so
+        another library instead of the installed one
+    THROUGHTIME_LEVEL=v4 | v3 | v2 | base | none
+        another instruction set than the widest of the processor: x86-64-v4 (AVX-512), v3 (AVX2),
+        v2 (SSE4.2). `base` is the only one of other processors. `none` disables the library, and
+        plain PyTorch runs.
 
-Threads are torch's: a kernel runs its pieces through GOMP_parallel of the very OpenMP runtime that
-torch calls, so that no second pool of threads competes for the cores. In a process that was forked
-kernels run on one thread: OpenMP's do not survive a fork, and torch's own operators hang there.
+Threads are torch's: a kernel distributes its work through GOMP_parallel of the OpenMP runtime that
+torch calls, so no second pool of threads competes for the cores. In a forked process kernels run on
+one thread: OpenMP's threads do not survive a fork, and torch's own operators hang there.
 """
 
 import ctypes
@@ -22,7 +21,6 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,23 +32,23 @@ VERSION = 5  # of the C interface: TT_VERSION in cpu/throughtime.h
 NAME = "libthroughtime.dylib" if sys.platform == "darwin" else "libthroughtime.so"
 REBUILD = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"
+    " (in a clone of the sources: pip install -e . --no-deps)"
 )
-_said: list[str] = []  # who was first to be told
-_EDITABLE = "in a clone of the sources: pip install -e . --no-deps"
+_warned: list[str] = []  # the first caller that went without the library
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled core, or None where plain PyTorch has to do; `why_missing` then says why.
+    """The compiled core, or None if plain PyTorch has to run; `why_missing` then says why.
 
     Returns:
         The same library at every call of a process, with the types of `tt_version`, `tt_level`,
         `tt_use`, `tt_bfloat16` and `tt_pool` set and torch's threads handed over.
 
     Raises:
-        ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL names what is not there. A library
-            that was only installed raises nothing.
+        ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL is invalid. A fault of the installed
+            library raises nothing.
 
-    Cost: half a millisecond once, then a look into a cache.
+    Cost: half a millisecond once, then a look-up in a cache.
 
     Example:
         >>> from throughtime.kernels.library import library, why_missing
@@ -61,36 +59,35 @@ def library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str | None:
-    """Why `library()` is None, with the line to write; None where it is there."""
+    """Why `library()` is None, with the line to write; None if it is loaded."""
     return _loaded()[1]
 
 
 def level() -> str | None:
-    """The instruction set that runs: "v4", "v3", "v2" or "base"; None without the library."""
+    """The active instruction set: "v4", "v3", "v2" or "base"; None without the library."""
     core = library()
     return None if core is None else core.tt_level().decode()
 
 
 def bfloat16() -> bool:
-    """Whether the instruction set that runs has products in bfloat16.
-
-    Without the library nothing has.
-    """
+    """Whether the library is loaded and its active instruction set has products in bfloat16."""
     core = library()
     return core is not None and bool(core.tt_bfloat16())
 
 
-def need(by: str) -> ctypes.CDLL | None:
-    """As `library`, for what is slower without it: a warning says so, once in a process.
+def need(caller: str) -> ctypes.CDLL | None:
+    """As `library`, for callers that are slower without it; warn once in a process.
 
     Args:
-        by: who wants it, as the user knows it: "tt.nn.LSTM".
+        caller: the name that the user knows: "tt.nn.LSTM".
     """
     core = library()
-    if core is None and not _said and os.environ.get("THROUGHTIME_LEVEL") != "none":
-        _said.append(by)
+    if core is None and not _warned and os.environ.get("THROUGHTIME_LEVEL") != "none":
+        _warned.append(caller)
         warnings.warn(
-            f"{by} runs through plain PyTorch, as exact but slower: {why_missing()}", stacklevel=3
+            f"Compiled kernels unavailable for {caller}. Using plain PyTorch: same results, slower."
+            f" Reason: {why_missing()}",
+            stacklevel=3,
         )
     return core
 
@@ -99,53 +96,45 @@ def need(by: str) -> ctypes.CDLL | None:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     level, path = os.environ.get("THROUGHTIME_LEVEL", ""), os.environ.get("THROUGHTIME_LIBRARY", "")
     if level == "none":
-        return (
-            None,
-            "THROUGHTIME_LEVEL=none leaves the compiled kernels alone. unset THROUGHTIME_LEVEL",
-        )
-    core, why = _open(Path(path)) if path else _installed()
+        return None, "THROUGHTIME_LEVEL=none disables the compiled kernels. unset THROUGHTIME_LEVEL"
+    core, reason = _open(Path(path)) if path else _installed()
     if core is None and path:
         raise ConfigError(
-            f"THROUGHTIME_LIBRARY={path}: {why} Or take the installed one: unset"
+            f"THROUGHTIME_LIBRARY={path}: {reason} Or take the installed one: unset"
             " THROUGHTIME_LIBRARY"
         )
     if core is not None:
         if level and not core.tt_use(level.encode()):
             raise ConfigError(
-                f"THROUGHTIME_LEVEL={level}: this processor has, or the library was built for,"
-                f" {_levels(core)}; expected one of these, or none for plain PyTorch. For the"
-                " widest: unset THROUGHTIME_LEVEL"
+                f"THROUGHTIME_LEVEL={level}: this processor and this library have {_levels(core)};"
+                " expected one of these, or none for plain PyTorch. For the widest: unset"
+                " THROUGHTIME_LEVEL"
             )
         core.tt_pool(_parallel())
-        core.tt_blas(*_products())
-    return core, why
+        core.tt_blas(*_blas())
+    return core, reason
 
 
 def _levels(core: ctypes.CDLL) -> str:
     widest = core.tt_level()
-    there = [name for name in (b"v4", b"v3", b"v2", b"base") if core.tt_use(name)]
+    names = [name.decode() for name in (b"v4", b"v3", b"v2", b"base") if core.tt_use(name)]
     core.tt_use(widest)
-    return ", ".join(name.decode() for name in there)
+    return ", ".join(names)
 
 
 def _installed() -> tuple[ctypes.CDLL | None, str | None]:
-    for path in _places():
+    # In an editable install, a finder of scikit-build-core adds the environment's folder.
+    for folder in kernels.__path__:
+        path = Path(folder) / "cpu" / NAME
         if path.is_file():
             return _open(path)
     return (
         None,
         (
-            "the compiled kernels are not installed: no wheel of throughtime was there for"
-            f" {sys.platform} on this processor, and no C++ compiler (GCC or Clang) when it was"
-            f" built here. With a compiler: {REBUILD} ({_EDITABLE})."
+            f"the library is not installed: no wheel for {sys.platform} on this processor, no C++"
+            f" compiler (GCC or Clang). With a compiler: {REBUILD}."
         ),
     )
-
-
-def _places() -> Iterator[Path]:
-    """Beside this file; in an editable install, in the environment, where a finder of scikit-build-core adds its folder to the path."""
-    for folder in kernels.__path__:
-        yield Path(folder) / "cpu" / NAME
 
 
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
@@ -158,7 +147,7 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
             None,
             (
                 f"{path} is not a compiled core that loads here ({error}). Build it again:"
-                f" {REBUILD} ({_EDITABLE})."
+                f" {REBUILD}."
             ),
         )
     version = core.tt_version()
@@ -166,9 +155,9 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         return (
             None,
             (
-                f"{path} speaks version {version} of the C interface, expected {VERSION}: library"
-                " and Python files come from two versions of throughtime, and would misread each"
-                f" other's memory. Install both again: {REBUILD} ({_EDITABLE})."
+                f"{path} has version {version} of the C interface, expected {VERSION}: the library"
+                " and the Python files come from two versions of throughtime. Install both again:"
+                f" {REBUILD}."
             ),
         )
     core.tt_level.argtypes, core.tt_level.restype = [], ctypes.c_char_p
@@ -179,18 +168,18 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
     if not core.tt_level():
         return (
             None,
-            f"the processor is older than {path} was built for: x86-64-v2, with SSE4.2, of 2009.",
+            (f"{path} needs a processor with x86-64-v2 (SSE4.2, from 2009 on); this one is older."),
         )
     return core, None
 
 
-def _products() -> tuple[int | None, ...]:
-    """The addresses of sgemm, dgemm, that of bfloat16 and what sets their threads in torch's BLAS,
-    where it beats our own: Intel's MKL.
+def _blas() -> tuple[int | None, ...]:
+    """The addresses of sgemm, dgemm, the bfloat16 product and the thread setter of Intel's MKL.
 
-    Products of 384 rows took 0.66 to 0.94 of the time in it there (AVX-512, one thread), and of
-    bfloat16, by AMX, an eighth; on AMD's MKL reaches half of what the processor can do, our own all
-    of it, and elsewhere nothing was measured.
+    All None if our own products are at least as fast. Products of 384 rows took 0.66 to 0.94 of our
+    time in MKL on an Intel processor (AVX-512, one thread), and those of bfloat16 an eighth, by
+    AMX. On AMD, MKL reaches half of the processor's peak and our own products all of it. Nothing
+    else was measured.
     """
     if not torch.backends.mkl.is_available() or not _is_intel():
         return None, None, None, None
@@ -203,21 +192,19 @@ def _products() -> tuple[int | None, ...]:
 
 
 def _is_intel() -> bool:
-    """Whether Linux says that Intel made the processor."""
-    known = Path("/proc/cpuinfo")
-    return (
-        known.is_file()
-        and "GenuineIntel" in known.read_text(encoding="utf-8", errors="replace")[:4096]
-    )
+    """Whether Linux names Intel as the processor's vendor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return False
+    return "GenuineIntel" in cpuinfo.read_text(encoding="utf-8", errors="replace")[:4096]
 
 
 def _parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch calls; None where it has none,
-    and kernels run on one thread.
+    """The address of GOMP_parallel in torch's OpenMP runtime, or None: then one thread runs.
 
-    Looked up as the dynamic linker did for torch itself: what is global first (a preloaded runtime,
-    libtorch_global_deps), then what torch's own libraries need, in their order. Nothing is loaded
-    that was not there. GCC's, LLVM's and Intel's runtimes all have it.
+    The search order is that of the dynamic linker for torch: first global symbols (a preloaded
+    runtime, libtorch_global_deps), then the libraries that torch needs, in their order. Nothing new
+    is loaded. GCC's, LLVM's and Intel's runtimes all have the function.
     """
     if not torch.backends.openmp.is_available():
         return None

@@ -27,7 +27,9 @@ _data_ptr, _numel, _stride, _is_neg = Tensor.data_ptr, Tensor.numel, Tensor.stri
 
 
 class GroupStruct(ctypes.Structure):
-    _fields_: ClassVar = [  # tt_group
+    """`tt_group` of throughtime.h."""
+
+    _fields_: ClassVar = [
         *((name, ctypes.c_double) for name in ("lr", "weight_decay", "momentum", "dampening")),
         *((name, ctypes.c_double) for name in ("beta1", "beta2", "eps")),
         *((name, ctypes.c_int32) for name in ("rule", "nesterov", "amsgrad", "maximize")),
@@ -35,7 +37,9 @@ class GroupStruct(ctypes.Structure):
 
 
 class TensorStruct(ctypes.Structure):
-    _fields_: ClassVar = [  # tt_tensor
+    """`tt_tensor` of throughtime.h."""
+
+    _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("param", "first", "second", "largest", "step")),
         *((name, ctypes.c_int64) for name in ("start", "size")),
         *((name, ctypes.c_int32) for name in ("group", "type", "step_type", "first_step")),
@@ -44,7 +48,9 @@ class TensorStruct(ctypes.Structure):
 
 
 class OptimizerStruct(ctypes.Structure):
-    _fields_: ClassVar = [  # tt_optim
+    """`tt_optim` of throughtime.h."""
+
+    _fields_: ClassVar = [
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("tensors", "groups", "grads")),
         ("max_norm", ctypes.c_double),

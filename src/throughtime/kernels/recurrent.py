@@ -135,7 +135,7 @@ class LayerInputs(NamedTuple):
 
 
 def forward(inputs: LayerInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Compute outputs, h and c after them, and what the backward pass needs (empty unless `keep`)."""
+    """Compute outputs, h and c after them, and what the backward pass needs, if `keep`."""
     x, sizes = inputs.x, inputs.sizes
     steps, lanes, _, hidden, outputs = sizes[2:]
     y = x.new_empty((steps, lanes, outputs))  # on the CPU, whatever the default device
@@ -290,7 +290,7 @@ def _vjp_by_reference(
 
 def _is_batched(gradient: Tensor) -> bool:
     """Whether these are rows of a Jacobian, from `grad(..., is_grads_batched=True)`."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
     return bool(functorch.is_legacy_batchedtensor(gradient))
 
 

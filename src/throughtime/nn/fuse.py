@@ -5,7 +5,9 @@ training mode, ties between modules and references to the layer stay, and nothin
 does the same when it parametrizes or shards a module.
 
 Messages go to `logging.getLogger("throughtime")`, not to `warnings`: advice must not stop a program
-that turns warnings into errors. To silence them: `logging.getLogger("throughtime").setLevel("ERROR")`.
+that turns warnings into errors. To silence them:
+
+    logging.getLogger("throughtime").setLevel("ERROR")
 """
 
 import logging

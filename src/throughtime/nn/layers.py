@@ -56,7 +56,12 @@ WATCHES: dict[nn.Module, Watch] = {}  # by layer; an attribute would be copied a
 class Recurrent(nn.RNNBase):
     """The forward of `tt.nn.LSTM`, `tt.nn.GRU` and `tt.nn.RNN`: choose a backend and call it."""
 
-    def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        input: Any,  # noqa: A002  # torch's name
+        hx: Any = None,
+        resets: Tensor | None = None,
+    ) -> Any:
         """As `torch.nn`, with resets.
 
         Args:
@@ -261,7 +266,7 @@ class RNN(Recurrent, nn.RNN):
     """
 
 
-def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:
+def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:  # noqa: A002  # as forward
     """The code that would run this call of a layer, and why nothing faster does.
 
     Args:
@@ -282,7 +287,7 @@ def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:
         'torch.nn: the layer is a torch.nn.GRU; tt.fuse(module) makes it a tt.nn.GRU'
     """
     if isinstance(layer, Recurrent):
-        return layer._backend(input, hx, layer_weights(layer))  # of the same file
+        return layer._backend(input, hx, layer_weights(layer))  # noqa: SLF001  # of the same file
     name = type(layer).__name__
     if isinstance(layer, nn.RNNBase):
         return Backend(
@@ -299,9 +304,9 @@ def layer_weights(layer: nn.RNNBase) -> list[Weights]:
 
     `torch.func.functional_call`, parametrizations and wrappers replace them between calls.
     """
-    own, bias, projected = layer._parameters, layer.bias, layer.proj_size
+    own, bias, projected = layer._parameters, layer.bias, layer.proj_size  # noqa: SLF001  # no search by name
     result: list[Weights] = []
-    for names in layer._all_weights:
+    for names in layer._all_weights:  # noqa: SLF001  # torch's own list
         try:
             ih, hh = own[names[0]], own[names[1]]
             hr = own[names[-1]] if projected else None
@@ -415,7 +420,7 @@ def _joined_states(ends: Sequence[States], batched: bool) -> Any:
 @cache
 def _eager_without_dynamo() -> Callable[..., Any]:
     """After a graph break at this call, the compiler would try each function inside, in vain."""
-    return torch.compiler.disable(Recurrent._eager)  # of the same file
+    return torch.compiler.disable(Recurrent._eager)  # noqa: SLF001  # of the same file
 
 
 def _leaves(hx: Any) -> Any:
