@@ -278,7 +278,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
     assert list(whole["recordings"]) == ["data.csv"]  # whole, nothing held out of it
     assert whole["steps"] == STEPS
     (folder / "metrics.jsonl").rename(folder / "kept")
-    assert "the lines that a report is made of are missing" in run("eval", folder, ok=False)
+    assert "has no log lines of training" in run("eval", folder, ok=False)
     (folder / "kept").rename(folder / "metrics.jsonl")
 
 

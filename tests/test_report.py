@@ -151,6 +151,7 @@ class Balance(HTMLParser):
         self.seen: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        del attrs
         self.seen.append(tag)
         if tag not in VOID:
             self.open.append(tag)

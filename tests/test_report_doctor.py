@@ -169,7 +169,7 @@ def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None
         names["loop"](torch.nn.GRU(3, 4))
     page = doctor_page.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
     assert marked(page) == []
-    assert "gone.py, line 3; the file is not at hand." in page
+    assert "gone.py, line 3; the file is not available." in page
 
 
 def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
     d.clear()
     d.internal_error = RuntimeError("out of <ideas>")
     page = doctor_page.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "something may have been missed: RuntimeError: out of &lt;ideas&gt;" in page
+    assert "it may have missed something: RuntimeError: out of &lt;ideas&gt;" in page
 
 
 def test_tabs_keep_their_indent_and_only_one_line_is_marked() -> None:

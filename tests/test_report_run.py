@@ -67,11 +67,11 @@ def test_every_picture_is_told_in_words(folder: Folder) -> None:
 def test_the_settings_are_said_in_words(folder: Folder) -> None:
     page, config = page_of(folder), folder.read_config()
     for words in (
-        f"{config.model.upper()} of 1 layer of {config.hidden} units",
-        "names one of 3 classes",
-        f"drawn with seed {config.seed}",
+        f"{config.model.upper()} with 1 layer of {config.hidden} units",
+        "predicts one of 3 classes",
+        f"Seed {config.seed} sets the weights",
         f"an update every {config.stride} steps",
-        "each class weighs the inverse of its frequency",
+        "each class has the inverse of its frequency as weight",
     ):
         assert words in page
 
@@ -128,30 +128,30 @@ def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
     assert (
         page.count("window of training, 10") == 2
     )  # the curves and the heat map; the stride is 10
-    assert "Training cut it 10 steps back" in page
-    assert "window of training" not in audit_section.by_lag(reach_of(folder)).svg
+    assert "Training truncated it after 10 steps" in page
+    assert "window of training" not in audit_section.gradient_by_lag(reach_of(folder)).svg
 
 
 def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
     """The oracle is the definition: all of it beyond lag 0, none beyond the last, half where half is."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
-    assert audit_section.by_lag(flat, 20).caption.endswith(
-        "Training cut it 20 steps back: 50.0% of the sum lies further back."
+    assert audit_section.gradient_by_lag(flat, 20).caption.endswith(
+        "Training truncated it after 20 steps, which leaves out 50.0% of the sum."
     )
-    assert audit_section.by_lag(flat, 40).caption.endswith("0.0% of the sum lies further back.")
-    assert "further back" not in audit_section.by_lag(flat).caption
+    assert audit_section.gradient_by_lag(flat, 40).caption.endswith("leaves out 0.0% of the sum.")
+    assert "Training truncated" not in audit_section.gradient_by_lag(flat).caption
 
 
 def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> None:
     reach = reach_of(folder)
-    drawn = ET.fromstring(audit_section.by_part(reach).svg)
+    drawn = ET.fromstring(audit_section.gradient_by_part(reach).svg)
     said = [e.text for e in drawn.iter(f"{SVG}text")]
     assert {"recurrent.h", "recurrent.c"} <= set(said)
     rows = [g for g in drawn.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     assert len(rows) == len(reach.by_leaf)
     only = replace(reach, by_leaf={"h": reach.norms})
     assert (
-        len(audit_section.pictures(replace(AuditReport.read(folder.audit), reach=only))) == 3
+        len(audit_section.audit_figures(replace(AuditReport.read(folder.audit), reach=only))) == 3
     )  # the curve says it already
 
 
@@ -167,7 +167,7 @@ def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -
     )
     rows = [
         g
-        for g in ET.fromstring(audit_section.by_part(reach).svg).iter(f"{SVG}g")
+        for g in ET.fromstring(audit_section.gradient_by_part(reach).svg).iter(f"{SVG}g")
         if g.find(f"{SVG}title") is not None
     ]
     flat, spiked = ([e.attrib for e in row.iter(f"{SVG}rect")] for row in rows)

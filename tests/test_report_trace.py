@@ -23,7 +23,14 @@ from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config, make_config
 from throughtime.app.folder import Folder
 from throughtime.app.report import trace_section
-from throughtime.app.trace import LONGEST, SHOWN, WORK, Cut, RunTrace, trace_run
+from throughtime.app.trace import (
+    FEWEST_STEPS,
+    LONGEST_STRIDE,
+    MOST_WORK,
+    RunTrace,
+    TracePlan,
+    trace_run,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 GATES = ("h", "c", "i", "f", "g", "o")
@@ -68,7 +75,7 @@ def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator
         yield {"h": h, "c": c, "i": i, "f": f, "g": g, "o": o}
 
 
-def oracle(look: Look, found: RunTrace, cut: Cut) -> dict[str, Tensor]:
+def oracle(look: Look, found: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
     """The norms by plain autograd, a window at a time, each from a state that is cut off."""
     net = look.net.module
     layer = net.get_submodule("recurrent")
@@ -120,7 +127,7 @@ def test_every_number_is_the_gradient_that_the_run_trains_with(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
     look, found = traced_run(tmp_path, **more)
-    cut = Cut.of(look.config, len(look.first) - found.start)
+    cut = TracePlan.from_config(look.config, len(look.first) - found.start)
     expected = oracle(look, found, cut)
     assert found.steps == cut.shown >= 300
     for gate in GATES:
@@ -135,8 +142,10 @@ def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look, found = traced_run(tmp_path, horizon=35)
-    begins = Cut.begins
-    monkeypatch.setattr(Cut, "begins", lambda cut, stop: begins(cut, stop) + (stop < cut.steps))
+    window_start = TracePlan.window_start
+    monkeypatch.setattr(
+        TracePlan, "window_start", lambda plan, stop: window_start(plan, stop) + (stop < plan.steps)
+    )
     late = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert late is not None
     name = "recurrent.layer0.c"
@@ -185,17 +194,17 @@ def test_what_is_shown_is_there_and_cut_as_the_run_cuts(
         else {"stride": stride, "horizon": stride + more}
     )
     config = make_config(values | own)
-    cut = Cut.of(config, steps)
+    cut = TracePlan.from_config(config, steps)
     assert 1 <= cut.shown <= cut.steps <= steps
-    assert cut.shown <= max(SHOWN, 3 * LONGEST)
+    assert cut.shown <= max(FEWEST_STEPS, 3 * LONGEST_STRIDE)
     wanted = segment or steps if exact else stride
-    if wanted <= LONGEST:
+    if wanted <= LONGEST_STRIDE:
         assert cut.stride == wanted
         assert cut.edges == tuple(t for t in range(1, cut.shown) if t % wanted == 0)
-        assert cut.shown == min(steps, wanted * max(3, math.ceil(SHOWN / wanted)))
+        assert cut.shown == min(steps, wanted * max(3, math.ceil(FEWEST_STEPS / wanted)))
         assert cut.stride <= cut.horizon <= max(cut.stride, own.get("horizon") or 0)
         ahead = cut.steps - cut.shown
-        assert ahead == 0 or cut.steps * (cut.stride + ahead) <= WORK * cut.stride
+        assert ahead == 0 or cut.steps * (cut.stride + ahead) <= MOST_WORK * cut.stride
     else:
         assert cut.edges == ()
         assert cut.stride == cut.horizon == cut.steps
@@ -226,7 +235,7 @@ def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the
     look, config = regression(tmp_path, weight)
     found = trace_run(look.net, look.spec, look.first, look.loss_fn, config)
     assert found is not None
-    (life,) = found.lives
+    (life,) = found.lifetimes
     assert life.edge == pytest.approx(min(1, weight) ** 10 * max(1, weight), rel=1e-3)
     norms = found.norms[life.name]
     assert norms[5] / norms[9] == pytest.approx(weight**4, rel=1e-3)
@@ -234,11 +243,11 @@ def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the
         (found.windows, 3 + 1) if weight == 0.1 else (0, 10)
     )  # 0.1 ** 3 is not below a thousandth
     assert life.exploded == (found.windows if weight == 2.0 else 0)
-    said = [str(cell) for cell in trace_section.lives(found).rows[0]]
+    said = [str(cell) for cell in trace_section.lifetime_table(found).rows[0]]
     words = {
-        0.1: "dies 4 steps back in 40 of 40",
-        0.5: "lives to the first step",
-        2.0: "blows up 7 steps back in 40 of 40",
+        0.1: "vanishes 4 steps back in 40 of 40",
+        0.5: "reaches the first step",
+        2.0: "explodes 7 steps back in 40 of 40",
     }
     assert said[-1] == words[weight]
 
@@ -254,10 +263,10 @@ def test_the_time_constant_is_that_of_the_bias_where_nothing_else_counts(tmp_pat
         )  # the forget gate of eight units
     found = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert found is not None
-    (memory,) = found.memories
+    (memory,) = found.timescales
     taus = [-1 / math.log(1 / (1 + math.exp(-bias))) for bias in range(8)]
     assert (memory.short, memory.longest) == pytest.approx((taus[1], taus[7]), rel=1e-3)
-    said = trace_section.memories(found).rows[0]
+    said = trace_section.timescale_table(found).rows[0]
     assert said[-1] == "1,097"
 
 
@@ -267,7 +276,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, RunTrace]:
 
 
 def drawn(found: RunTrace, config: Config) -> ET.Element:
-    return ET.fromstring(trace_section.over_time(found, config).svg)
+    return ET.fromstring(trace_section.gradient_over_time(found, config).svg)
 
 
 def cuts(picture: ET.Element) -> list[float]:
@@ -331,13 +340,20 @@ def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(
     look, found = seen
     name = next(iter(found.norms))
     broken = replace(
-        found, norms=found.norms | {name: (math.inf, *found.norms[name][1:])}, lives=found.lives
+        found,
+        norms=found.norms | {name: (math.inf, *found.norms[name][1:])},
+        lifetimes=found.lifetimes,
     )
     broken = replace(
         broken,
-        lives=(replace(found.lives[0], largest=math.inf, exploded=1, burst=3.0), *found.lives[1:]),
+        lifetimes=(
+            replace(found.lifetimes[0], largest=math.inf, exploded=1, burst=3.0),
+            *found.lifetimes[1:],
+        ),
     )
-    assert "inf" not in trace_section.over_time(broken, look.config).svg.split("</desc>")[1]
+    assert (
+        "inf" not in trace_section.gradient_over_time(broken, look.config).svg.split("</desc>")[1]
+    )
     audited = replace(looked(Folder(Path(look.config.out))).go(), trace=broken)
     audited.write(tmp_path / "audit.json")
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -359,7 +375,7 @@ def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({}, "Where an update ends credit is cut"),
+        ({}, "Credit is cut at the end of each update"),
         ({"horizon": 35}, "Credit crosses the ends of updates, through at most 35 steps."),
         (
             {"exact": True, "stride": None, "updates": 2},
@@ -367,11 +383,11 @@ def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
         ),
         (
             {"train_on": "windows", "stride": 64},
-            "Each window of 64 steps starts from zero, and no credit leaves it.",
+            "Each window of 64 steps starts from a zero state, and no credit leaves it.",
         ),
     ],
     ids=["stride", "horizon", "exact", "windows"],
 )
 def test_the_caption_says_how_the_run_cuts(tmp_path: Path, more: dict[str, Any], said: str) -> None:
     look, found = traced_run(tmp_path, **more)
-    assert said in trace_section.over_time(found, look.config).caption
+    assert said in trace_section.gradient_over_time(found, look.config).caption

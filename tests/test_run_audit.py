@@ -61,7 +61,7 @@ def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
     assert page.count("Where the gradient goes") == 2  # in the contents and above the section
     for words in (
         "How far back the gradient goes",
-        "What cutting the gradient costs",
+        "What truncating the gradient costs",
         "What the past is worth",
         "worst parameter",
     ):
@@ -75,7 +75,7 @@ def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
     found = AuditReport.read(folder.audit)
     for words in (found.advice(folder.read_config()), found.warning()):
         assert words in " ".join(said.split())
-        assert words.replace("'", "&#x27;") in page
+        assert words.replace("'", "&#39;") in page
 
 
 def test_the_figures_are_those_of_training(folder: Folder) -> None:
@@ -285,7 +285,7 @@ CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
         (
             audited(truncation(50, 0.4)),
             CONFIG,
-            "No audited horizon is enough: the longest, 50 steps, has a bias of 0.4",
+            "No audited horizon is long enough: the longest, 50 steps, has a bias of 0.4",
         ),
         (
             audited(truncation(50, 0.4)),
@@ -293,11 +293,11 @@ CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
             "Audit longer ones, --horizons 200,800, or train with the exact gradient, --exact",
         ),
         (audited(truncation(60_000, 0.4)), CONFIG, "Train with the exact gradient, --exact"),
-        (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is enough"),
+        (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is long enough"),
         (
             audited(truncation(50, 0.02), memory_used=False),
             CONFIG,
-            "No window can be chosen by these figures, since the net makes no use",
+            "These figures cannot choose a window, because the net does not use",
         ),
         (audited(truncation(50, 0.0), norm=0.0), CONFIG, "The gradient is zero everywhere"),
         (
@@ -359,12 +359,12 @@ def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
 def test_whatever_was_found_can_be_drawn(found: AuditReport) -> None:
     from xml.etree import ElementTree as ET
 
-    from throughtime.app.report.audit_section import pictures, table
+    from throughtime.app.report.audit_section import audit_figures, audit_table
 
-    for figure in pictures(found, found.audit.rows[0]):
+    for figure in audit_figures(found, found.audit.rows[0]):
         assert ET.fromstring(figure.svg)[0].text
         assert "nan" not in figure.svg
-    assert len(table(found.audit).rows) == len(found.audit.rows) + 1
+    assert len(audit_table(found.audit).rows) == len(found.audit.rows) + 1
 
 
 def test_a_question_out_of_range_is_refused() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from throughtime.app.assess import adjusted, recordings_for, usual_split
-from throughtime.app.audit_report import AuditReport, places
+from throughtime.app.audit_report import AuditReport, extent_in_words
 from throughtime.app.checkpoint import load_checkpoint
 from throughtime.app.config import Config
 from throughtime.app.data import Labelled
@@ -115,7 +115,7 @@ class Look:
             else f"stride {self.question.stride}"
         )
         return (
-            f"auditing {places(self.steps, self.stream.steps, self.stream.lanes)} of split"
+            f"auditing {extent_in_words(self.steps, self.stream.steps, self.stream.lanes)} of split"
             f" '{self.split}': horizons {', '.join(map(str, self.horizons))}, {every}; credit"
             f" traced back through at most {min(self.question.max_lag, self.steps):,} steps"
         )

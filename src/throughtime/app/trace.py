@@ -1,20 +1,19 @@
-"""The gradient of a run over time and layer: what its own policy gives to each step of a stretch of
-one recording.
+"""The gradient of a run over time and layer, at each step of an excerpt of one recording.
 
-    G_t = sum over updates u of  dL_u / ds_t        s a state or gate, L_u the mean loss of the
-    steps that update u counts
+    G_t = sum over updates u of  dL_u / ds_t        s: a state or gate; L_u: the mean loss of the
+                                                    steps that update u counts
 
-A gradient of weights is the sum over steps of what each contributes under G_t: it is all that
-training learns from at step t. Where the horizon is longer than the stride, a step lies in several
-windows, whose gradients add up. One lane plays the recording, its state carried from the first
-step, at fixed weights.
+The gradient of the weights is a sum over steps of what each contributes under G_t. So G_t is all
+that training learns from step t. With a horizon longer than the stride, a step lies in several
+windows, whose gradients add up. One lane plays the recording at fixed weights, its state carried
+from the first step.
 
 Shapes: `T` steps, `H` hidden.
 """
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,32 +21,42 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.excerpt import busiest_excerpt
+from throughtime.app.excerpt import busiest_excerpt, first_column, one_lane
 from throughtime.app.model import Spec
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose.trace import Found, Timescale, Trace, trace
+from throughtime.diagnose.trace import Found, Timescale, trace
 from throughtime.gradient import LossFn, Truncated, schedule
 from throughtime.predict import Predictor
 from throughtime.state import State
-from throughtime.stream import Recording, Stream, windows
+from throughtime.stream import Recording, windows
 from throughtime.updates import updates
 
-SHOWN, FEWEST = 400, 3  # steps that are shown at least, and strides
-LONGEST = 1_000  # a longer stride has no edge among the steps shown
-# steps of all windows at most: a layer's recurrence takes about 0.1 ms for each while it is traced
-WORK = 30_000
-VANISHED, EXPLODED = 1e-3, 10.0  # as tt.trace has them: docs/trace.md says why
-_DIGITS = 4
+FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
+LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
+MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
+VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/trace.md
+
+
+def update_steps(config: Config) -> int | None:
+    """Steps between two updates (k1); `None` if the recordings decide."""
+    return config.segment if config.exact else config.stride
+
+
+def credit_steps(config: Config) -> int | None:
+    """Steps that credit flows back (k2); `None` if the recordings decide."""
+    if config.exact or config.train_on == "windows":
+        return update_steps(config)
+    return config.horizon or config.stride
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which steps are played, counted from the first shown, and how credit is cut among them.
+class TracePlan:
+    """Steps to trace, counted from the first, and how credit is truncated among them.
 
     Attributes:
-        shown: steps that are shown.
-        steps: steps played; those beyond the shown ones are there for their losses.
+        shown: steps in the picture.
+        steps: steps played; those after the shown ones are played for their losses.
         stride: steps between two updates.
         horizon: steps that credit flows back.
     """
@@ -58,52 +67,45 @@ class Cut:
     horizon: int
 
     @classmethod
-    def of(cls, config: Config, steps: int) -> "Cut":
-        """As the run cuts, where there are so many steps from the first on."""
-        stride = (config.segment if config.exact else config.stride) or steps
-        horizon = (
-            stride
-            if config.exact or config.train_on == "windows"
-            else max(stride, config.horizon or stride)
-        )
-        if stride > LONGEST:
-            played = min(LONGEST + SHOWN, steps)
-            return cls(min(SHOWN, steps), played, played, played)
-        shown = min(steps, stride * max(FEWEST, math.ceil(SHOWN / stride)))
+    def from_config(cls, config: Config, steps: int) -> "TracePlan":
+        """The plan that truncates as the run does, when `steps` are available."""
+        stride = update_steps(config) or steps
+        horizon = max(stride, credit_steps(config) or steps)
+        if stride > LONGEST_STRIDE:
+            played = min(LONGEST_STRIDE + FEWEST_STEPS, steps)
+            return cls(min(FEWEST_STEPS, steps), played, played, played)
+        shown = min(steps, stride * max(FEWEST_STRIDES, math.ceil(FEWEST_STEPS / stride)))
         ahead = min(horizon - stride, steps - shown)
-        while (shown + ahead) * (stride + ahead) > WORK * stride and ahead:
+        while (shown + ahead) * (stride + ahead) > MOST_WORK * stride and ahead:
             ahead //= 2
         return cls(shown, shown + ahead, stride, max(stride, min(horizon, shown + ahead)))
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The steps shown at which an update ends and the next begins."""
+        """The shown steps at which an update ends and the next begins."""
         return tuple(range(self.stride, self.shown, self.stride))
 
-    def begins(self, stop: int) -> int:
-        """The first step of the window whose update ends before `stop`."""
-        return next(
-            w.start
-            for w in schedule.windows(self.steps, self.stride, self.horizon)
-            if w.stop == stop
-        )
+    def window_start(self, stop: int) -> int:
+        """The first step of the window that ends before `stop`."""
+        all_windows = schedule.windows(self.steps, self.stride, self.horizon)
+        return next(window.start for window in all_windows if window.stop == stop)
 
 
 @dataclass(frozen=True)
 class GradientLifetime:
-    """What becomes of the gradient of one state or gate, over the windows looked at.
+    """How far the gradient of one state or gate goes back, over all windows.
 
     Attributes:
-        name: `recurrent.layer0.c`.
+        name: of the state or gate, such as `recurrent.layer0.c`.
         largest: its largest norm among the steps shown.
-        at: the step of it, within the recording.
-        lived: steps, counted back from the end of a window, that it lives; the median window.
-        died: windows in which it has died before their first step.
-        exploded: windows in which it blows up.
-        burst: steps, counted back from the end of a window, where it does; the median of these
-            windows, `None` where there is none.
-        edge: what would flow on across the edge where a window begins, relative to its largest; the
-            median window. `None` for gates.
+        at: the step of the largest norm, within the recording.
+        lived: steps from the end of a window until it vanishes; median of the windows.
+        died: number of windows in which it vanishes before their first step.
+        exploded: number of windows in which it explodes.
+        burst: steps from the end of a window until it explodes; median of these windows, `None`
+            if there are none.
+        edge: the gradient that crosses the start of a window, relative to the largest; median of
+            the windows. `None` for gates.
     """
 
     name: str
@@ -117,8 +119,16 @@ class GradientLifetime:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """How many steps the gates of a layer keep 1/e of the past: the tenth percentile of its units, the median, the ninetieth, the most."""
+class GateTimescale:
+    """Steps after which the gates of a layer keep 1/e of a unit's memory.
+
+    Attributes:
+        name: of the layer.
+        short: 10th percentile of the units.
+        median: 50th percentile.
+        long: 90th percentile.
+        longest: the maximum.
+    """
 
     name: str
     short: float
@@ -129,21 +139,21 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What the trace of a run saw.
+    """The traced gradient of a run; its numbers have four digits.
 
     Attributes:
         recording: its name.
         start: the first step shown, within the recording.
-        stride: steps between two edges.
+        stride: steps between two updates.
         horizon: steps that credit flowed back.
-        ahead: steps after those shown whose losses were looked at, too.
+        ahead: steps after the shown ones whose losses count, too.
         signal: the first input column at every step shown.
-        windows: how many windows the figures of `lives` are of, each of `horizon` steps unless the
-            stretch is shorter.
-        norms: of each state and gate at every step shown, to four digits; infinite where they are
-            not finite.
-        lives: one for each.
-        memories: one for each layer with a gate that keeps the past.
+        windows: number of windows behind `lifetimes`; each is `horizon` steps long, unless the
+            excerpt is shorter.
+        norms: norm of the gradient by state or gate, at every step shown; infinite where it is not
+            finite.
+        lifetimes: one for each state and gate.
+        timescales: one for each layer with a gate that retains memory.
     """
 
     recording: str
@@ -154,160 +164,114 @@ class RunTrace:
     signal: tuple[float, ...]
     windows: int
     norms: dict[str, tuple[float, ...]]
-    lives: tuple[GradientLifetime, ...]
-    memories: tuple[Memory, ...]
+    lifetimes: tuple[GradientLifetime, ...]
+    timescales: tuple[GateTimescale, ...]
 
     @property
     def steps(self) -> int:
-        """Steps shown."""
-        return len(next(iter(self.norms.values())))
+        """Number of steps shown."""
+        return len(self.signal)
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where an update ends and the next begins, within the recording."""
+        """The steps of the recording at which an update ends and the next begins."""
         return tuple(range(self.start + self.stride, self.start + self.steps, self.stride))
 
     @classmethod
-    def read(cls, content: Any) -> "RunTrace":
-        """What `asdict` gave, read back from JSON, which knows no infinity."""
-        read = {
-            "signal": tuple(_number(value) for value in content["signal"]),
-            "norms": {
-                name: tuple(_number(norm) for norm in norms)
-                for name, norms in content["norms"].items()
-            },
-            "lives": tuple(
-                GradientLifetime(**(life | {"largest": _number(life["largest"])}))
-                for life in content["lives"]
-            ),
-            "memories": tuple(
-                Memory(
-                    m["name"], *(_number(m[key]) for key in ("short", "median", "long", "longest"))
-                )
-                for m in content["memories"]
-            ),
+    def from_plain(cls, values: dict[str, Any]) -> "RunTrace":
+        """The inverse of `dataclasses.asdict`."""
+        parts: dict[str, Any] = {
+            "lifetimes": tuple(GradientLifetime(**row) for row in values["lifetimes"]),
+            "timescales": tuple(GateTimescale(**row) for row in values["timescales"]),
         }
-        return cls(**(content | read))
+        return cls(**(values | parts))
 
 
 def trace_run(
     net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, config: Config
 ) -> RunTrace | None:
-    """The gradient over the liveliest stretch of a recording; `None` if none of its steps has a
-    loss.
+    """Trace the busiest excerpt of a recording; `None` if none of its steps has a loss.
 
     Args:
-        net: the run's model; its weights are left as they are.
-        spec: what it is.
-        recording: what to play.
-        loss_fn: that of training.
-        config: of the run: how its credit is cut.
+        net: the model of the run; its weights stay unchanged.
+        spec: its description.
+        recording: the recording to play.
+        loss_fn: the loss of training.
+        config: the settings of the run, which say how credit is truncated.
     """
-    longest = Cut.of(config, len(recording)).steps
+    longest = TracePlan.from_config(config, len(recording)).steps
     start = min(busiest_excerpt(net, spec, recording, config).start, len(recording) - longest)
     if config.train_on == "windows":
         start -= start % config.stride
-    cut = Cut.of(config, len(recording) - start)
-    chunk, state = _placed(net, spec, recording, config, start, cut.steps)
-    seen = Seen(cut)
+    plan = TracePlan.from_config(config, len(recording) - start)
+    chunk, state = _read(net, spec, recording, config, start, plan.steps)
+    sums: dict[str, Tensor] = {}
+    summaries: list[tuple[int, Found]] = []  # the length of each window, and its summary
+    gates: dict[str, list[Tensor]] = {}
+    policy = Truncated(plan.stride, plan.horizon)
     with trace(net, tensors=True, vanished=VANISHED, exploded=EXPLODED) as watch:
-        for update in updates(
-            net, [chunk], loss_fn, gradient=Truncated(cut.stride, cut.horizon), state=state
-        ):
-            seen.take(watch, int(update.chunk.position[-1, 0]) + 1)
+        for update in updates(net, [chunk], loss_fn, gradient=policy, state=state):
+            stop = int(update.chunk.position[-1, 0]) + 1
+            begin = plan.window_start(stop)
+            for name in watch.last.names:
+                grads = watch.last.tensor(name)[:, 0].double().cpu()
+                total = sums.setdefault(name, grads.new_zeros(plan.steps, *grads.shape[1:]))
+                total[begin : begin + len(grads)] += grads
+            summaries.append((stop - begin, watch.found()))
+            for name, mean in watch.last.kept().items():
+                gates.setdefault(name, []).append(mean.double().cpu())
     net.zero_grad()
-    signal = chunk.inputs[: cut.shown, 0].reshape(cut.shown, -1)[:, 0].double().tolist()
-    return seen.summary(recording.name, start, signal) if seen.found else None
+    if not summaries:
+        return None
+    # In the order of the layers; states and gates of a layer in the order of the trace.
+    names = sorted(sums, key=lambda name: _by_layer(name.rpartition(".")[0]))
+    norms = {name: _norms(sums[name][: plan.shown]) for name in names}
+    longest = max(steps for steps, _ in summaries)
+    full = [summary for steps, summary in summaries if steps == longest]
+    return RunTrace(
+        recording.name,
+        start,
+        plan.stride,
+        plan.horizon,
+        plan.steps - plan.shown,
+        _rounded(first_column(chunk.inputs[: plan.shown]).tolist()),
+        len(full),
+        norms,
+        tuple(_lifetime(name, values, start, full) for name, values in norms.items()),
+        tuple(
+            _timescale(name, torch.stack(gates[name]).mean(0))
+            for name in sorted(gates, key=_by_layer)
+        ),
+    )
 
 
-def _placed(
+def _read(
     net: Carried, spec: Spec, recording: Recording, config: Config, start: int, steps: int
 ) -> tuple[Chunk, State]:
-    """The steps to play, counted from zero, and the state that enters them: carried from the start of the recording, or of the window."""
-    apart = config.train_on == "windows"
-    played: list[Recording] = list(windows([recording], config.stride)) if apart else [recording]
-    stream = Stream(
-        played,
-        1,
-        config.stride,
-        seed=None,
-        warm_up=config.warm_up,
-        dtype=spec.torch_dtype,
-        missing=config.missing,
-        rank=0,
-        ranks=1,
-    )
-    player, device = Predictor(net), next(net.parameters()).device
-    for at in range(0, 0 if apart else start, 1024):
-        player(stream.read(at, min(at + 1024, start)).inputs.to(device))
-    read = stream.read(start, start + steps)
-    return (
-        Chunk.from_tensors(read.inputs, read.targets, resets=read.resets, mask=read.mask).to(
-            device
-        ),
-        player.state,
-    )
+    """The steps to trace, counted from zero, and the state that enters them.
+
+    The state is carried from the start of the recording; a window starts from the initial state.
+    """
+    cut = config.train_on == "windows"
+    recordings = list(windows([recording], config.stride)) if cut else [recording]
+    stream = one_lane(recordings, config.stride, spec, config)
+    predict, device = Predictor(net), next(net.parameters()).device
+    for begin in range(0, 0 if cut else start, 1024):
+        predict(stream.read(begin, min(begin + 1024, start)).inputs.to(device))
+    part = stream.read(start, start + steps).to(device)
+    chunk = Chunk.from_tensors(part.inputs, part.targets, resets=part.resets, mask=part.mask)
+    return chunk, predict.state
 
 
-class Seen:
-    """Adds up the gradients of the windows."""
-
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-        self.sums: dict[str, Tensor] = {}
-        self.found: list[tuple[int, Found]] = []  # the length of a window, and what its pass says
-        self.kept: dict[str, list[Tensor]] = {}
-
-    def take(self, watch: Trace, stop: int) -> None:
-        """Takes in the pass of the update whose window ends before `stop`."""
-        begin, last = self.cut.begins(stop), watch.last
-        for name in last.names:
-            gradient = last.tensor(name)[:, 0].double().cpu()
-            whole = self.sums.setdefault(
-                name, gradient.new_zeros(self.cut.steps, *gradient.shape[1:])
-            )
-            whole[begin : begin + len(gradient)] += gradient
-        self.found.append((stop - begin, watch.found()))
-        for name, mean in last.kept().items():
-            self.kept.setdefault(name, []).append(mean.double().cpu())
-
-    def summary(self, recording: str, start: int, signal: Sequence[float]) -> RunTrace:
-        """The figures."""
-        names = sorted(self.sums, key=_place)
-        norms = {name: _norms(self.sums[name][: self.cut.shown]) for name in names}
-        longest = max(steps for steps, _ in self.found)
-        whole = [found for steps, found in self.found if steps == longest]
-        memories = (
-            Timescale.of(name, torch.stack(self.kept[name]).mean(0))
-            for name in sorted(self.kept, key=lambda name: (len(name), name))
-        )
-        return RunTrace(
-            recording,
-            start,
-            self.cut.stride,
-            self.cut.horizon,
-            self.cut.steps - self.cut.shown,
-            tuple(_rounded(signal)),
-            len(whole),
-            norms,
-            tuple(_life(name, values, start, whole) for name, values in norms.items()),
-            tuple(
-                Memory(pace.name, *(_rounded((pace.short, pace.median, pace.long, max(pace.taus)))))
-                for pace in memories
-            ),
-        )
+def _by_layer(name: str) -> tuple[int, str]:
+    """A key that sorts layer10 after layer9."""
+    return len(name), name
 
 
-def _place(name: str) -> tuple[int, str]:
-    """Layers in the order of their numbers; within one the states and gates as they were seen."""
-    track = name.rpartition(".")[0]
-    return len(track), track
-
-
-def _life(
-    name: str, norms: Sequence[float], start: int, whole: Sequence[Found]
+def _lifetime(
+    name: str, norms: Sequence[float], start: int, summaries: Sequence[Found]
 ) -> GradientLifetime:
-    rows = [row for found in whole for row in found.rows if row.name == name]
+    rows = [row for summary in summaries for row in summary.rows if row.name == name]
     largest = max(norms)
     edges = [row.edge for row in rows if row.edge is not None]
     bursts = [row.end - row.exploded for row in rows if row.exploded is not None]
@@ -319,22 +283,21 @@ def _life(
         sum(row.vanished is not None for row in rows),
         len(bursts),
         statistics.median(bursts) if bursts else None,
-        float(f"{statistics.median(edges):.{_DIGITS}g}") if edges else None,
+        _rounded([statistics.median(edges)])[0] if edges else None,
     )
 
 
-def _norms(gradients: Tensor) -> tuple[float, ...]:
-    """Of `(T, H)`, one for each step."""
-    return tuple(
-        _rounded(
-            gradients.flatten(1).norm(dim=1).nan_to_num(nan=math.inf, posinf=math.inf).tolist()
-        )
-    )
+def _timescale(name: str, mean_gate: Tensor) -> GateTimescale:
+    timescale = Timescale.of(name, mean_gate)
+    steps = (timescale.short, timescale.median, timescale.long, max(timescale.taus))
+    return GateTimescale(name, *_rounded(steps))
 
 
-def _rounded(values: Sequence[float]) -> Iterator[float]:
-    return (float(f"{value:.{_DIGITS}g}") for value in values)
+def _norms(grads: Tensor) -> tuple[float, ...]:
+    """The norm of each step of `(T, H)`."""
+    norms = grads.flatten(1).norm(dim=1)
+    return _rounded(norms.nan_to_num(nan=math.inf, posinf=math.inf).tolist())
 
 
-def _number(value: float | None) -> float:
-    return math.inf if value is None else value
+def _rounded(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in values)

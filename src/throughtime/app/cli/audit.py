@@ -79,7 +79,7 @@ def _lives(seen: RunTrace) -> Table:
     )
     for name in ("gradient of", "largest", "lives, steps back", "crosses the edge"):
         table.add_column(name, justify="left" if name == "gradient of" else "right")
-    for life in seen.lives:
+    for life in seen.lifetimes:
         lived = f"{life.lived:.0f}" if not life.exploded else f"blows up {life.burst:.0f} back"
         table.add_row(
             life.name, f"{life.largest:.2g}", lived, "" if life.edge is None else f"{life.edge:.2g}"

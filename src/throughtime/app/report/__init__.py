@@ -1,1 +1,1 @@
-"""Reports as self-contained HTML pages: the page model, the charts, and a module for each report."""
+"""Reports as self-contained HTML pages: a page model, charts, and a module for each report."""

@@ -1,4 +1,4 @@
-"""The audit as pictures: how far back the gradient goes, what each horizon costs, what the past is worth."""
+"""The section of an audit: how far back the gradient goes and what truncating it costs."""
 
 import math
 from collections.abc import Sequence
@@ -12,184 +12,171 @@ from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
 
-_DECADES = 6  # below the largest norm, less is nothing
-_MOST_BIAS = 3.0
-_LEAVES = 6
+_DECADES = 6  # shown below the largest norm
+_LARGEST_BIAS = 3.0
+_MOST_LEAVES = 6  # curves beside that of the whole state
 _CELLS = 48  # of the heat map
+_LAG_LABEL = "lag: steps before the loss"
 
 
-def pictures(
-    found: AuditReport, own: Truncation | None = None, window: int | None = None
+def audit_figures(
+    report: AuditReport, own: Truncation | None = None, window: int | None = None
 ) -> list[Figure]:
-    """Norm by lag, as curves and over the parts of the state, bias by horizon, loss by context.
+    """Gradient by lag and by part of the state, bias by horizon, loss by context.
 
     Args:
-        found: what was measured.
-        own: the run's own truncation, to be marked.
-        window: how many steps back credit went in training; default: the horizon of `own`.
+        report: the audit.
+        own: the truncation of the run, to be marked.
+        window: steps that credit went back in training; default: the horizon of `own`.
     """
     window = own.horizon if window is None and own is not None else window
-    parts = [by_part(found.reach, window)] if len(found.reach.by_leaf) > 1 else []
+    figures = [gradient_by_lag(report.reach, window)]
+    if len(report.reach.by_leaf) > 1:
+        figures.append(gradient_by_part(report.reach, window))
     return [
-        by_lag(found.reach, window),
-        *parts,
-        by_horizon(found.audit, found.tolerance, own),
-        by_context(found.reach),
+        *figures,
+        _bias_by_horizon(report.audit, report.tolerance, own),
+        _loss_by_context(report.reach),
     ]
 
 
-def by_lag(reach: Reach, window: int | None = None) -> Figure:
-    """How strongly a loss blames the state so many steps before it, and where the window of training ends."""
-    leaves = list(reach.by_leaf.items())[:_LEAVES] if len(reach.by_leaf) > 1 else []
-    y_range = _decades([norm for norm in reach.norms if norm > 0])
-    shown = (
-        len(reach.lags)
-        if y_range is None
-        else max(i for i, norm in enumerate(reach.norms, 1) if norm >= y_range[0])
-    )
-    lags = [float(lag) for lag in reach.lags[:shown]]
-    shares = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
+def gradient_by_lag(reach: Reach, window: int | None = None) -> Figure:
+    """The norm of the gradient with respect to the state `lag` steps before the loss."""
+    curves = {"whole state": reach.norms}
+    if len(reach.by_leaf) > 1:
+        curves |= dict(list(reach.by_leaf.items())[:_MOST_LEAVES])
+    y_range = _upper_decades([norm for norm in reach.norms if norm > 0])
+    shown = len(reach.lags)
+    if y_range is not None:
+        shown = max(i for i, norm in enumerate(reach.norms, 1) if norm >= y_range[0])
+    within_lags = [
+        (lag, f"{share:.0%} within {lag:,}") for share, lag in sorted(reach.shares.items())
+    ]
+    shares = ", ".join(text for _, text in within_lags)
     svg = lines(
-        [
-            Series(name, lags, norms[:shown])
-            for name, norms in (("whole state", reach.norms), *leaves)
-        ],
+        [Series(name, reach.lags[:shown], norms[:shown]) for name, norms in curves.items()],
         title="How far back the gradient goes",
         description=(
             f"Norm of the gradient of a loss with respect to the state 1 to {reach.lags[-1]} steps"
             f" before it: {shares} steps."
         ),
-        x_label="lag: steps before the loss",
+        x_label=_LAG_LABEL,
         y_label="gradient norm",
         y_range=y_range,
         log_x=True,
         log_y=True,
-        marks=[
-            *(
-                Mark(float(lag), f"{share:.0%} within {lag:,}", "x")
-                for share, lag in sorted(reach.shares.items())
-            ),
-            *_window(window),
-        ],
-    )
-    blamed = (
-        "How much the loss of a step would change with the state so many steps before it, mean of"
-        f" {reach.anchors} losses."
+        marks=[*(Mark(lag, text, "x") for lag, text in within_lags), *_window_mark(window)],
     )
     return Figure(
         svg,
-        f"{blamed} Of the sum over all {reach.lags[-1]:,} lags, {shares}"
-        f" steps.{_beyond(reach, window)}",
+        "The norm of a loss's gradient with respect to the state so many steps earlier, mean of"
+        f" {reach.anchors} losses. Of the sum over all {reach.lags[-1]:,} lags: {shares} steps."
+        f"{_beyond_window(reach, window)}",
     )
 
 
-def by_part(reach: Reach, window: int | None = None) -> Figure:
-    """The same for each part of the state, the largest first as the net names them: which memory is long."""
-    edges = sorted(
-        {round(reach.lags[-1] ** (i / _CELLS)) for i in range(_CELLS + 1)} | {reach.lags[-1] + 1}
-    )
+def gradient_by_part(reach: Reach, window: int | None = None) -> Figure:
+    """The same for each part of the state: which part carries the long memory."""
+    last = reach.lags[-1]
+    edges = sorted({round(last ** (i / _CELLS)) for i in range(_CELLS + 1)} | {last + 1})
     rows = [
         (name, [_mean(reach.lags, norms, a, b) for a, b in pairwise(edges)])
         for name, norms in reach.by_leaf.items()
     ]
-    longest = {name: within(reach.lags, norms, 0.9) for name, norms in reach.by_leaf.items()}
-    said = "; ".join(f"{name}: 90% within {lag:,}" for name, lag in longest.items())
+    shares = "; ".join(
+        f"{name}: 90% within {within(reach.lags, norms, 0.9):,}"
+        for name, norms in reach.by_leaf.items()
+    )
     svg = heat(
         rows,
-        [float(edge) for edge in edges],
+        edges,
         title="Gradient by part of the state",
         description=(
             "Norm of the gradient with respect to each part of the state by the number of steps"
-            f" before the loss: {said} steps."
+            f" before the loss: {shares} steps."
         ),
-        x_label="lag: steps before the loss",
+        x_label=_LAG_LABEL,
         decades=_DECADES,
         log_x=True,
-        marks=_window(window),
+        marks=_window_mark(window),
     )
     return Figure(
         svg,
-        "Each row is a part of the state; the fuller the colour, the more a loss blames it at that"
-        f" lag. {said} steps.",
+        "Each row is a part of the state. The stronger the colour, the larger the gradient at that"
+        f" lag. {shares} steps.",
     )
 
 
 def _mean(lags: Sequence[int], norms: Sequence[float], start: int, stop: int) -> float:
-    inside = [
-        norm
-        for lag, norm in zip(lags, norms, strict=True)
-        if start <= lag < stop and math.isfinite(norm)
-    ]
-    return sum(inside) / len(inside) if inside else math.nan
+    """The mean of the finite norms at the lags from `start` to before `stop`."""
+    inside = [n for lag, n in zip(lags, norms, strict=True) if start <= lag < stop]
+    finite = [norm for norm in inside if math.isfinite(norm)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
-def _window(window: int | None) -> list[Mark]:
-    return [] if window is None else [Mark(float(window), f"window of training, {window:,}", "x")]
+def _window_mark(window: int | None) -> list[Mark]:
+    return [] if window is None else [Mark(window, f"window of training, {window:,}", "x")]
 
 
-def _beyond(reach: Reach, window: int | None) -> str:
-    """How much of the credit the window of training left out."""
-    whole = sum(norm for norm in reach.norms if math.isfinite(norm))
-    if window is None or not whole:
+def _beyond_window(reach: Reach, window: int | None) -> str:
+    """The share of the gradient that training truncated."""
+    norms = [(lag, n) for lag, n in zip(reach.lags, reach.norms, strict=True) if math.isfinite(n)]
+    total = sum(norm for _, norm in norms)
+    if window is None or not total:
         return ""
-    out = sum(
-        norm
-        for lag, norm in zip(reach.lags, reach.norms, strict=True)
-        if lag > window and math.isfinite(norm)
-    )
+    beyond = sum(norm for lag, norm in norms if lag > window)
     return (
-        f" Training cut it {window:,} steps back: {out / whole:.1%} of the sum lies further back."
+        f" Training truncated it after {window:,} steps, which leaves out {beyond / total:.1%} of"
+        " the sum."
     )
 
 
-def _decades(norms: Sequence[float]) -> Range | None:
-    """The largest norm and what lies a few decades below it.
-
-    `None` if nothing lies further below.
-    """
+def _upper_decades(norms: Sequence[float]) -> Range | None:
+    """The decades below the largest norm; `None` if no norm lies further below."""
     if not norms or max(norms) / min(norms) < 10**_DECADES:
         return None
     top = 10.0 ** math.ceil(math.log10(max(norms)))
     return top / 10**_DECADES, top
 
 
-def by_horizon(audit: Audit, tolerance: float, own: Truncation | None) -> Figure:
-    """How wrong the gradient of each horizon is; that of the whole stretch is the exact one."""
-    x = [*(float(row.horizon) for row in audit.rows), float(audit.steps)]
-    biases, cosines = (
-        [*(row.bias for row in audit.rows), 0.0],
-        [*(row.cosine for row in audit.rows), 1.0],
-    )
-    said = "; ".join(
+def _bias_by_horizon(audit: Audit, tolerance: float, own: Truncation | None) -> Figure:
+    """Bias and cosine of each horizon; the audited steps as a whole give the exact gradient."""
+    horizons = [*(row.horizon for row in audit.rows), audit.steps]
+    biases = [*(row.bias for row in audit.rows), 0.0]
+    cosines = [*(row.cosine for row in audit.rows), 1.0]
+    figures = "; ".join(
         f"horizon {row.horizon}: bias {row.bias:.3f}, cosine {row.cosine:.3f}" for row in audit.rows
     )
     svg = lines(
-        [Series("relative bias", x, biases), Series("cosine to the exact gradient", x, cosines)],
-        title="What cutting the gradient costs",
-        description=f"{said}; exact: bias 0, cosine 1.",
+        [
+            Series("relative bias", horizons, biases),
+            Series("cosine to the exact gradient", horizons, cosines),
+        ],
+        title="What truncating the gradient costs",
+        description=f"{figures}; exact: bias 0, cosine 1.",
         x_label="horizon (steps)",
         y_label="bias, cosine",
-        y_range=(min(0.0, *cosines), _MOST_BIAS) if max(biases) > _MOST_BIAS else None,
+        y_range=(min(0.0, *cosines), _LARGEST_BIAS) if max(biases) > _LARGEST_BIAS else None,
         log_x=True,
         dots=True,
         marks=[
             Mark(tolerance, f"tolerance {tolerance:g}"),
-            Mark(float(audit.steps), "exact", "x"),
-            *([] if own is None else [Mark(float(own.horizon), "as trained", "x")]),
+            Mark(audit.steps, "exact", "x"),
+            *([] if own is None else [Mark(own.horizon, "as trained", "x")]),
         ],
     )
     return Figure(
         svg,
-        "Bias is the difference to the exact gradient, in lengths of that gradient; a cosine of 1"
-        " is the same direction.",
+        "The bias is the norm of the difference to the exact gradient, divided by the norm of that"
+        " gradient. A cosine of 1 means the same direction.",
     )
 
 
-def by_context(reach: Reach) -> Figure:
-    """What a past of so many steps is worth."""
+def _loss_by_context(reach: Reach) -> Figure:
+    """The loss from a zero state, by steps of context."""
     steps, losses = zip(*reach.contexts.items(), strict=True)
     svg = lines(
-        [Series("from a zero state", [float(n) for n in steps], losses)],
+        [Series("from a zero state", steps, losses)],
         title="What the past is worth",
         description=(
             f"Loss from a zero state after {steps[0]} to {steps[-1]} steps of context:"
@@ -200,35 +187,27 @@ def by_context(reach: Reach) -> Figure:
         y_label="loss",
         log_x=True,
         dots=True,
-        marks=[Mark(reach.loss, "with the whole past, state carried")],
+        marks=[Mark(reach.loss, "state carried from the start")],
     )
     return Figure(
         svg,
-        f"The same {reach.anchors} losses when the net has seen only the last so many steps, and"
-        " when it has seen all.",
+        f"The same {reach.anchors} losses, once with only the last steps as input and once with the"
+        " state carried from the start of the recording.",
     )
 
 
-def table(audit: Audit) -> Table:
-    """The figures of every horizon, and of the exact gradient."""
-    rows = [
-        [_whole(r.horizon), _whole(r.stride), _whole(r.updates), r.bias, r.cosine, *_worst(r)]
-        for r in audit.rows
-    ]
-    exact = ["exact", _whole(audit.steps), "1", 0.0, 1.0, "none", 0.0]
+def audit_table(audit: Audit) -> Table:
+    """The figures of every horizon and of the exact gradient."""
+    rows: list[list[str | float]] = []
+    for row in audit.rows:
+        worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
+        counts = [f"{n:,}" for n in (row.horizon, row.stride, row.updates)]
+        rows.append([*counts, row.bias, row.cosine, worst, row.by_parameter[worst]])
+    rows.append(["exact", f"{audit.steps:,}", "1", 0.0, 1.0, "none", 0.0])
     return Table(
         ["horizon", "stride", "updates", "bias", "cosine", "worst parameter", "its bias"],
-        [*rows, exact],
-        f"{audit.steps:,} steps of {audit.lanes} lanes at fixed weights: mean loss"
-        f" {audit.loss:.4g}, norm of the exact gradient {audit.norm:.3g}.",
+        rows,
+        f"{audit.steps:,} steps of {audit.lanes} lanes at fixed weights. The mean loss is"
+        f" {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g}.",
         numeric=(0, 1, 2, 3, 4, 6),
     )
-
-
-def _whole(number: int) -> str:
-    return f"{number:,}"
-
-
-def _worst(row: Truncation) -> tuple[str, float]:
-    name = max(row.by_parameter, key=lambda name: row.by_parameter[name])
-    return name, row.by_parameter[name]

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn from plain Python numbers: curves, signals with classes, bars, heat maps.
+"""Charts as inline SVG from plain Python numbers: curves, signals with classes, bars, heat maps.
 
 Non-finite numbers break a line and are never written. Colours are the custom properties of the
 page. No chart relies on colour alone: lines have dashes, bars have names, and a run of one class

@@ -1,14 +1,18 @@
-"""What the doctor found as a page: finding by finding, with the lines of the user's code and what to write."""
+"""The page of the doctor: each finding with the user's code and the line to write."""
 
 import linecache
-from collections.abc import Sequence
 from pathlib import Path
 
 from throughtime._files import write_atomically
 from throughtime.app.report.page import Code, Link, Page, Part, Section, Table, Text, render
 from throughtime.doctor import CODES, Doctor, Finding
 
-_AROUND = 4  # lines of code shown before and after the one that is named
+_CONTEXT = 4  # lines of code before and after the marked one
+_LIMITS = (
+    "The doctor reports only what is certain. If chunks come from files, from workers or through"
+    " NumPy, it cannot know that they follow one another. Then it may not report TT201, TT204,"
+    " TT206 and TT207. It skips the loops of throughtime itself."
+)
 
 
 def write_report(
@@ -19,17 +23,14 @@ def write_report(
     ended: str = "",
     base: Path | None = None,
 ) -> Path:
-    """Writes what was found as one self-contained page; returns its path.
+    """Write the findings as one self-contained page; return its path.
 
     Args:
         doctor: after its `with`.
-        path: of the page; one that is there is replaced.
-        of: what was watched, say the name of a script.
-        ended: how the loop ended, if not well: an exception in words.
-        base: where the paths of files begin; default: the working directory.
-
-    Returns:
-        The path.
+        path: of the page; an existing file is replaced.
+        of: what was watched, such as the name of a script.
+        ended: how the loop ended, if it failed: an exception in words.
+        base: the folder to which paths of files are relative; default: the working directory.
 
     Example:
         >>> import tempfile, torch, throughtime as tt
@@ -40,112 +41,83 @@ def write_report(
         ...     for x in torch.randn(120, 2, 3).split(10):
         ...         gru(x)[0].square().mean().backward()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = doctor_page.write_report(d, Path(folder) / "doctor.html").read_text(encoding="utf-8")
+        ...     path = doctor_page.write_report(d, Path(folder) / "doctor.html")
+        ...     page = path.read_text(encoding="utf-8")
         >>> "TT201" in page
         True
     """
-    path = Path(path)
-    write_atomically(path, render(page_of(doctor, of, ended, base or Path.cwd())).encode())
-    return path
-
-
-def page_of(doctor: Doctor, of: str, ended: str, base: Path) -> Page:
-    """The page itself."""
-    found = doctor.findings
-    sections = [Section("What was found", _summary(doctor, ended))]
-    sections += [
+    path, base = Path(path), base or Path.cwd()
+    codes = [[code, fault] for code, (fault, _) in CODES.items()]
+    sections = [
+        Section("Findings", _summary(doctor, ended)),
+        *(
+            Section(f"{x.code}, line {x.line} of {Path(x.file).name}", _finding_parts(x, base))
+            for x in doctor.findings
+        ),
         Section(
-            f"{finding.code}, line {finding.line} of {Path(finding.file).name}",
-            _told(finding, base),
-        )
-        for finding in found
+            "Faults that the doctor knows",
+            [Table(["code", "fault"], codes, "All codes.", numeric=()), Text(_LIMITS)],
+        ),
     ]
-    sections += [Section("What was looked for", [_codes(), Text(_LIMITS)])]
-    return Page(f"throughtime doctor: {of}", _lead(doctor), sections)
-
-
-_LIMITS = (
-    "Only what is certain is said. Chunks that come from files, from workers or through NumPy are"
-    " not known to follow one another, and then TT201, TT204, TT206 and TT207 may stay silent."
-    " Loops of throughtime itself are not looked at."
-)
+    page = Page(f"throughtime doctor: {of}", _lead(doctor), sections)
+    write_atomically(path, render(page).encode())
+    return path
 
 
 def _lead(doctor: Doctor) -> str:
     count = len(doctor.findings)
-    if not count:
+    if count:
         return (
-            "Nothing was found."
-            if doctor.internal_error is None
-            else "Nothing was found before the doctor itself failed."
+            f"{count} fault{'s' if count > 1 else ''} in how the loop handles its recurrent state"
+            " and its gradient."
         )
-    return (
-        f"{count} fault{'s' if count > 1 else ''} in how its recurrent state and its gradient are"
-        " handled."
-    )
+    if doctor.internal_error is not None:
+        return "Nothing was found before the doctor itself failed."
+    return "Nothing was found."
 
 
 def _summary(doctor: Doctor, ended: str) -> list[Part]:
     parts: list[Part] = [Text(f"The loop ended with {ended}")] if ended else []
-    if doctor.internal_error is not None:
-        what = f"{type(doctor.internal_error).__name__}: {doctor.internal_error}"
+    error = doctor.internal_error
+    if error is not None:
         parts.append(
             Text(
-                "The doctor itself failed and stopped looking, so that something may have been"
-                f" missed: {what}"
+                "The doctor itself failed and stopped, so it may have missed something:"
+                f" {type(error).__name__}: {error}"
             )
         )
     if not doctor.findings:
-        return [*parts, Text("No fault was seen in what the loop did while it was watched.")]
+        return [*parts, Text("The doctor found no fault while it watched the loop.")]
     rows = [
-        [f.code, f"{f.file}:{f.line}", f.tensor or "\u2013", CODES[f.code][0]]
-        for f in doctor.findings
+        [x.code, f"{x.file}:{x.line}", x.tensor or "\u2013", CODES[x.code][0]]
+        for x in doctor.findings
     ]
-    return [
-        *parts,
-        Table(
-            ["code", "where", "tensor", "what"],
-            rows,
-            "In the order in which they were found.",
-            numeric=(),
-        ),
-    ]
+    columns = ["code", "line", "tensor", "fault"]
+    return [*parts, Table(columns, rows, "In the order of detection.", numeric=())]
 
 
-def _told(finding: Finding, base: Path) -> list[Part]:
-    """What is wrong, where, and what to write."""
-    chunks = (
-        f" Made in chunk {finding.made}, used in chunk {finding.used}."
-        if finding.made and finding.used
-        else ""
-    )
-    of = f" It is about {finding.tensor}." if finding.tensor else ""
+def _finding_parts(finding: Finding, base: Path) -> list[Part]:
+    """The fault, its place in the code, and the line to write."""
     message = finding.message[0].upper() + finding.message[1:]
+    text = message + ("" if message.endswith(".") else ".")
+    if finding.tensor:
+        text += f" The tensor is {finding.tensor}."
+    if finding.made and finding.used:
+        text += f" It was made in chunk {finding.made} and used in chunk {finding.used}."
     return [
-        Text(f"{message}{'' if message.endswith('.') else '.'}{of}{chunks}"),
-        *_excerpt(finding, base),
-        Text(f"What to write: {finding.fix}"),
-        Link(f"{finding.code}, with a before and an after", finding.page),
+        Text(text),
+        _excerpt(finding, base),
+        Text(f"Write: {finding.fix}"),
+        Link(f"{finding.code}, with code before and after", finding.page),
     ]
 
 
-def _excerpt(finding: Finding, base: Path) -> Sequence[Part]:
-    """The lines around it, if the file can still be read; those of a notebook's cell, too."""
+def _excerpt(finding: Finding, base: Path) -> Part:
+    """The lines around the finding, if they can still be read; a notebook's cell, too."""
     path = base / finding.file
     lines = linecache.getlines(str(path) if path.is_file() else finding.file)
+    location = f"{finding.file}, line {finding.line}"
     if not 0 < finding.line <= len(lines):
-        return [Text(f"{finding.file}, line {finding.line}; the file is not at hand.")]
-    first = max(1, finding.line - _AROUND)
-    return [
-        Code(
-            lines[first - 1 : finding.line + _AROUND],
-            first,
-            finding.line,
-            f"{finding.file}, line {finding.line}",
-        )
-    ]
-
-
-def _codes() -> Table:
-    rows = [[code, what] for code, (what, _) in CODES.items()]
-    return Table(["code", "fault"], rows, "Every fault that the doctor knows.", numeric=())
+        return Text(f"{location}; the file is not available.")
+    first = max(1, finding.line - _CONTEXT)
+    return Code(lines[first - 1 : finding.line + _CONTEXT], first, finding.line, location)

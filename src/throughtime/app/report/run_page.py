@@ -1,69 +1,66 @@
-"""The report of a run: how it went, how well it does, what it looks like."""
+"""The report of a run: its settings, curves, scores, audit and an excerpt of its predictions."""
 
 import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
 from throughtime.app.assess import recordings_for
 from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config
-from throughtime.app.excerpt import Excerpt, busiest_excerpt
+from throughtime.app.excerpt import busiest_excerpt
 from throughtime.app.folder import Folder
 from throughtime.app.model import Spec, load_model
 from throughtime.app.policy import policy_of
-from throughtime.app.report import audit_section, trace_section
+from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Series, bars, lines, strip
-from throughtime.app.report.page import Facts, Figure, Page, Section, Table, Text, render
+from throughtime.app.report.page import Facts, Figure, Page, Part, Section, Table, Text, render
+from throughtime.app.report.trace_section import trace_parts
+from throughtime.app.trace import credit_steps
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 
-Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
 
-_FEWEST = 3  # log lines of a curve
-_NAMES = 6  # classes or outputs that are told by name
+_FEWEST_LOG_LINES = 3  # of a curve
+_MOST_NAMES = 6  # of classes or outputs
+_METRIC_NAMES = {"rmse": "RMSE", "r2": "R²", "esr": "ESR", "macro_f1": "macro-F1"}
 
 
 def write_report(folder: Folder) -> Path:
-    """Writes `report.html` from what is in the folder.
+    """Write `report.html` from the files of the run folder; return its path.
 
     Scores and audit appear once `eval` and `audit` have made them.
+
+    Raises:
+        RunError: log lines are missing, or a file holds something else.
     """
     config, rows = folder.read_config(), folder.read_metrics()
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
         raise RunError(
-            f"{folder.metrics}: the lines that a report is made of are missing;"
-            f" {folder.report.name} was not written"
+            f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
+            " written"
         )
     net, spec = load_model(folder.model)
     names = tuple(spec.score().compute())
+    split = "valid" if rows[0]["valid"] else "train"
     sections = [
-        Section(
-            "The run", [_facts(config, rows, net), *map(Text, _in_words(config, spec, rows[0]))]
-        ),
-        Section("Learning", list(_curves(config, rows, names))),
-        *_scores(folder, rows, names),
-        *_audited(folder, config, rows[-1]["update"]),
-        *_course(rows),
-        Section(
-            "A stretch of signal",
-            [_stretch(net, spec, config, "valid" if rows[0]["valid"] else "train")],
-        ),
+        Section("The run", [_facts(config, rows, net), Text(_in_words(config, spec, rows[0]))]),
+        Section("Learning", _learning_curves(rows, names)),
+        *_score_sections(folder, config, rows, names),
+        *_audit_sections(folder, config, rows[-1]["update"]),
+        *_speed_sections(rows),
+        Section("A stretch of signal", [_excerpt(net, spec, config, split)]),
         Section("Settings", [_settings(config)]),
     ]
-    how = (
-        "unbroken recordings, the state carried"
-        if config.train_on == "stream"
-        else f"windows of {config.stride} steps from a zero state"
-    )
-    page = Page(
-        f"throughtime: {folder.path.name}",
-        f"{spec.model.upper()} trained on {Path(config.data).name}: {how}.",
-        sections,
-    )
+    how = "unbroken recordings, the state carried"
+    if config.train_on == "windows":
+        how = f"windows of {config.stride} steps from a zero state"
+    lead = f"{spec.model.upper()} trained on {Path(config.data).name}: {how}."
+    page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
     return folder.report
 
@@ -85,340 +82,280 @@ def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
     )
 
 
-def _in_words(config: Config, spec: Spec, data: Row) -> list[str]:
-    """The model, the data, the gradient setting and the scoring, in sentences."""
+def _in_words(config: Config, spec: Spec, data: Row) -> str:
+    """The model, the data, the gradient setting and the scoring."""
     recordings, lanes = data["train"], config.lanes
-    found = (
-        f"{recordings:,} recordings with {data['steps']:,} steps to train on, {data['valid']:,}"
-        f" held out: {'; '.join(data['remarks'])}."
-    )
     if config.train_on == "windows":
         start = (
-            f"They were cut into shuffled windows of {config.stride} steps, each starting from a"
-            " zero state: for comparison."
+            f"For comparison, they were cut into shuffled windows of {config.stride} steps. Each"
+            " starts from a zero state."
         )
     elif lanes > recordings:
         start = (
-            f"They were cut into {lanes} contiguous parts, one for each lane; within a part the"
+            f"They were cut into {lanes} contiguous parts, one for each lane. Within a part the"
             " state is carried from update to update."
         )
     else:
         start = (
-            f"Each of {lanes} lanes plays whole recordings one after another, its state carried;"
-            " only a recording's start resets it."
+            f"Each of {lanes} lanes plays whole recordings one after another. The state is carried"
+            " and reset only at the start of a recording."
         )
-    warm = (
-        f" The first {config.warm_up} steps after a reset only warm the state up; their loss does"
-        " not count."
-        if config.warm_up
-        else ""
+    if config.warm_up:
+        start += (
+            f" The first {config.warm_up} steps after a reset only warm up the state; their loss"
+            " does not count."
+        )
+    weights = ""
+    if config.class_weights == "balanced":
+        weights = " In the loss each class has the inverse of its frequency as weight."
+    elif config.class_weights != "none":
+        weights = f" Class weights in the loss: {config.class_weights}; others 1."
+    steps, held_out = f"{data['steps']:,}", f"{data['valid']:,}"
+    return (
+        f"{_model_in_words(config, spec)}\n\n{recordings:,} recordings with {steps} steps for"
+        f" training, {held_out} held out: {'; '.join(data['remarks'])}. {start}\n\nGradient:"
+        f" {policy_of(config).describe()}. Adam with learning rate {config.lr:g}, gradients clipped"
+        f" to norm {config.clip:g}.{weights}\n\nScores are those of whole recordings, from first to"
+        " last step with the state carried, as the model is deployed.\n\nThe"
+        f" {spec.features} inputs are standardised with the mean and deviation of the training"
+        " split, which are stored in the model."
     )
-    return [
-        _model_in_words(config, spec),
-        f"{found} {start}{warm}",
-        (
-            f"Gradient: {policy_of(config).describe()}. Adam at {config.lr:g}, clipped to norm"
-            f" {config.clip:g}.{_weighed(config)}"
-        ),
-        (
-            "Scores are those of whole recordings, played from first step to last with the state"
-            " carried, as the model is deployed."
-        ),
-        (
-            f"Inputs ({spec.features}) are standardised with the training split's mean and"
-            " deviation, which are kept in the model."
-        ),
-    ]
 
 
 def _model_in_words(config: Config, spec: Spec) -> str:
-    """What reads what and names what."""
     layers = f"{config.layers} layer{'' if config.layers == 1 else 's'} of {config.hidden} units"
     names = spec.classes if spec.task == "classify" else spec.targets
-    some = ", ".join(names[:_NAMES]) + (
-        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    )
-    makes = (
-        f"names one of {len(names)} classes ({some})"
-        if spec.task == "classify"
-        else f"tells {some}"
-    )
-    numbers = (
-        f"Weights and the order of the recordings are drawn with seed {config.seed}; numbers are"
-        f" {config.dtype} on {config.device}."
-    )
-    read = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
-    return f"{spec.model.upper()} of {layers}. At every step it reads {read} and {makes}. {numbers}"
-
-
-def _weighed(config: Config) -> str:
-    """What counts how much in the loss, if not all alike."""
-    if config.class_weights == "none":
-        return ""
-    how = (
-        "the inverse of its frequency"
-        if config.class_weights == "balanced"
-        else f"what was said ({config.class_weights}), others 1"
-    )
-    return f" In the loss each class weighs {how}."
-
-
-def _course(rows: Sequence[Row]) -> list[Section]:
-    """Throughput and memory over the run; nothing before a second log line."""
-    train = [(before, row) for before, row in pairwise(rows) if row["kind"] == "train"]
-    if len(train) < _FEWEST:
-        return []
-    updates = [float(row["update"]) for _, row in train]
-    # The clock runs on while a validation plays whole recordings: what follows one is no pace of
-    # training.
-    paces = [_pace(before, row) if before["kind"] == "train" else math.nan for before, row in train]
-    known = sorted(pace for pace in paces if math.isfinite(pace))
-    usual = known[len(known) // 2] if known else math.nan
-    speed = lines(
-        [Series("frames per second", updates, paces)],
-        title="Throughput",
-        description=(
-            f"Frames trained on per second between two log lines; half of them above {usual:,.0f}."
-        ),
-        x_label="update",
-        y_label="frames per second",
-        y_range=(0.0, 1.1 * known[-1]) if known else None,
-    )
-    waited = f"{rows[-1].get('waiting', 0.0):.0%} of the time was spent waiting for data."
-    figures = [
-        Figure(
-            speed,
-            "Frames of all lanes between two log lines, where no validation lies between."
-            f" {waited}",
-        )
-    ]
-    held = [
-        (float(row["update"]), row["peak_memory"] / 1e6)
-        for row in rows
-        if row["peak_memory"] is not None
-    ]
-    return [Section("Speed and memory", [*figures, *([_memory(held)] if held else [])])]
-
-
-def _pace(before: Row, row: Row) -> float:
-    spent = row["seconds"] - before["seconds"]
-    return (row["frames"] - before["frames"]) / spent if spent > 0 else math.nan
-
-
-def _memory(held: Sequence[tuple[float, float]]) -> Figure:
-    first, last = held[0][1], held[-1][1]
-    svg = lines(
-        [Series("peak memory", [update for update, _ in held], [size for _, size in held])],
-        title="Memory",
-        description=(
-            f"The most memory that the process has held so far, from {first:,.0f} MB to"
-            f" {last:,.0f} MB."
-        ),
-        x_label="update",
-        y_label="MB",
-        y_range=(0.0, 1.1 * max(size for _, size in held)),
-    )
-    return Figure(
-        svg,
-        "The most memory that the process has held up to each log line. No graph outlives its"
-        " update, so one that goes on rising has another cause.",
+    listed = ", ".join(names[:_MOST_NAMES])
+    if len(names) > _MOST_NAMES:
+        listed += f" and {len(names) - _MOST_NAMES} more"
+    outputs = f"one of {len(names)} classes ({listed})" if spec.task == "classify" else listed
+    inputs = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
+    return (
+        f"{spec.model.upper()} with {layers}. At every step it reads {inputs} and predicts"
+        f" {outputs}. Seed {config.seed} sets the weights and the order of the recordings; numbers"
+        f" are {config.dtype} on {config.device}."
     )
 
 
-def _curves(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Sequence[Figure]:
+def _learning_curves(rows: Sequence[Row], names: Sequence[str]) -> list[Part]:
     train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
-    steps = [float(row["update"]) for row in train]
-    first, last = (train[0]["loss"], train[-1]["loss"]) if train else (math.nan, math.nan)
+    first, last = train[0]["loss"], train[-1]["loss"]
     loss = lines(
-        [Series("training loss", steps, [row["loss"] for row in train])],
+        [_series("training loss", train, "loss")],
         title="Loss",
         description=f"Mean training loss between log lines, from {first:.4g} to {last:.4g}.",
         x_label="update",
         y_label="loss",
     )
     name = names[1] if len(names) > 1 and names[0] == "accuracy" else names[0]
-    series = [Series("training, last update", steps, [row[name] for row in train])]
+    curves = [_series("training, last chunk", train, name)]
     if valid:
-        series.append(
-            Series(
-                "validation, whole recordings",
-                [float(row["update"]) for row in valid],
-                [row[name] for row in valid],
-            )
-        )
+        curves.append(_series("validation, whole recordings", valid, name))
     metric = lines(
-        series,
-        title=_title(name),
+        curves,
+        title=_metric_name(name),
         description=(
-            f"{_title(name)} of the training steps of one update and of the validation recordings,"
-            " over the run."
+            f"{_metric_name(name)} of the training steps of one update and of the validation"
+            " recordings, over the run."
         ),
         x_label="update",
-        y_label=_title(name),
+        y_label=_metric_name(name),
     )
     return [
-        Figure(
-            loss, "The loss that is minimised, averaged over the updates since the last log line."
-        ),
+        Figure(loss, "The training loss, averaged over the updates since the last log line."),
         Figure(
             metric,
-            "Training figures are those of"
-            f" {'the last chunk of an update' if config.exact else 'a single update'} and therefore"
-            " noisy; validation plays whole recordings.",
+            "The training curve covers only the last chunk of an update and is therefore noisy."
+            " Validation plays whole recordings.",
         ),
     ]
 
 
-def _title(name: str) -> str:
-    return {"rmse": "RMSE", "r2": "R²", "esr": "ESR", "macro_f1": "macro-F1"}.get(name, name)
+def _series(label: str, rows: Sequence[Row], name: str) -> Series:
+    return Series(label, [row["update"] for row in rows], [row[name] for row in rows])
 
 
-def _scores(folder: Folder, rows: Sequence[Row], names: Sequence[str]) -> list[Section]:
-    """A section for the last validation and for every split that `eval` has scored."""
-    found: dict[str, tuple[Row, Row, str]] = {}
-    for row in rows:
-        if row["kind"] == "valid":
-            found["valid"] = (
-                {name: row[name] for name in names},
-                row["recordings"],
-                Path(folder.read_config().data).name,
-            )
+def _metric_name(name: str) -> str:
+    return _METRIC_NAMES.get(name, name)
+
+
+def _score_sections(
+    folder: Folder, config: Config, rows: Sequence[Row], names: Sequence[str]
+) -> list[Section]:
+    """A section for the last validation, and for every split that `eval` has scored."""
+    scores: dict[str, list[Part]] = {}
+    for row in [row for row in rows if row["kind"] == "valid"][-1:]:
+        data = Path(config.data).name
+        scores["valid"] = _score_parts("valid", names, row, row["recordings"], data)
     for path in sorted(folder.path.glob("scores-*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            found[content["split"]] = (
-                content["figures"],
-                content["recordings"],
-                Path(content["data"]).name,
+            split, data = content["split"], Path(content["data"]).name
+            scores[split] = _score_parts(
+                split, names, content["figures"], content["recordings"], data
             )
         except (json.JSONDecodeError, KeyError) as error:
             raise RunError(
                 f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
                 " eval again"
             ) from error
-    return [
-        Section(f"Scores: {split}", _score_parts(split, names, *figures))
-        for split, figures in found.items()
-    ]
+    return [Section(f"Scores: {split}", parts) for split, parts in scores.items()]
 
 
 def _score_parts(
-    split: str, names: Sequence[str], together: Row, recordings: Row, data: str
-) -> list[Table | Figure]:
-    cells = [[name, *(figures[n] for n in names)] for name, figures in recordings.items()]
+    split: str, names: Sequence[str], overall: Row, recordings: Row, data: str
+) -> list[Part]:
+    cells = [[name, *(row[n] for n in names)] for name, row in recordings.items()]
     table = Table(
-        ["recording", *map(_title, names)],
-        [*cells, ["all steps together", *(together[n] for n in names)]],
+        ["recording", *map(_metric_name, names)],
+        [*cells, ["all steps together", *(overall[n] for n in names)]],
         f"Whole recordings of the split '{split}' of {data}.",
     )
-    name = "macro_f1" if "macro_f1" in names else names[0]
     if len(recordings) < 2:
         return [table]
-    picture = bars(
-        [(recording, figures[name]) for recording, figures in recordings.items()],
-        title=f"{_title(name)} by recording",
+    name = "macro_f1" if "macro_f1" in names else names[0]
+    chart = bars(
+        [(recording, row[name]) for recording, row in recordings.items()],
+        title=f"{_metric_name(name)} by recording",
         description=(
-            f"{_title(name)} of each of the {len(recordings)} recordings of the split {split}."
+            f"{_metric_name(name)} of each of the {len(recordings)} recordings of the split"
+            f" {split}."
         ),
-        x_label=_title(name),
+        x_label=_metric_name(name),
         x_range=(0.0, 1.0) if name == "macro_f1" else None,
     )
     return [
         table,
         Figure(
-            picture,
-            "Recordings differ: a mean over all steps hides the ones on which a model fails.",
+            chart,
+            "Recordings differ. A mean over all steps hides those on which a model fails.",
         ),
     ]
 
 
-def _audited(folder: Folder, config: Config, updates: int) -> list[Section]:
-    """What `audit` found, if it has looked at the run."""
+def _audit_sections(folder: Folder, config: Config, updates: int) -> list[Section]:
+    """The results of `audit`, if it has measured the run."""
     if not folder.audit.is_file():
         return []
-    found = AuditReport.read(folder.audit)
-    where = (
-        f"Measured on {found.looked_at()} of the split '{found.split}' of {Path(found.data).name}"
+    report = AuditReport.read(folder.audit)
+    source = (
+        f"Measured on {report.extent()} of the split '{report.split}' of {Path(report.data).name}"
     )
-    if found.update is not None:
-        where += f", with the weights of update {found.update:,}"
-        where += (
-            f"; the run has gone on to update {updates:,} since" if found.update < updates else ""
-        )
+    if report.update is not None:
+        source += f", with the weights of update {report.update:,}"
+        if report.update < updates:
+            source += f"; the run has gone on to update {updates:,} since"
     parts = [
-        Text(f"{found.advice(config)}\n\n{found.warning()}\n\n{where}."),
-        *audit_section.pictures(found, found.own(config), _window(config)),
+        Text(f"{report.advice(config)}\n\n{report.warning()}\n\n{source}."),
+        *audit_figures(report, report.own(config), credit_steps(config)),
+        audit_table(report.audit),
     ]
-    sections = [Section("Where the gradient goes", [*parts, audit_section.table(found.audit)])]
-    if found.trace is not None:
-        sections.append(
-            Section("The gradient, step by step", trace_section.parts(found.trace, config))
-        )
+    sections = [Section("Where the gradient goes", parts)]
+    if report.trace is not None:
+        sections.append(Section("The gradient, step by step", trace_parts(report.trace, config)))
     return sections
 
 
-def _window(config: Config) -> int | None:
-    """How many steps back credit went in training, if it was cut."""
-    if config.exact:
-        return config.segment
-    return config.stride if config.train_on == "windows" else config.horizon or config.stride
+def _speed_sections(rows: Sequence[Row]) -> list[Section]:
+    """Throughput and memory over the run; none for the first log lines."""
+    pairs = [(before, row) for before, row in pairwise(rows) if row["kind"] == "train"]
+    if len(pairs) < _FEWEST_LOG_LINES:
+        return []
+    rates = [_frames_per_second(before, row) for before, row in pairs]
+    finite = sorted(rate for rate in rates if math.isfinite(rate))
+    median = finite[len(finite) // 2] if finite else math.nan
+    speed = lines(
+        [Series("frames per second", [row["update"] for _, row in pairs], rates)],
+        title="Throughput",
+        description=(
+            f"Frames trained on per second between two log lines; half of them above {median:,.0f}."
+        ),
+        x_label="update",
+        y_label="frames per second",
+        y_range=(0.0, 1.1 * finite[-1]) if finite else None,
+    )
+    waiting = rows[-1].get("waiting", 0.0)
+    caption = (
+        "Frames of all lanes between two log lines without a validation between them. Training"
+        f" waited for data {waiting:.0%} of the time."
+    )
+    figures = [Figure(speed, caption)]
+    measured = [row for row in rows if row["peak_memory"] is not None]
+    if measured:
+        figures.append(_memory(measured))
+    return [Section("Speed and memory", figures)]
 
 
-def _stretch(net: Carried, spec: Spec, config: Config, split: str) -> Figure | Text:
-    """The liveliest part of the first recording of a split, if it is still there."""
+def _frames_per_second(before: Row, row: Row) -> float:
+    """NaN after a validation, whose time the clock includes."""
+    seconds = row["seconds"] - before["seconds"]
+    if before["kind"] != "train" or seconds <= 0:
+        return math.nan
+    return (row["frames"] - before["frames"]) / seconds
+
+
+def _memory(rows: Sequence[Row]) -> Figure:
+    sizes = [row["peak_memory"] / 1e6 for row in rows]
+    svg = lines(
+        [Series("peak memory", [row["update"] for row in rows], sizes)],
+        title="Memory",
+        description=(
+            f"Peak memory of the process so far, from {sizes[0]:,.0f} MB to {sizes[-1]:,.0f} MB."
+        ),
+        x_label="update",
+        y_label="MB",
+        y_range=(0.0, 1.1 * max(sizes)),
+    )
+    return Figure(
+        svg,
+        "Peak memory of the process up to each log line. No graph outlives its update, so a curve"
+        " that keeps rising has another cause.",
+    )
+
+
+def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
+    """The busiest part of the first recording of a split, if it can still be read."""
     try:
-        shown = busiest_excerpt(
-            net, spec, recordings_for(spec, Path(config.data), split, config)[0], config
-        )
+        recording = recordings_for(spec, Path(config.data), split, config)[0]
+        excerpt = busiest_excerpt(net, spec, recording, config)
     except DataError as error:
-        return Text(f"Not shown, since the recordings of the run cannot be read any more: {error}")
-    where = (
-        f"Steps {shown.start:,} to {shown.start + len(shown.signal):,} of recording"
-        f" {shown.recording} ({split} split)"
-    )
-    draw = _classes_drawn if spec.task == "classify" else _values_drawn
-    return Figure(draw(shown, spec, where), f"{where}, the state carried from its first step.")
-
-
-def _classes_drawn(shown: Excerpt, spec: Spec, where: str) -> str:
-    counts = shown.targets >= 0
-    wrong = (
-        float((shown.predicted[counts] != shown.targets[counts]).mean()) if counts.any() else 0.0
-    )
-    bands = [
-        Band("labels", shown.targets.astype(int).tolist()),
-        Band("predicted", shown.predicted.astype(int).tolist()),
-    ]
-    described = (
-        f"{where}: the signal, its labels and the predictions, which differ on {wrong:.1%} of the"
-        " steps."
-    )
-    return strip(
-        shown.signal.tolist(),
-        bands,
-        title=f"Recording {shown.recording}",
-        description=described,
-        x_label="step",
-        y_label=f"input {spec.inputs[0]}",
-        classes=spec.classes,
-        start=shown.start,
-    )
-
-
-def _values_drawn(shown: Excerpt, spec: Spec, where: str) -> str:
-    x = [float(i) for i in range(shown.start, shown.start + len(shown.signal))]
-    series = [
-        Series("target", x, shown.targets.tolist()),
-        Series("predicted", x, shown.predicted.tolist()),
-    ]
-    described = f"{where}: the target and its prediction."
-    return lines(
-        series,
-        title=f"Recording {shown.recording}",
-        description=described,
-        x_label="step",
-        y_label=f"target {spec.targets[0]}",
-    )
+        return Text(f"Not shown, because the recordings of the run can no longer be read: {error}")
+    targets, predicted = excerpt.targets, excerpt.predicted
+    stop = excerpt.start + len(excerpt.signal)
+    place = f"Steps {excerpt.start:,} to {stop:,} of recording {excerpt.recording} ({split} split)"
+    title = f"Recording {excerpt.recording}"
+    if spec.task == "classify":
+        labelled = targets >= 0
+        wrong = float((predicted != targets)[labelled].mean()) if labelled.any() else 0.0
+        svg = strip(
+            excerpt.signal.tolist(),
+            [
+                Band("labels", targets.astype(int).tolist()),
+                Band("predicted", predicted.astype(int).tolist()),
+            ],
+            title=title,
+            description=(
+                f"{place}: the signal, its labels and the predictions, which differ on {wrong:.1%}"
+                " of the steps."
+            ),
+            x_label="step",
+            y_label=f"input {spec.inputs[0]}",
+            classes=spec.classes,
+            start=excerpt.start,
+        )
+    else:
+        steps = range(excerpt.start, stop)
+        svg = lines(
+            [
+                Series("target", steps, targets.tolist()),
+                Series("predicted", steps, predicted.tolist()),
+            ],
+            title=title,
+            description=f"{place}: the target and its prediction.",
+            x_label="step",
+            y_label=f"target {spec.targets[0]}",
+        )
+    return Figure(svg, f"{place}, the state carried from its first step.")
 
 
 def _settings(config: Config) -> Table:
@@ -430,6 +367,6 @@ def _settings(config: Config) -> Table:
     return Table(
         ["setting", "value"],
         rows,
-        "config.toml of this run; every key is also a flag of throughtime train.",
+        "config.toml of this run. Every key is also a flag of throughtime train.",
         numeric=(),
     )
