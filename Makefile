@@ -69,7 +69,7 @@ arm:
 	qemu-aarch64-static -L /usr/aarch64-linux-gnu $(BUILD)/arm/check brief
 
 bench: $(INSTALLED)
-	$(BIN)/throughtime bench --docs docs/benchmarks.md $(BENCH)
+	$(BIN)/python -m benchmarks.bench --docs docs/benchmarks.md $(BENCH)
 
 # An sdist, and a wheel for every Python; on Linux with the tag of the oldest system that it runs on.
 wheel: $(INSTALLED)

@@ -9,7 +9,7 @@ the sides run in turns in one process, and the ratio of each turn to the untrace
 is that which the processor spends on the thread, so that what else runs on the machine counts
 little. Memory is what torch's operators hold at most during a pass, and what the trace keeps of it
 afterwards; it is not told of fused layers. What a trace costs updates in one call, stream and
-optimizer included, `throughtime bench --cases 'trace-*'` tells.
+optimizer included, `python -m benchmarks.bench --cases 'trace-*'` tells.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`throughtime bench`: what is timed computes the same, what is written is what was found, and goals that are missed are called so."""
+"""The bench: implementations agree before they are timed, results are written as measured."""
 
 import json
 import sys
@@ -11,20 +11,27 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.bench import CASES, Case, select_cases, tables, write_tables
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.implementation import Loop
+from benchmarks.bench.implementations import (
+    HAND,
+    OURS,
+    STEP_GRAPHS,
+    by_hand,
+    implementations_of,
+    retained,
+    windows,
+)
+from benchmarks.bench.measure import Settings, difference, gradients, max_differences, measure
+from benchmarks.bench.page import BEGIN, END
+from benchmarks.bench.peers import PEERS, ignite, lightning
+from benchmarks.bench.results import Results, avx512, read
+from benchmarks.bench.workload import Net, Workload, detach_state, workload_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from recurrences import needs_kernels
-from throughtime.app.cli import main
-from throughtime.bench import CASES, Case, chosen, put_into, tables
-from throughtime.bench import measure as measuring
-from throughtime.bench.measure import Settings, checked, difference, gradients, measured
-from throughtime.bench.page import BEGIN, END
-from throughtime.bench.peers import PEERS, ignite, lightning
-from throughtime.bench.results import Results, avx512, read
-from throughtime.bench.side import Loop
-from throughtime.bench.sides import HAND, OURS, STEPPED, by_hand, kept, sides_of, windows
-from throughtime.bench.work import Net, Work, detached, work_of
 from throughtime.errors import ConfigError, RunError
 
 pytestmark = [
@@ -33,6 +40,7 @@ pytestmark = [
         "ignore:`torch.jit.[a-z]+` is deprecated", "ignore:The '.*' does not have many workers"
     ),
 ]
+measure_module = sys.modules["benchmarks.bench.measure"]  # the package exports its function
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "bench.json"
 BASE = Case(
@@ -59,79 +67,86 @@ SHORT = Settings(rounds=2, turn=0.005, peers=(), checked=6)
 
 
 @pytest.fixture(params=TINY)
-def work(request: pytest.FixtureRequest) -> Work:
-    return work_of(TINY[request.param])
+def workload(request: pytest.FixtureRequest) -> Workload:
+    return workload_of(TINY[request.param])
 
 
-def test_all_sides_of_a_case_compute_the_same(work: Work) -> None:
-    apart = checked(work, sides_of(work), 20)
+def test_all_sides_of_a_case_compute_the_same(workload: Workload) -> None:
+    apart = max_differences(workload, implementations_of(workload), 20)
     assert apart
     assert all(0 <= far < 1e-5 for far in apart.values())
 
 
 @pytest.mark.parametrize("make", [ignite, lightning], ids=["ignite", "lightning"])
 def test_the_libraries_of_others_compute_what_a_loop_by_hand_does(make: Any) -> None:
-    work = work_of(TINY["train"])
-    apart = checked(work, {HAND: by_hand, "other": make}, 20)
+    workload = workload_of(TINY["train"])
+    apart = max_differences(workload, {HAND: by_hand, "other": make}, 20)
     assert apart["other"] < 1e-12
 
 
 def test_a_library_that_was_closed_leaves_no_thread_behind() -> None:
     before = threading.active_count()
     for make in (ignite, lightning):
-        side = make(work_of(TINY["train"]))
-        assert len(side.run(7)) == 7
+        implementation = make(workload_of(TINY["train"]))
+        assert len(implementation.run(7)) == 7
         assert threading.active_count() == before + 1
-        side.close()
+        implementation.close()
         assert threading.active_count() == before
 
 
-def forgetful(work: Work) -> Loop:
+def forgetful(workload: Workload) -> Loop:
     """Drops the state at every chunk."""
-    net = Net(work.modules())
-    return Loop(net, _losses(net, work, keep=False, rate=1e-3))
+    net = Net(workload.modules())
+    return Loop(net, _losses(net, workload, keep=False, rate=1e-3))
 
 
-def hasty(work: Work) -> Loop:
+def hasty(workload: Workload) -> Loop:
     """Learns a thousandth faster."""
-    net = Net(work.modules())
-    return Loop(net, _losses(net, work, keep=True, rate=1.001e-3))
+    net = Net(workload.modules())
+    return Loop(net, _losses(net, workload, keep=True, rate=1.001e-3))
 
 
-def _losses(net: Net, work: Work, *, keep: bool, rate: float) -> Iterator[Tensor]:
-    optimizer, state, steps = torch.optim.Adam(net.parameters(), lr=rate), None, work.case.steps
-    for start in range(0, len(work.inputs), steps):
-        y, after = net(work.inputs[start : start + steps], state)
+def _losses(net: Net, workload: Workload, *, keep: bool, rate: float) -> Iterator[Tensor]:
+    optimizer, state, steps = torch.optim.Adam(net.parameters(), lr=rate), None, workload.case.steps
+    for start in range(0, len(workload.inputs), steps):
+        y, after = net(workload.inputs[start : start + steps], state)
         loss = nn.functional.cross_entropy(
-            y.flatten(0, 1), work.targets[start : start + steps].flatten()
+            y.flatten(0, 1), workload.targets[start : start + steps].flatten()
         )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        state = detached(after) if keep else None
+        state = detach_state(after) if keep else None
         yield loss.detach()
 
 
-def quiet(work: Work) -> Loop:
+def quiet(workload: Workload) -> Loop:
     """Ends early."""
-    return Loop(Net(work.modules()), iter([torch.zeros((), dtype=work.case.dtype)] * 3))
+    return Loop(Net(workload.modules()), iter([torch.zeros((), dtype=workload.case.dtype)] * 3))
 
 
 @pytest.mark.parametrize("mutant", [forgetful, hasty, quiet])
 def test_a_side_that_computes_something_else_is_refused(mutant: Any) -> None:
     with pytest.raises(RunError, match="do not compute the same"):
-        checked(work_of(TINY["train"]), {HAND: by_hand, "mutant": mutant}, 20)
+        max_differences(workload_of(TINY["train"]), {HAND: by_hand, "mutant": mutant}, 20)
 
 
 def test_a_shorter_horizon_is_refused() -> None:
-    work = work_of(TINY["horizon"])
-    shorter = Work(replace(work.case, steps=8), work.inputs, work.targets)
+    workload = workload_of(TINY["horizon"])
+    shorter = Workload(replace(workload.case, steps=8), workload.inputs, workload.targets)
     assert (
-        checked(work, {STEPPED: partial(kept, grain=1), "windows": windows}, 6)["windows"] < 1e-12
+        max_differences(workload, {STEP_GRAPHS: partial(retained, grain=1), "windows": windows}, 6)[
+            "windows"
+        ]
+        < 1e-12
     )
     with pytest.raises(RunError, match="gradients"):
-        checked(work, {STEPPED: partial(kept, grain=1), "shorter": lambda _: windows(shorter)}, 6)
+        max_differences(
+            workload,
+            {STEP_GRAPHS: partial(retained, grain=1), "shorter": lambda _: windows(shorter)},
+            6,
+        )
 
 
 def test_nan_and_missing_updates_are_no_agreement() -> None:
@@ -146,20 +161,22 @@ def test_nan_and_missing_updates_are_no_agreement() -> None:
 
 
 def test_gradients_are_those_of_the_weights_that_stay() -> None:
-    side = windows(work_of(TINY["horizon"]))
-    before = [weight.clone() for weight in side.net.parameters()]
-    found = gradients(side, 5)
-    assert all(torch.equal(a, b) for a, b in zip(before, side.net.parameters(), strict=True))
-    assert len({round(gradient.norm().item(), 12) for gradient in found}) == 5
+    implementation = windows(workload_of(TINY["horizon"]))
+    before = [weight.clone() for weight in implementation.net.parameters()]
+    result = gradients(implementation, 5)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, implementation.net.parameters(), strict=True)
+    )
+    assert len({round(gradient.norm().item(), 12) for gradient in result}) == 5
 
 
 @pytest.mark.parametrize(("cell", "vocabulary"), [("RNN", 0), ("GRU", 0), ("LSTM", 7)])
 def test_the_floor_counts_the_products_that_torch_counts(cell: Any, vocabulary: int) -> None:
     case = replace(BASE, cell=cell, steps=100, vocabulary=vocabulary, layers=2)
-    side = by_hand(work_of(case))
-    side.run(1)  # with a state that has a gradient of its own nowhere
+    implementation = by_hand(workload_of(case))
+    implementation.run(1)  # with a state that has a gradient of its own nowhere
     with FlopCounterMode(display=False) as counted:
-        side.run(1)
+        implementation.run(1)
     assert counted.get_total_flops() == pytest.approx(
         case.flops, rel=0.01
     )  # torch leaves out dL/dh of the first step's state
@@ -168,18 +185,18 @@ def test_the_floor_counts_the_products_that_torch_counts(cell: Any, vocabulary: 
 def test_a_case_is_measured_and_written(tmp_path: Path) -> None:
     results = Results(tmp_path / "bench.json")
     for name in ("lstm-b1-h50-f64", "gru-b1-h50-f64"):
-        row: dict[str, Any] = measured(CASES[name], SHORT, {"float64": {"torch.mm": 100.0}}) | {
+        row: dict[str, Any] = measure(CASES[name], SHORT, {"float64": {"torch.mm": 100.0}}) | {
             "settings": {"rounds": 2, "turn": 0.1}
         }
         results.put(row)
         results.put(row)
-        assert list(row["sides"]) == [OURS, HAND]
+        assert list(row["implementations"]) == [OURS, HAND]
         assert all(
             low <= middle <= high
-            for side in row["sides"].values()
-            for low, middle, high in side.values()
+            for implementation in row["implementations"].values()
+            for low, middle, high in implementation.values()
         )
-        assert row["sides"][OURS]["ratio"] == [1, 1, 1]
+        assert row["implementations"][OURS]["ratio"] == [1, 1, 1]
     kept_rows = read(tmp_path / "bench.json")["rows"]
     assert [row["case"] for row in kept_rows] == ["lstm-b1-h50-f64", "gru-b1-h50-f64"]
 
@@ -189,7 +206,7 @@ def test_the_command_measures_writes_and_fills_in_a_page(
 ) -> None:
     page, out = tmp_path / "page.md", tmp_path / "bench.json"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n", encoding="utf-8")
-    told = [
+    summary = [
         "--quick",
         "--rounds",
         "2",
@@ -200,7 +217,7 @@ def test_the_command_measures_writes_and_fills_in_a_page(
         "--docs",
         str(page),
     ]
-    monkeypatch.setattr(sys, "argv", ["throughtime", "bench", *told])
+    monkeypatch.setattr(sys, "argv", ["bench", *summary])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code in {0, None}
@@ -216,7 +233,7 @@ def test_the_command_measures_writes_and_fills_in_a_page(
 
 def test_a_goal_that_is_missed_is_called_so() -> None:
     def said(name: str, middle: float, threads: int = 1) -> str:
-        sides = {
+        implementations = {
             "one": {"ms": [1, 1, 1], "ratio": [1, 1, 1]},
             "two": {"ms": [2, 2, 2], "ratio": [middle, middle, middle]},
         }
@@ -227,7 +244,7 @@ def test_a_goal_that_is_missed_is_called_so() -> None:
             "level": "v4",
             "load": [0, 1],
             "floor_ms": 0.5,
-            "sides": sides,
+            "implementations": implementations,
         }
         machine = {
             "processor": "",
@@ -254,19 +271,19 @@ def test_a_goal_that_is_missed_is_called_so() -> None:
 
 
 def test_a_library_that_is_not_there_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(work: Work) -> Loop:
-        raise ModuleNotFoundError(f"No module named 'tsfast', wanted by {work.case.name}")
+    def absent(workload: Workload) -> Loop:
+        raise ModuleNotFoundError(f"No module named 'tsfast', wanted by {workload.case.name}")
 
     monkeypatch.setitem(PEERS, "tsfast", absent)
-    row = measured(TINY["train"], replace(SHORT, peers=("tsfast",)), {"float64": {"torch.mm": 1.0}})
+    row = measure(TINY["train"], replace(SHORT, peers=("tsfast",)), {"float64": {"torch.mm": 1.0}})
     assert "No module named 'tsfast'" in row["absent"]["tsfast"]
-    assert "tsfast" not in row["sides"]
+    assert "tsfast" not in row["implementations"]
 
 
 def test_an_unknown_case_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="nearest is 'lstm-b1-h50-f32'"):
-        chosen(["lstm-b1-h50-f23"], quick=False)
-    assert [case.name for case in chosen(["gru-2x*", "words*"], quick=True)] == [
+        select_cases(["lstm-b1-h50-f23"], quick=False)
+    assert [case.name for case in select_cases(["gru-2x*", "words*"], quick=True)] == [
         "gru-2x650-f32",
         "words-lstm-2x650-f32",
     ]
@@ -280,14 +297,14 @@ def test_results_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another"):
         Results(path, add=True)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(ConfigError, match="throughtime bench wrote"):
+    with pytest.raises(ConfigError, match=r"python -m benchmarks\.bench wrote"):
         read(path)
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(f"{END} then {BEGIN}", encoding="utf-8")
     with pytest.raises(ConfigError, match="expected a line"):
-        put_into(tmp_path / "page.md", "text")
+        write_tables(tmp_path / "page.md", "text")
 
 
 def test_the_page_shows_the_results_that_are_kept() -> None:
@@ -301,7 +318,7 @@ def test_a_narrower_instruction_set_runs_in_a_process_of_its_own(
     if not avx512():
         pytest.skip("this processor has no wider one than AVX2")
     out = tmp_path / "bench.json"
-    told = [
+    summary = [
         "--quick",
         "--rounds",
         "2",
@@ -312,7 +329,7 @@ def test_a_narrower_instruction_set_runs_in_a_process_of_its_own(
         "--out",
         str(out),
     ]
-    monkeypatch.setattr(sys, "argv", ["throughtime", "bench", *told])
+    monkeypatch.setattr(sys, "argv", ["bench", *summary])
     with pytest.raises(SystemExit):
         main()
     assert [(row["level"], row["runs"]) for row in read(out)["rows"]] == [
@@ -323,7 +340,9 @@ def test_a_narrower_instruction_set_runs_in_a_process_of_its_own(
 
 
 def test_a_side_is_not_timed_before_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "timed", lambda *_: pytest.fail("timed"))
-    monkeypatch.setattr(measuring, "sides_of", lambda _: {HAND: by_hand, "mutant": forgetful})
+    monkeypatch.setattr(measure_module, "timed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(
+        measure_module, "implementations_of", lambda _: {HAND: by_hand, "mutant": forgetful}
+    )
     with pytest.raises(RunError, match="nothing"):
-        measured(TINY["train"], SHORT, {"float64": {"torch.mm": 1.0}})
+        measure(TINY["train"], SHORT, {"float64": {"torch.mm": 1.0}})

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, audit, doctor, demo, bench."""
+"""The commands: train, eval, predict, audit, doctor, demo."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,6 @@ from throughtime.app import demo as demos
 from throughtime.app.assess import assess
 from throughtime.app.audit import Question, look_at
 from throughtime.app.cli.audit import horizons_in, print_audit
-from throughtime.app.cli.bench import bench
 from throughtime.app.cli.doctor import SCRIPT
 from throughtime.app.cli.doctor import doctor as examine
 from throughtime.app.cli.numbers import numbers_in
@@ -408,7 +407,6 @@ def audit(
 
 
 app.command(name="doctor", context_settings=SCRIPT)(examine)
-app.command(name="bench")(bench)
 
 
 @app.command()

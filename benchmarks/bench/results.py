@@ -1,4 +1,4 @@
-"""All rows of a run, in a file: written after every case, so that what was measured is there however the run ends."""
+"""The rows of a run in a JSON file, written after every case."""
 
 import json
 import os
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.bench.cases import Case
+from benchmarks.bench.machine import machine, peaks, with_threads
+from benchmarks.bench.measure import Settings, measure
 
-from throughtime.bench.cases import Case
-from throughtime.bench.machine import machine, peaks, with_threads
-from throughtime.bench.measure import Settings, measured
 from throughtime.errors import ConfigError, RunError
 from throughtime.kernels.library import level
 
-NARROW = "v3"
-HELD = {  # the environment of a processor without AVX-512, for us and for all that torch calls
-    "THROUGHTIME_LEVEL": NARROW,
+AVX2 = "v3"
+AVX2_ENVIRONMENT = {  # restricts our kernels, torch, oneDNN and MKL to AVX2
+    "THROUGHTIME_LEVEL": AVX2,
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Results:
@@ -65,8 +65,8 @@ class Results:
     def write(self) -> None:
         """As it is now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"machine": self.machine, "peaks": self.peaks, "rows": self.rows}
-        self.path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        summary = {"machine": self.machine, "peaks": self.peaks, "rows": self.rows}
+        self.path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -76,22 +76,22 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: it is none.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if {"machine", "peaks", "rows"} <= set(told):
-            return told
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if {"machine", "peaks", "rows"} <= set(summary):
+            return summary
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: {error}. Expected a file that throughtime bench wrote; measure first, without"
-            " --show"
+            f"{path}: {error}. Expected a file that python -m benchmarks.bench wrote; measure"
+            " first, without --show"
         ) from error
     raise ConfigError(
-        f"{path}: expected a file that throughtime bench wrote, with machine, peaks and rows;"
-        " measure first, without --show"
+        f"{path}: expected a file that python -m benchmarks.bench wrote, with machine, peaks and"
+        " rows; measure first, without --show"
     )
 
 
 def run(
-    results: Results, cases: Sequence[Case], threads: Sequence[int], settings: Settings, say: Say
+    results: Results, cases: Sequence[Case], threads: Sequence[int], settings: Settings, say: Log
 ) -> None:
     """Measures every case with every number of threads, in this process."""
     now = level() or "none"
@@ -103,44 +103,43 @@ def run(
                 f" {peak}"
             )
             for case in cases:
-                row = measured(case, settings, peak) | {"settings": asdict(settings)}
+                row = measure(case, settings, peak) | {"settings": asdict(settings)}
                 results.put(row)
                 say(in_words(row))
 
 
 def in_words(row: dict[str, Any]) -> str:
     """A row in a line."""
-    sides = "; ".join(
-        f"{name} {side['ms'][1]:.3f} ms ({side['ratio'][1]:.2f})"
-        for name, side in row["sides"].items()
+    implementations = "; ".join(
+        f"{name} {implementation['ms'][1]:.3f} ms ({implementation['ratio'][1]:.2f})"
+        for name, implementation in row["implementations"].items()
     )
     absent = "".join(f"; {name} left out: {why}" for name, why in row["absent"].items())
     return (
-        f"{row['case']}, {row['runs']}: {sides};"
-        f" {next(iter(row['sides'].values()))['ms'][1] / row['floor_ms']:.1f} times the"
+        f"{row['case']}, {row['runs']}: {implementations};"
+        f" {next(iter(row['implementations'].values()))['ms'][1] / row['floor_ms']:.1f} times the"
         f" floor{absent}"
     )
 
 
-def run_narrow(
-    results: Results, cases: Sequence[Case], threads: Sequence[int], flags: Sequence[str], say: Say
+def run_avx2(
+    results: Results, cases: Sequence[Case], threads: Sequence[int], flags: Sequence[str], say: Log
 ) -> None:
-    """The same in a process that takes the processor for one without AVX-512: instruction sets are
-    chosen once in a process.
+    """Measure in a process restricted to AVX2: instruction sets are chosen once per process.
 
     Args:
-        results: are given its rows.
+        results: receives its rows.
         cases: to measure.
-        threads: numbers of them.
-        flags: of the command, for what `Settings` says.
-        say: is told every line.
+        threads: numbers of threads.
+        flags: of the command, for `Settings`.
+        say: is called with every line of output.
 
     Raises:
         RunError: it failed; with its last lines.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "narrow.json"
-        told = [
+        summary = [
             "--cases",
             ",".join(case.name for case in cases),
             "--threads",
@@ -151,9 +150,8 @@ def run_narrow(
         command = [
             sys.executable,
             "-m",
-            "throughtime",
-            "bench",
-            *told,
+            "benchmarks.bench",
+            *summary,
             *flags,
             "--peers",
             "none",
@@ -165,15 +163,19 @@ def run_narrow(
             say(last)
         if not path.is_file():
             raise RunError(f"the process without AVX-512 measured nothing; it said last: {last}")
-        found = read(path)
-    results.peaks |= found["peaks"]
-    for row in found["rows"]:
+        result = read(path)
+    results.peaks |= result["peaks"]
+    for row in result["rows"]:
         results.put(row)
 
 
 def _lines(command: Sequence[str]) -> Iterator[str]:
     with subprocess.Popen(
-        command, env=os.environ | HELD, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=os.environ | AVX2_ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as child:  # our own command
         for line in child.stdout or ():
             yield line.rstrip()

@@ -1,21 +1,24 @@
-"""`throughtime bench`: the same training by us, by hand and by others, in turns, and where it stands beside its goals."""
+"""Time the same training by throughtime, by hand and by other libraries: `make bench`."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from benchmarks.bench import Case, select_cases, tables, write_tables
+from benchmarks.bench.measure import QUICK, Settings
+from benchmarks.bench.page import parts_of
+from benchmarks.bench.peers import PEERS
+from benchmarks.bench.results import AVX2, Results, avx512, read, run, run_avx2
+from rich.console import Console
 
-from throughtime.app.cli.screen import out
-from throughtime.bench import Case, chosen, put_into, tables
-from throughtime.bench.measure import QUICK, Settings
-from throughtime.bench.page import parts_of
-from throughtime.bench.peers import PEERS
-from throughtime.bench.results import NARROW, Results, avx512, read, run, run_narrow
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, ThroughtimeError
+
+out = Console(highlight=False, soft_wrap=True)
 
 
-def bench(  # every setting is a flag
+def bench(
     cases: Annotated[
         str | None,
         typer.Option(help="Names or patterns, separated by commas, such as lstm-*. [default: all]"),
@@ -41,39 +44,42 @@ def bench(  # every setting is a flag
             )
         ),
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Turns of every side. [default: 15; quick: 5]")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds. [default: 15; quick: 5]")] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="A look that takes a minute: short turns, no large cases."),
+        typer.Option("--quick", help="About a minute: short turns, no large cases."),
     ] = False,
     add: Annotated[
-        bool, typer.Option("--add", help="Keep what --out has, except what is measured again.")
+        bool, typer.Option("--add", help="Keep the rows of --out that are not measured again.")
     ] = False,
     to: Annotated[
         Path, typer.Option("--out", help="Where the results are written, as JSON.")
     ] = Path("benchmarks/results/bench.json"),
-    docs: Annotated[Path | None, typer.Option(help="A page whose tables are put in anew.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="A page whose tables are replaced.")] = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Measure nothing; print what --out holds, as tables.")
+        bool, typer.Option("--show", help="Print the tables of --out without measuring.")
     ] = False,
 ) -> None:
-    """Measure updates of recurrent nets beside a loop by hand, Ignite, Lightning and tsfast, after checking that all compute the same."""
+    """Time updates beside a hand-written loop, Ignite, Lightning and tsfast.
+
+    First all are checked to compute the same.
+    """
     if docs is not None:
-        parts_of(docs)  # a page that does not serve is found before, not after
+        parts_of(docs)  # raises before measuring, not after
     if not show:
-        wanted = chosen([] if cases is None else _parts(cases), quick)
-        by_default = "own" if quick or not avx512() else f"own,{NARROW}"
-        asked = _among("levels", levels or by_default, ["own", NARROW])
+        wanted = select_cases([] if cases is None else _parts(cases), quick)
+        by_default = "own" if quick or not avx512() else f"own,{AVX2}"
+        asked = _among("levels", levels or by_default, ["own", AVX2])
         counts = _threads(threads or ("1" if quick else "1,2"))
         _measure(Results(to, add=add), wanted, counts, asked, _settings(rounds, quick, peers))
-    found = tables(read(to))
+    result = tables(read(to))
     out.print(
-        found if show else f"{to} written; throughtime bench --show --out {to} prints it as tables"
+        result
+        if show
+        else f"{to} written; python -m benchmarks.bench --show --out {to} prints it as tables"
     )
     if docs is not None:
-        put_into(docs, found)
+        write_tables(docs, result)
         out.print(f"{docs} written")
 
 
@@ -82,13 +88,13 @@ def _measure(
 ) -> None:
     if "own" in levels:
         run(results, cases, threads, settings, out.print)
-    if NARROW in levels:
+    if AVX2 in levels:
         flags = [
             "--rounds",
             str(settings.rounds),
             *(["--quick"] if settings.turn == QUICK.turn else []),
         ]
-        run_narrow(results, [case for case in cases if case.kind == "train"], [1], flags, out.print)
+        run_avx2(results, [case for case in cases if case.kind == "train"], [1], flags, out.print)
 
 
 def _parts(text: str) -> list[str]:
@@ -101,22 +107,22 @@ def _among(name: str, text: str, known: list[str]) -> list[str]:
     Raises:
         ConfigError: an unknown one.
     """
-    found = _parts(text)
-    for word in found:
+    result = _parts(text)
+    for word in result:
         if word not in known:
             raise ConfigError(
                 f"{name}={word!r}: expected some of {', '.join(known)}, separated by commas"
             )
-    return found
+    return result
 
 
 def _threads(text: str) -> list[int]:
-    found = _parts(text)
-    if not found or not all(part.isdecimal() and int(part) > 0 for part in found):
+    result = _parts(text)
+    if not result or not all(part.isdecimal() and int(part) > 0 for part in result):
         raise ConfigError(
             f"threads={text!r}: expected numbers from 1 on, separated by commas, such as 1,2"
         )
-    return [int(part) for part in found]
+    return [int(part) for part in result]
 
 
 def _settings(rounds: int | None, quick: bool, peers: str | None) -> Settings:
@@ -128,3 +134,20 @@ def _settings(rounds: int | None, quick: bool, peers: str | None) -> Settings:
             settings, peers=() if peers == "none" else tuple(_among("peers", peers, list(PEERS)))
         )
     return settings if rounds is None else replace(settings, rounds=rounds)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(bench)
+
+
+def main() -> None:
+    """Run the bench; an expected error is one message and exit code 2."""
+    try:
+        app()
+    except (ThroughtimeError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

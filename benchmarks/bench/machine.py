@@ -1,4 +1,4 @@
-"""On what it was measured: processor, versions, and the fastest matrix products that can be had there."""
+"""The machine: processor, versions, and its fastest large matrix products."""
 
 import os
 import platform
@@ -17,8 +17,7 @@ SIZES = (
     256,
     384,
     512,
-    # of square products, a millisecond and less: longer ones are interrupted on a machine that is not
-    # alone
+    # square products of at most about a millisecond: longer ones are interrupted on a busy machine
 )
 STEPS = (
     (256, 512, 128),
@@ -42,11 +41,11 @@ def machine() -> dict[str, Any]:
 
 def _processor() -> str:
     """As the system names it; a virtual machine may hide which model it is."""
-    told = Path("/proc/cpuinfo")
-    if told.is_file():
+    summary = Path("/proc/cpuinfo")
+    if summary.is_file():
         fields = dict(
             line.split(":", 1)
-            for line in told.read_text(encoding="utf-8").splitlines()
+            for line in summary.read_text(encoding="utf-8").splitlines()
             if ":" in line
         )
         named = {key.strip(): value.strip() for key, value in fields.items()}
@@ -70,7 +69,7 @@ def with_threads(count: int) -> Generator[None]:
 
 
 def peaks() -> dict[str, dict[str, float]]:
-    """GFLOP/s of the fastest large products, by type, with the threads that are set: torch's own and those of our kernels."""
+    """GFLOP/s of the fastest large products by dtype, of torch and of our kernels."""
     return {
         str(dtype).removeprefix("torch."): {"torch.mm": _by_torch(dtype), "kernels": _by_us(dtype)}
         for dtype in _TYPES

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from benchmarks.bench.implementation import Implementation, Trainer
+from benchmarks.bench.workload import NORM, RATE, Net, Workload, detach_state
 from torch import Tensor, nn
-
-from throughtime.bench.side import Side, Trainer
-from throughtime.bench.work import NORM, RATE, Net, Work, detached
 
 
 def _recorded(losses: list[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -29,24 +28,26 @@ def _recorded(losses: list[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return record
 
 
-def ignite(work: Work) -> Side:
+def ignite(workload: Workload) -> Implementation:
     """`create_supervised_tbptt_trainer`."""
     from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer
 
-    net, losses = Net(work.modules()), list[Tensor]()
+    net, losses = Net(workload.modules()), list[Tensor]()
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
 
     def clip(*_: object) -> None:
         nn.utils.clip_grad_norm_(net.parameters(), NORM)
 
     optimizer.register_step_pre_hook(clip)
-    # any callable does
-    trainer = create_supervised_tbptt_trainer(net, optimizer, _recorded(losses), work.case.steps)  # pyright: ignore[reportArgumentType]
-    trainer.logger.setLevel(
-        logging.CRITICAL
-    )  # it would tell of the end that `Trainer.close` makes; errors are raised all the same
+    loss_fn: Any = _recorded(losses)  # any callable works
+    trainer = create_supervised_tbptt_trainer(net, optimizer, loss_fn, workload.case.steps)
+    # `Trainer.close` ends it by an exception that it would log; errors are raised all the same
+    trainer.logger.setLevel(logging.CRITICAL)
     return Trainer(
-        net, optimizer, lambda: trainer.run([(work.inputs, work.targets)], max_epochs=1), losses
+        net,
+        optimizer,
+        lambda: trainer.run([(workload.inputs, workload.targets)], max_epochs=1),
+        losses,
     )
 
 
@@ -61,15 +62,15 @@ class _Endless:
             yield self.batch
 
 
-def lightning(work: Work) -> Side:
-    """Manual optimisation, the loop over chunks inside `training_step`: what Lightning's documentation tells to do since 2.0."""
+def lightning(workload: Workload) -> Implementation:
+    """Manual optimization with the loop in `training_step`, as Lightning documents since 2.0."""
     import lightning.pytorch as pl
 
-    net, losses = Net(work.modules()), list[Tensor]()
+    net, losses = Net(workload.modules()), list[Tensor]()
     optimizer, loss_fn, steps = (
         torch.optim.Adam(net.parameters(), lr=RATE),
         _recorded(losses),
-        work.case.steps,
+        workload.case.steps,
     )
 
     class Manual(pl.LightningModule):
@@ -87,13 +88,16 @@ def lightning(work: Work) -> Side:
                 self.clip_gradients(own, gradient_clip_val=NORM, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]
                 own.step()  # pyright: ignore[reportAttributeAccessIssue]  # the same
                 own.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]  # the same
-                state = detached(state)
+                state = detach_state(state)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
     return Trainer(
-        net, optimizer, lambda: _fitted(pl, Manual(), _Endless((work.inputs, work.targets))), losses
+        net,
+        optimizer,
+        lambda: _fitted(pl, Manual(), _Endless((workload.inputs, workload.targets))),
+        losses,
     )
 
 
@@ -109,13 +113,16 @@ def _fitted(pl: Any, module: Any, batches: _Endless) -> None:
         pl.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(module, batches)
 
 
-def tsfast(work: Work) -> Side:
+def tsfast(workload: Workload) -> Implementation:
     """`TbpttLearner`; lanes come first, as it wants them."""
     # optional, and no extra of ours
     from tsfast.training import TbpttLearner  # pyright: ignore[reportMissingImports]
 
-    net, losses = Net(work.modules(batch_first=True)), list[Tensor]()
-    batch = work.inputs.transpose(0, 1).contiguous(), work.targets.transpose(0, 1).contiguous()
+    net, losses = Net(workload.modules(batch_first=True)), list[Tensor]()
+    batch = (
+        workload.inputs.transpose(0, 1).contiguous(),
+        workload.targets.transpose(0, 1).contiguous(),
+    )
     learner = TbpttLearner(
         net,
         SimpleNamespace(train=[batch]),
@@ -125,13 +132,13 @@ def tsfast(work: Work) -> Side:
         grad_clip=NORM,
         device=torch.device("cpu"),
         show_bar=False,
-        sub_seq_len=work.case.steps,
+        sub_seq_len=workload.case.steps,
     )
     learner.setup()
     return Trainer(net, learner.opt, learner.train_one_epoch, losses)
 
 
-PEERS: dict[str, Callable[[Work], Side]] = {
+PEERS: dict[str, Callable[[Workload], Implementation]] = {
     "ignite": ignite,
     "lightning": lightning,
     "tsfast": tsfast,

@@ -1,4 +1,4 @@
-"""What every side of a case is given: the same recordings, the same weights, the same loss.
+"""The input of every implementation of a case: the same recordings, weights and loss.
 
 Shapes: `T` steps of a recording, `B` lanes, `D` input features, `C` classes.
 """
@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from benchmarks.bench.cases import Case
 from torch import Tensor, nn
-
-from throughtime.bench.cases import Case
 
 RATE, NORM = 1e-3, 1.0
 BYTES = 32e6  # of inputs at most
@@ -19,7 +18,7 @@ RESETS = 0.01  # of all steps
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Recordings of equal length, one for each lane.
 
     Attributes:
@@ -41,8 +40,8 @@ class Work:
             layer = getattr(nn, case.cell)(
                 case.inputs, case.hidden, case.layers, batch_first=batch_first
             )
-            found = [*words, layer, nn.Linear(case.hidden, case.classes)]
-        return [module.to(case.dtype) for module in found]
+            result = [*words, layer, nn.Linear(case.hidden, case.classes)]
+        return [module.to(case.dtype) for module in result]
 
     def recordings(self, cuts: list[list[int]] | None = None) -> list[dict[str, Tensor]]:
         """What a `tt.Stream` plays; with `cuts`, where each lane begins another recording."""
@@ -57,7 +56,7 @@ class Work:
         ]
 
 
-def work_of(case: Case) -> Work:
+def workload_of(case: Case) -> Workload:
     """Random recordings, the same at every call, of a whole number of updates."""
     random = torch.Generator().manual_seed(1)
     bytes_of_a_step = case.lanes * (8 if case.vocabulary else case.inputs * case.dtype.itemsize)
@@ -67,16 +66,18 @@ def work_of(case: Case) -> Work:
         inputs = torch.randint(case.vocabulary, (steps, case.lanes), generator=random)
     else:
         inputs = torch.randn(steps, case.lanes, case.inputs, generator=random, dtype=case.dtype)
-    return Work(case, inputs, torch.randint(case.classes, (steps, case.lanes), generator=random))
+    return Workload(
+        case, inputs, torch.randint(case.classes, (steps, case.lanes), generator=random)
+    )
 
 
-def cuts_of(work: Work) -> list[list[int]]:
+def cuts_of(workload: Workload) -> list[list[int]]:
     """Where each lane begins another recording: at random steps, one in a hundred."""
-    random, steps = torch.Generator().manual_seed(2), len(work.inputs)
+    random, steps = torch.Generator().manual_seed(2), len(workload.inputs)
     count = max(1, round(RESETS * steps))
     return [
         sorted((torch.randperm(steps - 1, generator=random)[:count] + 1).tolist())
-        for _ in range(work.case.lanes)
+        for _ in range(workload.case.lanes)
     ]
 
 
@@ -94,6 +95,6 @@ class Net(nn.Module):
         return self.head(y), after
 
 
-def detached(state: Any) -> Any:
+def detach_state(state: Any) -> Any:
     """The state without its graph."""
     return state.detach() if isinstance(state, Tensor) else tuple(leaf.detach() for leaf in state)

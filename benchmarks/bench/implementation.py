@@ -1,4 +1,4 @@
-"""One way of doing the work, as something that can be run for so many updates and then waits for its next turn."""
+"""An implementation of the training that runs a number of updates and then waits."""
 
 import threading
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 WAIT = 600.0  # seconds for a thread to end
 
 
-class Side(Protocol):
+class Implementation(Protocol):
     """Runs updates of its net, in turns."""
 
     net: nn.Module
@@ -28,7 +28,7 @@ class Side(Protocol):
 
 
 class Loop:
-    """A loop that is the side's own: a generator of losses, one for each update.
+    """A loop that is the implementation's own: a generator of losses, one for each update.
 
     Args:
         net: which trains.
@@ -53,13 +53,12 @@ class Loop:
         """Nothing is held but the net."""
 
 
-class _Over(BaseException):  # not an Exception, so that no trainer survives it
-    """Ends the trainer of a side that is closed."""
+class _Stop(BaseException):  # not an Exception, so that no trainer survives it
+    """Ends the trainer of a implementation that is closed."""
 
 
 class Trainer:
-    """A loop that belongs to a library: it plays in a thread, which stops after the last step of
-    each turn.
+    """A loop inside a library: it runs in a thread that stops after the last step of a turn.
 
     Args:
         net: which trains.
@@ -76,10 +75,10 @@ class Trainer:
         losses: list[Tensor],
     ) -> None:
         self.net, self._epoch, self._losses = net, epoch, losses
-        self._left, self._over, self._threads = 0, False, torch.get_num_threads()
+        self._left, self._stopped, self._threads = 0, False, torch.get_num_threads()
         self._error: BaseException | None = None
         self._mine, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._after_step)
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()
 
@@ -95,7 +94,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._over = True
+        self._stopped = True
         self._mine.release()
         self._thread.join(WAIT)
 
@@ -105,13 +104,13 @@ class Trainer:
             self._wait()
             while True:
                 self._epoch()
-        except _Over:
+        except _Stop:
             return
-        except BaseException as error:  # whatever it is, the turn tells it
+        except BaseException as error:  # noqa: BLE001  # raised again by `run`
             self._error = error
             self._done.release()
 
-    def _stepped(self, *_: object) -> None:
+    def _after_step(self, *_: object) -> None:
         self._left -= 1
         if self._left == 0:
             self._done.release()
@@ -119,5 +118,5 @@ class Trainer:
 
     def _wait(self) -> None:
         self._mine.acquire()
-        if self._over:
-            raise _Over
+        if self._stopped:
+            raise _Stop

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from throughtime.bench.cases import CASES
-from throughtime.bench.sides import STRIDED, UNFUSED, WINDOWED
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.implementations import RECOMPUTED, STRIDE_GRAPHS, TORCH_WITH_RESETS
+
 from throughtime.errors import ConfigError
 
-BEGIN, END = "<!-- figures: throughtime bench -->", "<!-- end of figures -->"
+BEGIN, END = "<!-- figures: python -m benchmarks.bench -->", "<!-- end of figures -->"
 WIDE = "v4"
 Row = Mapping[str, Any]
 
@@ -43,7 +44,7 @@ def parts_of(page: Path) -> tuple[str, str]:
     return before, after
 
 
-def put_into(page: Path, text: str) -> None:
+def write_tables(page: Path, text: str) -> None:
     """Writes between the marks of the page.
 
     Raises:
@@ -54,14 +55,14 @@ def put_into(page: Path, text: str) -> None:
 
 
 def _measured_on(facts: Mapping[str, Any]) -> str:
-    told, rows = facts["machine"], facts["rows"]
+    summary, rows = facts["machine"], facts["rows"]
     loads = [load for row in rows for load in row["load"]]
     rounds = sorted(
         {f"{row['settings']['rounds']} turns of {row['settings']['turn']:g} s" for row in rows}
     )
     header = (
-        f"Processor: {told['processor']}, {told['cores']} cores, {told['torch_level']};"
-        f" {told['system']}; torch {told['torch']}, Python {told['python']}. Each side:"
+        f"Processor: {summary['processor']}, {summary['cores']} cores, {summary['torch_level']};"
+        f" {summary['system']}; torch {summary['torch']}, Python {summary['python']}. Each side:"
         f" {', '.join(rounds)}. Load average while measuring: {min(loads):.1f} to {max(loads):.1f}"
         " (of a process that is alone: its number of threads).\n\n| GFLOP/s of large matrix"
         " products | threads | float32, torch | float32, kernels | float64, torch | float64,"
@@ -99,7 +100,7 @@ Cell = Callable[[Row], str]
 
 
 def _sides(row: Row) -> list[Mapping[str, Any]]:
-    return list(row["sides"].values())
+    return list(row["implementations"].values())
 
 
 def _ratio(row: Row) -> str:
@@ -131,12 +132,18 @@ def _floor(row: Row) -> str:
 
 
 def _of(name: str) -> Cell:
-    return lambda row: f"{row['sides'][name]['ratio'][1]:.2f}" if name in row["sides"] else "-"
+    return lambda row: (
+        f"{row['implementations'][name]['ratio'][1]:.2f}" if name in row["implementations"] else "-"
+    )
 
 
 def _beside(name: str) -> Cell:
-    """How many times as fast as a side to which the ratio is a price."""
-    return lambda row: f"{1 / row['sides'][name]['ratio'][1]:.2f}" if name in row["sides"] else "-"
+    """How many times as fast as a implementation to which the ratio is a price."""
+    return lambda row: (
+        f"{1 / row['implementations'][name]['ratio'][1]:.2f}"
+        if name in row["implementations"]
+        else "-"
+    )
 
 
 def _ms(at: int) -> Cell:
@@ -172,10 +179,13 @@ _HORIZON = _columns(
     "ms, throughtime",
     "ms, graphs kept",
     "times as fast",
-    _FLOOR | {"graphs of strides": _of(STRIDED), "window run again": _of(WINDOWED)},
+    _FLOOR | {"graphs of strides": _of(STRIDE_GRAPHS), "window run again": _of(RECOMPUTED)},
 )
 _PRICE = _columns(
-    "ms, with", "ms, without", "times the time", {"times as fast as torch.nn": _beside(UNFUSED)}
+    "ms, with",
+    "ms, without",
+    "times the time",
+    {"times as fast as torch.nn": _beside(TORCH_WITH_RESETS)},
 )
 _PARTS: Iterable[tuple[str, set[str], dict[str, Cell], Callable[[Row], bool]]] = (
     (

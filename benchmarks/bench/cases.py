@@ -1,5 +1,4 @@
-"""What is measured: sizes, the goal that was set for each, and the arithmetic that no code can do
-without.
+"""The cases of the bench: sizes, goals, and the least arithmetic of an update.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `C` classes.
 """
@@ -22,7 +21,7 @@ NARROW_GOAL = 1.0  # with two threads, or a narrower instruction set: nothing sl
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work.
+    """One segment of workload.
 
     Attributes:
         name: as `--cases` takes it.
@@ -82,12 +81,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the matrix products of an update, a product and a sum being
-        two.
+        """Floating-point operations of the matrix products of an update.
 
-        Forward each weight once; backward once for the gradient of the weight and once for that of
-        what went in, unless that is data. Of a horizon, forward the new steps only: the others have
-        been run before.
+        Each weight counts once forward, and backward once for its gradient and once for that of its
+        input, unless that is data. Of a horizon only the new steps run forward.
         """
         new, back, gates = self.every * self.lanes, self.steps * self.lanes, GATES[self.cell]
         total = 0.0
@@ -159,13 +156,13 @@ _PLAIN: dict[tuple[Cell, str], tuple[float, float | None]] = {
 
 def _priced(kind: Kind, goal: float) -> list[Case]:
     """What is paid beside plain updates, at both sizes."""
-    found: list[Case] = []
+    result: list[Case] = []
     for name, like in (("b1-h50", _ONE), ("b32-h128", _MANY)):
-        found += [
+        result += [
             replace(case, kind=kind, name=f"{kind}-{case.name}", goal=goal)
             for case in _sized(name, _PLAIN, like)
         ]
-    return found
+    return result
 
 
 def _strides() -> list[Case]:
@@ -174,12 +171,12 @@ def _strides() -> list[Case]:
         ("LSTM", "f64"): (25, None),
         ("LSTM", "f32"): (25, None),
     }
-    found = [
+    result = [
         case
         for s in (10, 50)
         for case in _sized(f"stride{s}", goals, replace(_ONE, kind="horizon", stride=s))
     ]
-    return [replace(case, name=f"horizon-{case.name}") for case in found]
+    return [replace(case, name=f"horizon-{case.name}") for case in result]
 
 
 _ALL = [
@@ -194,7 +191,7 @@ _ALL = [
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
 
 
-def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
+def select_cases(patterns: Sequence[str], quick: bool) -> list[Case]:
     """The cases of these names, in the order of `CASES`; all of them where there are none.
 
     Args:
@@ -205,12 +202,12 @@ def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
         ConfigError: a pattern that fits no case, with the nearest name.
 
     Example:
-        >>> [case.name for case in chosen(["gru-b1-*"], quick=False)]
+        >>> [case.name for case in select_cases(["gru-b1-*"], quick=False)]
         ['gru-b1-h50-f64', 'gru-b1-h50-f32']
     """
     if not patterns:
         return [case for case in CASES.values() if case.quick or not quick]
-    found: set[str] = set()
+    result: set[str] = set()
     for pattern in patterns:
         fitting = fnmatch.filter(CASES, pattern)
         if not fitting:
@@ -219,5 +216,5 @@ def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
                 f"cases={pattern!r}: no such case{f', the nearest is {near[0]!r}' if near else ''}."
                 f" Expected names or patterns, separated by commas, of: {', '.join(CASES)}"
             )
-        found.update(fitting)
-    return [case for name, case in CASES.items() if name in found]
+        result.update(fitting)
+    return [case for name, case in CASES.items() if name in result]

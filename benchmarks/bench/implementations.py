@@ -1,0 +1,221 @@
+"""Ours and the loops by hand."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.bench.implementation import Implementation, Loop
+from benchmarks.bench.workload import NORM, RATE, Net, Workload, cuts_of, detach_state
+from torch import Tensor, nn
+
+from throughtime.carry.carried import Carried, carry
+from throughtime.diagnose import trace
+from throughtime.gradient import Truncated
+from throughtime.optim import Adam
+from throughtime.stream import Stream
+from throughtime.updates import updates
+
+Make = Callable[[Workload], Implementation]
+OURS, HAND = "throughtime", "by hand"
+WITH_RESETS, WITH_TRACE, TORCH_WITH_RESETS = "with resets", "traced", "with resets, torch.nn"
+STEP_GRAPHS, STRIDE_GRAPHS, RECOMPUTED = (
+    "graphs kept, step by step",
+    "graphs kept, stride by stride",
+    "window run again",
+)
+
+
+def ours(
+    workload: Workload,
+    cuts: list[list[int]] | None = None,
+    fused: bool = True,
+    traced: bool = False,
+) -> Implementation:
+    """`tt.updates` over a `tt.Stream`, with the layers of `tt.nn` and the optimizer that clips."""
+    net = carry(nn.Sequential(*workload.modules()), fused=fused)
+    stream = Stream(workload.recordings(cuts), workload.case.lanes, workload.case.steps, seed=None)
+    loop = _training(net, stream, workload.case.steps)
+    return Loop(net, loop, partial(trace, net)) if traced else Loop(net, loop)
+
+
+def _training(net: Carried, stream: Stream, steps: int) -> Iterator[Tensor]:
+    optimizer, loss_fn = Adam(net.parameters(), lr=RATE, max_norm=NORM), nn.CrossEntropyLoss()
+    while True:
+        for update in updates(net, stream, loss_fn, gradient=Truncated(steps)):
+            optimizer.step()
+            optimizer.zero_grad()
+            yield update.loss
+
+
+def with_resets(workload: Workload, fused: bool = True) -> Implementation:
+    """The same, where one step in a hundred begins a recording."""
+    return ours(workload, cuts_of(workload), fused)
+
+
+def by_hand(workload: Workload) -> Implementation:
+    """A loop as a careful user writes it."""
+    net = Net(workload.modules())
+    return Loop(net, _by_hand(net, workload))
+
+
+def _by_hand(net: Net, workload: Workload) -> Iterator[Tensor]:
+    optimizer, loss_fn = torch.optim.Adam(net.parameters(), lr=RATE), nn.CrossEntropyLoss()
+    x, target, steps = workload.inputs, workload.targets, workload.case.steps
+    while True:
+        state = None
+        for start in range(0, len(x), steps):
+            y, state = net(x[start : start + steps], state)
+            loss = loss_fn(y.flatten(0, 1), target[start : start + steps].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            state = detach_state(state)
+            yield loss.detach()
+
+
+def overlapping(workload: Workload) -> Implementation:
+    """Gradients of a horizon longer than the stride, by `tt.updates`; the weights stay."""
+    net = carry(nn.Sequential(*workload.modules()), fused=True)
+    stream = Stream(workload.recordings(), workload.case.lanes, workload.case.steps, seed=None)
+    return Loop(net, _overlapping(net, stream, workload))
+
+
+def _overlapping(net: Carried, stream: Stream, workload: Workload) -> Iterator[Tensor]:
+    gradient, loss_fn = Truncated(workload.case.every, workload.case.steps), nn.CrossEntropyLoss()
+    while True:
+        for update in updates(net, stream, loss_fn, gradient=gradient):
+            yield update.loss
+            net.zero_grad()
+
+
+def windows(workload: Workload) -> Implementation:
+    """By hand: the whole window run again, with the loss of the newest stride."""
+    net = Net(workload.modules())
+    return Loop(net, _windows(net, workload))
+
+
+def _windows(net: Net, workload: Workload) -> Iterator[Tensor]:
+    x, target, loss_fn, stride, horizon = (
+        workload.inputs,
+        workload.targets,
+        nn.CrossEntropyLoss(),
+        workload.case.every,
+        workload.case.steps,
+    )
+    while True:
+        edges: deque[Any] = deque([None], maxlen=horizon // stride)
+        for start in range(0, len(x), stride):
+            begin = max(0, start + stride - horizon)
+            with torch.no_grad():
+                _, after = net(x[start : start + stride], edges[-1])
+            y, _ = net(x[begin : start + stride], edges[0])
+            loss = loss_fn(
+                y[start - begin :].flatten(0, 1), target[start : start + stride].flatten()
+            )
+            loss.backward()
+            edges.append(after)
+            yield loss.detach()
+            net.zero_grad()
+
+
+class _Segment(NamedTuple):
+    before: tuple[Tensor, ...]
+    after: tuple[Tensor, ...]
+    loss: Tensor
+
+
+def retained(workload: Workload, grain: int) -> Implementation:
+    """The usual loop: keep graphs of `grain` steps and go back through them at every update.
+
+    It raises once an optimizer changes weights that the kept graphs have saved. So no
+    implementation changes the weights in this case.
+    """
+    net = Net(workload.modules())
+    return Loop(net, _retained(net, workload, grain))
+
+
+def _retained(net: Net, workload: Workload, grain: int) -> Iterator[Tensor]:
+    x, target, stride, horizon = (
+        workload.inputs,
+        workload.targets,
+        workload.case.every,
+        workload.case.steps,
+    )
+    while True:
+        zeros = torch.zeros(
+            workload.case.layers,
+            workload.case.lanes,
+            workload.case.hidden,
+            dtype=workload.case.dtype,
+        )
+        state = (zeros, zeros) if workload.case.cell == "LSTM" else (zeros,)
+        segments: deque[_Segment] = deque(maxlen=horizon // grain)
+        for start in range(0, len(x), grain):
+            segments.append(
+                _segment(
+                    net,
+                    state,
+                    x[start : start + grain],
+                    target[start : start + grain],
+                    grain / stride,
+                )
+            )
+            state = segments[-1].after
+            if (start + grain) % stride == 0:
+                _back(segments, stride // grain)
+                yield torch.stack(
+                    [segment.loss.detach() for segment in list(segments)[-(stride // grain) :]]
+                ).sum()
+                net.zero_grad()
+
+
+def _segment(
+    net: Net, state: tuple[Tensor, ...], x: Tensor, target: Tensor, share: float
+) -> _Segment:
+    before = tuple(leaf.detach().requires_grad_() for leaf in state)
+    y, after = net(x, before if len(before) == 2 else before[0])
+    loss = nn.functional.cross_entropy(y.flatten(0, 1), target.flatten()) * share
+    return _Segment(before, after if isinstance(after, tuple) else (after,), loss)
+
+
+def _back(segments: deque[_Segment], counted: int) -> None:
+    """From the newest segment to the oldest.
+
+    The losses of the newest `counted` are put in on the way.
+    """
+    adjoint: list[Tensor | None] = []
+    for at, segment in enumerate(reversed(segments)):
+        for leaf in segment.before:
+            leaf.grad = None
+        roots, grads = list(segment.after) if adjoint else [], [*adjoint]
+        if at < counted:
+            roots, grads = [*roots, segment.loss], [*grads, None]
+        torch.autograd.backward(roots, grads, retain_graph=True)
+        adjoint = [leaf.grad for leaf in segment.before]
+
+
+def implementations_of(workload: Workload) -> dict[str, Make]:
+    """What is measured of a case besides the libraries of others.
+
+    The first is compared with the second, the others are summary.
+    """
+    if workload.case.kind == "train":
+        return {OURS: ours, HAND: by_hand}
+    if workload.case.kind == "horizon":
+        stride = workload.case.every
+        return {
+            OURS: overlapping,
+            STEP_GRAPHS: partial(retained, grain=1),
+            STRIDE_GRAPHS: partial(retained, grain=stride),
+            RECOMPUTED: windows,
+        }
+    if workload.case.kind == "resets":
+        return {
+            WITH_RESETS: with_resets,
+            OURS: ours,
+            TORCH_WITH_RESETS: partial(with_resets, fused=False),
+        }
+    return {WITH_TRACE: partial(ours, traced=True), OURS: ours}
