@@ -9,6 +9,7 @@ import argparse
 import csv
 import io
 import math
+import os
 import random
 import signal
 import sys
@@ -24,7 +25,8 @@ from throughtime.app.form import Form
 from throughtime.app.manifest import find
 from throughtime.app.opened import open_recordings
 from throughtime.errors import ThroughtimeError
-from throughtime.stream.formats import Table, csv_fields, csv_rows, csv_scan, open_table
+from throughtime.stream.formats import Table, csv_rows, open_table
+from throughtime.stream.formats import csv as csv_format
 
 HANG = 10  # seconds for one file
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -129,7 +131,7 @@ def oracle(data: bytes) -> list[list[str]]:
 def expected(data: bytes) -> tuple[list[str], list[list[str]]]:
     records = oracle(data)
     header = [name.strip() for name in records[0]]
-    if all(map(csv_fields.is_number, header)):
+    if all(map(csv_format.is_number, header)):
         header, records = [str(i) for i in range(len(header))], [[], *records]
     rows = [(row or [""]) if len(header) == 1 else row for row in records[1:]]
     while len(header) == 1 and records and not records[-1]:
@@ -153,9 +155,9 @@ def compare(table: Table, data: bytes) -> str:
         try:
             values = table.read(0, len(table), [name])[:, 0]
         except ThroughtimeError:
-            words = [f for f in column if f.strip() and not csv_fields.is_number(f)]
+            words = [f for f in column if f.strip() and not csv_format.is_number(f)]
             assert (
-                words if csv_fields.is_number(first) else max(map(len, column)) > csv_scan.LABEL
+                words if csv_format.is_number(first) else max(map(len, column)) > csv_format.LABEL
             ), column
             outcome = "column refused"
             continue
@@ -182,8 +184,8 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     data = manifest_file(rng) if manifest else table_file(rng)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         data = rng.choice(MUTATIONS)(rng, data) if data else data
-    pieces = [(1, 1, 1), (64, 7, 50), (131_072, 4096, 2**20)]
-    csv_scan.PIECE, csv_rows.STEP, csv_rows.PIECE = (
+    pieces = [(1, 1, 1), (64, 7, 50), (2**18, 4096, 2**20)]  # larger than a file: it is not cached
+    csv_format.PIECE, csv_rows.STEP, csv_rows.PIECE = (
         rng.choice(pieces) if len(data) < 20_000 else pieces[-1]
     )
     path = folder / ("recordings.csv" if manifest else "r.csv")
@@ -224,6 +226,7 @@ def main() -> None:
     begin = said = time.monotonic()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["THROUGHTIME_CACHE"] = str(Path(folder, "cache"))
         while time.monotonic() - begin < options.seconds:
             counts[one(rng, Path(folder))[0]] += 1
             if time.monotonic() - said > 60:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("throughtime"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "throughtime")
+
+# The converted CSV files of tests go nowhere else; processes that tests start inherit it.
+_cache = tempfile.TemporaryDirectory(prefix="throughtime-cache-")
+os.environ["THROUGHTIME_CACHE"] = _cache.name
 
 torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
 torch.use_deterministic_algorithms(True)  # torch.empty is then filled with NaN

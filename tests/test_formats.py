@@ -151,8 +151,6 @@ def test_file_of_another_kind_is_refused_by_name(
 
 
 EXTRAS = {
-    ".parquet": ("pyarrow", "arrow"),
-    ".arrow": ("pyarrow", "arrow"),
     ".h5": ("h5py", "hdf5"),
     ".zarr": ("zarr", "zarr"),
     ".nc": ("netCDF4", "zarr"),

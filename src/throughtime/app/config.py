@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from throughtime.errors import ConfigError
-from throughtime.stream.formats.csv_fields import is_number
+from throughtime.stream.formats.csv import is_number
 
 Task = Literal["classify", "regress"]
 _LEAST = {

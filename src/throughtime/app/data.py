@@ -13,7 +13,7 @@ from throughtime.app.framed import Framed
 from throughtime.app.labels import Kind
 from throughtime.app.manifest import Files
 from throughtime.errors import DataError
-from throughtime.stream.formats.csv_fields import is_number
+from throughtime.stream.formats.csv import is_number
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
 from throughtime.stream.recording import Part, Recording, Steps, TableRecording

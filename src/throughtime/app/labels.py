@@ -18,7 +18,7 @@ from throughtime.app.manifest import Files
 from throughtime.app.rates import Rate
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.csv_fields import is_number
+from throughtime.stream.formats.csv import is_number
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import (
     IntervalLabels,

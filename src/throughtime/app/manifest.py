@@ -9,7 +9,7 @@ from pathlib import Path
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats import csv
-from throughtime.stream.formats.csv_fields import is_number
+from throughtime.stream.formats.csv import is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")

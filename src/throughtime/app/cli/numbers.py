@@ -3,7 +3,7 @@
 import math
 
 from throughtime.errors import ConfigError
-from throughtime.stream.formats.csv_fields import is_number
+from throughtime.stream.formats.csv import is_number
 
 
 def numbers_in(text: str) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Open files and decoded blocks, both within bounds, both safe after a fork and after pickling."""
 
+import mmap
 import os
 import threading
 import weakref
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
 CACHE_BYTES = 12 * 2**20  # of all files together, and at least one block
+RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
@@ -57,6 +59,26 @@ class Handle(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_opener": self._opener, "_file": None, "_process": -1}
+
+
+class MappedFile:
+    """A memory-mapped file whose pages return to the system after they were read.
+
+    Memory then stays flat. Arrays that share the memory stay valid: the system reads their pages
+    again where they are used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._unreleased = 0
+
+    def count_read(self, size: int) -> None:
+        """Count bytes that were read; enough of them release the pages."""
+        self._unreleased += size
+        if self._unreleased > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+            self._unreleased = 0
 
 
 class CacheKey:

@@ -1,138 +1,516 @@
-"""CSV: scanned once when it is opened, then parsed block by block where it is read."""
+r"""CSV: checked and parsed once, block by block, into an Arrow file in the user's cache folder.
+
+pyarrow parses the usual block. Python's csv module parses a block with quotes that pyarrow treats
+more leniently, or with lines that end in `\r`, and every block that pyarrow refuses: it accepts
+what Python calls a number, and gives the line and the column of a fault.
+"""
 
 import csv
+import io
+import re
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats import csv_scan
-from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey
-from throughtime.stream.formats.csv_fields import column_values, is_number, plain, rows_of
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
+from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
+from throughtime.stream.formats.table import Array, FileStamp, rows_between
 
-__all__ = ["CsvTable", "is_number", "open_csv", "read_columns"]
+PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
+FIELD = 131_072  # characters: the limit of the csv module
+LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
+LABEL = 256  # characters: a longer label would make every label of a block as long in memory
+WIDE = 256  # columns: beyond, pyarrow takes longer for its columns than for their values
+_QUOTED_FIELD = re.compile(rb'(?<![^,\n])"[^"\r\n]*"(?=[,\r\n]|\Z)')
 
 
 def open_csv(path: Path) -> "CsvTable":
-    r"""Scans the file: every line is checked, none is kept.
+    r"""A CSV file; every line is checked.
 
     A column whose first filled field is text is text, even where other fields look like numbers;
-    any other column is numbers (float64, an empty field is NaN), and a field of it that is none is
-    an error where it is read. A first line of nothing but numbers is no header: the columns are
-    then called `0`, `1`, ...
+    any other column is numbers (float64, an empty field is NaN), and a field of it that is no
+    number is an error when the column is read. A first line of nothing but numbers is no header:
+    the columns are then called `0`, `1`, ...
 
     Args:
         path: a file in UTF-8, its fields separated by commas, its lines ended by `\n` or `\r\n`.
 
     Raises:
         DataError: duplicate or empty column names, a line with more or fewer fields, an open quote,
-            a NUL, or bytes that are not UTF-8; the line is named.
+            a NUL, or bytes that are not UTF-8; the message names the line.
 
-    Cost: one pass, some 100 MB/s without quotes and less with; 24 bytes for each 120 kB of the
-    file. Reading parses the blocks of the rows asked for and keeps the last ones.
+    Cost: a file of more than 256 kB is converted once, at some 100 MB/s, to a cache file about as
+    large, which is memory-mapped from then on. A smaller one, and any file where the cache folder
+    cannot be written, is parsed block by block where it is read.
     """
-    return CsvTable(path, csv_scan.scan(path))
+    handle = Handle(path, _opened)
+    file = handle.get()
+    return CsvTable(path, handle, tuple(file.slots), file.starts[-1])
+
+
+class CsvFile(NamedTuple):
+    """An open CSV file, converted or not: block `i` holds the rows from `starts[i]` on.
+
+    A batch has the columns of numbers as one matrix, and after it the columns of text.
+    """
+
+    slots: dict[str, int]  # by column: its place in the matrix, or -1, -2, ... among the texts
+    starts: Sequence[int]
+    faults: dict[str, str]  # by column: why it cannot be read
+    batch: Callable[[int], Any]
+    cache: CacheFile | None
 
 
 @dataclass(frozen=True)
 class CsvTable:
-    """Where the rows are, and what the columns hold."""
+    """Rows of an open CSV file."""
 
     path: Path
-    layout: csv_scan.Layout
-    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
+    handle: Handle[CsvFile]
+    columns: tuple[str, ...]
+    length: int
     rate: float | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.layout.columns
+    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
 
     def __len__(self) -> int:
-        return self.layout.rows
+        return self.length
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        start, stop = rows_between(start, stop, len(self))
-        indices = tuple(self.columns.index(c) for c in columns)
+        start, stop = rows_between(start, stop, self.length)
+        file = self.handle.get()
+        if file.faults and (names := [name for name in columns if name in file.faults]):
+            raise DataError(f"{self.path}: {file.faults[names[0]]}")
+        slots = [file.slots[name] for name in columns]
         parts: list[Array] = []
-        block = bisect_right(self.layout.starts, start) - 1
+        block = bisect_right(file.starts, start) - 1
         while start < stop:
-            first, end = self.layout.starts[block], self.layout.starts[block + 1]
+            first, end = file.starts[block], min(stop, file.starts[block + 1])
             if end > start:  # a block of blank lines has no rows
-                parts.append(self._block(block, indices)[start - first : min(stop, end) - first])
-            start, block = max(start, min(stop, end)), block + 1
+                batch = self._batch(file, block)
+                parts.append(_select(batch, start - first, end - first, slots))
+            start, block = end, block + 1
         if not parts:
-            return np.empty((0, len(columns)))
+            return np.empty((0, len(slots)))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _block(self, block: int, indices: tuple[int, ...]) -> Array:
-        """Of a file of numbers the whole block is kept, whatever the columns: it is parsed in one go."""
-        if any(self.layout.text):
-            return BLOCK_CACHE.get(
-                (self.cache_key, block, indices), lambda: self._decoded(block, indices)
-            )
-        rows = BLOCK_CACHE.get((self.cache_key, block), lambda: self._matrix(block))
-        if rows is None:
-            return BLOCK_CACHE.get(
-                (self.cache_key, block, indices), lambda: self._decoded(block, indices)
-            )
-        return rows if indices == tuple(range(len(self.columns))) else rows[:, list(indices)]
+    def _batch(self, file: CsvFile, block: int) -> Any:
+        if file.cache is None:
+            key = (self.cache_key, block)
+            return BLOCK_CACHE.get(key, lambda: file.batch(block), lambda batch: batch.nbytes)
+        batch = file.batch(block)
+        file.cache.file.count_read(batch.nbytes)
+        return batch
 
-    def _bytes(self, block: int) -> bytes:
-        offset, end = self.layout.offsets[block : block + 2]
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            return file.read(end - offset)
 
-    def _matrix(self, block: int) -> Array | None:
-        """All columns, if all are plainly written numbers."""
-        width = len(self.columns)
-        text = plain(self._bytes(block), width)
-        if text is None:
+def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
+    """Rows of some columns of a batch."""
+    if min(slots) >= 0:
+        numbers = batch.column(0)
+        matrix: Array = numbers.values.to_numpy().reshape(len(numbers), -1)[start:stop]
+        return matrix if slots == list(range(matrix.shape[1])) else matrix[:, slots]
+    if len(slots) > 1:
+        parts = [_select(batch, start, stop, [slot]) for slot in slots]
+        return np.concatenate(parts, axis=1)
+    texts = batch.schema.names.index(f"text {slots[0]}")
+    labels = batch.column(texts).slice(start, stop - start).to_pylist()
+    return np.array(labels, dtype=np.str_).reshape(-1, 1)
+
+
+def _slots(columns: Sequence[str], text: Sequence[bool]) -> dict[str, int]:
+    numbers, texts = count(), count(-1, -1)
+    return {
+        name: next(texts if is_text else numbers)
+        for name, is_text in zip(columns, text, strict=True)
+    }
+
+
+def _opened(path: Path) -> CsvFile:
+    try:
+        stamp = FileStamp.of(path)
+        if stamp.size > PIECE:
+            cache = open_cached(stamp, "columns", partial(_convert, path))
+            if cache is not None:
+                return CsvFile(batch=cache.batch, cache=cache, **cache.metadata)
+        with path.open("rb") as file:
+            scan = _Scan(path, file)
+            for _ in scan.batches():
+                pass
+        return CsvFile(batch=scan.reparse, cache=None, **scan.metadata())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _convert(path: Path, target: Path) -> None:
+    with path.open("rb") as file:
+        scan = _Scan(path, file)
+        write_batches(target, scan.parser.schema, scan.batches(), scan.metadata)
+
+
+class _Parser:
+    """From blocks of records to record batches, and to the faults of columns."""
+
+    def __init__(self, columns: Sequence[str], text: Sequence[bool]) -> None:
+        import pyarrow as pa
+
+        self.slots, self.text = _slots(columns, text), list(text)
+        self.numbers = self.text.count(False)
+        self.faults: dict[str, str] = {}
+        matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
+        texts = [(f"text {slot}", pa.string()) for slot in self.slots.values() if slot < 0]
+        self.schema = pa.schema(matrix + texts)
+
+    def by_pyarrow(self, data: bytes) -> Any:
+        """A batch of lines, none of which ends within a field; None where pyarrow refuses them."""
+        import pyarrow as pa
+        from pyarrow import csv as arrow_csv
+
+        names = list(self.slots)
+        if len(names) > WIDE:
+            return self._wide(data)
+        if len(self.faults) == len(names):
             return None
-        values = column_values(text.replace("\n", ","), width * (text.count("\n") + 1))
-        return None if values is None else values.reshape(-1, width)
+        kinds = [pa.string() if text else pa.float64() for text in self.text]
+        try:
+            table = arrow_csv.read_csv(
+                pa.BufferReader(data),
+                arrow_csv.ReadOptions(
+                    use_threads=False, block_size=len(data) + 1, column_names=names
+                ),
+                arrow_csv.ParseOptions(ignore_empty_lines=len(names) > 1),
+                arrow_csv.ConvertOptions(
+                    column_types=dict(zip(names, kinds, strict=True)),
+                    include_columns=[name for name in names if name not in self.faults],
+                    null_values=[""],
+                    strings_can_be_null=False,
+                ),
+            )
+        except pa.ArrowInvalid:
+            return None
+        values = {name: table.column(name) for name in table.column_names}
+        return self._batch(values, table.num_rows)
 
-    def _decoded(self, block: int, indices: tuple[int, ...]) -> Array:
-        data, width = self._bytes(block), len(self.columns)
-        text = plain(data, width)
-        fields = rows_of(data, width) if text is None else text.replace("\n", ",").split(",")
-        return np.stack(
-            [self._column(block, index, fields[index::width]) for index in indices], axis=1
-        )
+    def _wide(self, data: bytes) -> Any:
+        """Numbers alone, parsed as a single column; None where they are not, or a line is short."""
+        width = len(self.slots)
+        lines = list(filter(None, data.replace(b"\r\n", b"\n").split(b"\n")))
+        if any(self.text) or self.faults or {line.count(b",") for line in lines} != {width - 1}:
+            return None
+        values = parse_numbers(b"\n".join(lines).replace(b",", b"\n"))
+        return None if values is None else self._record_batch(values.reshape(-1, width), [])
 
-    def _column(self, block: int, index: int, fields: list[str]) -> Array:
-        if self.layout.text[index]:
-            longest = max(map(len, fields))
-            if longest > csv_scan.LABEL:
-                raise DataError(
-                    f"{self.path}: column '{self.columns[index]}' holds a text of {longest}"
-                    " characters, expected labels"
+    def by_python(self, rows: list[list[str]], lines: Sequence[int]) -> Any:
+        """A batch of records, each with the number of its line for the message of a fault."""
+        values: dict[str, Any] = {}
+        for index, (name, slot) in enumerate(self.slots.items()):
+            fields = [row[index] for row in rows]
+            wrong = [
+                i for i, f in enumerate(fields) if slot >= 0 and f.strip() and not is_number(f)
+            ]
+            if not wrong:
+                values[name] = (
+                    fields if slot < 0 else [float(f) if f.strip() else np.nan for f in fields]
                 )
-            return np.array(fields, dtype=np.str_)
-        values = (
-            column_values(",".join(fields), len(fields))
-            if not any("," in f for f in fields)
-            else None
-        )
-        if values is None:
-            filled = [f if f.strip() else "nan" for f in fields]
-            wrong = next((row for row, f in enumerate(filled) if not is_number(f)), None)
-            if wrong is not None:
-                raise self._no_number(block, index, wrong, fields[wrong])
-            values = np.array([float(f) for f in filled])
-        return values
+            elif name not in self.faults:
+                self.faults[name] = (
+                    f"line {lines[wrong[0]]}, column '{name}' holds {fields[wrong[0]][:40]!r},"
+                    " expected a number as in the lines before it; correct the line, or leave the"
+                    " column out"
+                )
+        return self._batch(values, len(rows))
 
-    def _no_number(self, block: int, index: int, row: int, text: str) -> DataError:
-        line = csv_scan.line_of(self.path, self.layout, block, row)
-        return DataError(
-            f"{self.path}: line {line}, column '{self.columns[index]}' holds {text[:40]!r},"
-            " expected a number as in the lines before it; correct the line, or leave the"
-            " column out"
+    def _batch(self, values: dict[str, Any], rows: int) -> Any:
+        """Of the values of each column; those of a column with a fault are left out."""
+        import pyarrow as pa
+        from pyarrow import compute
+
+        matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
+        for name, slot in self.slots.items():
+            column = None if name in self.faults else values.get(name)
+            if slot >= 0:
+                matrix[:, slot] = np.nan if column is None else column
+                continue
+            empty = pa.array([""] * rows, pa.string())
+            labels = empty if column is None else column
+            if isinstance(labels, list):
+                labels = pa.array(labels, pa.string())
+            elif isinstance(labels, pa.ChunkedArray):
+                labels = labels.combine_chunks()
+            longest = (
+                compute.call_function(
+                    "max", [compute.call_function("utf8_length", [labels])]
+                ).as_py()
+                or 0
+            )
+            if longest > LABEL:
+                self.faults[name] = (
+                    f"column '{name}' holds a text of {longest} characters, expected labels"
+                )
+                labels = empty
+            texts.append(labels)
+        return self._record_batch(matrix, texts)
+
+    def _record_batch(self, matrix: Array, texts: list[Any]) -> Any:
+        import pyarrow as pa
+
+        if not self.numbers:
+            return pa.RecordBatch.from_arrays(texts, schema=self.schema)
+        numbers = pa.FixedSizeListArray.from_arrays(pa.array(matrix.reshape(-1)), self.numbers)
+        return pa.RecordBatch.from_arrays([numbers, *texts], schema=self.schema)
+
+
+class _Scan:
+    """One pass over a file: its header, the kinds of its columns, and its blocks.
+
+    `line` counts the lines before `offset`, which is where the next block begins.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.offset, self.line = (3 if file.read(3) == b"\xef\xbb\xbf" else 0), 0
+        columns = self._header()
+        self.width = len(columns)
+        # Blank lines are missing values of a single column, but not those at the end.
+        self.end = _content_end(file) if self.width == 1 else 2**63
+        self.starts, self.offsets = array("q", [0]), array("q", [self.offset])
+        self.parser = _Parser(columns, self._kinds())
+
+    def batches(self) -> Iterator[Any]:
+        """The record batches of all blocks, in order."""
+        while data := self._block():
+            batch = self.parser.by_pyarrow(data) if self._regular(data) else None
+            if batch is None:
+                data, rows, lines, self.line = self._records(data)
+                batch = self.parser.by_python(rows, lines)
+            else:
+                self.line += data.count(b"\n")
+            self.offset += len(data)
+            self.offsets.append(self.offset)
+            self.starts.append(self.starts[-1] + batch.num_rows)
+            yield batch
+
+    def metadata(self) -> dict[str, Any]:
+        """What was learnt in the pass."""
+        slots, faults = self.parser.slots, self.parser.faults
+        return {"slots": slots, "starts": self.starts.tolist(), "faults": faults}
+
+    def reparse(self, block: int) -> Any:
+        """The record batch of a block once more."""
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[block])
+            data = file.read(self.offsets[block + 1] - self.offsets[block])
+        batch = self.parser.by_pyarrow(data) if self._regular(data) else None
+        return self.parser.by_python(*self._records(data)[1:3]) if batch is None else batch
+
+    def _header(self) -> list[str]:
+        """The first record as the names of the columns, unless it is all numbers."""
+        self.file.seek(self.offset)
+        feed = _LineFeed(self._next_line(), self._next_line)
+        reader = csv.reader(feed, strict=True)
+        try:
+            fields = next(reader, [])
+        except csv.Error as error:
+            self._refuse(error, reader.line_num)
+        self.named = not fields or not all(is_number(text.strip()) for text in fields)
+        if not self.named:
+            return [*map(str, range(len(fields)))]
+        columns = column_names(self.path, fields)
+        self.offset += feed.consumed
+        self.line = reader.line_num
+        return columns
+
+    def _kinds(self) -> list[bool]:
+        """Of each column whether its first filled field is text."""
+        begin = self.offset, self.line
+        text: dict[int, bool] = {}
+        while len(text) < self.width and (data := self._block()):
+            data, rows, _, self.line = self._records(data)
+            self.offset += len(data)
+            for column in set(range(self.width)) - text.keys():
+                first = next((row[column] for row in rows if row[column].strip()), None)
+                if first is not None:
+                    text[column] = not is_number(first)
+        self.offset, self.line = begin
+        return [text.get(column, False) for column in range(self.width)]
+
+    def _block(self) -> bytes:
+        """The next lines, about `PIECE` bytes; empty at the end."""
+        self.file.seek(self.offset)
+        data = self.file.read(PIECE)
+        if data and data[-1:] != b"\n":
+            data += self._line()
+        return data[: max(0, self.end - self.offset)]
+
+    def _line(self) -> bytes:
+        line = self.file.readline(LONGEST + 1)
+        if len(line) > LONGEST:
+            raise DataError(
+                f"{self.path}: a line after line {self.line} is longer than {LONGEST} bytes,"
+                " expected lines of fields"
+            )
+        return line
+
+    def _regular(self, data: bytes) -> bool:
+        """Whether pyarrow reads a block as Python's csv module does: each line is a record."""
+        self._check(data)
+        if data.count(b"\r") != data.count(b"\r\n") or b"n(" in data or b"N(" in data:
+            return False  # pyarrow reads nan(1) as a number
+        quotes = data.count(b'"')
+        return not quotes or (
+            2 * len(_QUOTED_FIELD.findall(data)) == quotes and _longest_line(data) <= FIELD
         )
+
+    def _check(self, data: bytes) -> None:
+        """Refuse what is not text, and fields without an end."""
+        try:
+            _ = data.isascii() or data.decode()
+        except UnicodeDecodeError as error:
+            self._refuse(error, self.line + data.count(b"\n", 0, error.start) + 1)
+        if b"\0" in data:
+            line = self.line + data.count(b"\n", 0, data.index(b"\0")) + 1
+            raise DataError(
+                f"{self.path}: line {line} holds a NUL byte, expected UTF-8 text; is it UTF-16, or"
+                " damaged?"
+            )
+        if b'"' in data or _longest_line(data) <= FIELD:
+            return  # the csv module has the same limit
+        if max(map(len, data.decode().replace("\n", ",").split(","))) > FIELD:
+            raise DataError(
+                f"{self.path}: a field after line {self.line} is longer than {FIELD} characters,"
+                " expected numbers and labels"
+            )
+
+    def _refuse(self, error: Exception, line: int) -> NoReturn:
+        raise DataError(
+            f"{self.path}: not a readable CSV file (line {line}: {error}); expected UTF-8 text with"
+            " a header line"
+        ) from error
+
+    def _records(self, data: bytes) -> tuple[bytes, list[list[str]], list[int], int]:
+        """Read a block with the csv module, and the lines in which its last record goes on.
+
+        Returns:
+            The bytes read, the records, the line of each, and the number of lines before the next.
+        """
+        self._check(data)
+        feed = _LineFeed(data, self._next_line)
+        reader = csv.reader(feed, strict=True)
+        rows: list[list[str]] = []
+        lines: list[int] = []
+        while feed.lines:
+            try:
+                record = next(reader)
+            except csv.Error as error:
+                self._refuse(error, self.line + reader.line_num)
+            line = self.line + reader.line_num
+            if record and len(record) != self.width:
+                before = "the header has" if self.named else "the lines before it have"
+                raise DataError(
+                    f"{self.path}: line {line} has {len(record)} fields, {before} {self.width}"
+                )
+            if record or self.width == 1:
+                rows.append(record or [""])
+                lines.append(line)
+        return feed.data, rows, lines, self.line + reader.line_num
+
+    def _next_line(self) -> bytes:
+        line = self._line()
+        self._check(line)
+        return line
+
+
+class _LineFeed:
+    """Lines for the csv module, and more of them where a record goes on."""
+
+    def __init__(self, data: bytes, more: Callable[[], bytes]) -> None:
+        self.data, self.lines = data, _lines(data)
+        self._more = more
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if not self.lines:
+            extra = self._more()
+            if not extra:
+                raise StopIteration
+            self.data += extra
+            self.lines += _lines(extra)
+        return self.lines.popleft()
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the lines that were taken."""
+        return len(self.data) - sum(len(line.encode()) for line in self.lines)
+
+
+def _lines(data: bytes) -> deque[str]:
+    return deque(io.StringIO(data.decode(), newline="").readlines())
+
+
+def _longest_line(data: bytes) -> int:
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
+    return int(np.diff(ends, prepend=-1, append=len(data)).max())
+
+
+def _content_end(file: BinaryIO) -> int:
+    """Where the line ends begin with which a file ends."""
+    end = file.seek(0, 2)
+    while end:
+        begin = max(0, end - 65_536)
+        file.seek(begin)
+        content = file.read(end - begin).rstrip(b"\r\n")
+        if content:
+            return begin + len(content)
+        end = begin
+    return 0
+
+
+def parse_numbers(data: bytes) -> Array | None:
+    """The numbers of lines with one each, an empty one NaN; None unless pyarrow accepts them."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    if b"(" in data:  # pyarrow reads nan(1) as a number
+        return None
+    try:
+        return arrow_csv.read_csv(
+            pa.BufferReader(data + b"\n"),
+            arrow_csv.ReadOptions(
+                use_threads=False, block_size=len(data) + 2, column_names=["number"]
+            ),
+            arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
+            arrow_csv.ConvertOptions(column_types={"number": pa.float64()}, null_values=[""]),
+        )["number"].to_numpy()
+    except pa.ArrowInvalid:
+        return None
+
+
+def is_number(text: str) -> bool:
+    """Whether a field holds a number; `1_000` is a label, though Python reads it as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
+
+
+def column_names(path: Path, fields: list[str]) -> list[str]:
+    """The fields of a header line, checked."""
+    names = [name.strip() for name in fields]
+    if not names:
+        raise DataError(f"{path}: the file is empty, expected a header line with column names")
+    if "" in names or len(set(names)) < len(names):
+        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
+    return names
 
 
 def read_columns(path: Path) -> dict[str, list[str]]:
@@ -140,12 +518,12 @@ def read_columns(path: Path) -> dict[str, list[str]]:
 
     Raises:
         DataError: no header, duplicate column names, a line with more or fewer fields, or bytes
-            that are not UTF-8; the line is named.
+            that are not UTF-8; the message names the line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
-            header = csv_scan.names(path, next(reader, []))
+            header = column_names(path, next(reader, []))
             rows: list[list[str]] = [[] for _ in header]
             # lines without a field: missing values of a single column, unless nothing follows
             blank = 0

@@ -53,7 +53,7 @@ class FileStamp(NamedTuple):
 
     path: Path
     size: int
-    written: int
+    modified: int
 
     @classmethod
     def of(cls, path: Path) -> "FileStamp":
