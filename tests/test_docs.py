@@ -20,6 +20,8 @@ PAGES = [
     ),
 ]
 
+EXTENDING = "docs/extending.md"  # run by test_extending.py
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(
@@ -32,7 +34,9 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists and is not empty"
 )  # a page that resumes where it saved
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page != EXTENDING]
+)
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +62,7 @@ def commands() -> list[str]:
     lines = [
         line.split("#")[0].strip()
         for page in PAGES
+        if page != EXTENDING
         for block in blocks(page, "bash")
         for line in block.splitlines()
     ]
