@@ -1,4 +1,4 @@
-"""The laws of the drawing half of the report: what a chart shows, and what a page may hold."""
+"""Charts and pages of the reports: what a chart shows, and what a page may contain."""
 
 import math
 import re
@@ -25,13 +25,13 @@ from throughtime.app.report.charts import (
 )
 from throughtime.app.report.page import (
     Code,
+    DataTable,
     Facts,
     Figure,
     Page,
+    Paragraphs,
     Part,
     Section,
-    Table,
-    Text,
     render,
 )
 from throughtime.errors import ConfigError, DataError
@@ -130,9 +130,9 @@ def page(*parts: Part) -> str:
 
 
 WHOLE = page(
-    Text(f"one\n\n{NASTY}"),
+    Paragraphs(f"one\n\n{NASTY}"),
     Facts([(NASTY, NASTY)]),
-    Table([NASTY, "n"], [[NASTY, 1.5], ["b", math.nan]], NASTY),
+    DataTable([NASTY, "n"], [[NASTY, 1.5], ["b", math.nan]], NASTY),
     *(Figure(svg, NASTY) for svg in CHARTS.values()),
     Figure(CHARTS["lines"], "the same chart again"),
     Code([NASTY, "two"], 1, 1, NASTY),
@@ -143,16 +143,16 @@ STYLE = WHOLE.partition("<style>")[2].partition("</style>")[0]
 
 
 class Balance(HTMLParser):
-    """Fails on a tag that is closed and not open, or left open."""
+    """A parser that fails on unbalanced tags."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[str] = []
+        self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         del attrs
-        self.seen.append(tag)
+        self.tags.append(tag)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -170,7 +170,7 @@ def texts(svg: str) -> list[str]:
 
 
 def curves(svg: str) -> list[str]:
-    """The `d` of what is drawn with the style of a series, without the keys of the legend."""
+    """The paths drawn in the style of a series, without those of the legend."""
     return [
         e.attrib["d"]
         for e in drawing(svg).iter(f"{SVG}path")
@@ -182,7 +182,7 @@ def points(d: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", d)]
 
 
-def test_page_asks_nothing_of_the_network() -> None:
+def test_page_sends_no_request() -> None:
     rest = WHOLE.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(
         r"https?:|//[a-z]|<script|<link|<iframe|<img|@import|\bsrc=|\bon\w+=", rest
@@ -203,10 +203,10 @@ def test_page_is_balanced_html_and_well_formed_xml() -> None:
 def test_page_headings_go_down_one_level_at_a_time() -> None:
     parser = Balance()
     parser.feed(WHOLE)
-    assert [tag for tag in parser.seen if re.fullmatch(r"h\d", tag)] == ["h1", "h2", "h2", "h2"]
+    assert [tag for tag in parser.tags if re.fullmatch(r"h\d", tag)] == ["h1", "h2", "h2", "h2"]
 
 
-def test_ids_are_unique_and_references_meet_them() -> None:
+def test_ids_are_unique_and_every_reference_has_a_target() -> None:
     ids = re.findall(r'\sid="([^"]*)"', WHOLE)
     assert len(ids) == len(set(ids))
     named = [
@@ -224,7 +224,7 @@ def test_page_can_be_written_as_utf8() -> None:
 
 
 @pytest.mark.parametrize("svg", CHARTS.values(), ids=CHARTS.keys())
-def test_chart_says_in_words_what_it_shows(svg: str) -> None:
+def test_chart_has_a_title_and_a_description(svg: str) -> None:
     root = drawing(svg)
     title, desc = root[0], root[1]
     assert (root.tag, root.attrib["role"], title.tag, desc.tag) == (
@@ -239,7 +239,7 @@ def test_chart_says_in_words_what_it_shows(svg: str) -> None:
 
 
 @pytest.mark.parametrize("svg", CHARTS.values(), ids=CHARTS.keys())
-def test_chart_never_holds_a_number_that_is_not_finite(svg: str) -> None:
+def test_chart_contains_finite_numbers_only(svg: str) -> None:
     shown = " ".join(
         v
         for e in drawing(svg).iter()
@@ -354,16 +354,16 @@ def test_spike_of_one_step_is_drawn_to_its_height(where: int) -> None:
 @given(any_number, any_number)
 def test_ticks_are_round_evenly_spaced_and_cover_the_range(a: float, b: float) -> None:
     low, high = min(a, b), max(a, b)
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 8
-    step = found[1] - found[0]
-    assert found[0] <= low + 1e-8 * step
-    assert found[-1] >= high - 1e-8 * step
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 8
+    step = values[1] - values[0]
+    assert values[0] <= low + 1e-8 * step
+    assert values[-1] >= high - 1e-8 * step
     decade = 10.0 ** math.floor(math.log10(step) + 1e-6)
     lead = min((1, 2, 5), key=lambda r: abs(step / decade - r))
     assert abs(step / decade - lead) < 1e-3
     spaces = [
-        t / (lead * decade) for t in found
+        t / (lead * decade) for t in values
     ]  # by the round step: that of two ticks is as inexact as they are large beside it
     assert all(abs(s - round(s)) < 1e-3 for s in spaces)
 
@@ -410,12 +410,12 @@ def test_band_covers_each_step_once(classes: list[int]) -> None:
 
 
 def cells(svg: str) -> list[tuple[float, float, float]]:
-    """Where each cell begins, how wide it is and how full, without those of the key."""
-    found = [e.attrib for e in drawing(svg).iter(f"{SVG}rect") if e.attrib["height"] == "28"]
-    return [(float(c["x"]), float(c["width"]), float(c["fill-opacity"])) for c in found]
+    """Position, width and opacity of each cell, without those of the legend."""
+    rects = [e.attrib for e in drawing(svg).iter(f"{SVG}rect") if e.attrib["height"] == "28"]
+    return [(float(c["x"]), float(c["width"]), float(c["fill-opacity"])) for c in rects]
 
 
-def test_a_cell_is_as_full_as_its_value_is_large() -> None:
+def test_cell_opacity_is_the_logarithm_of_its_value() -> None:
     fills = [fill for *_, fill in cells(warm([("a", [1, 1e-3]), ("b", [1e-5, 1e-7])]))]
     assert fills == [1.0, 0.5, 0.17]  # by decades of six; what is smaller than all of them is empty
     assert [
@@ -430,23 +430,23 @@ def test_cells_lie_side_by_side_between_their_edges() -> None:
         assert other / wide == pytest.approx(1 if log_x else 2, abs=0.01)  # from 1 to 2, and to 4
 
 
-def test_a_value_that_is_not_there_has_no_cell() -> None:
+def test_missing_value_has_no_cell() -> None:
     assert len(cells(warm([("a", [1, math.nan]), ("b", [0, 1])]))) == 2
 
 
-def test_cells_as_full_as_each_other_are_one() -> None:
+def test_equal_neighbouring_cells_are_merged() -> None:
     assert [(x, fill) for x, _, fill in cells(warm([("a", [2, 2])]))] == [
         (cells(warm([("a", [1, 2])]))[0][0], 1.0)
     ]
 
 
-def test_a_cut_beyond_the_cells_is_left_out() -> None:
+def test_cut_beyond_the_cells_is_omitted() -> None:
     def cut(svg: str) -> int:
         return sum(e.attrib.get("stroke-width") == "1.4" for e in drawing(svg).iter(f"{SVG}path"))
 
     assert [
-        cut(warm([("a", [1, 2])], cuts=("c", places)))
-        for places in ([], [2.0], [0.5, 2.0, 3.0, 4.5])
+        cut(warm([("a", [1, 2])], cuts=("c", positions)))
+        for positions in ([], [2.0], [0.5, 2.0, 3.0, 4.5])
     ] == [0, 2, 3]  # one is the key
 
 
@@ -468,8 +468,8 @@ def test_many_cuts_do_not_hide_the_cells() -> None:
 
 
 def test_the_largest_of_each_row_is_written_not_only_coloured() -> None:
-    said = texts(warm([("a", [0.5, 0.25]), ("b", [0.125, math.nan])]))
-    assert {"0.50", "0.12"} <= set(said)
+    labels = texts(warm([("a", [0.5, 0.25]), ("b", [0.125, math.nan])]))
+    assert {"0.50", "0.12"} <= set(labels)
 
 
 def test_step_without_a_class_has_no_block() -> None:
@@ -520,16 +520,16 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_every_colour_of_text_stands_out_from_the_page(theme: int) -> None:
-    found = {
+def test_every_text_colour_has_enough_contrast(theme: int) -> None:
+    colours = {
         name: c * 2 if len(c) == 3 else c
         for name, c in re.findall(r"--([\w-]+):#(\w+)", STYLE.split("@media")[theme])
     }
-    paper = luminance("#" + found["paper"])
+    paper = luminance("#" + colours["paper"])
     for name in ("ink", "soft", "link", "alarm", *(f"series-{i}" for i in range(1, 9))):
-        low, high = sorted((paper, luminance("#" + found[name])))
+        low, high = sorted((paper, luminance("#" + colours[name])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, name
-    assert found["on-series"] == found["paper"]
+    assert colours["on-series"] == colours["paper"]
 
 
 def test_end_labels_do_not_overlap() -> None:
@@ -553,10 +553,10 @@ def test_end_labels_do_not_overlap() -> None:
     ("values", "expected"),
     [
         ([0.98123, 0.5], ["0.9812", "0.5000"]),
-        ([math.nan, -1.5], ["–", "−1.5"]),
+        ([math.nan, -1.5], ["\u2013", "\u22121.5"]),
         ([1204312, 3], ["1,204,312", "3"]),
-        ([0.00002, 0.0], ["2e−5", "0"]),
-        ([10.0, 0.0003], ["10", "3e−4"]),
+        ([0.00002, 0.0], ["2e\u22125", "0"]),
+        ([10.0, 0.0003], ["10", "3e\u22124"]),
         ([], []),
     ],
 )
@@ -564,22 +564,22 @@ def test_numbers_of_a_column_line_up(values: list[float], expected: list[str]) -
     assert numbers(values) == expected
 
 
-def test_ticks_are_written_short_only_where_exact() -> None:
+def test_tick_labels_are_abbreviated_only_where_exact() -> None:
     assert tick_labels([0, 2e6, 4e6]) == ["0", "2M", "4M"]
     assert tick_labels([129600, 129650]) == ["129,600", "129,650"]
 
 
 def test_columns_of_numbers_are_aligned_to_the_right() -> None:
-    html = page(Table(["a", "b"], [["x", 1.5], ["y", 2]], "c"))
+    html = page(DataTable(["a", "b"], [["x", 1.5], ["y", 2]], "c"))
     assert '<td class="n">2.0</td>' in html
-    assert '<td class="n">' not in page(Table(["a", "b"], [["x", 1.5]], "c", numeric=()))
+    assert '<td class="n">' not in page(DataTable(["a", "b"], [["x", 1.5]], "c", numeric=()))
 
 
 @pytest.mark.parametrize(
     ("make", "error"),
     [
         (lambda: Series("s", [1], []), DataError),
-        (lambda: Table(["a"], [["x", 1]], "c"), DataError),
+        (lambda: DataTable(["a"], [["x", 1]], "c"), DataError),
         (lambda: warm([("a", [1.0])]), DataError),
         (lambda: curve(1, y_range=(1, 1)), ConfigError),
         (lambda: curve(1, y_range=(0, math.nan)), ConfigError),
@@ -601,7 +601,7 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         "bands without classes",
     ],
 )
-def test_what_cannot_be_drawn_is_refused(make: object, error: type[Exception]) -> None:
+def test_invalid_chart_data_is_an_error(make: object, error: type[Exception]) -> None:
     assert callable(make)
     with pytest.raises(error):
         make()

@@ -1,4 +1,4 @@
-"""The page of the doctor: finding by finding, at the line of the user's code, and nothing that is not there."""
+"""The page of the doctor: each finding at its line of the user's code, and nothing else."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from test_cli import run
 from throughtime.app.report import doctor_page
-from throughtime.app.report.page import Code, Link, Page, Section, render
+from throughtime.app.report.page import Code, Page, Section, WebLink, render
 from throughtime.doctor import CODES, Doctor, doctor
 from throughtime.errors import ConfigError
 
@@ -41,49 +41,49 @@ for policy in (tt.Truncated(20), tt.Truncated(20, 50), tt.Exact(segment=40)):
 
 
 def examine(
-    place: Path,
+    folder: Path,
     script: str,
     monkeypatch: pytest.MonkeyPatch,
     *arguments: str,
     flags: tuple[str, ...] = (),
 ) -> tuple[int, str]:
-    """The command in this process: its exit code, and the page."""
-    monkeypatch.chdir(place)
-    (place / "train.py").write_text(script, encoding="utf-8")
+    """Run the command in this process; return its exit code and the page."""
+    monkeypatch.chdir(folder)
+    (folder / "train.py").write_text(script, encoding="utf-8")
     words = ("doctor", "--report", "page.html", *flags, "train.py", *arguments)
     try:
         code = 0 if run(*words) else -1
     except AssertionError:
         code = 1
-    return code, (place / "page.html").read_text(encoding="utf-8")
+    return code, (folder / "page.html").read_text(encoding="utf-8")
 
 
 def marked(page: str) -> list[str]:
-    """The lines that the excerpts point at, as they stand in the file."""
+    """The marked lines of the excerpts."""
     return [(e.text or "").split(maxsplit=2)[2] for e in ET.fromstring(page).iter("mark")]
 
 
-def faulty(place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    code, page = examine(place, FAULTY, monkeypatch, "10")
+def faulty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    code, page = examine(folder, FAULTY, monkeypatch, "10")
     assert code == 1
     return page
 
 
-def test_the_page_points_at_the_line_and_says_what_to_write(
+def test_page_marks_the_line_and_names_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = faulty(tmp_path, monkeypatch)
     assert marked(page) == ["y, h = gru(x)"]
-    said = "".join(ET.fromstring(page).itertext())
-    assert "TT201, line 8 of train.py" in said
-    assert CODES["TT201"][1] in said
+    text = "".join(ET.fromstring(page).itertext())
+    assert "TT201, line 8 of train.py" in text
+    assert CODES["TT201"][1] in text
     assert (
-        "→  8      y, h = gru(x)" in said
+        "→  8      y, h = gru(x)" in text
     )  # an arrow, not colour alone, and the indent of the file
-    assert 'for x in torch.randn(120, 2, 3).split(int(sys.argv[1])):  # <b> & "quoted"' in said
+    assert 'for x in torch.randn(120, 2, 3).split(int(sys.argv[1])):  # <b> & "quoted"' in text
 
 
-def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(
+def test_the_page_is_one_well_formed_file_that_sends_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = faulty(tmp_path, monkeypatch)
@@ -92,7 +92,7 @@ def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(
     addresses = [a.attrib["href"] for a in root.iter("a")]
     outside = [address for address in addresses if not address.startswith("#")]
     assert [address.rsplit("/", 1)[1] for address in outside] == ["TT201.md"]
-    assert page.count("https:") == 1  # to be followed by who wants to, never fetched
+    assert page.count("https:") == 1  # a link to follow, never fetched
     ids = re.findall(r'\sid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert {a[1:] for a in addresses if a.startswith("#")} <= set(ids)
@@ -108,7 +108,7 @@ def test_a_sound_loop_of_throughtime_has_a_page_without_findings(
     assert all(known in page for known in CODES)
 
 
-def test_a_script_that_fails_has_its_page_too_even_from_another_folder(
+def test_failing_script_has_its_page_even_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "else").mkdir()
@@ -131,20 +131,20 @@ def test_an_ignored_code_is_not_on_the_page(
 
 
 @pytest.mark.parametrize("name", ["train.py", "page", "page.pdf"])
-def test_a_page_never_replaces_a_script(
+def test_page_never_replaces_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit(3)", encoding="utf-8")
-    said = run("doctor", "--report", name, "train.py", ok=False)
+    output = run("doctor", "--report", name, "train.py", ok=False)
     assert (
         f"report='{name}': the page is HTML. Write --report {Path(name).with_suffix('.html')},"
-        " before the script" in said
+        " before the script" in output
     )
     assert (tmp_path / "train.py").read_text(encoding="utf-8") == "raise SystemExit(3)"
 
 
-def found_here() -> Doctor:
+def doctor_with_finding() -> Doctor:
     gru = torch.nn.GRU(3, 4)
     with doctor() as d:
         for x in torch.randn(120, 2, 3).split(10):
@@ -152,13 +152,13 @@ def found_here() -> Doctor:
     return d
 
 
-def test_a_loop_in_a_test_or_notebook_can_be_written_as_well(tmp_path: Path) -> None:
-    d = found_here()
+def test_loop_in_a_test_or_notebook_can_be_reported(tmp_path: Path) -> None:
+    d = doctor_with_finding()
     path = doctor_page.write_report(d, tmp_path / "new" / "page.html", of="a notebook")
     assert marked(path.read_text(encoding="utf-8")) == ["gru(x)[0].square().mean().backward()"]
 
 
-def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None:
+def test_missing_file_is_named_without_an_excerpt(tmp_path: Path) -> None:
     names: dict[str, Any] = {"torch": torch, "doctor": doctor}
     loop = (
         "def loop(gru):\n  for x in torch.randn(120, 2, 3).split(10):\n   "
@@ -172,8 +172,8 @@ def test_a_file_that_is_gone_is_named_without_an_excerpt(tmp_path: Path) -> None
     assert "gone.py, line 3; the file is not available." in page
 
 
-def test_a_doctor_that_failed_says_so_first(tmp_path: Path) -> None:
-    d = found_here()
+def test_failure_of_the_doctor_itself_is_reported(tmp_path: Path) -> None:
+    d = doctor_with_finding()
     d.clear()
     d.internal_error = RuntimeError("out of <ideas>")
     page = doctor_page.write_report(d, tmp_path / "page.html").read_text(encoding="utf-8")
@@ -189,6 +189,6 @@ def test_tabs_keep_their_indent_and_only_one_line_is_marked() -> None:
     assert len(list(code.iter("mark"))) == 1
 
 
-def test_a_link_leads_nowhere_but_to_a_page() -> None:
+def test_link_accepts_https_addresses_only() -> None:
     with pytest.raises(ConfigError, match="expected one that begins with https://"):
-        Link("here", "javascript:alert(1)")
+        WebLink("here", "javascript:alert(1)")

@@ -1,4 +1,4 @@
-"""The laws of the report of a run: it says what the run did, and its numbers are those of the run folder."""
+"""The report of a run: it describes the run, and its numbers are those of the run folder."""
 
 import json
 import re
@@ -22,12 +22,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A run that has been audited."""
-    place = tmp_path_factory.mktemp("reported")
-    found = finish(
-        settings(write_recordings(place / "data"), place / "run", class_weights="balanced")
+    path = tmp_path_factory.mktemp("reported")
+    folder = finish(
+        settings(write_recordings(path / "data"), path / "run", class_weights="balanced")
     )
-    run("audit", found.path, "--horizons", "10,40", "--max-lag", "40")
-    return found
+    run("audit", folder.path, "--horizons", "10,40", "--max-lag", "40")
+    return folder
 
 
 def page_of(folder: Folder) -> str:
@@ -35,12 +35,12 @@ def page_of(folder: Folder) -> str:
 
 
 def descriptions(page: str) -> dict[str, str]:
-    """What each picture says of itself."""
+    """The description of each chart by its title."""
     pictures = re.findall(r"<title id=[^>]*>([^<]*)</title><desc [^>]*>([^<]*)</desc>", page)
     return dict(pictures)
 
 
-def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(folder: Folder) -> None:
+def test_the_page_is_one_well_formed_file_that_sends_no_request(folder: Folder) -> None:
     page = page_of(folder)
     assert ET.fromstring(page).tag == "html"
     assert not re.search(
@@ -50,21 +50,21 @@ def test_the_page_is_one_well_formed_file_that_asks_nothing_of_the_network(folde
     assert len(ids) == len(set(ids))
 
 
-def test_every_picture_is_told_in_words(folder: Folder) -> None:
+def test_every_chart_has_a_description(folder: Folder) -> None:
     page = page_of(folder)
-    told = descriptions(page)
+    charts = descriptions(page)
     assert {
         "Loss",
         "Throughput",
         "Memory",
         "How far back the gradient goes",
         "Gradient by part of the state",
-    } <= set(told)
-    assert all(words.strip() for words in told.values())
-    assert page.count("<svg") == len(told)
+    } <= set(charts)
+    assert all(words.strip() for words in charts.values())
+    assert page.count("<svg") == len(charts)
 
 
-def test_the_settings_are_said_in_words(folder: Folder) -> None:
+def test_settings_are_described_in_words(folder: Folder) -> None:
     page, config = page_of(folder), folder.read_config()
     for words in (
         f"{config.model.upper()} with 1 layer of {config.hidden} units",
@@ -77,7 +77,7 @@ def test_the_settings_are_said_in_words(folder: Folder) -> None:
 
 
 def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path) -> None:
-    """Ten frames a second between any two lines, but where a validation lies between."""
+    """Ten frames per second between any two lines without a validation between them."""
     rows = folder.read_metrics()
     paced = [
         row
@@ -103,7 +103,7 @@ def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path)
     assert any(row["kind"] == "valid" for row in rows)
 
 
-def test_what_an_older_run_did_not_measure_is_left_out(folder: Folder, tmp_path: Path) -> None:
+def test_missing_measurements_are_omitted(folder: Folder, tmp_path: Path) -> None:
     copied = Folder(tmp_path / "run")
     copied.path.mkdir()
     for path in (folder.config, folder.model):
@@ -123,7 +123,7 @@ def reach_of(folder: Folder) -> Reach:
     return AuditReport.read(folder.audit).reach
 
 
-def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
+def test_window_of_training_is_marked(folder: Folder) -> None:
     page = page_of(folder)
     assert (
         page.count("window of training, 10") == 2
@@ -133,7 +133,7 @@ def test_the_window_is_marked_where_training_cut(folder: Folder) -> None:
 
 
 def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
-    """The oracle is the definition: all of it beyond lag 0, none beyond the last, half where half is."""
+    """With equal norms, half of the sum lies beyond half of the lags and none beyond the last."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
     assert audit_section.gradient_by_lag(flat, 20).caption.endswith(
         "Training truncated it after 20 steps, which leaves out 50.0% of the sum."
@@ -145,8 +145,8 @@ def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> Non
 def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> None:
     reach = reach_of(folder)
     drawn = ET.fromstring(audit_section.gradient_by_part(reach).svg)
-    said = [e.text for e in drawn.iter(f"{SVG}text")]
-    assert {"recurrent.h", "recurrent.c"} <= set(said)
+    labels = [e.text for e in drawn.iter(f"{SVG}text")]
+    assert {"recurrent.h", "recurrent.c"} <= set(labels)
     rows = [g for g in drawn.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     assert len(rows) == len(reach.by_leaf)
     only = replace(reach, by_leaf={"h": reach.norms})
@@ -156,7 +156,7 @@ def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> No
 
 
 def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -> None:
-    """A part that is blamed at one lag only is coloured there only."""
+    """A part with a gradient at a single lag is coloured there only."""
     lags = tuple(range(1, 41))
     spike = tuple(1.0 if lag == 30 else 0.0 for lag in lags)
     reach = replace(

@@ -1,4 +1,4 @@
-"""The heat map over time and layer: its numbers are the gradients that train the run, its picture shows where they are cut."""
+"""The trace of a run: its numbers are the gradients of training; its chart shows the cuts."""
 
 import json
 import math
@@ -36,25 +36,25 @@ SVG = "{http://www.w3.org/2000/svg}"
 GATES = ("h", "c", "i", "f", "g", "o")
 
 
-def looked(folder: Folder) -> Look:
+def audit_job(folder: Folder) -> Look:
     return look_at(folder, Question(horizons=(10, 40), max_lag=40), None, None, None, None)
 
 
-def traced_run(place: Path, **more: Any) -> tuple[Look, RunTrace]:
-    """A run in float64, and what is seen of it."""
+def traced_run(folder: Path, **more: Any) -> tuple[Look, RunTrace]:
+    """A run in float64 and its trace."""
     values = {
         k: v
-        for k, v in settings(write_recordings(place / "data"), place / "run", **more).items()
+        for k, v in settings(write_recordings(folder / "data"), folder / "run", **more).items()
         if v is not None
     }
-    look = looked(finish(values | {"dtype": "float64", "lr": 0.02}))
-    found = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
-    assert found is not None
-    return look, found
+    look = audit_job(finish(values | {"dtype": "float64", "lr": 0.02}))
+    run_trace = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
+    assert run_trace is not None
+    return look, run_trace
 
 
 def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Every state and gate of every step, written out."""
+    """Every state and gate of every step, from the equations."""
     h, c = state
     w, u, b, d = (
         layer.get_parameter(f"{name}_l0")
@@ -75,21 +75,21 @@ def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator
         yield {"h": h, "c": c, "i": i, "f": f, "g": g, "o": o}
 
 
-def oracle(look: Look, found: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
-    """The norms by plain autograd, a window at a time, each from a state that is cut off."""
+def oracle(look: Look, run_trace: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
+    """The norms by plain autograd, one window at a time, each from a detached state."""
     net = look.net.module
     layer = net.get_submodule("recurrent")
     assert isinstance(layer, nn.LSTM)
-    end = found.start + cut.steps
+    end = run_trace.start + cut.steps
     x = net.get_submodule("standardise")(
         torch.tensor(look.first.read(0, end).inputs, dtype=torch.float64)
     )
     targets = torch.tensor(look.first.read(0, end).targets, dtype=torch.long)
     apart = look.config.train_on == "windows"
     sums = {gate: torch.zeros(cut.steps, layer.hidden_size, dtype=x.dtype) for gate in GATES}
-    for counted in range(found.start, end, cut.stride):
+    for counted in range(run_trace.start, end, cut.stride):
         stop = min(counted + cut.stride, end)
-        begin = max(found.start, stop - cut.horizon) if cut.horizon > cut.stride else counted
+        begin = max(run_trace.start, stop - cut.horizon) if cut.horizon > cut.stride else counted
         zero = (
             torch.zeros(layer.hidden_size, dtype=x.dtype),
             torch.zeros(layer.hidden_size, dtype=x.dtype),
@@ -108,7 +108,7 @@ def oracle(look: Look, found: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
             parts = torch.autograd.grad(
                 loss, [s[gate] for s in seen], retain_graph=True, materialize_grads=True
             )
-            sums[gate][begin - found.start : stop - found.start] += torch.stack(parts)
+            sums[gate][begin - run_trace.start : stop - run_trace.start] += torch.stack(parts)
     return {gate: total[: cut.shown].norm(dim=1) for gate, total in sums.items()}
 
 
@@ -126,22 +126,22 @@ ROWS: dict[str, dict[str, Any]] = {
 def test_every_number_is_the_gradient_that_the_run_trains_with(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    look, found = traced_run(tmp_path, **more)
-    cut = TracePlan.from_config(look.config, len(look.first) - found.start)
-    expected = oracle(look, found, cut)
-    assert found.steps == cut.shown >= 300
+    look, run_trace = traced_run(tmp_path, **more)
+    cut = TracePlan.from_config(look.config, len(look.first) - run_trace.start)
+    expected = oracle(look, run_trace, cut)
+    assert run_trace.steps == cut.shown >= 300
     for gate in GATES:
-        seen = torch.tensor(found.norms[f"recurrent.layer0.{gate}"], dtype=torch.float64)
+        seen = torch.tensor(run_trace.norms[f"recurrent.layer0.{gate}"], dtype=torch.float64)
         torch.testing.assert_close(
             seen, expected[gate], rtol=6e-4, atol=1e-12
         )  # kept to four digits
     assert all(float(norms.max()) > 1e-4 for norms in expected.values())
 
 
-def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(
+def test_window_one_step_late_gives_another_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look, found = traced_run(tmp_path, horizon=35)
+    look, run_trace = traced_run(tmp_path, horizon=35)
     window_start = TracePlan.window_start
     monkeypatch.setattr(
         TracePlan, "window_start", lambda plan, stop: window_start(plan, stop) + (stop < plan.steps)
@@ -149,13 +149,13 @@ def test_a_window_that_is_laid_a_step_too_late_is_another_gradient(
     late = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
     assert late is not None
     name = "recurrent.layer0.c"
-    assert not np.allclose(found.norms[name], late.norms[name], rtol=1e-2)
+    assert not np.allclose(run_trace.norms[name], late.norms[name], rtol=1e-2)
 
 
 def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it(
     tmp_path: Path,
 ) -> None:
-    """The last step of a stride is blamed by its own loss alone, unless the horizon is longer."""
+    """With horizon = stride, the last step of a stride has the gradient of its own loss alone."""
     look, long = traced_run(tmp_path, horizon=35)
     short = trace_run(
         look.net, look.spec, look.first, look.loss_fn, replace(look.config, horizon=None)
@@ -168,7 +168,7 @@ def test_a_longer_horizon_adds_credit_across_the_edges_and_a_shorter_one_cuts_it
     )
 
 
-def test_tracing_leaves_the_net_as_it_is(tmp_path: Path) -> None:
+def test_tracing_leaves_the_net_unchanged(tmp_path: Path) -> None:
     look, _ = traced_run(tmp_path)
     before = {name: value.clone() for name, value in look.net.state_dict().items()}
     trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
@@ -184,7 +184,7 @@ def test_tracing_leaves_the_net_as_it_is(tmp_path: Path) -> None:
     exact=st.booleans(),
     segment=st.none() | st.just(700),
 )
-def test_what_is_shown_is_there_and_cut_as_the_run_cuts(
+def test_plan_fits_the_recording_and_truncates_as_the_run(
     steps: int, stride: int, more: int, exact: bool, segment: int | None
 ) -> None:
     values = {"data": "d", "task": "classify", "out": "o"}
@@ -210,14 +210,16 @@ def test_what_is_shown_is_there_and_cut_as_the_run_cuts(
         assert cut.stride == cut.horizon == cut.steps
 
 
-def regression(place: Path, weight: float, **more: Any) -> tuple[Look, Config]:
-    """A linear stretch of an RNN that turns by a right angle a step, with a loss at the last step of each stride alone."""
-    data = write_recordings(place / "data")
+def regression(folder: Path, weight: float, **more: Any) -> tuple[Look, Config]:
+    """A linear RNN that rotates its state by a right angle per step, with one loss per stride."""
+    data = write_recordings(folder / "data")
     for path in data.glob("*_y.npy"):
         steps = len(np.load(path))
         np.save(path, np.where(np.arange(steps) % 10 == 9, 1.0, np.nan))
-    values = settings(data, place / "run", task="regress", hidden=2, model="rnn", updates=2, **more)
-    look = looked(finish(values | {"dtype": "float64"}))
+    values = settings(
+        data, folder / "run", task="regress", hidden=2, model="rnn", updates=2, **more
+    )
+    look = audit_job(finish(values | {"dtype": "float64"}))
     layer = look.net.module.get_submodule("recurrent")
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -228,31 +230,29 @@ def regression(place: Path, weight: float, **more: Any) -> tuple[Look, Config]:
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 2.0])
-def test_where_it_dies_and_blows_up_and_what_crosses_the_edge_is_known_where_the_net_is(
-    tmp_path: Path, weight: float
-) -> None:
+def test_lifetimes_of_a_linear_net_follow_from_its_weight(tmp_path: Path, weight: float) -> None:
     """Around zero, tanh is the identity: a step back multiplies by the weight."""
     look, config = regression(tmp_path, weight)
-    found = trace_run(look.net, look.spec, look.first, look.loss_fn, config)
-    assert found is not None
-    (life,) = found.lifetimes
+    run_trace = trace_run(look.net, look.spec, look.first, look.loss_fn, config)
+    assert run_trace is not None
+    (life,) = run_trace.lifetimes
     assert life.edge == pytest.approx(min(1, weight) ** 10 * max(1, weight), rel=1e-3)
-    norms = found.norms[life.name]
+    norms = run_trace.norms[life.name]
     assert norms[5] / norms[9] == pytest.approx(weight**4, rel=1e-3)
     assert (life.died, life.lived) == (
-        (found.windows, 3 + 1) if weight == 0.1 else (0, 10)
+        (run_trace.windows, 3 + 1) if weight == 0.1 else (0, 10)
     )  # 0.1 ** 3 is not below a thousandth
-    assert life.exploded == (found.windows if weight == 2.0 else 0)
-    said = [str(cell) for cell in trace_section.lifetime_table(found).rows[0]]
+    assert life.exploded == (run_trace.windows if weight == 2.0 else 0)
+    cells = [str(cell) for cell in trace_section.lifetime_table(run_trace).rows[0]]
     words = {
         0.1: "vanishes 4 steps back in 40 of 40",
         0.5: "reaches the first step",
         2.0: "explodes 7 steps back in 40 of 40",
     }
-    assert said[-1] == words[weight]
+    assert cells[-1] == words[weight]
 
 
-def test_the_time_constant_is_that_of_the_bias_where_nothing_else_counts(tmp_path: Path) -> None:
+def test_time_constant_follows_from_the_bias_of_the_forget_gate(tmp_path: Path) -> None:
     look, _ = traced_run(tmp_path)
     layer = look.net.module.get_submodule("recurrent")
     with torch.no_grad():
@@ -261,26 +261,26 @@ def test_the_time_constant_is_that_of_the_bias_where_nothing_else_counts(tmp_pat
         layer.get_parameter("bias_ih_l0")[8:16] = torch.arange(
             8.0
         )  # the forget gate of eight units
-    found = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
-    assert found is not None
-    (memory,) = found.timescales
+    run_trace = trace_run(look.net, look.spec, look.first, look.loss_fn, look.config)
+    assert run_trace is not None
+    (memory,) = run_trace.timescales
     taus = [-1 / math.log(1 / (1 + math.exp(-bias))) for bias in range(8)]
     assert (memory.short, memory.longest) == pytest.approx((taus[1], taus[7]), rel=1e-3)
-    said = trace_section.timescale_table(found).rows[0]
-    assert said[-1] == "1,097"
+    cells = trace_section.timescale_table(run_trace).rows[0]
+    assert cells[-1] == "1,097"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, RunTrace]:
-    return traced_run(tmp_path_factory.mktemp("seen"), horizon=35, layers=2, model="gru")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, RunTrace]:
+    return traced_run(tmp_path_factory.mktemp("traced"), horizon=35, layers=2, model="gru")
 
 
-def drawn(found: RunTrace, config: Config) -> ET.Element:
-    return ET.fromstring(trace_section.gradient_over_time(found, config).svg)
+def drawn(run_trace: RunTrace, config: Config) -> ET.Element:
+    return ET.fromstring(trace_section.gradient_over_time(run_trace, config).svg)
 
 
 def cuts(picture: ET.Element) -> list[float]:
-    """Where the edges are, without the one in the key."""
+    """The positions of the cuts, without that of the legend."""
     paths = [
         e.attrib["d"] for e in picture.iter(f"{SVG}path") if e.attrib.get("stroke-width") == "1.4"
     ]
@@ -292,10 +292,10 @@ def cuts(picture: ET.Element) -> list[float]:
 
 
 def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layers(
-    seen: tuple[Look, RunTrace],
+    traced: tuple[Look, RunTrace],
 ) -> None:
-    look, found = seen
-    picture = drawn(found, look.config)
+    look, run_trace = traced
+    picture = drawn(run_trace, look.config)
     rows = [
         text for e in picture.iter(f"{SVG}text") if (text := e.text or "").startswith("recurrent.")
     ]
@@ -304,23 +304,25 @@ def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layer
     assert all(name in described for name in rows)
 
 
-def test_every_edge_is_marked_where_an_update_ends(seen: tuple[Look, RunTrace]) -> None:
-    look, found = seen
-    assert found.edges == tuple(range(found.start + 10, found.start + found.steps, 10))
-    places = cuts(drawn(found, look.config))
-    assert len(places) == len(found.edges)
-    gaps = {round(b - a, 1) for a, b in pairwise(places)}
+def test_every_edge_is_marked_where_an_update_ends(traced: tuple[Look, RunTrace]) -> None:
+    look, run_trace = traced
+    assert run_trace.edges == tuple(
+        range(run_trace.start + 10, run_trace.start + run_trace.steps, 10)
+    )
+    positions = cuts(drawn(run_trace, look.config))
+    assert len(positions) == len(run_trace.edges)
+    gaps = {round(b - a, 1) for a, b in pairwise(positions)}
     assert max(gaps) - min(gaps) < 0.2
-    alone = replace(found, stride=found.steps)
+    alone = replace(run_trace, stride=run_trace.steps)
     assert cuts(drawn(alone, look.config)) == []
 
 
 def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
-    seen: tuple[Look, RunTrace],
+    traced: tuple[Look, RunTrace],
 ) -> None:
-    look, found = seen
-    norms = tuple(1.0 if t == 50 else 1e-9 for t in range(found.steps))
-    spike = replace(found, norms={"a.h": norms}, start=0, stride=33)
+    look, run_trace = traced
+    norms = tuple(1.0 if t == 50 else 1e-9 for t in range(run_trace.steps))
+    spike = replace(run_trace, norms={"a.h": norms}, start=0, stride=33)
     picture = drawn(spike, look.config)
     (row,) = [g for g in picture.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     cells = [(float(c.attrib["x"]), float(c.attrib["width"])) for c in row.iter(f"{SVG}rect")]
@@ -334,46 +336,44 @@ def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
     assert cells[0][1] == pytest.approx(2 * wide, abs=0.2)
 
 
-def test_a_norm_that_is_not_finite_is_kept_and_has_no_colour(
-    seen: tuple[Look, RunTrace], tmp_path: Path
+def test_infinite_norm_is_stored_and_has_no_colour(
+    traced: tuple[Look, RunTrace], tmp_path: Path
 ) -> None:
-    look, found = seen
-    name = next(iter(found.norms))
+    look, run_trace = traced
+    name = next(iter(run_trace.norms))
     broken = replace(
-        found,
-        norms=found.norms | {name: (math.inf, *found.norms[name][1:])},
-        lifetimes=found.lifetimes,
+        run_trace,
+        norms=run_trace.norms | {name: (math.inf, *run_trace.norms[name][1:])},
+        lifetimes=run_trace.lifetimes,
     )
     broken = replace(
         broken,
         lifetimes=(
-            replace(found.lifetimes[0], largest=math.inf, exploded=1, burst=3.0),
-            *found.lifetimes[1:],
+            replace(run_trace.lifetimes[0], largest=math.inf, exploded=1, burst=3.0),
+            *run_trace.lifetimes[1:],
         ),
     )
     assert (
         "inf" not in trace_section.gradient_over_time(broken, look.config).svg.split("</desc>")[1]
     )
-    audited = replace(looked(Folder(Path(look.config.out))).go(), trace=broken)
+    audited = replace(audit_job(Folder(Path(look.config.out))).go(), trace=broken)
     audited.write(tmp_path / "audit.json")
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert AuditReport.read(tmp_path / "audit.json") == audited
 
 
-def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
-    seen: tuple[Look, RunTrace], tmp_path: Path
-) -> None:
-    look, _ = seen
-    looked(Folder(Path(look.config.out))).go().write(tmp_path / "audit.json")
+def test_file_without_a_trace_is_read(traced: tuple[Look, RunTrace], tmp_path: Path) -> None:
+    look, _ = traced
+    audit_job(Folder(Path(look.config.out))).go().write(tmp_path / "audit.json")
     content = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
     assert content.pop("trace")
     (tmp_path / "audit.json").write_text(json.dumps(content), encoding="utf-8")
-    found = AuditReport.read(tmp_path / "audit.json")
-    assert found.trace is None
+    run_trace = AuditReport.read(tmp_path / "audit.json")
+    assert run_trace.trace is None
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "expected"),
     [
         ({}, "Credit is cut at the end of each update"),
         ({"horizon": 35}, "Credit crosses the ends of updates, through at most 35 steps."),
@@ -388,6 +388,8 @@ def test_a_file_of_before_it_was_measured_is_read_and_drawn_without(
     ],
     ids=["stride", "horizon", "exact", "windows"],
 )
-def test_the_caption_says_how_the_run_cuts(tmp_path: Path, more: dict[str, Any], said: str) -> None:
-    look, found = traced_run(tmp_path, **more)
-    assert said in trace_section.gradient_over_time(found, look.config).caption
+def test_the_caption_says_how_the_run_cuts(
+    tmp_path: Path, more: dict[str, Any], expected: str
+) -> None:
+    look, run_trace = traced_run(tmp_path, **more)
+    assert expected in trace_section.gradient_over_time(run_trace, look.config).caption

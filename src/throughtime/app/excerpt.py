@@ -22,7 +22,7 @@ _SHOWN = 1_500
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class SignalExcerpt:
     """Consecutive steps of a recording: its first input column, first target and predictions."""
 
     recording: str
@@ -32,7 +32,9 @@ class Excerpt:
     predicted: Array
 
 
-def busiest_excerpt(net: Carried, spec: Spec, recording: Recording, config: Config) -> Excerpt:
+def busiest_excerpt(
+    net: Carried, spec: Spec, recording: Recording, config: Config
+) -> SignalExcerpt:
     """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
     steps = min(len(recording), _SEARCHED)
     chunk = one_lane([recording], steps, spec, config).read(0, steps)
@@ -46,7 +48,7 @@ def busiest_excerpt(net: Carried, spec: Spec, recording: Recording, config: Conf
         start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
     shown = slice(start, start + _SHOWN)
     signal = first_column(chunk.inputs).numpy()
-    return Excerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
+    return SignalExcerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
 
 
 def one_lane(recordings: Sequence[Recording], chunk: int, spec: Spec, config: Config) -> Stream:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from throughtime._svg import Range
 from throughtime.app.audit_report import AuditReport
 from throughtime.app.report.charts import Mark, Series, heat, lines
-from throughtime.app.report.page import Figure, Table
+from throughtime.app.report.page import DataTable, Figure
 from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
@@ -196,7 +196,7 @@ def _loss_by_context(reach: Reach) -> Figure:
     )
 
 
-def audit_table(audit: Audit) -> Table:
+def audit_table(audit: Audit) -> DataTable:
     """The figures of every horizon and of the exact gradient."""
     rows: list[list[str | float]] = []
     for row in audit.rows:
@@ -204,7 +204,7 @@ def audit_table(audit: Audit) -> Table:
         counts = [f"{n:,}" for n in (row.horizon, row.stride, row.updates)]
         rows.append([*counts, row.bias, row.cosine, worst, row.by_parameter[worst]])
     rows.append(["exact", f"{audit.steps:,}", "1", 0.0, 1.0, "none", 0.0])
-    return Table(
+    return DataTable(
         ["horizon", "stride", "updates", "bias", "cosine", "worst parameter", "its bias"],
         rows,
         f"{audit.steps:,} steps of {audit.lanes} lanes at fixed weights. The mean loss is"

@@ -25,7 +25,7 @@ from throughtime.app.demo import (
 )
 from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Mark, Series, lines, strip
-from throughtime.app.report.page import Figure, Page, Part, Section, Table, Text, render
+from throughtime.app.report.page import DataTable, Figure, Page, Paragraphs, Part, Section, render
 
 _SHOWN = 6_000
 
@@ -34,7 +34,7 @@ def write_report(demo: Demo, folder: Path) -> Path:
     """Write `report.html` and `demo.json` into the folder; return the page's path."""
     write_atomically(folder / "demo.json", json.dumps(facts(demo), indent=1).encode())
     sections = [
-        Section("What came out", _results(demo)),
+        Section("Results", _results(demo)),
         Section("Why", _explanation(demo)),
         Section("Where the gradient goes", _gradient(demo)),
         Section("Learning", [_training_loss(demo)]),
@@ -55,14 +55,14 @@ def _results(demo: Demo) -> list[Part]:
     count = len(demo.of(STREAM))
     seeds = "" if count == 1 else f" Mean of {count} seeds, with the worst and the best."
     return [
-        Table(
+        DataTable(
             ["trained on", "accuracy on the unbroken recording", "accuracy on pieces as trained"],
             summary(demo),
             f"One test recording of {len(demo.test.recording):,} frames, new to all networks."
             f"{seeds}",
             numeric=(1, 2),
         ),
-        Text(
+        Paragraphs(
             "Every frame has a label: the machine is off or on. A pulse of ten frames switches it."
             " For the next thousands of frames nothing in the signal shows the mode, so the network"
             " must remember the last pulse. With it, 95 of 100 frames can be labelled correctly."
@@ -88,7 +88,7 @@ def _explanation(demo: Demo) -> list[Part]:
         marks=(Mark(BEST, "maximum"), Mark(CHANCE, "chance"), Mark(STRIDE, "window", "x")),
     )
     return [
-        Text(
+        Paragraphs(
             f"Few windows of {STRIDE} frames contain a pulse. In all others a network that starts"
             " from a zero state cannot know the label, so it learns nothing from them. No window"
             " asks it to keep a mode for longer than the window. On the unbroken recording its"
@@ -110,8 +110,8 @@ def _gradient(demo: Demo) -> list[Part]:
     steps, zero_state_loss = max(reach.contexts.items())
     truncation = (
         f"Training truncated the gradient every {STRIDE} frames, although the task needs a memory"
-        " of thousands. The cost was measured on one network (stream, seed"
-        f" {demo.of(STREAM)[0].seed}), against the exact gradient. Truncation changes the gradient by {own.bias:.1%}, and 99%"
+        f" of thousands. The cost was measured on one network (stream, seed {demo.of(STREAM)[0].seed})"
+        f", against the exact gradient. Truncation changes the gradient by {own.bias:.1%}, and 99%"
         f" of the gradient of a loss lies within the last {reach.reach_99} frames. For comparison,"
         f" {exact(demo)}. This is tt.Exact, for tasks on which truncation fails."
     )
@@ -123,7 +123,7 @@ def _gradient(demo: Demo) -> list[Part]:
         " throughtime audit RUN draws these charts."
     )
     return [
-        Text(f"{truncation}\n\n{state if reach.memory_used else report.warning()}"),
+        Paragraphs(f"{truncation}\n\n{state if reach.memory_used else report.warning()}"),
         *audit_figures(report, own),
         audit_table(report.audit),
     ]
@@ -185,8 +185,8 @@ def _training_loss(demo: Demo) -> Figure:
     )
 
 
-def _task() -> Text:
-    return Text(
+def _task() -> Paragraphs:
+    return Paragraphs(
         "Pulses are at least 300 and on average 2,000 frames apart. Each is ten frames long and 3"
         " high, up for on and down for off. One frame in 30 has a random spike of 2 that means"
         " nothing; the rest is normal noise of deviation 0.3.\n\nAll networks are an LSTM of"

@@ -4,7 +4,16 @@ import linecache
 from pathlib import Path
 
 from throughtime._files import write_atomically
-from throughtime.app.report.page import Code, Link, Page, Part, Section, Table, Text, render
+from throughtime.app.report.page import (
+    Code,
+    DataTable,
+    Page,
+    Paragraphs,
+    Part,
+    Section,
+    WebLink,
+    render,
+)
 from throughtime.doctor import CODES, Doctor, Finding
 
 _CONTEXT = 4  # lines of code before and after the marked one
@@ -56,7 +65,7 @@ def write_report(
         ),
         Section(
             "Faults that the doctor knows",
-            [Table(["code", "fault"], codes, "All codes.", numeric=()), Text(_LIMITS)],
+            [DataTable(["code", "fault"], codes, "All codes.", numeric=()), Paragraphs(_LIMITS)],
         ),
     ]
     page = Page(f"throughtime doctor: {of}", _lead(doctor), sections)
@@ -77,23 +86,23 @@ def _lead(doctor: Doctor) -> str:
 
 
 def _summary(doctor: Doctor, ended: str) -> list[Part]:
-    parts: list[Part] = [Text(f"The loop ended with {ended}")] if ended else []
+    parts: list[Part] = [Paragraphs(f"The loop ended with {ended}")] if ended else []
     error = doctor.internal_error
     if error is not None:
         parts.append(
-            Text(
+            Paragraphs(
                 "The doctor itself failed and stopped, so it may have missed something:"
                 f" {type(error).__name__}: {error}"
             )
         )
     if not doctor.findings:
-        return [*parts, Text("The doctor found no fault while it watched the loop.")]
+        return [*parts, Paragraphs("The doctor found no fault while it watched the loop.")]
     rows = [
         [x.code, f"{x.file}:{x.line}", x.tensor or "\u2013", CODES[x.code][0]]
         for x in doctor.findings
     ]
     columns = ["code", "line", "tensor", "fault"]
-    return [*parts, Table(columns, rows, "In the order of detection.", numeric=())]
+    return [*parts, DataTable(columns, rows, "In the order of detection.", numeric=())]
 
 
 def _finding_parts(finding: Finding, base: Path) -> list[Part]:
@@ -106,10 +115,10 @@ def _finding_parts(finding: Finding, base: Path) -> list[Part]:
     if created and used:
         text += f" It was created in chunk {created} and used in chunk {used}."
     return [
-        Text(text),
+        Paragraphs(text),
         _excerpt(finding, base),
-        Text(f"Write: {finding.fix}"),
-        Link(f"{finding.code}, with code before and after", finding.page),
+        Paragraphs(f"Write: {finding.fix}"),
+        WebLink(f"{finding.code}, with code before and after", finding.page),
     ]
 
 
@@ -119,6 +128,6 @@ def _excerpt(finding: Finding, base: Path) -> Part:
     lines = linecache.getlines(str(path) if path.is_file() else finding.file)
     location = f"{finding.file}, line {finding.line}"
     if not 0 < finding.line <= len(lines):
-        return Text(f"{location}; the file is not available.")
+        return Paragraphs(f"{location}; the file is not available.")
     first = max(1, finding.line - _CONTEXT)
     return Code(lines[first - 1 : finding.line + _CONTEXT], first, finding.line, location)

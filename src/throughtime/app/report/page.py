@@ -22,8 +22,8 @@ Cell: TypeAlias = str | float
 
 
 @dataclass(frozen=True)
-class Text:
-    """Paragraphs of plain text, separated by empty lines."""
+class Paragraphs:
+    """Plain text; empty lines separate its paragraphs."""
 
     text: str
 
@@ -36,7 +36,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """Rows of text and numbers; the first cell of a row is its heading.
 
     Args:
@@ -117,7 +117,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Link:
+class WebLink:
     """A link to a web page, on a line of its own."""
 
     text: str
@@ -128,7 +128,7 @@ class Link:
             raise ConfigError(f"address={self.address!r}: expected one that begins with https://")
 
 
-Part: TypeAlias = Text | Facts | Table | Figure | Code | Link
+Part: TypeAlias = Paragraphs | Facts | DataTable | Figure | Code | WebLink
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def render(page: Page) -> str:
     """The page as one HTML document; the same page gives the same text.
 
     Example:
-        >>> from throughtime.app.report.page import Page, Section, Text, render
-        >>> html = render(Page("Run 7", "An LSTM.", [Section("Data", [Text("R & D")])]))
+        >>> from throughtime.app.report.page import Page, Section, Paragraphs, render
+        >>> html = render(Page("Run 7", "An LSTM.", [Section("Data", [Paragraphs("R & D")])]))
         >>> "<p>R &amp; D</p>" in html
         True
     """

@@ -17,7 +17,16 @@ from throughtime.app.model import Spec, load_model
 from throughtime.app.policy import policy_of
 from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Series, bars, lines, strip
-from throughtime.app.report.page import Facts, Figure, Page, Part, Section, Table, Text, render
+from throughtime.app.report.page import (
+    DataTable,
+    Facts,
+    Figure,
+    Page,
+    Paragraphs,
+    Part,
+    Section,
+    render,
+)
 from throughtime.app.report.trace_section import trace_parts
 from throughtime.app.trace import credit_steps
 from throughtime.carry.carried import Carried
@@ -48,7 +57,9 @@ def write_report(folder: Folder) -> Path:
     names = tuple(spec.score().compute())
     split = "valid" if rows[0]["valid"] else "train"
     sections = [
-        Section("The run", [_facts(config, rows, net), Text(_in_words(config, spec, rows[0]))]),
+        Section(
+            "The run", [_facts(config, rows, net), Paragraphs(_in_words(config, spec, rows[0]))]
+        ),
         Section("Learning", _learning_curves(rows, names)),
         *_score_sections(folder, config, rows, names),
         *_audit_sections(folder, config, rows[-1]["update"]),
@@ -206,7 +217,7 @@ def _score_parts(
     split: str, names: Sequence[str], overall: Row, recordings: Row, data: str
 ) -> list[Part]:
     cells = [[name, *(row[n] for n in names)] for name, row in recordings.items()]
-    table = Table(
+    table = DataTable(
         ["recording", *map(_metric_name, names)],
         [*cells, ["all steps together", *(overall[n] for n in names)]],
         f"Whole recordings of the split '{split}' of {data}.",
@@ -246,7 +257,7 @@ def _audit_sections(folder: Folder, config: Config, updates: int) -> list[Sectio
         if report.update < updates:
             source += f"; the run has gone on to update {updates:,} since"
     parts = [
-        Text(f"{report.advice(config)}\n\n{report.warning()}\n\n{source}."),
+        Paragraphs(f"{report.advice(config)}\n\n{report.warning()}\n\n{source}."),
         *audit_figures(report, report.own(config), credit_steps(config)),
         audit_table(report.audit),
     ]
@@ -319,10 +330,14 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
         recording = recordings_for(spec, Path(config.data), split, config)[0]
         excerpt = busiest_excerpt(net, spec, recording, config)
     except DataError as error:
-        return Text(f"Not shown, because the recordings of the run can no longer be read: {error}")
+        return Paragraphs(
+            f"Not shown, because the recordings of the run can no longer be read: {error}"
+        )
     targets, predicted = excerpt.targets, excerpt.predicted
     stop = excerpt.start + len(excerpt.signal)
-    place = f"Steps {excerpt.start:,} to {stop:,} of recording {excerpt.recording} ({split} split)"
+    location = (
+        f"Steps {excerpt.start:,} to {stop:,} of recording {excerpt.recording} ({split} split)"
+    )
     title = f"Recording {excerpt.recording}"
     if spec.task == "classify":
         labelled = targets >= 0
@@ -335,8 +350,8 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
             ],
             title=title,
             description=(
-                f"{place}: the signal, its labels and the predictions, which differ on {wrong:.1%}"
-                " of the steps."
+                f"{location}: the signal, its labels and the predictions; {wrong:.1%} of these are"
+                " wrong."
             ),
             x_label="step",
             y_label=f"input {spec.inputs[0]}",
@@ -351,20 +366,20 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
                 Series("predicted", steps, predicted.tolist()),
             ],
             title=title,
-            description=f"{place}: the target and its prediction.",
+            description=f"{location}: the target and its prediction.",
             x_label="step",
             y_label=f"target {spec.targets[0]}",
         )
-    return Figure(svg, f"{place}, the state carried from its first step.")
+    return Figure(svg, f"{location}, the state carried from its first step.")
 
 
-def _settings(config: Config) -> Table:
+def _settings(config: Config) -> DataTable:
     rows = [
         [key, ", ".join(value) if isinstance(value, tuple) else str(value)]
         for key, value in config.settings().items()
         if value != ()
     ]
-    return Table(
+    return DataTable(
         ["setting", "value"],
         rows,
         "config.toml of this run. Every key is also a flag of throughtime train.",

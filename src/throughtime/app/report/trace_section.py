@@ -7,7 +7,7 @@ from itertools import pairwise
 from throughtime._svg import numbers
 from throughtime.app.config import Config
 from throughtime.app.report.charts import Series, heat
-from throughtime.app.report.page import Figure, Part, Table, Text
+from throughtime.app.report.page import DataTable, Figure, Paragraphs, Part
 from throughtime.app.trace import (
     EXPLODED,
     VANISHED,
@@ -24,7 +24,7 @@ _FEWEST_DECADES, _MOST_DECADES = 2, 6  # more shades cannot be distinguished
 
 def trace_parts(trace: RunTrace, config: Config) -> list[Part]:
     """The heat map, and a table each of the gradients and of the gates."""
-    figure, explanation = gradient_over_time(trace, config), Text(_explanation(trace))
+    figure, explanation = gradient_over_time(trace, config), Paragraphs(_explanation(trace))
     timescales = [timescale_table(trace)] if trace.timescales else []
     return [figure, explanation, lifetime_table(trace), *timescales]
 
@@ -32,7 +32,7 @@ def trace_parts(trace: RunTrace, config: Config) -> list[Part]:
 def gradient_over_time(trace: RunTrace, config: Config) -> Figure:
     """The norm of the gradient of each state and gate at every step of the excerpt."""
     stop = trace.start + trace.steps
-    place = f"steps {trace.start:,} to {stop:,} of recording {trace.recording}"
+    location = f"steps {trace.start:,} to {stop:,} of recording {trace.recording}"
     bins = _bins(trace)
     rows = [
         (name, [_largest(norms[a - trace.start : b - trace.start]) for a, b in pairwise(bins)])
@@ -46,7 +46,7 @@ def gradient_over_time(trace: RunTrace, config: Config) -> Figure:
         bins,
         title="Gradient over time and layer",
         description=(
-            f"Norm of the gradient with respect to each state and gate at {place},"
+            f"Norm of the gradient with respect to each state and gate at {location},"
             f" {_updates_in_words(trace)}: {maxima}."
         ),
         x_label="step of the recording",
@@ -54,7 +54,7 @@ def gradient_over_time(trace: RunTrace, config: Config) -> Figure:
         cuts=("an update ends", trace.edges if len(trace.edges) <= _MOST_CUTS else ()),
         above=Series("signal", [step + 0.5 for step in range(trace.start, stop)], trace.signal),
     )
-    return Figure(svg, f"Each row is a state or a gate, {place}. {_caption(trace, config)}")
+    return Figure(svg, f"Each row is a state or a gate, {location}. {_caption(trace, config)}")
 
 
 def _bins(trace: RunTrace) -> list[int]:
@@ -123,7 +123,7 @@ def _explanation(trace: RunTrace) -> str:
     )
 
 
-def lifetime_table(trace: RunTrace) -> Table:
+def lifetime_table(trace: RunTrace) -> DataTable:
     """For each state and gate, how far back its gradient goes and what crosses the edge."""
     rows = [
         [
@@ -139,7 +139,7 @@ def lifetime_table(trace: RunTrace) -> Table:
     source = "The excerpt is one window."
     if trace.windows > 1:
         source = f"Medians of {trace.windows} windows."
-    return Table(
+    return DataTable(
         ["gradient of", "largest", "at step", "steps back", "crosses the edge", "outcome"],
         rows,
         f"{source} Gates are not carried, so nothing of theirs crosses an edge.",
@@ -161,13 +161,13 @@ def _outcome(lifetime: GradientLifetime, windows: int) -> str:
     return f"{verb} {steps:,.0f} steps back{share}"
 
 
-def timescale_table(trace: RunTrace) -> Table:
+def timescale_table(trace: RunTrace) -> DataTable:
     """How long the gates of each layer retain memory."""
     rows = [
         [x.name, *(_steps(n) for n in (x.short, x.median, x.long, x.longest))]
         for x in trace.timescales
     ]
-    return Table(
+    return DataTable(
         ["layer", "10% of units below", "50% below", "10% above", "longest"],
         rows,
         "Time constants of the units: the steps after which 1/e of a memory is left,"
