@@ -21,12 +21,12 @@ def check_epoch(table: LaneSchedule, lengths: list[int], chunk: int) -> None:
     for begin in range(0, table.steps, chunk):
         stop = min(begin + chunk, table.steps)
         busy = dict.fromkeys(range(len(table.spans)), 0)
-        for play in table.slices(begin, stop):
-            assert play.at == busy[play.lane]  # gapless, and in order
-            busy[play.lane] += play.steps
-            assert busy[play.lane] <= stop - begin
-            played.update((play.recording, play.position + i) for i in range(play.steps))
-        for lane, steps in busy.items():  # nothing to play is nothing to play until the end
+        for part in table.slices(begin, stop):
+            assert part.start == busy[part.lane]  # gapless, and in order
+            busy[part.lane] += part.steps
+            assert busy[part.lane] <= stop - begin
+            played.update((part.recording, part.position + i) for i in range(part.steps))
+        for lane, steps in busy.items():  # nothing to part is nothing to part until the end
             assert steps == stop - begin or not [
                 p for p in table.slices(stop, table.steps) if p.lane == lane
             ]
@@ -54,8 +54,8 @@ class Pads(LaneSchedule):
     """A mutant: every span starts at the edge of a chunk of 7, as in padded batches."""
 
     def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
-        for play in super().slices(start, stop):
-            yield play._replace(at=0)
+        for part in super().slices(start, stop):
+            yield part._replace(start=0)
 
 
 class Repeats(LaneSchedule):
@@ -82,7 +82,7 @@ def test_plays_do_not_depend_on_where_a_chunk_is_cut(
 
     def flat(begin: int, stop: int) -> set[tuple[int, int, int, int, int]]:
         return {
-            (p.lane, begin + p.at + i, p.recording, p.position + i, p.since + i)
+            (p.lane, begin + p.start + i, p.recording, p.position + i, p.age + i)
             for p in table.slices(begin, stop)
             for i in range(p.steps)
         }

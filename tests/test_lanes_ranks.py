@@ -53,12 +53,12 @@ def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) ->
     )
 
 
-def plays_of(tables: Sequence[LaneSchedule], start: int, stop: int) -> list[LaneSlice]:
+def slices_of(tables: Sequence[LaneSchedule], start: int, stop: int) -> list[LaneSlice]:
     """Those of all ranks, lanes numbered over all of them."""
     return [
-        play._replace(lane=play.lane + table.own_lanes.start)
+        part._replace(lane=part.lane + table.own_lanes.start)
         for table in tables
-        for play in table.slices(start, stop)
+        for part in table.slices(start, stop)
     ]
 
 
@@ -80,19 +80,19 @@ def check_ranks(
     counts = [np.zeros(length, dtype=int) for length in lengths]
     busy, last = dict[int, int](), dict[int, LaneSlice]()
     for begin in range(0, tables[0].steps, chunk):
-        for play in plays_of(tables, begin, min(begin + chunk, tables[0].steps)):
-            assert begin + play.at == busy.get(play.lane, 0)  # gapless from the start
-            busy[play.lane] = begin + play.at + play.steps
-            before = last.get(play.lane)
+        for part in slices_of(tables, begin, min(begin + chunk, tables[0].steps)):
+            assert begin + part.start == busy.get(part.lane, 0)  # gapless from the start
+            busy[part.lane] = begin + part.start + part.steps
+            before = last.get(part.lane)
             goes_on = before is not None and (before.recording, before.position + before.steps) == (
-                play.recording,
-                play.position,
+                part.recording,
+                part.position,
             )
-            assert play.since == 0 or (
-                goes_on and before is not None and play.since == before.since + before.steps
+            assert part.age == 0 or (
+                goes_on and before is not None and part.age == before.age + before.steps
             )
-            counts[play.recording][play.position : play.position + play.steps] += 1
-            last[play.lane] = play
+            counts[part.recording][part.position : part.position + part.steps] += 1
+            last[part.lane] = part
     for count, begin in zip(counts, first or [0] * len(lengths), strict=True):
         assert (count[begin:] == 1).all()
         assert not count[:begin].any()
@@ -121,7 +121,7 @@ def test_ranks_play_every_step_once_in_order(
 
 MUTANT_RANKS: dict[str, Callable[[list[LaneSchedule]], list[LaneSchedule]]] = {
     "a rank is missing": lambda tables: tables[:-1],
-    "all play the same": lambda tables: [tables[0]] * len(tables),
+    "all part the same": lambda tables: [tables[0]] * len(tables),
     "each plans for itself": lambda tables: [
         LaneSchedule.plan([10, 10, 7, 7, 5], len(t.own_lanes), random.Random(0)) for t in tables
     ],
@@ -151,7 +151,7 @@ def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(
     assert {(table.spans, table.starts, table.steps, table.common_resets) for table in tables} == {
         (whole.spans, whole.starts, whole.steps, whole.common_resets)
     }
-    assert plays_of(tables, 0, whole.steps) == list(whole.slices(0, whole.steps))
+    assert slices_of(tables, 0, whole.steps) == list(whole.slices(0, whole.steps))
 
 
 @given(
@@ -307,7 +307,7 @@ def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed)
     going_on = [
-        any(p.since > 0 for p in plays_of(tables, at, at + 1)) for at in range(tables[0].steps)
+        any(p.age > 0 for p in slices_of(tables, at, at + 1)) for at in range(tables[0].steps)
     ]
     assert list(tables[0].common_resets) == [at for at, goes in enumerate(going_on) if not goes] + [
         tables[0].steps
@@ -324,11 +324,9 @@ def test_parts_handed_on_start_at_the_start_of_their_recording_only(
     )
     assert cold.spans == warm.spans
     at %= warm.steps
-    assert [p.since for p in warm.slices(at, at + 1)] == [
-        p.position for p in warm.slices(at, at + 1)
-    ]
-    assert [p.since for p in cold.slices(0, 1)] == [0] * len(list(cold.slices(0, 1)))
-    starts = [p for p in warm.slices(0, warm.steps) if p.since == 0]
+    assert [p.age for p in warm.slices(at, at + 1)] == [p.position for p in warm.slices(at, at + 1)]
+    assert [p.age for p in cold.slices(0, 1)] == [0] * len(list(cold.slices(0, 1)))
+    starts = [p for p in warm.slices(0, warm.steps) if p.age == 0]
     assert [(p.recording, p.position) for p in starts] == [(0, 0), (1, 0)]
 
 

@@ -464,7 +464,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     data = with_spans(tmp_path / "data")
     more: dict[str, Any] = {"outside": "nothing", "frame": 3, "updates": 20}
     asked = begin(make_config(settings(data, tmp_path / "asked", workers=workers, **more))).stream
-    assert isinstance(asked._reader.reader, ThreadReader if workers == "thread" else ProcessReader)
+    assert isinstance(asked._reader, ThreadReader if workers == "thread" else ProcessReader)
     here, ahead = (
         finish(settings(data, tmp_path / "here", **more)),
         finish(settings(data, tmp_path / "ahead", workers=workers, **more)),

@@ -294,7 +294,7 @@ class Counting:
 
 
 def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "READ_AHEAD", 40)
+    monkeypatch.setattr(stream_module, "BLOCK_LANE_STEPS", 40)
     first, second = Counting(100, "a"), Counting(100, "b")
     stream = tt.Stream([first, second], lanes=1, chunk=10, seed=None)
     stream.state_dict()
@@ -316,7 +316,7 @@ def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 def test_reading_ahead_changes_no_number(takes: list[int], ahead: int) -> None:
     sources = recordings([37, 11, 29])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "READ_AHEAD", ahead)
+        patch.setattr(stream_module, "BLOCK_LANE_STEPS", ahead)
         stream = tt.Stream(sources, lanes=2, chunk=10)
         for steps in takes:
             at = stream.position

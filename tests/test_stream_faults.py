@@ -45,9 +45,7 @@ def test_states_of_an_epoch_that_somebody_else_played_on_are_refused() -> None:
     tt.evaluate(mine, stream, nn.MSELoss())
     with pytest.raises(
         DataError,
-        match=(
-            r"handed on are for epoch 1, and the stream stands in epoch 2: .* a Stream of its own"
-        ),
+        match=(r"handed on are for epoch 1, and the stream is in epoch 2: .* a Stream of its own"),
     ):
         play(mine, stream)
 

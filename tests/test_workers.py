@@ -34,7 +34,7 @@ WORKERS = pytest.mark.parametrize("workers", ["thread", 1, 2])
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short recordings are read in many stretches."""
-    monkeypatch.setattr(stream_module, "READ_AHEAD", 24)
+    monkeypatch.setattr(stream_module, "BLOCK_LANE_STEPS", 24)
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +260,7 @@ def test_thread_reads_ahead_and_no_further_than_it_should() -> None:
     stream = tt.Stream(source, 1, 5, workers="thread")
     stream.take(5)
     # what was sent before is done
-    stream._reader.reader._thread.submit(lambda: None).result()  # pyright: ignore[reportAttributeAccessIssue]
+    stream._reader._thread.submit(lambda: None).result()  # pyright: ignore[reportAttributeAccessIssue]
     assert 1 < len(source.reads) <= 4
     assert source.reads[:2] == [(0, 20), (20, 40)]
 

@@ -1,6 +1,6 @@
-"""From the plays of a timetable to the arrays of a chunk: read, check, convert, splice.
+"""From lane slices to the tensors of a chunk: read, check, convert, assemble.
 
-Shapes: `T` steps, `B` lanes.
+Shapes: `T` steps, `B` lanes, `S` static features.
 """
 
 from collections.abc import Sequence
@@ -18,27 +18,22 @@ from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSlice
 from throughtime.stream.recording import Recording, Steps
 
-Read: TypeAlias = tuple[LaneSlice, Steps]
+Reads: TypeAlias = Sequence[tuple[LaneSlice, Steps]]
 Counts: TypeAlias = tuple[int, ...] | None
-Form: TypeAlias = tuple[Any, ...]
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
 class MissingCounts(NamedTuple):
-    """Steps missing before each step of a chunk, over all lanes; `None` where there are none."""
+    """Steps masked before each step of a chunk, over all lanes; `None` where there are none."""
 
-    masked: Counts  # inputs not finite
-    missing_targets: Counts
-
-
-def _before_each(rows: Array) -> tuple[int, ...]:
-    return (0, *accumulate(rows.sum(axis=1).tolist()))
+    inputs: Counts  # not finite
+    targets: Counts  # NaN or -100
 
 
 @dataclass
 class Collator:
-    """Makes chunks of a fixed layout: every recording must have the columns and the type of the first one read."""
+    """Makes chunks of one layout: all recordings need the columns and types of the first one read."""
 
     recordings: Sequence[Recording]
     lanes: int
@@ -48,81 +43,72 @@ class Collator:
 
     def __post_init__(self) -> None:
         self._first: tuple[str, Steps] | None = None
-        self._fitting = set[Form]()
+        self._accepted = set[tuple[Any, ...]]()
 
-    def chunk(self, plays: Sequence[LaneSlice], steps: int) -> tuple[Chunk, "MissingCounts"]:
-        """The chunk in which `plays` happen, and what is missing in it."""
-        reads = [(play, self._read(play)) for play in plays]
-        resets, mask, recording, position = self._marks(plays, steps)
-        inputs, masked = self._inputs(reads, steps, mask)
-        targets, without = self._targets(reads, steps, mask)
-        marks = ChunkMetadata.of(
-            torch.from_numpy(resets),
-            torch.from_numpy(mask),
-            torch.from_numpy(recording),
-            torch.from_numpy(position),
+    def collate(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Chunk, MissingCounts]:
+        """The chunk in which lanes play these slices, and how many of its steps are missing."""
+        reads = [(part, self._read(part)) for part in slices]
+        resets, mask, recording, position = self._metadata(slices, steps)
+        inputs, missing_inputs = self._inputs(reads, steps, mask)
+        targets, missing_targets = self._targets(reads, steps, mask)
+        metadata = ChunkMetadata.of(
+            *(torch.from_numpy(array) for array in (resets, mask, recording, position))
         )
-        chunk = Chunk(
-            torch.from_numpy(inputs),
-            None if targets is None else torch.from_numpy(targets),
-            marks,
-            0,
-            steps,
-        )
-        return chunk, MissingCounts(masked, without)
+        labels = None if targets is None else torch.from_numpy(targets)
+        chunk = Chunk(torch.from_numpy(inputs), labels, metadata, 0, steps)
+        return chunk, MissingCounts(missing_inputs, missing_targets)
 
-    def _marks(self, plays: Sequence[LaneSlice], steps: int) -> tuple[Array, Array, Array, Array]:
-        """Resets, mask, recording and position of every step: a single look for each play, since there may be one for every few steps."""
-        owner = np.full(
-            (self.lanes, steps), len(plays)
-        )  # the last row of what is looked up: nobody plays
+    def _metadata(
+        self, slices: Sequence[LaneSlice], steps: int
+    ) -> tuple[Array, Array, Array, Array]:
+        """Resets, mask, recording and position of every step.
+
+        One assignment for each slice, since there may be one for every few steps; the rest is
+        looked up by the index of the slice. The last row of the table is for idle lanes.
+        """
+        owner = np.full((self.lanes, steps), len(slices))
         resets = np.zeros((steps, self.lanes), dtype=np.bool_)
-        for i, play in enumerate(plays):
-            owner[play.lane, play.at : play.at + play.steps] = i
-            resets[play.at, play.lane] = play.since == 0
+        for i, part in enumerate(slices):
+            owner[part.lane, part.start : part.stop] = i
+            resets[part.start, part.lane] = part.age == 0
         owner = np.ascontiguousarray(owner.T)
-        at = np.arange(steps)[:, None]
-        known = np.array(
-            [(p.recording, p.position - p.at, p.since - p.at) for p in plays] + [(-1, 0, 0)]
+        step = np.arange(steps)[:, None]
+        table = np.array(
+            [(s.recording, s.position - s.start, s.age - s.start) for s in slices] + [(-1, 0, 0)]
         )
-        played = owner < len(plays)
-        position = np.where(played, known[:, 1][owner] + at, -1)
-        mask = played & (known[:, 2][owner] + at >= self.warm_up) if self.warm_up else played
-        return resets, mask, known[:, 0][owner], position
+        played = owner < len(slices)
+        position = np.where(played, table[:, 1][owner] + step, -1)
+        mask = played & (table[:, 2][owner] + step >= self.warm_up) if self.warm_up else played
+        return resets, mask, table[:, 0][owner], position
 
     def prime(self) -> Steps:
-        """The layout that all recordings must have.
-
-        Read from the first of them if nothing was read yet.
-        """
+        """The layout that all recordings must have: that of the first one, read now if need be."""
         if self._first is None:
             self._read(LaneSlice(0, 0, 1, 0, 0, 0))
         if self._first is None:
             raise RuntimeError("a recording that was read and left no layout")
         return self._first[1]
 
-    def _read(self, play: LaneSlice) -> Steps:
-        recording = self.recordings[play.recording]
-        steps = recording.read(play.position, play.position + play.steps)
-        if len(steps.inputs) != play.steps:
+    def _read(self, part: LaneSlice) -> Steps:
+        recording = self.recordings[part.recording]
+        steps = recording.read(part.position, part.position + part.steps)
+        if len(steps.inputs) != part.steps:
             raise DataError(
-                f"recording '{recording.name}' gave {len(steps.inputs)} of the {play.steps} steps"
-                f" asked for at step {play.position}; it said that it has {len(recording)}. Did the"
+                f"recording '{recording.name}' gave {len(steps.inputs)} of the {part.steps} steps"
+                f" asked for at step {part.position}; it said that it has {len(recording)}. Did the"
                 " file change?"
             )
-        form = _form(steps)
-        if form not in self._fitting:
+        # layouts that are known to fit need not be put in words
+        layout = tuple(None if a is None else (a.dtype, a.shape[1:]) for a in steps[:2])
+        static = None if steps.static is None else (steps.static.dtype, steps.static.shape)
+        if (*layout, static) not in self._accepted:
             self._check(recording.name, steps)
-            self._fitting.add(form)
+            self._accepted.add((*layout, static))
         return steps
 
     def _check(self, name: str, steps: Steps) -> None:
-        """Refuses what is no numbers, or other columns than those of the first recording."""
-        for role, array in (
-            ("inputs", steps.inputs),
-            ("targets", steps.targets),
-            ("static features", steps.static),
-        ):
+        """Refuse what is not numbers, or other columns than those of the first recording."""
+        for role, array in zip(("inputs", "targets", "static features"), steps, strict=True):
             if array is not None and array.dtype.kind not in "biuf":
                 raise DataError(
                     f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
@@ -131,10 +117,9 @@ class Collator:
         if self._first is None:
             self._first = (name, steps)
         first_name, first = self._first
-        pairs = (("inputs", steps.inputs, first.inputs), ("targets", steps.targets, first.targets))
         layouts = [
-            (role, *(_layout(array, exact=self.dtype is None) for array in arrays))
-            for role, *arrays in pairs
+            (role, self._layout(array), self._layout(expected))
+            for role, array, expected in zip(("inputs", "targets"), steps, first, strict=False)
         ]
         layouts.append(("static features", _width(steps.static), _width(first.static)))
         faults = [
@@ -143,28 +128,28 @@ class Collator:
             if got != expected
         ]
         if faults:
-            hint = (
-                ", or give the stream a dtype."
-                if self.dtype is None and not any("integer" in fault for fault in faults)
-                else "."
+            floating = self.dtype is None and not any("integer" in fault for fault in faults)
+            hint = ", or give the stream a dtype." if floating else "."
+            raise DataError(
+                "; ".join(faults) + ". All recordings of a stream need the same columns, and the"
+                " same kind of numbers" + hint
             )
-            more = (
-                "All recordings of a stream need the same columns, and the same kind of numbers"
-                + hint
-            )
-            raise DataError("; ".join(faults) + ". " + more)
 
-    def _inputs(self, reads: Sequence[Read], steps: int, mask: Array) -> tuple[Array, Counts]:
-        sample = (reads[0][1] if reads else self.prime()).inputs
+    def _layout(self, array: Array | None) -> str:
+        """The columns in words; floating types differ only where they decide that of the chunk."""
+        if array is None:
+            return "no columns"
+        floating = "floating" if self.dtype is not None else str(array.dtype)
+        kind = floating if array.dtype.kind == "f" else "integer"
+        width = "x".join(map(str, array.shape[1:])) or "1"
+        return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
+
+    def _inputs(self, reads: Reads, steps: int, mask: Array) -> tuple[Array, Counts]:
+        first = self.prime()
+        sample, static = (reads[0][1] if reads else first).inputs, first.static
         dtype = self._dtype(sample.dtype)
         tokens = sample.ndim == 1 and dtype.kind == "i"
-        parts = [
-            (play, s.inputs if tokens or s.inputs.ndim > 1 else s.inputs.reshape(-1, 1))
-            for play, s in reads
-        ]
-        statics = [(play, s.static) for play, s in reads if s.static is not None]
         columns = sample.shape[1:] if tokens or sample.ndim > 1 else (1,)
-        static = self.prime().static
         if static is not None and len(columns) != 1:
             raise DataError(
                 "static features go beside inputs (T, D); these are tokens or have more dimensions"
@@ -174,111 +159,86 @@ class Collator:
                 f"the static features are {static.dtype} and the inputs {dtype}, which cannot hold"
                 " them; give the stream a floating dtype"
             )
+        parts = [
+            (part, s.inputs if tokens or s.inputs.ndim > 1 else s.inputs.reshape(-1, 1))
+            for part, s in reads
+        ]
+        statics = [(part, s.static) for part, s in reads if s.static is not None]
         width = columns if static is None else (columns[0] + len(static),)
-        inputs = _splice(parts, (steps, self.lanes, *width), dtype, statics)
+        inputs = _assemble(parts, (steps, self.lanes, *width), dtype, statics)
         if dtype.kind != "f" or np.isfinite(inputs).all():
             return inputs, None
-        wrong = ~np.isfinite(inputs)
-        bad = wrong.reshape(*inputs.shape[:2], -1)
+        missing = ~np.isfinite(inputs)
+        by_step = missing.reshape(*mask.shape, -1)
         if not self.mask_missing:
-            self._refuse_missing(bad, reads)
-        rows = np.asarray(bad.any(axis=2))
-        inputs[wrong] = 0
-        mask[rows] = False
-        return inputs, _before_each(rows)
+            self._refuse_missing(by_step, reads)
+        inputs[missing] = 0
+        return inputs, _mask_out(mask, by_step)
 
-    def _refuse_missing(self, bad: Array, reads: Sequence[Read]) -> None:
-        play = next(p for p, _ in reads if bad[p.at : p.at + p.steps, p.lane].any())
-        where = bad[play.at : play.at + play.steps, play.lane]
-        step, column = np.argwhere(where)[0]
+    def _refuse_missing(self, missing: Array, reads: Reads) -> None:
+        part, values = next(
+            (part, values)
+            for part, _ in reads
+            if (values := missing[part.start : part.stop, part.lane]).any()
+        )
+        step, column = np.argwhere(values)[0]
         raise DataError(
-            f"recording '{self.recordings[play.recording].name}' has {int(where.sum())} inputs that"
-            f" are NaN or infinite between steps {play.position} and {play.position + play.steps},"
-            f" the first at step {play.position + step}, column {column}. Clean the file, or mask"
-            " them: missing='mask' (command line: --missing mask)"
+            f"recording '{self.recordings[part.recording].name}' has {int(values.sum())} inputs"
+            f" that are NaN or infinite between steps {part.position} and"
+            f" {part.position + part.steps}, the first at step {part.position + step}, column"
+            f" {column}. Clean the file, or mask them: missing='mask' (command line: --missing"
+            " mask)"
         )
 
-    def _targets(
-        self, reads: Sequence[Read], steps: int, mask: Array
-    ) -> tuple[Array | None, Counts]:
+    def _targets(self, reads: Reads, steps: int, mask: Array) -> tuple[Array | None, Counts]:
         sample = (reads[0][1] if reads else self.prime()).targets
         if sample is None:
             mask[:] = False
             return None, None
         dtype = np.dtype(np.int64) if sample.dtype.kind in "biu" else self._dtype(sample.dtype)
-        shape = (steps, self.lanes, *sample.shape[1:])
-        targets = _splice(
-            [(play, s.targets) for play, s in reads if s.targets is not None], shape, dtype
-        )
+        parts = [(part, s.targets) for part, s in reads if s.targets is not None]
+        targets = _assemble(parts, (steps, self.lanes, *sample.shape[1:]), dtype)
         missing = np.isnan(targets) if dtype.kind == "f" else targets == IGNORE_INDEX
         if not missing.any():
             return targets, None
-        rows = np.asarray(missing.reshape(*mask.shape, -1).any(axis=2))
-        mask[rows] = False
-        return targets, _before_each(rows)
+        return targets, _mask_out(mask, missing.reshape(*mask.shape, -1))
 
-    def _dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
-        """Floating data take the stream's dtype; integers stay integers unless it is floating."""
+    def _dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The stream's dtype, if any; else floating types stay and others become int64."""
         if self.dtype is not None:
             return np.dtype(str(self.dtype).removeprefix("torch."))
-        return found if found.kind == "f" else np.dtype(np.int64)
+        return dtype if dtype.kind == "f" else np.dtype(np.int64)
 
 
-def _form(steps: Steps) -> Form:
-    """Types and columns: where these are known to fit, nothing has to be put in words."""
-    inputs, targets, static = steps
-    of_targets = None if targets is None else (targets.dtype, targets.shape[1:])
-    return (
-        inputs.dtype,
-        inputs.shape[1:],
-        of_targets,
-        None if static is None else (static.dtype, static.shape),
-    )
-
-
-def _layout(array: Array | None, *, exact: bool) -> str:
-    """The columns in words.
-
-    `exact` tells floating types apart, where they decide the type of a chunk.
-    """
-    if array is None:
-        return "no columns"
-    kind = {
-        "f": str(array.dtype) if exact else "floating",
-        "b": "integer",
-        "u": "integer",
-        "i": "integer",
-    }[array.dtype.kind]
-    width = "x".join(map(str, array.shape[1:])) or "1"
-    return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
+def _mask_out(mask: Array, missing: Array) -> tuple[int, ...]:
+    """Mask steps with a missing column `(T, B, ...)`; the number of them before each step."""
+    rows = np.asarray(missing.any(axis=2))
+    mask[rows] = False
+    return (0, *accumulate(rows.sum(axis=1).tolist()))
 
 
 def _width(static: Array | None) -> str:
     return "none" if static is None else f"{len(static)} numbers"
 
 
-def _splice(
+def _assemble(
     parts: Sequence[tuple[LaneSlice, Array]],
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     statics: Sequence[tuple[LaneSlice, Array]] = (),
 ) -> Array:
-    """`(T, B, ...)` from the parts of each lane, in memory that torch allocates; static features
-    `(S,)` are the last columns.
+    """`(T, B, ...)` from the parts of each lane; static features `(S,)` are the last columns.
 
-    Kernels round differently for differently aligned memory; torch aligns to 64 bytes, NumPy and a
-    user's array need not.
+    torch allocates the memory, aligned to 64 bytes: kernels round differently for differently
+    aligned memory, and NumPy and a user's array may be aligned otherwise.
     """
-    covered = all(  # plays of a lane follow each other
-        sum(play.steps for play, _ in given) == shape[0] * shape[1]
-        for given in ((parts, statics) if statics else (parts,))
-    )
-    spliced: Array = (torch.empty if covered else torch.zeros)(
-        shape, dtype=getattr(torch, dtype.name)
-    ).numpy()
-    own = spliced[..., : -len(statics[0][1])] if statics else spliced
-    for play, values in parts:
-        own[play.at : play.at + play.steps, play.lane] = values
-    for play, values in statics:
-        spliced[play.at : play.at + play.steps, play.lane, -len(values) :] = values
-    return spliced
+    played = sum(part.steps for part, _ in parts)
+    covered = played == shape[0] * shape[1] and len(statics) in (0, len(parts))
+    allocate = torch.empty if covered else torch.zeros
+    result: Array = allocate(shape, dtype=getattr(torch, dtype.name)).numpy()
+    columns = result[..., : -len(statics[0][1])] if statics else result
+    for part, values in parts:
+        columns[part.start : part.stop, part.lane] = values
+    for part, values in statics:
+        result[part.start : part.stop, part.lane, -len(values) :] = values
+    return result

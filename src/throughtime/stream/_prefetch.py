@@ -1,18 +1,15 @@
-"""Stretches of a stream, read when they are asked for or before: here, in a thread, or in worker
-processes.
+"""Readers of blocks of a stream: when needed, ahead in a thread, or ahead in worker processes.
 
-A stretch is a pure function of what is played in it, so who reads it, and when, changes no number;
-a place in the stream is a number of steps, and what was read ahead of it is no part of it. The
-processes are those of `torch.utils.data.DataLoader`.
+A block is a pure function of the slices that lanes play in it. So the choice of a reader changes no
+number, and blocks read ahead are no part of the position in a stream. The processes are those of
+`torch.utils.data.DataLoader`.
 """
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -24,100 +21,88 @@ from throughtime.stream._collate import Collator, MissingCounts
 from throughtime.stream.lanes import LaneSlice
 
 Workers: TypeAlias = int | Literal["thread"]
-DEPTH = 2  # stretches read ahead by a thread, and by each process
+Block: TypeAlias = tuple[Chunk, MissingCounts]
+DEPTH = 2  # blocks read ahead by a thread, and by each process
 
 
 class ReadRequest(NamedTuple):
-    """A stretch: its first step in the epoch, its length, and what is played in it."""
+    """A block: its first step in the epoch, its length, and the slices that lanes play in it."""
 
     start: int
     steps: int
-    plays: tuple[LaneSlice, ...]
-
-
-Stretch: TypeAlias = tuple[Chunk, MissingCounts]
+    slices: tuple[LaneSlice, ...]
 
 
 class Reader(Protocol):
-    """Gives one stretch after another."""
+    """Reads one block after another."""
 
-    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
-        """The stretch asked for; `later` are those that will probably follow."""
+    def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
+        """The requested block; `later` are the requests that will probably follow."""
         ...
 
 
-@dataclass
 class SyncReader:
-    """Reads when asked, one thread at a time: an open file has one position."""
+    """Reads when needed, one thread at a time: an open file has one position."""
 
-    collator: Collator
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, collator: Collator) -> None:
+        self._collator, self._lock = collator, threading.Lock()
 
     def __reduce__(self) -> tuple[type["SyncReader"], tuple[Collator]]:
-        return SyncReader, (self.collator,)
+        return SyncReader, (self._collator,)
 
-    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
+    def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
         del later
-        with self.lock:
-            return self.collator.chunk(now.plays, now.steps)
+        with self._lock:
+            return self._collator.collate(request.slices, request.steps)
 
 
-@dataclass
 class ThreadReader:
-    """Reads the next stretches in a thread: enough where reading waits for a disk, or decodes outside Python."""
+    """Reads the next blocks in a thread: enough for slow disks, and for decoders outside Python."""
 
-    here: SyncReader
-    _waiting: deque[tuple[ReadRequest, Future[Stretch]]] = field(
-        default_factory=deque[tuple[ReadRequest, Future[Stretch]]]
-    )
-    _later: Iterator[ReadRequest] = field(default_factory=lambda: iter(()))
-
-    def __post_init__(self) -> None:
+    def __init__(self, reader: SyncReader) -> None:
+        self._reader = reader
+        self._pending = deque[tuple[ReadRequest, Future[Block]]]()
+        self._later: Iterator[ReadRequest] = iter(())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="throughtime-stream")
 
     def __reduce__(self) -> tuple[type["ThreadReader"], tuple[SyncReader]]:
-        return ThreadReader, (self.here,)
+        return ThreadReader, (self._reader,)
 
-    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
-        if not self._waiting or self._waiting[0][0] != now:
-            for _, future in self._waiting:
+    def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
+        if not self._pending or self._pending[0][0] != request:
+            for _, future in self._pending:
                 future.cancel()
-            self._waiting.clear()
-            self._later = iter(later)
-            self._submit(now)
-        _, future = self._waiting.popleft()
-        for request in self._later:
-            self._submit(request)
-            if len(self._waiting) >= DEPTH:
+            self._pending.clear()
+            self._later = chain([request], later)
+        for following in self._later:
+            self._pending.append((following, self._thread.submit(self._reader.read, following, ())))
+            if len(self._pending) > DEPTH:
                 break
-        return future.result()
-
-    def _submit(self, request: ReadRequest) -> None:
-        self._waiting.append((request, self._thread.submit(self.here.read, request, ())))
+        return self._pending.popleft()[1].result()
 
 
-class _Stretches(Dataset[Any]):
-    """What a worker process does: the request is the index."""
+class _BlockDataset(Dataset[Any]):
+    """The code of a worker process: the index of a block is its request."""
 
     def __init__(self, collator: Collator) -> None:
         self.collator = collator
 
-    def __getitem__(self, request: ReadRequest) -> Stretch | DataError:
+    def __getitem__(self, request: ReadRequest) -> Block | DataError:
         try:
-            return self.collator.chunk(request.plays, request.steps)
-        except DataError as error:  # told as it is, without the worker's traceback
+            return self.collator.collate(request.slices, request.steps)
+        except DataError as error:  # returned, since raising adds the worker's traceback
             return error
 
 
-class _Requests:
-    """The order in which the workers read: whatever is put here before the loader is iterated."""
+class _RequestSampler:
+    """The requests that the workers read, in order; set before the loader is iterated."""
 
     def __init__(self) -> None:
-        self.now: Iterator[ReadRequest] = iter(())
+        self.requests: Iterator[ReadRequest] = iter(())
         self.sent: deque[ReadRequest] = deque()
 
     def __iter__(self) -> Iterator[ReadRequest]:
-        for request in self.now:
+        for request in self.requests:
             self.sent.append(request)
             yield request
 
@@ -126,73 +111,52 @@ class _Requests:
 
 
 class ProcessReader:
-    """Reads in worker processes, in order, however many they are."""
+    """Reads in worker processes; blocks arrive in order, however many processes there are."""
 
     def __init__(self, collator: Collator, workers: int) -> None:
-        self._collator, self._workers, self._requests = collator, workers, _Requests()
+        self._collator, self._workers, self._sampler = collator, workers, _RequestSampler()
         self._loader: DataLoader[Any] = DataLoader(
-            _Stretches(collator),
+            _BlockDataset(collator),
             batch_size=None,
-            sampler=self._requests,
+            sampler=self._sampler,
             num_workers=workers,
             prefetch_factor=DEPTH,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             persistent_workers=True,
         )
-        self._stretches: Iterator[Any] = iter(())
+        self._blocks: Iterator[Any] = iter(())
         # A loader that is garbage in a cycle (of an exception's frames, say) waits 5 s for each
-        # worker; kept until then it does not.
-        weakref.finalize(self, _let_go, self._loader)
+        # worker; one that is referenced until then does not.
+        weakref.finalize(self, _drop, self._loader)
 
     def __reduce__(self) -> tuple[type["ProcessReader"], tuple[Collator, int]]:
         return ProcessReader, (self._collator, self._workers)
 
-    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
-        sent = self._requests.sent
-        if not sent or sent[0] != now:
-            self._collator.prime()  # in all processes the same
+    def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
+        sent = self._sampler.sent
+        if not sent or sent[0] != request:
+            self._collator.prime()  # the same layout in all processes
             sent.clear()
-            self._requests.now = chain([now], later)
-            self._stretches = iter(self._loader)
+            self._sampler.requests = chain([request], later)
+            self._blocks = iter(self._loader)
         try:
-            found = next(self._stretches, None)
-        except (
-            BaseException
-        ):  # whatever it was, what the workers give next is not what was asked for
+            result = next(self._blocks, None)
+        except BaseException:  # the next block of the workers would be another than requested
             sent.clear()
             raise
         sent.popleft()
-        if not isinstance(found, tuple):
+        if not isinstance(result, tuple):
             sent.clear()
-            raise found or RuntimeError(
+            raise result or RuntimeError(
                 "the worker processes ended before they had read all that they were asked for"
             )
-        return found
+        return result
 
 
-def _let_go(loader: DataLoader[Any]) -> None:
+def _drop(loader: DataLoader[Any]) -> None:
     """Its processes end with it."""
     del loader
 
 
-def _as_it_is(stretch: Any) -> Any:
-    return stretch
-
-
-@dataclass
-class TimedReader:
-    """A reader that adds up how long it was waited for."""
-
-    reader: Reader
-    seconds: float = 0.0
-
-    def read(self, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
-        return self.aside(self.reader, now, later)
-
-    def aside(self, reader: Reader, now: ReadRequest, later: Iterable[ReadRequest]) -> Stretch:
-        """The same through another reader."""
-        began = time.perf_counter()
-        try:
-            return reader.read(now, later)
-        finally:
-            self.seconds += time.perf_counter() - began
+def _identity(block: Any) -> Any:
+    return block

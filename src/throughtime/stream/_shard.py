@@ -1,4 +1,4 @@
-"""Shard: which rank of how many plays a stream here. Integers; the plan itself is `lanes.py`."""
+"""Which of how many ranks plays a stream in this process."""
 
 from dataclasses import dataclass
 
@@ -9,34 +9,33 @@ from throughtime.errors import DataError
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `ranks`; `given` by the user, or found in the process group."""
+    """Rank `rank` of `ranks`; `fixed` by the user, or taken from the process group."""
 
     rank: int
     ranks: int
-    given: bool
+    fixed: bool
 
     @classmethod
     def of(cls, rank: int | None, ranks: int | None) -> "Shard":
-        """As asked for; else this process's place in `torch.distributed`'s default group, if there
-        is one.
+        """The user's rank, or that of this process in `torch.distributed`'s default group, or 0 of 1.
 
         Raises:
-            DataError: half of it is given, or a rank that is none of `ranks`.
+            DataError: only one of the two is set, or a rank that is none of `ranks`.
         """
         if (rank is None) != (ranks is None):
             raise DataError(
                 f"rank={rank}, ranks={ranks}: expected both or neither; without them"
                 " torch.distributed's group says"
             )
-        if rank is not None and ranks is not None:
-            if not 0 <= rank < ranks:
-                raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")
-            return cls(rank, ranks, given=True)
-        return cls(*_group(), given=False)
+        if rank is None or ranks is None:
+            return cls(*_group(), fixed=False)
+        if not 0 <= rank < ranks:
+            raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")
+        return cls(rank, ranks, fixed=True)
 
-    def now(self) -> "Shard":
-        """What it is in the process group that is up now; itself where the user gave it."""
-        return self if self.given else Shard(*_group(), given=False)
+    def current(self) -> "Shard":
+        """The shard in the process group of now; a fixed one stays."""
+        return self if self.fixed else Shard(*_group(), fixed=False)
 
 
 def _group() -> tuple[int, int]:

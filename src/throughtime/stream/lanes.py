@@ -1,13 +1,13 @@
-"""Who plays where: recordings on lanes, as plans of integers (no torch, no numpy).
+"""Lane schedules: which lane plays which part of which recording, as integers.
 
 A lane plays spans one after another without a gap. The longest spans are placed first, each on the
 lane that is free first (longest processing time first: the longest lane is at most 4/3 as long as
-it must be, Graham 1969); each lane then plays its own in a seeded order. Fewer recordings than
-lanes are cut into contiguous parts, so that no lane stands idle; part after part, lane after lane,
-so that the state in which one lane ends is the one in which the next began.
+the optimum, Graham 1969); each lane then plays its own in a seeded order. Fewer recordings than
+lanes are cut into contiguous parts, so that no lane is idle. Parts go to lanes in order, so the
+state in which one lane ends is the one in which the next began.
 
-All ranks make the same plan for all of their lanes together, and each plays its own rows: an epoch
-has the same number of steps on every rank, and a rank that has nothing left plays idle lanes.
+All ranks make the same schedule for all of their lanes, and each plays its own rows: an epoch has
+the same number of steps on every rank, and a rank that has nothing left plays idle lanes.
 """
 
 import heapq
@@ -24,10 +24,7 @@ from throughtime.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class RecordingSpan:
-    """The steps `start` to before `stop` of a recording.
-
-    The state entering `start` is the initial one.
-    """
+    """The steps `start` to before `stop` of a recording; the initial state enters `start`."""
 
     recording: int
     start: int
@@ -38,29 +35,39 @@ class RecordingSpan:
 
 
 class LaneSlice(NamedTuple):
-    """What a lane plays within a chunk: steps `at` to before `at + steps` of the chunk.
+    """The steps of one recording that a lane plays within a chunk.
 
-    `since` counts steps from where the state was the initial one: 0 means that the first of them is
-    a reset.
+    Attributes:
+        lane: the lane, of this rank.
+        start: the first step, in the chunk.
+        steps: how many.
+        recording: index of the recording.
+        position: the first step, in the recording.
+        age: steps played since the state was the initial one: 0 makes the first step a reset.
     """
 
     lane: int
-    at: int
+    start: int
     steps: int
     recording: int
     position: int
-    since: int
+    age: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.steps
 
 
 def cut(
     lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
 ) -> list[RecordingSpan]:
-    """One span per recording, or, with fewer recordings than lanes, one per lane of nearly equal
-    length.
+    """One span per recording, or one per lane where there are fewer recordings than lanes.
+
+    Spans of one recording are nearly equally long.
 
     Args:
         lengths: steps of each recording.
-        lanes: those of all ranks together.
+        lanes: those of all ranks.
         offsets: first steps of each recording that are not played.
 
     Raises:
@@ -73,8 +80,8 @@ def cut(
     empty = [i for i, length in enumerate(lengths) if length < 1]
     if empty:
         raise DataError(f"recording {empty[0]} is empty: every recording needs at least one step")
-    begins = [0] * len(lengths) if offsets is None else offsets
-    played = [length - begin for length, begin in zip(lengths, begins, strict=True)]
+    starts = [0] * len(lengths) if offsets is None else offsets
+    played = [length - start for length, start in zip(lengths, starts, strict=True)]
     if lanes > sum(played):
         raise DataError(
             f"lanes={lanes} but the recordings have {sum(played)} steps in all: a lane needs at"
@@ -82,34 +89,35 @@ def cut(
         )
     parts = _parts(played, lanes)
     return [
-        RecordingSpan(i, begin + steps * k // parts[i], begin + steps * (k + 1) // parts[i])
-        for i, (begin, steps) in enumerate(zip(begins, played, strict=True))
+        RecordingSpan(i, start + steps * k // parts[i], start + steps * (k + 1) // parts[i])
+        for i, (start, steps) in enumerate(zip(starts, played, strict=True))
         for k in range(parts[i])
     ]
 
 
 def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
-    """At most one span per lane, of the fewest steps that do; only the last span of a recording may
-    be shorter.
+    """At most one span per lane, as short as possible.
+
+    Only the last span of a recording may be shorter than the others.
 
     Raises:
         DataError: see `cut`.
     """
     cut(lengths, lanes)  # refuses what cannot be played
-    least, most = 1, max(lengths)
-    while least < most:
-        middle = (least + most) // 2
+    low, high = 1, max(lengths)
+    while low < high:
+        middle = (low + high) // 2
         fits = sum(-(-length // middle) for length in lengths) <= lanes
-        least, most = (least, middle) if fits else (middle + 1, most)
+        low, high = (low, middle) if fits else (middle + 1, high)
     return [
-        RecordingSpan(i, at, min(at + least, length))
+        RecordingSpan(i, start, min(start + low, length))
         for i, length in enumerate(lengths)
-        for at in range(0, length, least)
+        for start in range(0, length, low)
     ]
 
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
-    """How many parts each recording is cut into: the longest parts are cut first, until lanes are full."""
+    """The number of parts of each recording; the longest parts are cut until all lanes have one."""
     parts = [1] * len(lengths)
     longest: list[tuple[float, int]] = [(-length, i) for i, length in enumerate(lengths)]
     heapq.heapify(longest)
@@ -122,15 +130,15 @@ def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class LaneSchedule:
-    """The spans of every lane in playing order; lane time counts steps from the start of the epoch.
+    """The spans of every lane in playing order; lane time counts steps from the epoch's start.
 
     Attributes:
         spans: of each lane, those of all ranks.
         starts: the lane time at which each of them begins, and at which the last ends.
         steps: those of the longest lane.
-        mine: the lanes that this rank plays.
-        handed_off: whether a part goes on from the state of the part before it, and so from where the
-            recording began.
+        own_lanes: the lanes that this rank plays.
+        handed_off: whether a part continues from the state of the part before it, and so from the
+            start of the recording.
     """
 
     spans: tuple[tuple[RecordingSpan, ...], ...]
@@ -152,64 +160,52 @@ class LaneSchedule:
         handed_off: bool = False,
         even: bool = False,
     ) -> "LaneSchedule":
-        """Places every span.
+        """Place every span.
 
         Args:
             lengths: steps of each recording.
             lanes: those of one rank.
-            order: draws which comes when; `None` keeps the order given.
+            order: draws the order of recordings; `None` keeps that of `lengths`.
             offsets: see `cut`.
-            rank: whose lanes `plays` tells.
+            rank: the rank whose lanes `slices` gives.
             ranks: how many there are.
             handed_off: see `LaneSchedule`.
-            even: parts of a recording are equally long but its last one, so that all others end
+            even: the parts of a recording are equally long but its last one, so that all others end
                 with the epoch.
         """
         total = lanes * ranks
-        mine = range(lanes * rank, lanes * (rank + 1))
         if len(lengths) >= total:
-            placed = _placed(cut(lengths, total, offsets), total, order)
+            rows = _place(cut(lengths, total, offsets), total, order)
         else:
-            placed = [
-                [span]
-                for span in (
-                    cut_equal_parts(lengths, total) if even else cut(lengths, total, offsets)
-                )
-            ]
-            placed += [[] for _ in range(total - len(placed))]
-        starts = tuple((0, *accumulate(len(span) for span in row)) for row in placed)
-        return cls(
-            tuple(map(tuple, placed)), starts, max(row[-1] for row in starts), mine, handed_off
-        )
+            parts = cut_equal_parts(lengths, total) if even else cut(lengths, total, offsets)
+            rows = [[span] for span in parts] + [[] for _ in range(total - len(parts))]
+        starts = tuple((0, *accumulate(len(span) for span in row)) for row in rows)
+        own_lanes = range(lanes * rank, lanes * (rank + 1))
+        steps = max(row[-1] for row in starts)
+        return cls(tuple(map(tuple, rows)), starts, steps, own_lanes, handed_off)
 
     def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
-        """What every lane of this rank plays in lane time `start` to before `stop`, lane by lane, in order."""
-        for lane, at in enumerate(self.own_lanes):
-            row, begins = self.spans[at], self.starts[at]
+        """The slices of this rank's lanes in lane time `start` to before `stop`, lane by lane."""
+        for lane, row in enumerate(self.own_lanes):
+            spans, starts = self.spans[row], self.starts[row]
             now = start
-            index = bisect_right(begins, now) - 1
-            while now < stop and index < len(row):
-                span, begin = row[index], begins[index]
-                steps = min(stop, begins[index + 1]) - now
-                position = span.start + now - begin
-                yield LaneSlice(
-                    lane,
-                    now - start,
-                    steps,
-                    span.recording,
-                    position,
-                    position if self.handed_off else now - begin,
-                )
+            index = bisect_right(starts, now) - 1
+            while now < stop and index < len(spans):
+                span, played = spans[index], now - starts[index]
+                steps = min(stop, starts[index + 1]) - now
+                position = span.start + played
+                age = position if self.handed_off else played
+                yield LaneSlice(lane, now - start, steps, span.recording, position, age)
                 now += steps
                 index += 1
 
     @cached_property
     def common_resets(self) -> tuple[int, ...]:
-        """The lane times at which no lane of any rank goes on with a span: each starts one, or has nothing left; the last is the end."""
+        """The lane times at which no lane of any rank continues a span; the last is the end."""
         longest = max(self.starts, key=lambda row: row[-1])
         others = [(set(row), row[-1]) for row in self.starts]
         return tuple(
-            at for at in longest if all(at in starts or at >= end for starts, end in others)
+            time for time in longest if all(time in row or time >= end for row, end in others)
         )
 
     @property
@@ -218,23 +214,23 @@ class LaneSchedule:
         return sum(self.steps - self.starts[lane][-1] for lane in self.own_lanes)
 
 
-def _placed(
+def _place(
     spans: list[RecordingSpan], lanes: int, order: random.Random | None
 ) -> list[list[RecordingSpan]]:
     """The spans of each lane.
 
-    With an order the longest are placed first, and each lane's are drawn anew.
+    With an order, the longest are placed first, and those of each lane are shuffled.
     """
     if order is not None:
-        order.shuffle(spans)  # among equal lengths the sort keeps it
+        order.shuffle(spans)  # the sort keeps the order of equal lengths
         spans = sorted(spans, key=len, reverse=True)
-    placed: list[list[RecordingSpan]] = [[] for _ in range(lanes)]
+    rows: list[list[RecordingSpan]] = [[] for _ in range(lanes)]
     free = [(0, lane) for lane in range(lanes)]
     for span in spans:
         busy, lane = free[0]
-        placed[lane].append(span)
+        rows[lane].append(span)
         heapq.heapreplace(free, (busy + len(span), lane))
     if order is not None:
-        for row in placed:
+        for row in rows:
             order.shuffle(row)
-    return placed
+    return rows
