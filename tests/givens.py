@@ -31,7 +31,7 @@ from strategies import (
     start,
 )
 from throughtime.chunk import Source
-from throughtime.gradient import Objective, Policy, Progress
+from throughtime.gradient import Objective, Policy
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,13 @@ def policy_gradients(
     net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None
 ) -> Found:
     """The gradient of every update at fixed weights."""
+    return gradients_of(net, tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy))
+
+
+def gradients_of(net: tt.Carried, run: tt.Updates) -> Found:
+    """The gradient of every update of a run whose weights stay as they are."""
     found: Found = []
-    for update in tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy):
+    for update in run:
         found.append((update.steps, update.loss.item(), gradients(net)))
         net.zero_grad()
     return found
@@ -211,7 +216,7 @@ POLICIES: dict[str, Policy] = {
     "overlapping": tt.Truncated(10, 15),
     "retained": tt.Truncated(10, 15, graphs="retain"),
     "randomized": tt.Randomized(10, grain=5),
-    "online": tt.RTRL(10),
+    "rtrl": tt.RTRL(10),
 }
 every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 
@@ -272,10 +277,19 @@ class Marked:
     inner: Policy
     change: Callable[[tt.Chunk], tt.Chunk]
 
+    def init(self, carried: Any, previous: Any) -> Any:
+        return self.inner.init(carried, previous)
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return self.inner.state_dict(state)
+
+    def load_state_dict(self, values: Any, source: Source) -> Any:
+        return self.inner.load_state_dict(values, source)
+
     def update(
-        self, net: tt.Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[tt.Update | None, Progress]:
-        return self.inner.update(net, Changed(source, self.change), objective, progress)
+        self, net: tt.Carried, source: Source, objective: Objective, state: Any
+    ) -> tuple[tt.Update | None, Any]:
+        return self.inner.update(net, Changed(source, self.change), objective, state)
 
 
 def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:

@@ -20,7 +20,7 @@ STRIDE = 7
 POLICIES = pytest.mark.parametrize(
     "policy",
     [tt.Truncated(STRIDE), tt.Truncated(STRIDE, 16), tt.Exact(segment=STRIDE), tt.RTRL(STRIDE)],
-    ids=["stride", "horizon", "exact", "online"],
+    ids=["stride", "horizon", "exact", "rtrl"],
 )
 
 
@@ -228,7 +228,7 @@ def test_a_number_of_updates_that_makes_no_sense_is_refused(wrong: Any) -> None:
 
 
 def test_randomized_truncation_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"tt\.Randomized are unbiased as they come.*zero_grad"):
+    with pytest.raises(ConfigError, match=r"tt\.Randomized are unbiased as they are.*zero_grad"):
         tt.updates(
             net_of(),
             tt.Stream(data(), 1, 10),

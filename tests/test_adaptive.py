@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, plain, policy_gradients
+from givens import Found, Given, deviation, gradients_of, plain, policy_gradients
 from strategies import (
     HIDDEN,
     Noisy,
@@ -32,8 +32,10 @@ from strategies import (
 )
 from test_truncated_options import windowed
 from throughtime.errors import ConfigError, DataError
-from throughtime.gradient.bias import Comparison, Probe
+from throughtime.gradient._bias import BiasProbe, Comparison
+from throughtime.gradient.adaptive import AdaptiveState
 from throughtime.gradient.schedule import Window
+from throughtime.gradient.truncated import TruncatedState
 
 BIASES = st.dictionaries(
     st.sampled_from([2, 4, 8, 16, 24]),
@@ -64,12 +66,12 @@ class Scripted:
         self.steps: list[int] = []
         self._coming = itertools.chain(coming, itertools.repeat(coming[-1]))
 
-        def compare(probe: Probe, plans: Sequence[Sequence[Window]]) -> Comparison:
+        def compare(probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
             return self.found(probe, plans)
 
-        patch.setattr(Probe, "compare", compare)
+        patch.setattr(BiasProbe, "compare", compare)
 
-    def found(self, probe: Probe, plans: Sequence[Sequence[Window]]) -> Comparison:
+    def found(self, probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
         biases = next(self._coming)
         horizons = [max(window.stop - window.start for window in plan) for plan in plans]
         self.asked.append(horizons)
@@ -120,7 +122,7 @@ def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
         run = tt.updates(net, stream(3000, 3000), nn.MSELoss(), gradient=policy)
         for _ in itertools.islice(run, len(expected)):
             net.zero_grad()
-            seen.append(policy.horizon)
+            seen.append(run.policy_state.horizon)
     assert seen == expected
     assert all(asked == horizons for asked in script_.asked)
     assert len(script_.asked) == len(script)
@@ -149,19 +151,19 @@ def test_long_credit_makes_the_horizon_grow_at_once() -> None:
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32)
     run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
     first = next(run)
-    assert policy.horizon == 32
+    assert run.policy_state.horizon == 32
     assert first.chunk.steps == 32
-    assert all(bias > 0.1 for bias in policy.biases.values())
+    assert all(bias > 0.1 for bias in run.policy_state.biases.values())
 
 
 def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum() -> None:
     net, policy = forgetful(), tt.Adaptive(0.1, 4, 32, every=2, patience=3)
-    policy.load_state_dict({"horizon": 32, "shorter": 0, "since": None})
-    run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy)
-    seen = [policy.horizon for _ in itertools.islice(run, 26)]
+    long = AdaptiveState(TruncatedState(), horizon=32)
+    run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy, policy_state=long)
+    seen = [run.policy_state.horizon for _ in itertools.islice(run, 26)]
     assert seen[:5] == [32, 32, 32, 32, 16]  # measured before updates 1, 3 and 5
     assert [h for h, _ in itertools.groupby(seen)] == [32, 16, 8, 4]
-    assert all(bias < 0.1 for bias in policy.biases.values())
+    assert all(bias < 0.1 for bias in run.policy_state.biases.values())
 
 
 @pytest.mark.parametrize("stride", [None, 1, 3])
@@ -185,13 +187,15 @@ def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, wa
         net,
         looked,
         nn.MSELoss(),
-        horizons=list(policy.biases),
+        horizons=list(run.policy_state.biases),
         stride=stride,
         steps=31,
         state=state,
     )
-    assert list(policy.biases) == [3, 6, 12, 13]
-    assert [row.bias for row in found.rows] == pytest.approx(list(policy.biases.values()), rel=1e-9)
+    assert list(run.policy_state.biases) == [3, 6, 12, 13]
+    assert [row.bias for row in found.rows] == pytest.approx(
+        list(run.policy_state.biases.values()), rel=1e-9
+    )
 
 
 def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_the_start() -> None:
@@ -203,7 +207,7 @@ def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_th
     looked.take(source.position)
     next(run)
     found = tt.audit(net, looked, nn.MSELoss(), horizons=[13], stride=3, steps=31, state=state)
-    assert found.rows[0].bias == pytest.approx(policy.biases[13], rel=1e-9)
+    assert found.rows[0].bias == pytest.approx(run.policy_state.biases[13], rel=1e-9)
 
 
 @settings(max_examples=8)
@@ -231,8 +235,9 @@ def test_updates_equal_those_of_a_truncation_at_that_horizon(
 @pytest.mark.parametrize("stride", [None, 2])
 def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | None) -> None:
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
-    found = policy_gradients(net, stream(90, 90), policy)
-    assert policy.horizon == 16
+    grown = tt.updates(net, stream(90, 90), nn.MSELoss(), gradient=policy)
+    found = gradients_of(net, grown)
+    assert grown.policy_state.horizon == 16
     assert (
         deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16))) == 0
     )
@@ -271,24 +276,26 @@ def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
 
 def test_horizon_persists_from_epoch_to_epoch() -> None:
     net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
+    learnt: AdaptiveState | None = None
     for _ in range(2):
-        assert [u.chunk.steps for u in tt.updates(net, source, nn.MSELoss(), gradient=policy)] == [
-            32
-        ] * 12 + [16]
+        run = tt.updates(net, source, nn.MSELoss(), gradient=policy, policy_state=learnt)
+        assert [u.chunk.steps for u in run] == [32] * 12 + [16]
         net.zero_grad()
-    other = tt.Adaptive(0.1, 2, 32, every=1000)
-    other.load_state_dict(policy.state_dict())
-    assert other.horizon == 32
+        learnt = run.policy_state
+    assert learnt is not None
+    assert learnt.since_measured == 26
+    assert policy.init(None, learnt).horizon == 32
+    assert policy.init(None, None).horizon == 2
 
 
 def train(
-    optimizer: torch.optim.Optimizer, run: tt.Updates, policy: tt.Adaptive, most: int = 1000
+    optimizer: torch.optim.Optimizer, run: tt.Updates[AdaptiveState], most: int = 1000
 ) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
         optimizer.zero_grad()
-        found.append((policy.horizon, update.loss.item()))
+        found.append((run.policy_state.horizon, update.loss.item()))
     return found
 
 
@@ -297,7 +304,7 @@ def train(
 def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
     """The horizon, and when the next measurement is due, lie in `updates.state_dict()`."""
 
-    def beginning() -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates, tt.Adaptive]:
+    def beginning() -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates[AdaptiveState]]:
         net, policy = (
             named("hides-layer").net(),
             tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2),
@@ -307,18 +314,17 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
             net,
             optimizer,
             tt.updates(net, stream(110, 90), nn.MSELoss(), gradient=policy),
-            policy,
         )
 
-    net, optimizer, run, policy = beginning()
-    train(optimizer, run, policy, done)
+    net, optimizer, run = beginning()
+    train(optimizer, run, done)
     saved = copy.deepcopy((net.state_dict(), run.state_dict()))
-    rest = train(optimizer, run, policy)
+    rest = train(optimizer, run)
     assert rest
-    again, optimizer, run_again, policy = beginning()
+    again, optimizer, run_again = beginning()
     again.load_state_dict(saved[0])
     run_again.load_state_dict(saved[1])
-    assert train(optimizer, run_again, policy) == rest
+    assert train(optimizer, run_again) == rest
     assert apart(weights(again), weights(net)) == 0
     assert states_apart(run_again.state, run.state) == 0
 
@@ -335,8 +341,10 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
         net, source = tt.carry(Noisy().double()).train(training), stream(60, 45)
         torch.manual_seed(5)
         found = policy_gradients(net, source, policy)
-        for _ in itertools.islice(tt.updates(net, source, nn.MSELoss(), gradient=policy), 3):
+        later = tt.updates(net, source, nn.MSELoss(), gradient=policy)
+        for _ in itertools.islice(later, 3):
             pass  # gradients add up
+        assert not isinstance(policy, tt.Adaptive) or later.policy_state.biases
         assert net.training == training
         buffers = [buffer.clone() for buffer in net.buffers()]
         return (
@@ -349,7 +357,6 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
 
     policy = tt.Adaptive(0.1, 6, 6, stride, every=1)
     found, expected = run(policy), run(tt.Truncated(stride or 6, 6))
-    assert policy.biases
     assert deviation(found[0], expected[0]) == 0
     assert torch.equal(found[1], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
@@ -385,8 +392,9 @@ def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_me
         tt.Adaptive(0.1, 2, 8, stride=1, every=1),
         list[int](),
     )
-    for _ in tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy):
-        seen.append(policy.horizon)
+    run = tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy)
+    for _ in run:
+        seen.append(run.policy_state.horizon)
     assert set(seen) == {4}
 
 
@@ -447,15 +455,19 @@ def test_setting_out_of_range_is_refused(setting: dict[str, Any], message: str) 
         tt.Adaptive(**settings_)
 
 
-def test_description_says_the_present_horizon() -> None:
+def test_description_says_the_range_of_horizons() -> None:
     assert (
         tt.Adaptive(0.1, 5, 40)
         .describe()
         .startswith(
-            "an update every horizon, which is 5 steps now, from 5 to 40, for a bias of at most 0.1"
+            "an update every horizon, a horizon from 5 to 40 steps, for a bias of at most 0.1"
         )
     )
-    assert tt.Adaptive(0.1, 5, 40, stride=3).describe().startswith("an update every 3 steps")
+    assert (
+        tt.Adaptive(0.1, 5, 40, stride=3)
+        .describe()
+        .startswith("an update every 3 steps, a horizon")
+    )
 
 
 class Silent(Rotation):
@@ -466,13 +478,12 @@ class Silent(Rotation):
 
 def test_gradient_of_zero_has_no_bias() -> None:
     policy = tt.Adaptive(0.1, 2, 8)
-    policy_gradients(
-        tt.carry(Silent().double()),
-        [tt.Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))],
-        policy,
-    )
-    assert policy.horizon == 2
-    assert set(policy.biases.values()) == {0.0}
+    net = tt.carry(Silent().double())
+    chunk = tt.Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
+    run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
+    gradients_of(net, run)
+    assert run.policy_state.horizon == 2
+    assert set(run.policy_state.biases.values()) == {0.0}
 
 
 def test_carried_state_is_that_of_one_long_forward() -> None:

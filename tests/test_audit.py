@@ -36,8 +36,8 @@ from throughtime.chunk import join
 from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient import schedule
-from throughtime.gradient.bias import Flow
-from throughtime.gradient.schedule import Course, Window
+from throughtime.gradient._backward import CreditFlow
+from throughtime.gradient.schedule import Window, WindowGroup
 from throughtime.state import State
 
 mpl.use("Agg")
@@ -158,54 +158,54 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def gates_that_do_not_cut(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.courses
+    right = schedule.group_windows
 
-    def courses(plan: Sequence[Window]) -> list[Course]:
-        return [Course(course.spans, frozenset()) for course in right(plan)]
+    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
+        return [WindowGroup(group.spans, frozenset()) for group in right(plan)]
 
-    patch.setattr(schedule, "courses", courses)
+    patch.setattr(schedule, "group_windows", groups)
 
 
-def cuts_of_the_other_courses(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.courses
+def cuts_of_the_other_groups(patch: pytest.MonkeyPatch) -> None:
+    right = schedule.group_windows
 
-    def courses(plan: Sequence[Window]) -> list[Course]:
+    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
         found = right(plan)
-        every = frozenset(cut for course in found for cut in course.cuts)
-        return [Course(course.spans, every) for course in found]
+        every = frozenset(cut for group in found for cut in group.cuts)
+        return [WindowGroup(group.spans, every) for group in found]
 
-    patch.setattr(schedule, "courses", courses)
+    patch.setattr(schedule, "group_windows", groups)
 
 
 def cuts_one_step_late(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.courses
+    right = schedule.group_windows
 
-    def courses(plan: Sequence[Window]) -> list[Course]:
+    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
         return [
-            Course(course.spans, frozenset(cut + 1 for cut in course.cuts))
-            for course in right(plan)
+            WindowGroup(group.spans, frozenset(cut + 1 for cut in group.cuts))
+            for group in right(plan)
         ]
 
-    patch.setattr(schedule, "courses", courses)
+    patch.setattr(schedule, "group_windows", groups)
 
 
 def counts_windows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Course, "counts", lambda *_: True)
+    patch.setattr(WindowGroup, "counts", lambda *_: True)
 
 
 def forgets_at_edges(patch: pytest.MonkeyPatch) -> None:
-    right = Flow.through
+    right = CreditFlow.through
 
-    def through(flow: Flow, *given: Any, **options: Any) -> None:
+    def through(flow: CreditFlow, *given: Any, **options: Any) -> None:
         right(flow, *given, **options)
-        flow.adjoint = None
+        flow.cotangents = None
 
-    patch.setattr(Flow, "through", through)
+    patch.setattr(CreditFlow, "through", through)
 
 
 MUTANTS: dict[str, Change] = {
     "gates that do not cut": gates_that_do_not_cut,
-    "cuts of the other courses": cuts_of_the_other_courses,
+    "cuts of the other groups": cuts_of_the_other_groups,
     "cuts one step late": cuts_one_step_late,
     "every loss of a window": counts_windows,
     "credit forgotten between pieces": forgets_at_edges,

@@ -21,71 +21,73 @@ from givens import Allocated, Given, allocated, deviation, plain, policy_gradien
 from strategies import Rotation, inputs, named, recordings
 from test_updates import live_nodes
 from throughtime.errors import ConfigError
-from throughtime.gradient import Objective, Policy, budget
-from throughtime.gradient.schedule import SWEET_SPOT, Size, best_chunk, bytes_in, in_bytes
-from throughtime.gradient.sweep import Piece
+from throughtime.gradient import Objective, Policy, _backward, _memory
+from throughtime.gradient._segments import Segment
+from throughtime.gradient.schedule import FASTEST_GRAPH, GraphSize, best_chunk, bytes_in, in_bytes
 
 sizes = st.builds(
-    Size, step=st.integers(1, 5000), fixed=st.integers(0, 5000), edge=st.integers(0, 5000)
+    GraphSize, step=st.integers(1, 5000), fixed=st.integers(0, 5000), edge=st.integers(0, 5000)
 )
 lengths = st.integers(1, 300)
 
 
-def fitting(steps: int, size: Size, room: float, *, kept: bool) -> list[int]:
-    return [chunk for chunk in range(1, steps + 1) if size.of(steps, chunk, kept=kept) <= room]
+def fitting(steps: int, size: GraphSize, room: float, *, stored: bool) -> list[int]:
+    return [
+        chunk for chunk in range(1, steps + 1) if size.total(steps, chunk, stored=stored) <= room
+    ]
 
 
-@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), kept=st.booleans())
-def test_chunk_found_fits(steps: int, size: Size, room: int, kept: bool) -> None:
+@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), stored=st.booleans())
+def test_chunk_found_fits(steps: int, size: GraphSize, room: int, stored: bool) -> None:
     try:
-        chunk = best_chunk(steps, size, room, kept=kept)
+        chunk = best_chunk(steps, size, room, stored=stored)
     except ConfigError:
         return
-    assert chunk in fitting(steps, size, room, kept=kept)
+    assert chunk in fitting(steps, size, room, stored=stored)
 
 
-@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), kept=st.booleans())
-@example(steps=51, size=Size(2, 0, 100), room=210, kept=True)
-@example(steps=93, size=Size(3242, 0, 37), room=7_000, kept=True)
+@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), stored=st.booleans())
+@example(steps=51, size=GraphSize(2, 0, 100), room=210, stored=True)
+@example(steps=93, size=GraphSize(3242, 0, 37), room=7_000, stored=True)
 def test_memory_is_refused_only_if_no_chunk_fits(
-    steps: int, size: Size, room: int, kept: bool
+    steps: int, size: GraphSize, room: int, stored: bool
 ) -> None:
-    if fitting(steps, size, room, kept=kept):
-        best_chunk(steps, size, room, kept=kept)
+    if fitting(steps, size, room, stored=stored):
+        best_chunk(steps, size, room, stored=stored)
     else:
         with pytest.raises(ConfigError, match="too small for"):
-            best_chunk(steps, size, room, kept=kept)
+            best_chunk(steps, size, room, stored=stored)
 
 
-@given(steps=lengths, size=sizes, room=st.integers(1, 1000), kept=st.booleans())
+@given(steps=lengths, size=sizes, room=st.integers(1, 1000), stored=st.booleans())
 def test_memory_that_the_refusal_asks_for_is_enough(
-    steps: int, size: Size, room: int, kept: bool
+    steps: int, size: GraphSize, room: int, stored: bool
 ) -> None:
     try:
-        best_chunk(steps, size, room, kept=kept)
+        best_chunk(steps, size, room, stored=stored)
     except ConfigError as refusal:
         (advice,) = re.findall(r"Give memory='(\w+)'", str(refusal))
-        assert best_chunk(steps, size, bytes_in(advice), kept=kept) <= steps
+        assert best_chunk(steps, size, bytes_in(advice), stored=stored) <= steps
         (least,) = re.findall(r"at least ([0-9.]+ \w+) are needed", str(refusal))
         assert (
-            best_chunk(steps, size, bytes_in(least) * 1.01, kept=kept) <= steps
+            best_chunk(steps, size, bytes_in(least) * 1.01, stored=stored) <= steps
         )  # three digits are said
 
 
 @given(steps=st.integers(1, 100_000), size=sizes)
-def test_chunk_of_ample_memory_is_the_fastest_made_even(steps: int, size: Size) -> None:
+def test_chunk_of_ample_memory_is_the_fastest_made_even(steps: int, size: GraphSize) -> None:
     """As many pieces as of the fastest length, and the last one is hardly shorter than the others."""
-    pieces = math.ceil(steps / min(steps, SWEET_SPOT // int(size.step)))
+    pieces = math.ceil(steps / min(steps, FASTEST_GRAPH // int(size.step)))
     chunk = best_chunk(steps, size, 1e12)
     assert chunk == math.ceil(steps / pieces)
     assert chunk - (steps - (pieces - 1) * chunk) < pieces
 
 
-@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), kept=st.booleans())
-def test_pieces_are_even(steps: int, size: Size, room: int, kept: bool) -> None:
+@given(steps=lengths, size=sizes, room=st.integers(1, 100_000), stored=st.booleans())
+def test_pieces_are_even(steps: int, size: GraphSize, room: int, stored: bool) -> None:
     """No shorter chunk makes as few of them."""
     try:
-        chunk = best_chunk(steps, size, room, kept=kept)
+        chunk = best_chunk(steps, size, room, stored=stored)
     except ConfigError:
         return
     assert chunk == 1 or math.ceil(steps / (chunk - 1)) > math.ceil(steps / chunk)
@@ -100,15 +102,15 @@ def test_pieces_are_even(steps: int, size: Size, room: int, kept: bool) -> None:
 def test_more_memory_is_never_further_from_the_fastest(
     steps: int, step: int, edge: int, room: int
 ) -> None:
-    size, ideal = Size(step, 0, edge), best_chunk(steps, Size(step, 0, edge), 1e12)
-    if not fitting(steps, size, room / 1.5, kept=True):
+    size, ideal = GraphSize(step, 0, edge), best_chunk(steps, GraphSize(step, 0, edge), 1e12)
+    if not fitting(steps, size, room / 1.5, stored=True):
         return
     little, more = (abs(best_chunk(steps, size, amount) - ideal) for amount in (room, 2 * room))
     assert more <= little
 
 
 def test_edges_kept_elsewhere_need_no_memory() -> None:
-    size = Size(step=100, fixed=0, edge=10_000)
+    size = GraphSize(step=100, fixed=0, edge=10_000)
     with pytest.raises(
         ConfigError,
         match=(
@@ -118,7 +120,7 @@ def test_edges_kept_elsewhere_need_no_memory() -> None:
     ):
         best_chunk(10_000, size, 150_000)
     assert (
-        best_chunk(10_000, size, 150_000, kept=False) == 1250
+        best_chunk(10_000, size, 150_000, stored=False) == 1250
     )  # 1400 would fit, as eight pieces too
     with pytest.raises(
         ConfigError,
@@ -127,7 +129,7 @@ def test_edges_kept_elsewhere_need_no_memory() -> None:
             r" of 1\..*or fewer lanes"
         ),
     ):
-        best_chunk(10_000, size, 5_000, kept=False)
+        best_chunk(10_000, size, 5_000, stored=False)
 
 
 AMOUNTS: dict[Any, float] = {
@@ -230,8 +232,8 @@ MEASURED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def measured(net: tt.Carried, chunk: tt.Chunk) -> Size:
-    return budget.measure(
+def measured(net: tt.Carried, chunk: tt.Chunk) -> GraphSize:
+    return _memory.measure_graph(
         net,
         lambda steps: chunk[0:steps],
         net.initial_state(chunk.lanes, like=chunk.inputs),
@@ -426,7 +428,7 @@ RUNS: dict[str, Callable[[tt.Carried], object]] = {
     "segment": lambda net: next(
         tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, segment=15))
     ),
-    "online": lambda net: list(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.RTRL(7))),
+    "rtrl": lambda net: list(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.RTRL(7))),
     "rollout": lambda net: rolled(net, back=True),
     "rollout without a way back": lambda net: rolled(net, back=False),
 }
@@ -451,16 +453,16 @@ def left(run: Callable[[tt.Carried], object]) -> int:
 @pytest.mark.parametrize("name", list(RUNS))
 def test_nothing_of_a_graph_stays_alive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert left(RUNS[name]) == 0
-    pieces, pull = list[Piece](), Piece.pull
+    segments, product = list[Segment](), _backward.vjp
 
-    def keeping(piece: Piece, *given: Any, **options: Any) -> Any:
-        pieces.append(piece)
-        return pull(piece, *given, **options)
+    def keeping(segment: Segment, *given: Any, **options: Any) -> Any:
+        segments.append(segment)
+        return product(segment, *given, **options)
 
-    monkeypatch.setattr(Piece, "pull", keeping)
+    monkeypatch.setattr(_backward, "vjp", keeping)
     assert (left(RUNS[name]) > 0) == (
         name != "rollout without a way back"
-    )  # the mutant: somebody holds the pieces
+    )  # the mutant: something holds the segments
 
 
 def test_graph_of_a_rollout_does_not_grow_with_its_steps() -> None:

@@ -50,8 +50,9 @@ from strategies import (
     weights,
 )
 from throughtime.chunk import join
-from throughtime.gradient import Objective, Policy, edges
-from throughtime.gradient.sweep import Adjoint, Piece, Pulled
+from throughtime.gradient import Objective, Policy, _backward, _memory
+from throughtime.gradient._backward import VJP
+from throughtime.gradient._segments import Cotangents, Segment
 from throughtime.state import State
 
 EXACT = 1e-10
@@ -178,65 +179,81 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
-    whole = Piece.pull
+    whole = _backward.vjp
 
-    def pull(
-        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
-    ) -> Pulled:
-        return whole(piece, weights, roots, None if piece.index == 2 else adjoint, **options)
+    def product(
+        segment: Segment,
+        weights: Sequence[Tensor],
+        roots: Any,
+        cotangents: Cotangents | None,
+        **options: Any,
+    ) -> VJP:
+        return whole(segment, weights, roots, None if segment.index == 2 else cotangents, **options)
 
-    patch.setattr(Piece, "pull", pull)
+    patch.setattr(_backward, "vjp", product)
 
 
 def drops_an_adjoint_leaf(patch: pytest.MonkeyPatch) -> None:
-    whole = Piece.pull
+    whole = _backward.vjp
 
-    def pull(
-        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
-    ) -> Pulled:
+    def product(
+        segment: Segment,
+        weights: Sequence[Tensor],
+        roots: Any,
+        cotangents: Cotangents | None,
+        **options: Any,
+    ) -> VJP:
         return whole(
-            piece, weights, roots, None if adjoint is None else [None, *adjoint[1:]], **options
+            segment,
+            weights,
+            roots,
+            None if cotangents is None else [None, *cotangents[1:]],
+            **options,
         )
 
-    patch.setattr(Piece, "pull", pull)
+    patch.setattr(_backward, "vjp", product)
 
 
 def counts_an_adjoint_twice(patch: pytest.MonkeyPatch) -> None:
-    whole = Piece.pull
+    whole = _backward.vjp
 
-    def pull(
-        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
-    ) -> Pulled:
+    def product(
+        segment: Segment,
+        weights: Sequence[Tensor],
+        roots: Any,
+        cotangents: Cotangents | None,
+        **options: Any,
+    ) -> VJP:
         double = (
-            adjoint
-            if adjoint is None or piece.index != 1
-            else [None if a is None else 2 * a for a in adjoint]
+            cotangents
+            if cotangents is None or segment.index != 1
+            else [None if a is None else 2 * a for a in cotangents]
         )
-        return whole(piece, weights, roots, double, **options)
+        return whole(segment, weights, roots, double, **options)
 
-    patch.setattr(Piece, "pull", pull)
+    patch.setattr(_backward, "vjp", product)
 
 
 def means_of_means(patch: pytest.MonkeyPatch) -> None:
-    def mass(_: Objective, chunk: tt.Chunk) -> float:
+    def loss_weight(_: Objective, chunk: tt.Chunk) -> float:
         return float(chunk.valid > 0)
 
-    patch.setattr(Objective, "mass", mass)
+    patch.setattr(Objective, "loss_weight", loss_weight)
 
 
 def starts_one_piece_early(patch: pytest.MonkeyPatch) -> None:
-    right = edges.Edges.get
+    right = _memory.BoundaryStates.get
 
-    def get(kept: edges.Edges, index: int) -> State:
+    def get(kept: _memory.BoundaryStates, index: int) -> State:
         return right(kept, index - 1 if index == 3 else index)
 
-    patch.setattr(edges.Edges, "get", get)
+    patch.setattr(_memory.BoundaryStates, "get", get)
 
 
 BROKEN: dict[str, Change] = {
-    "drops the adjoint at one edge": drops_an_adjoint,
-    "drops one leaf of the adjoint": drops_an_adjoint_leaf,
-    "counts one adjoint twice": counts_an_adjoint_twice,
+    "drops the cotangents at one edge": drops_an_adjoint,
+    "drops one leaf of the cotangents": drops_an_adjoint_leaf,
+    "counts one cotangents twice": counts_an_adjoint_twice,
     "takes the mean of the chunks' means": means_of_means,
     "runs a piece from the edge before": starts_one_piece_early,
 }
@@ -374,13 +391,13 @@ def test_offload_changes_no_bit_and_leaves_no_file(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = list[Path]()
-    room = edges._in_file
+    room = _memory._map_file
 
     def watched(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         folders.append(folder)
         return room(folder, shape, dtype)
 
-    monkeypatch.setattr(edges, "_in_file", watched)
+    monkeypatch.setattr(_memory, "_map_file", watched)
     net = row.net()
     data = given_for(net, 40, 2, 1, resets=0.05)
     kept = policy_gradients(net, [data.chunk], tt.Exact(chunk=3))

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import throughtime as tt
 from givens import Given, exact_updates, given_for
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
-from throughtime.gradient.sweep import Adjoint, Piece, Pulled
+from throughtime.gradient import _backward
+from throughtime.gradient._backward import VJP
+from throughtime.gradient._segments import Cotangents, Segment
 
 CLOSE = 1e-6  # norms are float32
 several_leaves = some_nets("tensor-state", "lstm", "hides-two-layers", "namedtuple-state")
@@ -125,16 +127,20 @@ def long_credit(row: Row) -> tuple[tt.Carried, Given]:
 @several_leaves
 def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed = list[Tensor]()
-    whole = Piece.pull
+    whole = _backward.vjp
 
-    def pull(
-        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
-    ) -> Pulled:
-        if adjoint is not None:
-            crossed.append(norms([leaf for leaf in adjoint if leaf is not None]))
-        return whole(piece, weights, roots, adjoint, **options)
+    def product(
+        segment: Segment,
+        weights: Sequence[Tensor],
+        roots: Any,
+        cotangents: Cotangents | None,
+        **options: Any,
+    ) -> VJP:
+        if cotangents is not None:
+            crossed.append(norms([leaf for leaf in cotangents if leaf is not None]))
+        return whole(segment, weights, roots, cotangents, **options)
 
-    monkeypatch.setattr(Piece, "pull", pull)
+    monkeypatch.setattr(_backward, "vjp", product)
     net, data = long_credit(row)
     (free,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
     assert free.adjoint_stats is not None

@@ -34,8 +34,8 @@ from strategies import (
     weights,
 )
 from throughtime.errors import ModelError
-from throughtime.gradient import Policy, retained, rtrl, stretch, sweep
-from throughtime.gradient.gather import Gathered, weights_of
+from throughtime.gradient import Policy, _backward, _retained, rtrl
+from throughtime.gradient._backward import GradientAccumulator, trainable_weights
 
 EXACT = 1e-10
 
@@ -110,13 +110,13 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("exact", sweep), ("retained", sweep), ("retained", retained), ("rtrl", rtrl)],
+    [("exact", _backward), ("retained", _backward), ("retained", _retained), ("rtrl", rtrl)],
 )
 def test_hooks_that_are_not_held_are_called_for_every_piece(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant."""
-    monkeypatch.setattr(module, "hooks_held", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(module, "suspended_hooks", lambda _: contextlib.nullcontext())
     net, loss_fn, calls = named("hides-layer").net(), Tempered(), list[Tensor]()
     for p in (*net.parameters(), *loss_fn.parameters()):
         p.register_hook(calls.append)
@@ -198,13 +198,13 @@ def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) 
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("exact", stretch), ("randomized", stretch), ("retained", retained), ("rtrl", rtrl)],
+    [("exact", _backward), ("randomized", _backward), ("retained", _retained), ("rtrl", rtrl)],
 )
 def test_loss_whose_weights_nobody_asks_for_gets_none(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant."""
-    monkeypatch.setattr(module, "weights_of", lambda net, _: weights_of(net))
+    monkeypatch.setattr(module, "trainable_weights", lambda net, _: trainable_weights(net))
     loss_fn = Tempered()
     list(
         tt.updates(
@@ -263,19 +263,19 @@ def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) ->
 
 def test_weights_gathered_are_named_as_the_user_knows_them() -> None:
     net, loss_fn = named("hides-layer").net(), Tempered()
-    found = weights_of(net, loss_fn)
+    found = trainable_weights(net, loss_fn)
     assert list(found) == [
         *(name for name, _ in net.module.named_parameters()),
         "loss_fn.temperature",
     ]
-    assert list(Gathered(found).names) == list(found)
+    assert list(GradientAccumulator(found).names) == list(found)
     assert [id(p) for p in found.values()] == [
         id(p) for p in (*net.parameters(), loss_fn.temperature)
     ]
     net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
     loss_fn.requires_grad_(requires_grad=False)
-    assert list(weights_of(net, loss_fn)) == ["head.weight", "head.bias"]
-    assert list(weights_of(net, Decayed(net.get_parameter("module.head.weight")))) == [
+    assert list(trainable_weights(net, loss_fn)) == ["head.weight", "head.bias"]
+    assert list(trainable_weights(net, Decayed(net.get_parameter("module.head.weight")))) == [
         "head.weight",
         "head.bias",
     ]

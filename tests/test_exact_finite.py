@@ -17,7 +17,7 @@ from strategies import FEATURES, HIDDEN, apart, gradients, named, recordings, re
 from throughtime.chunk import join
 from throughtime.errors import RunError
 from throughtime.gradient import Policy
-from throughtime.gradient.gather import Gathered
+from throughtime.gradient._backward import GradientAccumulator
 
 EXACT = 1e-10
 
@@ -78,7 +78,7 @@ def test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from(
         RunError,
         match=(
             rf"the gradient of 'scale' is not finite \(NaN or infinite\) {where} `\.grad` and the"
-            r" weights are as they"
+            r" weights are unchanged"
         ),
     ):
         next(updates)
@@ -131,7 +131,7 @@ class Rooted(Tempered):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("exact", "28 to 29"), ("segments", "8 to 9"), ("retained", "0 to 9"), ("online", "0 to 9")],
+    [("exact", "28 to 29"), ("segments", "8 to 9"), ("retained", "0 to 9"), ("rtrl", "0 to 9")],
 )
 def test_weight_of_the_loss_is_named_as_such(name: str, steps: str) -> None:
     net, data, loss_fn = named("hides-layer").net(), Given.draw(30, 2, 0), Rooted()
@@ -152,7 +152,7 @@ def test_finite_chunks_whose_sum_is_not_are_refused() -> None:
         torch.randn(8, 1, FEATURES),
     )
     chunk = tt.Chunk.from_tensors(x, torch.zeros(8, 1))
-    with pytest.raises(RunError, match="though every chunk's is: their sum is too large"):
+    with pytest.raises(RunError, match="though that of every chunk is: their sum is too large"):
         list(
             tt.updates(
                 net, [chunk], lambda y, _: y.mean() * 1e20 * 1e18 * 6, gradient=tt.Exact(chunk=4)
@@ -163,7 +163,7 @@ def test_finite_chunks_whose_sum_is_not_are_refused() -> None:
 
 def test_gradients_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: nobody looks."""
-    monkeypatch.setattr(Gathered, "faulty", lambda _: None)
+    monkeypatch.setattr(GradientAccumulator, "nonfinite", lambda _: None)
     net = tt.carry(remembering(Roots()))
     list(tt.updates(net, rootless(27), nn.MSELoss(), gradient=tt.Exact(chunk=4)))
     assert gradients(net)["module.scale"].isnan().any()

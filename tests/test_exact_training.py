@@ -34,7 +34,7 @@ from strategies import (
     states_apart,
 )
 from throughtime.errors import ModelError, StateError
-from throughtime.gradient import budget, replay, sweep
+from throughtime.gradient import _memory, _segments
 from throughtime.stream.recording import Steps
 
 EXACT = 1e-10
@@ -205,16 +205,16 @@ def unprotected(*_: Any) -> Generator[None]:
 @pytest.mark.parametrize(
     ("name", "module", "attribute", "broken", "wrong"),
     [
-        ("dropout between layers", replay, "set_generators", nothing, {"gradient", "generator"}),
-        ("dropout on outputs", replay, "set_generators", nothing, {"gradient", "generator"}),
-        ("noise on the state", replay, "set_generators", nothing, {"gradient", "generator"}),
-        ("noise on the state", sweep, "unnoticed", unprotected, {"generator"}),
-        ("batch norm", replay, "set_buffers", nothing, {"buffers"}),
-        ("batch norm", sweep, "unnoticed", unprotected, {"buffers"}),
-        ("spectral norm", replay, "set_buffers", nothing, {"gradient", "buffers"}),
-        ("spectral norm", sweep, "unnoticed", unprotected, {"buffers"}),
-        ("counter in a buffer", replay, "set_buffers", nothing, {"gradient", "buffers"}),
-        ("counter in a buffer", sweep, "unnoticed", unprotected, {"buffers"}),
+        ("dropout between layers", _memory, "set_generators", nothing, {"gradient", "generator"}),
+        ("dropout on outputs", _memory, "set_generators", nothing, {"gradient", "generator"}),
+        ("noise on the state", _memory, "set_generators", nothing, {"gradient", "generator"}),
+        ("noise on the state", _segments, "preserve_rng_and_buffers", unprotected, {"generator"}),
+        ("batch norm", _memory, "_set_buffers", nothing, {"buffers"}),
+        ("batch norm", _segments, "preserve_rng_and_buffers", unprotected, {"buffers"}),
+        ("spectral norm", _memory, "_set_buffers", nothing, {"gradient", "buffers"}),
+        ("spectral norm", _segments, "preserve_rng_and_buffers", unprotected, {"buffers"}),
+        ("counter in a buffer", _memory, "_set_buffers", nothing, {"gradient", "buffers"}),
+        ("counter in a buffer", _segments, "preserve_rng_and_buffers", unprotected, {"buffers"}),
     ],
 )
 def test_sweep_that_puts_nothing_back_is_found_out(
@@ -240,7 +240,7 @@ def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert swept(changing(name), data, tt.Exact()).equals(expected) == ALL
     if name == "dropout on outputs":
         monkeypatch.setattr(
-            budget, "unnoticed", unprotected
+            _memory, "preserve_rng_and_buffers", unprotected
         )  # the mutant: trials that draw from the training's numbers
         assert swept(changing(name), data, tt.Exact()).equals(expected) != ALL
 

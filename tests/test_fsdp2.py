@@ -36,7 +36,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "exact": lambda: tt.Exact(segment=20, chunk=7),
     "randomized": lambda: tt.Randomized(20),
     "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=2),
-    "online": lambda: tt.RTRL(10),
+    "rtrl": lambda: tt.RTRL(10),
 }
 FEW = ("exact",)  # tested every time
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp2.py"

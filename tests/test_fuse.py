@@ -320,7 +320,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "retained": lambda: tt.Truncated(stride=5, horizon=13, graphs="retain"),
     "exact": lambda: tt.Exact(chunk=6),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=4, max=16),
-    "online": lambda: tt.RTRL(stride=6),
+    "rtrl": lambda: tt.RTRL(stride=6),
 }
 
 

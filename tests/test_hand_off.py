@@ -111,12 +111,12 @@ def test_epochs_with_hand_off_equal_the_recording_played_by_hand(
 
 
 def not_rolled() -> AbstractContextManager[Any]:
-    return mock.patch.object(Ranks, "handed_on", lambda _, state: trees.detach(state))
+    return mock.patch.object(Ranks, "shift_lanes", lambda _, state: trees.detach(state))
 
 
 def rolled_the_wrong_way() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        Ranks, "handed_on", lambda _, state: trees.select(trees.detach(state), [1, 2, 3, 0])
+        Ranks, "shift_lanes", lambda _, state: trees.select(trees.detach(state), [1, 2, 3, 0])
     )
 
 
@@ -140,7 +140,7 @@ POLICIES: dict[str, Policy] = {
     "exact": tt.Exact(chunk=10),
     "segment": tt.Exact(segment=9, chunk=4),
     "randomized": tt.Randomized(8),
-    "online": tt.RTRL(5),
+    "rtrl": tt.RTRL(5),
 }
 
 

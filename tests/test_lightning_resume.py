@@ -104,8 +104,8 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
     "forget",
     [
         lambda saved: of(saved).update(random={"cpu": torch.get_rng_state()}),
-        lambda saved: of(saved)["updates"].update(
-            edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["edge"])
+        lambda saved: of(saved)["updates"]["policy"].update(
+            edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["policy"]["edge"])
         ),
     ],
     ids=["random", "state"],

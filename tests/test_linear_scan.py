@@ -489,7 +489,7 @@ def test_batches_of_scans_by_vmap() -> None:
         tt.Truncated(stride=9, horizon=200),
         tt.RTRL(stride=80),
     ],
-    ids=["exact", "whole", "windows", "online"],
+    ids=["exact", "whole", "windows", "rtrl"],
 )
 def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
     """Forward-mode policies, which batch their products, fall back to one after another."""

@@ -75,8 +75,8 @@ SETTINGS = (
         lambda: tt.Adaptive(0.1, LONG, LONG, stride=5, every=2),
         reads_again=True,
     ),
-    Setting("online", lambda: tt.RTRL(5)),
-    Setting("online-every-step", lambda: tt.RTRL(1)),
+    Setting("rtrl", lambda: tt.RTRL(5)),
+    Setting("rtrl-every-step", lambda: tt.RTRL(1)),
 )
 every_policy = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
@@ -144,7 +144,7 @@ def stream(lengths: list[int], lanes: int, chunk: int, outputs: int) -> tt.Strea
 OTHERS = (
     *CUTTING,
     Setting("exact-in-short-chunks", lambda: tt.Exact(chunk=4)),
-    Setting("online-short", lambda: tt.RTRL(4)),
+    Setting("rtrl-short", lambda: tt.RTRL(4)),
     Setting("randomized", lambda: tt.Randomized(4, grain=2)),
 )
 every_setting = pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from strategies import (
 )
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Objective, Policy
-from throughtime.gradient.budget import Room
-from throughtime.gradient.gate import Gate
+from throughtime.gradient._memory import MemoryBudget
+from throughtime.gradient._segments import CreditGate
 from throughtime.gradient.randomized import Survival
 
 EXACT = 1e-12
@@ -127,9 +127,11 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_one_grain_late(patch: pytest.MonkeyPatch) -> None:
-    def gates(policy: tt.Randomized, steps: int) -> dict[int, Gate]:
+    def gates(policy: tt.Randomized, steps: int) -> dict[int, CreditGate]:
         survival, grain = policy._survival, policy._grain
-        return {at: Gate(survival(at) / survival(at + grain)) for at in range(grain, steps, grain)}
+        return {
+            at: CreditGate(survival(at) / survival(at + grain)) for at in range(grain, steps, grain)
+        }
 
     patch.setattr(tt.Randomized, "_gates", gates)
 
@@ -137,9 +139,9 @@ def weights_one_grain_late(patch: pytest.MonkeyPatch) -> None:
 def memoryless_weights(patch: pytest.MonkeyPatch) -> None:
     """As if every place were cut with the same chance, 1 / mean."""
 
-    def gates(policy: tt.Randomized, steps: int) -> dict[int, Gate]:
+    def gates(policy: tt.Randomized, steps: int) -> dict[int, CreditGate]:
         return {
-            at: Gate(1 / (1 - policy._grain / policy.mean_horizon))
+            at: CreditGate(1 / (1 - policy._grain / policy.mean_horizon))
             for at in range(policy._grain, steps, policy._grain)
         }
 
@@ -270,7 +272,7 @@ def test_every_update_equals_plain_autograd_with_weighted_states(
     with pytest.MonkeyPatch.context() as patch:
         cut_at(patch, lengths)
         if piece is not None:
-            patch.setattr(Room, "length", lambda *given: min(piece, given[2]))
+            patch.setattr(MemoryBudget, "segment_steps", lambda *given: min(piece, given[2]))
         found = policy_gradients(net, [data.chunk], policy)
     assert deviation(found, weighted_oracle(net, data, lengths, policy)) < 1e-10
 
@@ -341,7 +343,7 @@ def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) 
     """By Hurwitz's zeta function: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha * zeta(alpha, q)."""
     grain = max(1, int(share * mean))
     assume(grain < mean)
-    law = Survival.of_mean(mean, alpha, grain)
+    law = Survival.with_mean(mean, alpha, grain)
     assert law.mean() == pytest.approx(mean, rel=1e-9)
     q = torch.tensor(law.scale / grain, dtype=torch.float64)
     zeta = torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), q)
@@ -365,7 +367,7 @@ def test_survival_falls_from_one_to_nothing(mean: int, alpha: float, share: floa
     ("mean", "alpha", "grain"), [(10, 6.0, 1), (10, 3.0, 4), (50, 6.0, 3), (7, 6.0, 7)]
 )
 def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> None:
-    law, count = Survival.of_mean(mean, alpha, grain), 4000
+    law, count = Survival.with_mean(mean, alpha, grain), 4000
     drawn = torch.tensor([law.draw() for _ in range(count)], dtype=torch.float64)
     assert (drawn % grain == 0).all()
     assert drawn.min() >= grain
@@ -380,7 +382,7 @@ def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> No
 
 def test_grain_of_the_mean_horizon_cuts_everywhere_alike() -> None:
     """The shortest law there is: every stretch has one grain, no credit is left to be weighted, and the bias is that of a truncation."""
-    assert {Survival.of_mean(7, 6.0, 7).draw() for _ in range(50)} == {7}
+    assert {Survival.with_mean(7, 6.0, 7).draw() for _ in range(50)} == {7}
 
 
 def stream(chunk: int = 8) -> tt.Stream:

@@ -102,7 +102,9 @@ def evenly(ranks: Ranks, update: tt.Update, weights: list[Tensor]) -> tt.Update 
 
 
 def mean_of_ranks() -> AbstractContextManager[Any]:
-    return mock.patch.multiple(Ranks, add_up=evenly, unweighted=Ranks.add_up, create=True)
+    return mock.patch.multiple(
+        Ranks, reduce_update=evenly, unweighted=Ranks.reduce_update, create=True
+    )
 
 
 def kept_on_the_rank() -> AbstractContextManager[Any]:
@@ -127,7 +129,7 @@ CASES: dict[str, Case] = {
     "segment": Case(lambda: SEGMENT),
     "randomized": Case(lambda: tt.Randomized(20)),
     "adaptive": Case(lambda: tt.Adaptive(0.2, 10, 40, every=2)),
-    "online": Case(lambda: tt.RTRL(10)),
+    "rtrl": Case(lambda: tt.RTRL(10)),
     "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
     "gaps-horizon": Case(lambda: tt.Truncated(5, 12), lambda: with_gaps(LENGTHS), {"warm_up": 2}),
     "gaps-segment": Case(lambda: SEGMENT, lambda: with_gaps(LENGTHS)),

@@ -34,8 +34,9 @@ from strategies import (
 from throughtime.diagnose._slice import Place
 from throughtime.diagnose.reach import Anchors, Profile
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.gradient.gate import Gate
-from throughtime.gradient.sweep import Piece, Pulled
+from throughtime.gradient import _backward
+from throughtime.gradient._backward import VJP
+from throughtime.gradient._segments import CreditGate, Segment
 from throughtime.state import State
 
 mpl.use("Agg")
@@ -214,22 +215,22 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
-    right = Piece.pull
+    right = _backward.vjp
 
-    def pull(piece: Piece, weights: Any, roots: Any, _: Any, **options: Any) -> Pulled:
-        return right(piece, weights, roots, None, **options)
+    def product(segment: Segment, weights: Any, roots: Any, _: Any, **options: Any) -> VJP:
+        return right(segment, weights, roots, None, **options)
 
-    patch.setattr(Piece, "pull", pull)
+    patch.setattr(_backward, "vjp", product)
 
 
 def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
-    right = Gate.__init__
+    right = CreditGate.__init__
 
-    def init(gate: Gate, *given: Any) -> None:
+    def init(gate: CreditGate, *given: Any) -> None:
         right(gate, *given)
         gate.factor = 0.0
 
-    patch.setattr(Gate, "__init__", init)
+    patch.setattr(CreditGate, "__init__", init)
 
 
 def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
@@ -297,7 +298,7 @@ def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: in
 
 
 def test_lyapunov_of_long_lags_stays_a_number() -> None:
-    """In float32, 0.5^600 is none any more: an adjoint is made of norm one again piece by piece."""
+    """In float32, 0.5^600 is none any more: an cotangents is made of norm one again piece by piece."""
     net = tt.carry(TensorState().float())
     nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
     source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)

@@ -52,7 +52,9 @@ from strategies import (
     states_apart,
 )
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.gradient.sweep import Adjoint, Piece, Pulled
+from throughtime.gradient import _backward
+from throughtime.gradient._backward import VJP
+from throughtime.gradient._segments import Cotangents, Segment
 from throughtime.state import State
 
 
@@ -88,14 +90,18 @@ def test_rollout_is_the_net(
 
 
 def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
-    right = Piece.pull
+    right = _backward.vjp
 
-    def pull(
-        piece: Piece, weights: Sequence[Tensor], roots: Any, adjoint: Adjoint | None, **options: Any
-    ) -> Pulled:
-        return right(piece, weights, roots, None if piece.index == 1 else adjoint, **options)
+    def product(
+        segment: Segment,
+        weights: Sequence[Tensor],
+        roots: Any,
+        cotangents: Cotangents | None,
+        **options: Any,
+    ) -> VJP:
+        return right(segment, weights, roots, None if segment.index == 1 else cotangents, **options)
 
-    patch.setattr(Piece, "pull", pull)
+    patch.setattr(_backward, "vjp", product)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -132,7 +138,7 @@ def test_rollout_that_loses_something_is_not_the_net(
         )
         > 1e-6
     )
-    monkeypatch.setattr("throughtime.gradient.sweep.Sweep._compare", lambda *_: None)
+    monkeypatch.setattr("throughtime.gradient._segments.CheckpointedPass._compare", lambda *_: None)
     drops_an_adjoint(monkeypatch)
     broken = played(net, play, x, state, resets, loss).gradients
     for part in (

@@ -46,7 +46,7 @@ from strategies import (
 )
 from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError
 from throughtime.gradient import Policy
-from throughtime.gradient import rtrl as online_file
+from throughtime.gradient import rtrl as rtrl_module
 
 EXACT = 1e-10
 NETS = (
@@ -97,26 +97,26 @@ def test_updates_sum_to_the_exact_gradient(
 
 
 def forgets(patch: pytest.MonkeyPatch) -> Policy:
-    right = online_file._carried_on
-    patch.setattr(online_file, "_carried_on", lambda *given: torch.zeros_like(right(*given)))
+    right = rtrl_module._next_influence
+    patch.setattr(rtrl_module, "_next_influence", lambda *given: torch.zeros_like(right(*given)))
     return tt.RTRL(5)
 
 
 def forgets_one_number(patch: pytest.MonkeyPatch) -> Policy:
-    right = online_file._carried_on
+    right = rtrl_module._next_influence
 
-    def carried_on(*given: Any) -> Tensor:
+    def next_influence(*given: Any) -> Tensor:
         influence = right(*given)
         influence[:, 0] = 0
         return influence
 
-    patch.setattr(online_file, "_carried_on", carried_on)
+    patch.setattr(rtrl_module, "_next_influence", next_influence)
     return tt.RTRL(5)
 
 
 def mixes_lanes(patch: pytest.MonkeyPatch) -> Policy:
-    right = online_file._carried_on
-    patch.setattr(online_file, "_carried_on", lambda *given: right(*given).flip(0))
+    right = rtrl_module._next_influence
+    patch.setattr(rtrl_module, "_next_influence", lambda *given: right(*given).flip(0))
     return tt.RTRL(5)
 
 
@@ -304,7 +304,7 @@ def test_resume_keeps_the_influence_to_the_bit(row: Row, done: int) -> None:
     assert again == losses
     assert apart(weights(other), weights(net)) == 0
     assert (
-        resumed(saved[2] | {"influence": None})[0] != losses
+        resumed(saved[2] | {"policy": saved[2]["policy"] | {"influence": None}})[0] != losses
     )  # the mutant: a place without the influence
 
 
@@ -413,7 +413,7 @@ def test_frozen_parameters_take_no_part() -> None:
     frozen = net.module.get_parameter("turn").requires_grad_(False)
     run = tt.updates(net, tt.Stream(recordings([13, 13]), 2, 5), nn.MSELoss(), gradient=tt.RTRL(4))
     next(run)
-    assert run.state_dict()["influence"].shape == (
+    assert run.state_dict()["policy"]["influence"].shape == (
         2,
         4,
         sum(w.numel() for w in net.parameters()) - frozen.numel(),

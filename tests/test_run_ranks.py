@@ -235,8 +235,8 @@ class NoNumber(nn.Module):
 def forget_the_state_of_the_second(folder: Folder) -> None:
     """A mutant of a checkpoint: what the lanes of rank 1 carried is lost."""
     saved = load_checkpoint(folder.checkpoint)
-    place = saved["ranks"][1]["updates"]
-    for state in ("state", "edge"):
+    place = saved["ranks"][1]["updates"]["policy"]
+    for state in ("carried", "edge"):
         for tensor in trees.tensors(place[state]):
             tensor.zero_()
     save_checkpoint(folder.checkpoint, saved)

@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[list[int], dict[str, Any]]] = {
 POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(6, 15),
     "segment": tt.Exact(segment=9, chunk=4),
-    "online": tt.RTRL(7),
+    "rtrl": tt.RTRL(7),
 }
 settings_of = pytest.mark.parametrize(
     ("lengths", "options"), list(OPTIONS.values()), ids=list(OPTIONS)
@@ -183,7 +183,7 @@ def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) ->
     found = torch.load(io.BytesIO(checkpoint), weights_only=True)
     place = found["updates"]
     found["updates"] = place | (
-        {"state": None, "edge": None}
+        {"policy": place["policy"] | {"carried": None, "edge": None}}
         if lost == "entering"
         else {"stream": place["stream"] | {"handed_off": False}}
     )

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import throughtime as tt
 from processes import LOOPBACK, elsewhere, end, free_port, in_processes, started, torchrun
 from strategies import apart, recordings
-from throughtime.distributed import answered
+from throughtime.distributed import rank_errors
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient.policy import Policy
 
@@ -241,11 +241,11 @@ def test_only_what_the_process_group_says_is_told_as_a_lost_rank() -> None:
         pytest.raises(
             RunError, match=r"another rank did not answer.*\(Connection closed\)"
         ) as told,
-        answered(),
+        rank_errors(),
     ):
         raise RuntimeError("Connection closed\nby peer")
     assert isinstance(told.value.__cause__, RuntimeError)
-    with pytest.raises(ZeroDivisionError), answered():
+    with pytest.raises(ZeroDivisionError), rank_errors():
         _ = 1 // 0
 
 

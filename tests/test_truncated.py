@@ -46,7 +46,8 @@ from strategies import (
 )
 from throughtime.chunk import Source, join
 from throughtime.errors import DataError, ModelError
-from throughtime.gradient import Objective, Policy, Progress
+from throughtime.gradient import Objective, Policy
+from throughtime.gradient.truncated import TruncatedState
 
 EXACT = 1e-11
 
@@ -88,16 +89,14 @@ class CountsWindow(tt.Truncated):
     """The mutant that counts every loss of the window."""
 
     def update(
-        self, net: tt.Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[tt.Update | None, Progress]:
+        self, net: tt.Carried, source: Source, objective: Objective, state: TruncatedState
+    ) -> tuple[tt.Update | None, TruncatedState]:
         chunk = source.take(self.stride)
         if chunk is None:
-            return None, progress
-        whole = join((*progress.past, chunk))
+            return None, state
+        whole = chunk if state.past is None else join((state.past, chunk))
         start = (
-            net.initial_state(whole.lanes, like=whole.inputs)
-            if progress.edge is None
-            else progress.edge
+            net.initial_state(whole.lanes, like=whole.inputs) if state.edge is None else state.edge
         )
         y, end = net(whole.inputs, start, whole.resets)
         objective.loss(y, whole).backward()
@@ -106,12 +105,11 @@ class CountsWindow(tt.Truncated):
             _, edge = (
                 net(whole.inputs[: whole.steps - past.steps], start)
                 if past.steps < whole.steps
-                else (None, progress.edge)
+                else (None, state.edge)
             )
-        state = tt.state.detach(end)
-        return tt.Update(torch.zeros(()), chunk.valid, state, y.detach(), chunk), Progress(
-            state, edge, (past,)
-        )
+        after = tt.state.detach(end)
+        update = tt.Update(torch.zeros(()), chunk.valid, after, y.detach(), chunk)
+        return update, TruncatedState(after, edge, past)
 
 
 MUTANTS: dict[str, Policy] = {

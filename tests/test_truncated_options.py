@@ -1,4 +1,4 @@
-"""The options of truncated backpropagation: jitter, burn_in, kept graphs, warm-up; and the forum's
+"""The options of truncated backpropagation: jitter, burn_in, retained graphs, warm-up; and the forum's
 loop.
 
 Shapes: `T` steps, `B` lanes.
@@ -385,7 +385,7 @@ def test_kept_graphs_have_no_saved_place() -> None:
     next(run)
     with pytest.raises(
         DataError,
-        match=r"keeps graphs of earlier weights, which no file can hold.*graphs='recompute'",
+        match=r"retains graphs of earlier weights, which no file can hold.*graphs='recompute'",
     ):
         run.state_dict()
 
@@ -531,9 +531,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"graphs": "keep"},
         "graphs='keep': expected 'recompute', 'retain' or 'auto'",
     ),
-    "burn_in of kept graphs": (
+    "burn_in of retained graphs": (
         {"burn_in": 2, "graphs": "retain"},
-        "burn_in=2 runs steps again under the new weights, which kept graphs",
+        "burn_in=2 runs steps again under the new weights, which retained graphs",
     ),
 }
 

@@ -142,9 +142,14 @@ def run_and_resume(
     return weights(through.net), weights(resumed.net)
 
 
+def _changed(place: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """A saved place with other values in the state of the policy."""
+    return place | {"policy": place["policy"] | values}
+
+
 FORGETFUL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "the window": lambda place: place | {"edge": place["state"], "past": 0},
-    "the edge": lambda place: place | {"edge": place["state"]},
+    "the window": lambda place: _changed(place, edge=place["policy"]["carried"], past=0),
+    "the edge": lambda place: _changed(place, edge=place["policy"]["carried"]),
     "the place in the stream": (
         lambda place: (
             place | {"stream": place["stream"] | {"position": place["stream"]["position"] - 1}}
@@ -168,7 +173,7 @@ def test_a_place_without_its_state_is_refused() -> None:
             RESUMED["rotation"],
             tt.Truncated(6, 15),
             3,
-            lambda place: place | {"state": None, "edge": None, "past": 0},
+            lambda place: _changed(place, carried=None, edge=None, past=0),
         )
 
 
@@ -280,7 +285,7 @@ def test_place_needs_a_stream() -> None:
     )
     next(run)
     for call in (run.state_dict, lambda: run.load_state_dict({})):
-        with pytest.raises(DataError, match=r"only a tt\.Stream knows its place"):
+        with pytest.raises(DataError, match=r"only a tt\.Stream can return to a saved position"):
             call()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.errors import RunError
-from throughtime.gradient import truncated, whole
+from throughtime.gradient import _fused, truncated
 from throughtime.kernels import fused_step as kernel
 from throughtime.kernels.library import library
 
@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def by_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truncated, "whole_update", lambda *_: None)
+    monkeypatch.setattr(truncated, "try_fused", lambda *_: None)
 
 
 def make(
@@ -556,7 +556,7 @@ def test_threads_change_no_bit(classes: int) -> None:
 def test_buffers_do_not_outlive_the_net() -> None:
     net = make("gru")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert net in whole._forms
-    before = len(whole._forms)
+    assert net in _fused._nets
+    before = len(_fused._nets)
     del net
-    assert len(whole._forms) == before - 1
+    assert len(_fused._nets) == before - 1

@@ -53,14 +53,14 @@ class Ranks:
     device: torch.device
     shards: tuple["FSDPModule", ...] = ()
 
-    def whole(self, net: nn.Module) -> AbstractContextManager[None]:
+    def unsharded(self, net: nn.Module) -> AbstractContextManager[None]:
         """Inside it the weights of the net are whole; all ranks must enter it."""
-        return gathered(net, self.shards) if self.shards else nullcontext()
+        return unsharded_weights(net, self.shards) if self.shards else nullcontext()
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Of each value over the ranks."""
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with answered():
+        with rank_errors():
             distributed.all_reduce(summed)
         return summed.tolist()
 
@@ -68,23 +68,23 @@ class Ranks:
         """Of each value over the ranks."""
         return [value / self.count for value in self.total(values)]
 
-    def joined(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+    def weighted_mean(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
         """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
         (everywhere,) = self.total([weight])
         found = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
-        with answered():
+        with rank_errors():
             for tensor in found:
                 distributed.all_reduce(tensor)
         return found
 
-    def same(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """That of the first rank, for what is drawn at random and must be drawn alike."""
         told = torch.tensor([value], device=self.device)
-        with answered():
+        with rank_errors():
             distributed.broadcast(told, src=0)
         return int(told)
 
-    def check_alike(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
+    def check_equal(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
         """Refuses to train what is not one net, or not on one plan of who plays what.
 
         Args:
@@ -99,7 +99,7 @@ class Ranks:
             **{key: repr(value) for key, value in plan.items()},
         }
         everyone: list[Any] = [None] * self.count
-        with answered():
+        with rank_errors():
             distributed.all_gather_object(everyone, mine)
         first = everyone[0]
         for rank, other in enumerate(everyone):
@@ -123,22 +123,22 @@ class Ranks:
                     " same seed, and takes up the same checkpoint."
                 )
 
-    def handed_on(self, state: State) -> State:
+    def shift_lanes(self, state: State) -> State:
         """For every lane the state of the lane before it, across ranks.
 
         The first lane of all gets that of the last.
         """
         before = trees.detach(trees.select(state, [-1 % _lanes(state), *range(_lanes(state) - 1)]))
-        return before if self.count == 1 else trees.map_leaves(self._from_before, before)
+        return before if self.count == 1 else trees.map_leaves(self._from_previous_rank, before)
 
-    def _from_before(self, leaf: Tensor) -> Tensor:
+    def _from_previous_rank(self, leaf: Tensor) -> Tensor:
         """`(B, ...)` whose first lane is this rank's last: it goes to the next rank, and that of the rank before comes."""
         last = [torch.empty_like(leaf[:1]) for _ in range(self.count)]
-        with answered():
+        with rank_errors():
             distributed.all_gather(last, leaf[:1].contiguous())
         return torch.cat([last[self.rank - 1], leaf[1:]])
 
-    def add_up(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
+    def reduce_update(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
         """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
         weight = update.steps if update.weight is None else update.weight
         told = [
@@ -166,7 +166,7 @@ class Ranks:
             weight=everywhere,
         )
 
-    def fail(self, weights: Sequence[Tensor]) -> None:
+    def signal_failure(self, weights: Sequence[Tensor]) -> None:
         """Tells the others, who wait for this rank's part of an update, that none will come."""
         self.total([1.0, *[0.0] * (3 + len(weights))])
 
@@ -183,14 +183,14 @@ class Ranks:
                 torch.zeros_like(w) if w.grad is None else w.grad.to_dense() * share for w in mine
             ]
             flat = torch.cat([g.flatten() for g in dense])
-            with answered():
+            with rank_errors():
                 distributed.all_reduce(flat)
             for w, g in zip(mine, flat.split([w.numel() for w in mine]), strict=True):
                 w.grad = g.view_as(w).clone()
 
 
 @contextmanager
-def answered() -> Generator[None]:
+def rank_errors() -> Generator[None]:
     """A message between ranks; one that nobody answers is told as what it means.
 
     Raises:
@@ -263,12 +263,12 @@ def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:
 
 
 @contextmanager
-def gathered(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generator[None]:
+def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generator[None]:
     """Inside it the weights of the net are whole and plain.
 
     What is added to their `.grad` there is spread out after it.
     """
-    with answered():
+    with rank_errors():
         for shard in shards:
             shard.set_requires_gradient_sync(
                 False, recurse=False

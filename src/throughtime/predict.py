@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
-from throughtime.distributed import gathered, ranks_of, shards_of
+from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import DataError, StateError
 from throughtime.gradient import LossFn, Objective
 from throughtime.metrics import Metrics, Score
@@ -145,7 +145,7 @@ class Evaluator:
         if not chunk.valid:
             return outputs
         self._steps += chunk.valid
-        if self._objective is not None and (weighs := self._objective.mass(chunk)):
+        if self._objective is not None and (weighs := self._objective.loss_weight(chunk)):
             self._total += self._objective.loss(outputs, chunk).item() * weighs
             self._mass += weighs
         if self._whole is not None:
@@ -272,7 +272,7 @@ class Predictor:
         weight = next(net.parameters(), None)
         self.device = torch.device("cpu") if weight is None else weight.device
         shards = shards_of(net)
-        self._whole = partial(gathered, net, shards) if shards else nullcontext
+        self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
 
     def __call__(self, inputs: Tensor, resets: Tensor | None = None) -> Tensor:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`.

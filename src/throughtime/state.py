@@ -67,6 +67,15 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State
     return _map_several(fn, state, others, "") if others else _map(fn, state, "")
 
 
+def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The same nesting, with `fn` of every tensor in it; other values are left as they are."""
+    if isinstance(values, Tensor):
+        return fn(values)
+    if isinstance(values, (Mapping, tuple, list)) or dataclasses.is_dataclass(values):
+        return _rebuild(values, [map_tensors(fn, branch) for _, branch in _children(values, "")])
+    return values
+
+
 def _map(fn: Callable[[Tensor], Tensor], tree: State, path: str) -> State:
     """One tree; the usual containers first, since this runs several times per update."""
     if isinstance(tree, Tensor):

@@ -65,14 +65,14 @@ class Question:
             ("max_lag", self.max_lag),
         ):
             if value is not None:
-                schedule.whole(name, value, 1)
+                schedule.check_whole(name, value, 1)
         if not 0 < self.tolerance < 1:
             raise ConfigError(
                 f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
             )
         for horizon in self.horizons or ():
-            schedule.whole("horizons", horizon, 1)
-            schedule.check(horizon if self.stride is None else self.stride, horizon)
+            schedule.check_whole("horizons", horizon, 1)
+            schedule.check_horizon(horizon if self.stride is None else self.stride, horizon)
 
 
 @dataclass(frozen=True, eq=False)

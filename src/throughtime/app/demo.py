@@ -27,7 +27,7 @@ from throughtime.app.threads import one_thread
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach
 from throughtime.gradient import Exact, Objective, Truncated, Update
-from throughtime.gradient.budget import measure
+from throughtime.gradient._memory import measure_graph
 from throughtime.gradient.schedule import in_bytes
 from throughtime.metrics import Classification
 from throughtime.predict import evaluate, predict
@@ -162,7 +162,7 @@ def run_demo(
 def _whole(net: Carried, train: list[Recording]) -> Whole:
     """One exact gradient of everything; the network is left as it was."""
     stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
-    size = measure(
+    size = measure_graph(
         net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn)
     )
     began = time.perf_counter()

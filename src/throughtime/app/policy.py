@@ -7,7 +7,7 @@ from throughtime import state as trees
 from throughtime.app.config import Config
 from throughtime.carry.carried import Carried
 from throughtime.gradient import Exact, LossFn, Objective, Truncated
-from throughtime.gradient.budget import Room
+from throughtime.gradient._memory import MemoryBudget
 from throughtime.stream import Stream
 
 
@@ -33,10 +33,10 @@ def settled(
     first = stream.read(0, 1).to(device)
     state = trees.detach(net.initial_state(first.lanes, like=first.inputs))
     steps = min(policy.segment or stream.steps, stream.steps)
-    room = Room(policy.memory, policy.chunk, policy.offload)
+    room = MemoryBudget(policy.memory, policy.chunk, policy.offload)
     return replace(
         policy,
-        chunk=room.length(
+        chunk=room.segment_steps(
             net,
             steps,
             lambda n: stream.read(0, min(n, stream.steps)).to(device),

@@ -9,7 +9,7 @@ import torch
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk, Readable
 from throughtime.errors import DataError, MissingExtraError
-from throughtime.gradient.schedule import whole
+from throughtime.gradient.schedule import check_whole
 from throughtime.state import State
 
 _BLOCK = 4096  # steps read at once
@@ -44,7 +44,7 @@ class Place:
                 " anywhere, without moving"
             )
         if steps is not None:
-            whole("steps", steps, 1)
+            check_whole("steps", steps, 1)
         begin = 0 if state is None else stream.position
         left = stream.steps - begin
         if left < 1:

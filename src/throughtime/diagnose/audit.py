@@ -26,11 +26,10 @@ from throughtime.chunk import Readable
 from throughtime.diagnose._slice import Place, axes_of, plain
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import LossFn, Objective, schedule
-from throughtime.gradient.bias import Comparison, Probe
-from throughtime.gradient.budget import Room
-from throughtime.gradient.edges import Offload
-from throughtime.gradient.gather import norm, weights_of, wide
-from throughtime.gradient.sweep import Verify, check_verify
+from throughtime.gradient._backward import norm, trainable_weights
+from throughtime.gradient._bias import BiasProbe, Comparison
+from throughtime.gradient._memory import MemoryBudget, Offload
+from throughtime.gradient._segments import Verify, check_verify, wide
 from throughtime.state import State
 
 HORIZONS = (
@@ -191,13 +190,15 @@ def audit(
     References: Aicher, Foti & Fox, UAI 2019.
     """
     place = Place.of(net, stream, steps, state)
-    room = Room(memory, chunk, offload)
+    room = MemoryBudget(memory, chunk, offload)
     room.check()
     check_verify(verify)
     wanted = _horizons(horizons, stride, place.steps)
     plans = [list(schedule.windows(place.steps, stride or horizon, horizon)) for horizon in wanted]
     objective = Objective(loss_fn)
-    found = Probe(net, place.read, place.steps, place.state, objective, room, verify).compare(plans)
+    found = BiasProbe(net, place.read, place.steps, place.state, objective, room, verify).compare(
+        plans
+    )
     return summary(net, found, wanted, stride, plans, place)
 
 
@@ -210,7 +211,7 @@ def summary(
     place: Place,
 ) -> Audit:
     """The figures of a comparison."""
-    names = list(weights_of(net))
+    names = list(trainable_weights(net))
     size = norm(found.exact)
     if not math.isfinite(size):
         raise RunError(
@@ -281,5 +282,5 @@ def _horizons(asked: Sequence[int] | None, stride: int | None, steps: int) -> li
     if not wanted:
         raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in wanted:
-        schedule.check(horizon if stride is None else stride, horizon)
+        schedule.check_horizon(horizon if stride is None else stride, horizon)
     return wanted

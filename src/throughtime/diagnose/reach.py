@@ -26,12 +26,23 @@ from throughtime.chunk import Chunk, Readable
 from throughtime.diagnose._slice import Place, axes_of, plain
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
-from throughtime.gradient.budget import Room
-from throughtime.gradient.gate import Gate
-from throughtime.gradient.gather import wide
-from throughtime.gradient.replay import unnoticed
-from throughtime.gradient.stretch import Stretch, lane_norms, scaled
-from throughtime.gradient.sweep import Adjoint, Piece, Sweep
+from throughtime.gradient._backward import (
+    CreditFlow,
+    GradientAccumulator,
+    LossPass,
+    lane_norms,
+    scale_lanes,
+    vjp,
+)
+from throughtime.gradient._memory import MemoryBudget, preserve_rng_and_buffers
+from throughtime.gradient._segments import (
+    CheckpointedPass,
+    Cotangents,
+    CreditGate,
+    Segment,
+    forward,
+    wide,
+)
 from throughtime.state import State
 
 _PIECE = 64  # steps: an adjoint is made of norm one again before it leaves float32's range
@@ -210,12 +221,12 @@ def reach(
         True
     """
     for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
-        schedule.whole(name, value, 1)
+        schedule.check_whole(name, value, 1)
     place = Place.of(net, stream, steps, state)
     objective = Objective(loss_fn)
     lags = list(range(every, max(every, min(max_lag, place.steps - 1)) + 1, every))
     profile = Profile(net, objective, lags, every, chunk)
-    with torch.enable_grad(), unnoticed(net, place.device):
+    with torch.enable_grad(), preserve_rng_and_buffers(net, place.device):
         for number, (window, entering) in enumerate(
             _windows(net, place, lags[-1], -(-anchors // stream.lanes))
         ):
@@ -243,7 +254,7 @@ def _windows(net: Carried, place: Place, lag: int, count: int) -> Iterator[tuple
         for begin in range(at, start, 1024):
             chunk = place.read(begin, min(begin + 1024, start))
             with torch.no_grad():
-                _, state = net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
+                ((_, state),) = forward(net, chunk, state)
         at = start
         yield place.inner(start, length, state), state
 
@@ -326,7 +337,7 @@ class Profile:
         chunk: int | Literal["auto"],
     ) -> None:
         self.net, self.objective, self.lags, self.every = net, objective, list(lags), every
-        self.room = Room("512MB", chunk, None)
+        self.room = MemoryBudget("512MB", chunk, None)
         self.room.check()
         self.anchors = 0
         self.loss = 0.0
@@ -356,7 +367,7 @@ class Profile:
         chunk = anchors.chunk
         norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
         gates = {
-            at: Gate()
+            at: CreditGate()
             for at in sorted(
                 {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
             )
@@ -366,31 +377,35 @@ class Profile:
             gate.watch = Watch(norms[at], open_eyes)
         length = min(
             _PIECE,
-            self.room.length(self.net, chunk.steps, lambda n: chunk[0:n], entering, self.objective),
+            self.room.segment_steps(
+                self.net, chunk.steps, lambda n: chunk[0:n], entering, self.objective
+            ),
         )
-        sweep = Sweep(
+        sweep = CheckpointedPass(
             self.net,
             schedule.pieces(chunk.steps, length),
             lambda start, stop: chunk[start:stop],
             entering,
             gates=gates,
         )
-        stretch = Stretch.played(
+        stretch = LossPass.run(
             sweep, (chunk[a:b] for a, b in pairwise(sweep.bounds)), self.objective
         )
-        credit: Adjoint | None = None
-        pure: Adjoint | None = None
+        credit = CreditFlow(GradientAccumulator({}))
+        pure: Cotangents | None = None
         for piece in sweep.backward():
             losses = list(stretch.losses(piece, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
-            credit = piece.pull([], [(loss, None) for loss in losses], credit, keep=True).adjoint
+            credit.through(piece, [(loss, None) for loss in losses], retain=True)
             open_eyes[0] = False
             pure = self._grow(piece, pure, draw)
             open_eyes[0] = True
             del losses, piece
         self._enter(norms * len(anchors.lanes), anchors)
 
-    def _grow(self, piece: Piece, pure: Adjoint | None, draw: torch.Generator) -> Adjoint | None:
+    def _grow(
+        self, piece: Segment, pure: Cotangents | None, draw: torch.Generator
+    ) -> Cotangents | None:
         """Takes an adjoint of norm one through a piece, and notes by how much each lane grew.
 
         A lane that lost it gets another.
@@ -409,7 +424,7 @@ class Profile:
         norms = lane_norms(pure)
         if norms is None:
             return None
-        pulled = piece.pull([], [], scaled(pure, 1 / norms)).adjoint
+        pulled = vjp(piece, [], [], scale_lanes(pure, 1 / norms)).state
         after = lane_norms(pulled)
         if after is None:
             return None
@@ -486,7 +501,7 @@ class Watch:
                 row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).square().sum(1).sqrt())
 
 
-def _refilled(pure: Adjoint, fresh: Adjoint) -> Adjoint:
+def _refilled(pure: Cotangents, fresh: Cotangents) -> Cotangents:
     """The adjoint, with fresh numbers in the lanes where nothing is left of it."""
     norms = lane_norms(pure)
     if norms is None:

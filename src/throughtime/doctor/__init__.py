@@ -1,9 +1,9 @@
-"""`tt.doctor`: what is wrong with a training loop of the user's own.
+"""`tt.doctor`: what is wrong with a training loop that somebody else wrote.
 
-`docs/extending.md` shows how to add a rule.
+One file per kind of fault.
 """
 
 from throughtime.doctor.doctor import Doctor, doctor
-from throughtime.doctor.findings import CODES, Finding
+from throughtime.doctor.finding import CODES, Finding
 
 __all__ = ["CODES", "Doctor", "Finding", "doctor"]

@@ -1,12 +1,12 @@
-"""How credit flows back through time: one file per policy, plans of integers, one executor."""
+"""Gradient policies: how credit flows back through time."""
 
-from throughtime.gradient.accumulated import Accumulated
+from throughtime.gradient._accumulated import Accumulated
+from throughtime.gradient._memory import generators, set_generators
 from throughtime.gradient.adaptive import Adaptive
 from throughtime.gradient.exact import Exact
 from throughtime.gradient.objective import LossFn, Objective, Scaler
-from throughtime.gradient.policy import AdjointStats, Learning, Policy, Progress, Update
+from throughtime.gradient.policy import AdjointStats, CarriedState, Policy, PolicyState, Update
 from throughtime.gradient.randomized import Randomized
-from throughtime.gradient.replay import generators, set_generators
 from throughtime.gradient.rollout import rollout
 from throughtime.gradient.rtrl import RTRL
 from throughtime.gradient.truncated import Truncated
@@ -16,12 +16,12 @@ __all__ = [
     "Accumulated",
     "Adaptive",
     "AdjointStats",
+    "CarriedState",
     "Exact",
-    "Learning",
     "LossFn",
     "Objective",
     "Policy",
-    "Progress",
+    "PolicyState",
     "Randomized",
     "Scaler",
     "Truncated",

@@ -1,13 +1,14 @@
 """Truncation whose horizon follows the measured bias.
 
-    every so many updates:  bias(h) of horizons h on the steps ahead, against their exact gradient
-    (`bias.py`) the shortest h whose bias, and that of all longer ones, is within the tolerance:
-        longer than now:   taken at once
-        shorter:           one step down, after it was found several times in a row
+    every so many updates:
+        measure the bias(h) of horizons h on the steps ahead, against their exact gradient
+        take the shortest h such that it and all longer ones are within the tolerance:
+            longer than now:   at once
+            shorter:           one step down, if it was the result several times in a row
 
-A measurement sees the memory that the net uses now, not what the task needs: on a plateau the bias
-of every horizon is small. Hence the floor `min`, the slow way down, and horizons up to `max` being
-tried however short the present one is.
+A measurement covers the memory that the net uses now, not what the task needs: on a plateau the
+bias of every horizon is small. Hence the floor `min`, the slow way down, and that all horizons up
+to `max` are measured however short the present one is. `_bias.py` computes the gradients.
 
 References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation through time to
 control gradient bias, UAI 2019. They bound the bias by the decay of the gradient's norm; here it is
@@ -15,7 +16,7 @@ measured, which needs no assumption of decay.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,20 +26,46 @@ from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
-from throughtime.gradient.bias import Probe
-from throughtime.gradient.budget import Room
-from throughtime.gradient.gather import norm, weights_of
+from throughtime.gradient._backward import norm, trainable_weights
+from throughtime.gradient._bias import BiasProbe
+from throughtime.gradient._memory import MemoryBudget
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update
-from throughtime.gradient.truncated import Truncated
+from throughtime.gradient.policy import Update
+from throughtime.gradient.truncated import Truncated, TruncatedState
+from throughtime.state import State
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class AdaptiveState:
+    """Between two updates of `Adaptive`.
+
+    Attributes:
+        window: that of the truncation.
+        horizon: the present one.
+        biases: of each horizon in the last measurement.
+        shorter: how often in a row a shorter horizon was enough.
+        since_measured: updates since the last measurement; `None` before the first.
+    """
+
+    window: TruncatedState
+    horizon: int
+    biases: dict[int, float] = field(default_factory=dict[int, float])
+    shorter: int = 0
+    since_measured: int | None = None
+
+    @property
+    def carried(self) -> State:
+        """The net's state after the last step taken."""
+        return self.window.carried
+
+
+@dataclass(frozen=True)
 class Adaptive:
     """`Truncated` with a horizon that grows and shrinks with the measured bias.
 
-    It remembers its horizon from epoch to epoch: make one, and give the same to every `tt.updates`.
-    A place saved by `updates.state_dict()` holds it.
+    The present horizon and the measured biases are in `updates.policy_state`. Pass it on to the
+    next epoch, `tt.updates(..., policy_state=updates.policy_state)`, or that epoch starts again
+    from the shortest horizon. A checkpoint contains it.
 
     Args:
         tolerance: largest relative bias |g_h - g| / |g|; one of d costs 1 / (1 - d) times the steps
@@ -49,7 +76,7 @@ class Adaptive:
             `Truncated(horizon)`. A fixed short stride makes each measurement cost about horizon /
             stride backward passes.
         every: updates between two measurements.
-        patience: how often in a row a shorter horizon must be found before it is taken.
+        patience: how often in a row a shorter horizon must be enough before it is taken.
         probe: steps measured on, those that come next; default: four times `max`, fewer near the
             end of an epoch.
 
@@ -61,12 +88,14 @@ class Adaptive:
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.randn(5000, 3), "targets": torch.randn(5000)}, lanes=1, chunk=100)
+        >>> recording = {"inputs": torch.randn(5000, 3), "targets": torch.randn(5000)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
         >>> policy = tt.Adaptive(tolerance=0.5, min=20, max=160, every=50)
-        >>> for update in tt.updates(net, stream, torch.nn.MSELoss(), gradient=policy):
+        >>> updates = tt.updates(net, stream, torch.nn.MSELoss(), gradient=policy)
+        >>> for update in updates:
         ...     pass
-        >>> 20 <= policy.horizon <= 160
+        >>> 20 <= updates.policy_state.horizon <= 160
         True
 
     References: Aicher, Foti & Fox, UAI 2019.
@@ -79,138 +108,134 @@ class Adaptive:
     every: int = 100
     patience: int = 3
     probe: int | None = None
-    horizon: int = field(init=False, repr=False)
-    biases: dict[int, float] = field(init=False, repr=False, default_factory=dict[int, float])
-    _shorter: int = field(init=False, repr=False, default=0)
-    _since: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for name, least in (("min", 1), ("max", self.min), ("every", 1), ("patience", 1)):
-            schedule.whole(name, getattr(self, name), least)
+            schedule.check_whole(name, getattr(self, name), least)
         if not 0 < self.tolerance < 1:
             raise ConfigError(
                 f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
             )
         if self.stride is not None:
-            schedule.check(self.stride, self.min)
+            schedule.check_horizon(self.stride, self.min)
         if self.probe is not None:
-            schedule.whole("probe", self.probe, 2 * self.min)
-        self.horizon = self.min
+            schedule.check_whole("probe", self.probe, 2 * self.min)
 
     @property
     def horizons(self) -> list[int]:
-        """The horizons there are to choose from: `min`, each next one twice as long, and `max`."""
+        """The horizons to choose from: `min`, each next one twice as long, and `max`."""
         doubled = [self.min << k for k in range((self.max // self.min).bit_length())]
         return sorted({*(h for h in doubled if h < self.max), self.max})
 
     def describe(self) -> str:
         """The setting in words."""
-        every = (
-            "an update every horizon"
-            if self.stride is None
-            else f"an update every {self.stride} steps"
-        )
+        stride = "horizon" if self.stride is None else f"{self.stride} steps"
         return (
-            f"{every}, which is {self.horizon} steps now, from {self.min} to {self.max}, for a bias"
+            f"an update every {stride}, a horizon from {self.min} to {self.max} steps, for a bias"
             f" of at most {self.tolerance:g}, measured every {self.every} updates"
         )
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """The next update at the present horizon, after measuring where that is due."""
-        if self._since is None or self._since >= self.every:
-            self._measure(net, source, objective, progress)
-        update, progress = Truncated(self.stride or self.horizon, self.horizon).update(
-            net, source, objective, progress
+    def init(self, carried: State, previous: AdaptiveState | None) -> AdaptiveState:
+        """The state before the first update of an epoch, with the horizon of the last one."""
+        window = TruncatedState(carried, carried)
+        if previous is None:
+            return AdaptiveState(window, self.min)
+        return replace(previous, window=window)
+
+    def state_dict(self, state: AdaptiveState) -> dict[str, Any]:
+        """The state as plain values and state trees."""
+        return {
+            **self._truncated(state.horizon).state_dict(state.window),
+            "horizon": state.horizon,
+            "biases": dict(state.biases),
+            "shorter": state.shorter,
+            "since_measured": state.since_measured,
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> AdaptiveState:
+        """The state that `state_dict` saved."""
+        return AdaptiveState(
+            self._truncated(values["horizon"]).load_state_dict(values, source),
+            values["horizon"],
+            {int(horizon): bias for horizon, bias in values["biases"].items()},
+            values["shorter"],
+            values["since_measured"],
         )
-        self._since = (self._since or 0) + (update is not None)
-        return update, progress
+
+    def _truncated(self, horizon: int) -> Truncated:
+        return Truncated(self.stride or horizon, horizon)
+
+    def update(
+        self, net: Carried, source: Source, objective: Objective, state: AdaptiveState
+    ) -> tuple[Update | None, AdaptiveState]:
+        """The next update at the present horizon, after a measurement if one is due."""
+        if state.since_measured is None or state.since_measured >= self.every:
+            state = self._measure(net, source, objective, state)
+        truncated = self._truncated(state.horizon)
+        update, window = truncated.update(net, source, objective, state.window)
+        since = (state.since_measured or 0) + (update is not None)
+        return update, replace(state, window=window, since_measured=since)
 
     def _measure(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> None:
-        """Compares gradients on the steps ahead.
-
-        Near the end of an epoch, where too few are left, it waits.
-        """
+        self, net: Carried, source: Source, objective: Objective, state: AdaptiveState
+    ) -> AdaptiveState:
+        """Compare gradients on the steps ahead; wait if too few are left in the epoch."""
         steps = source.remaining(self.probe or 4 * self.max)
-        wanted = [h for h in self.horizons if 2 * h <= steps]
-        if not wanted:
-            return
+        horizons = [h for h in self.horizons if 2 * h <= steps]
+        if not horizons:
+            return state
         begin = source.position
-        start = (
-            progress.state if begin else progress.edge
-        )  # at the start of an epoch the initial state, with its graph
-        read = Probe(
+        probe = BiasProbe(
             net,
             lambda a, b: source.read(begin + a, begin + b),
             steps,
-            start,
+            state.carried,
             Objective(objective.loss_fn),
-            Room("512MB", "auto", None),
+            MemoryBudget("512MB", "auto", None),
         )
-        exact, *truncated = self._gradients(read, wanted, objective)
+        exact, *truncated = self._gradients(probe, horizons, objective)
         if not exact:
-            return
+            return state
         size = norm(exact)
-        apart = [
-            norm(g - e for g, e in zip(gradient, exact, strict=True)) for gradient in truncated
-        ]
-        self.biases = {h: a / size if size else 0.0 for h, a in zip(wanted, apart, strict=True)}
-        self._since = 0
-        self._choose()
+        errors = [norm(g - e for g, e in zip(grads, exact, strict=True)) for grads in truncated]
+        biases = {h: e / size if size else 0.0 for h, e in zip(horizons, errors, strict=True)}
+        horizon, shorter = self._choose(state, biases)
+        return AdaptiveState(state.window, horizon, biases, shorter, 0)
 
     def _gradients(
-        self, probe: Probe, horizons: list[int], objective: Objective
+        self, probe: BiasProbe, horizons: list[int], objective: Objective
     ) -> list[list[Tensor]]:
-        """The exact one and that of each horizon, of all ranks together.
+        """The exact gradient and that of each horizon, of all ranks together.
 
         Empty where no step counts.
         """
-        mass = objective.mass(probe.read(0, probe.steps))
-        found: list[list[Tensor]] = []
-        if mass:
-            compared = probe.compare(
+        weight = objective.loss_weight(probe.read(0, probe.steps))
+        gradients: list[list[Tensor]] = []
+        if weight:
+            comparison = probe.compare(
                 [list(schedule.windows(probe.steps, self.stride or h, h)) for h in horizons]
             )
-            found = [compared.exact, *compared.truncated]
-        together = objective.together
-        if together is None:
-            return found or [[]]
-        if not together.mean([mass])[0]:
+            gradients = [comparison.exact, *comparison.truncated]
+        reducer = objective.reducer
+        if reducer is None:
+            return gradients or [[]]
+        if not reducer.mean([weight])[0]:
             return [[]]
-        weights = list(weights_of(probe.net).values())
-        return [
-            together.joined(g, mass)
-            for g in found
-            or [[torch.zeros_like(w) for w in weights] for _ in range(1 + len(horizons))]
-        ]
+        weights = list(trainable_weights(probe.net).values())
+        zeros = [[torch.zeros_like(w) for w in weights] for _ in range(1 + len(horizons))]
+        return [reducer.weighted_mean(grads, weight) for grads in gradients or zeros]
 
-    def _choose(self) -> None:
-        """Growth at once, shrinking slowly."""
-        enough = max(
-            (self.horizon, *self.biases)
-        )  # none that was measured is enough: the longest of them, not one nobody looked at
-        for horizon in reversed(self.biases):
-            if not self.biases[horizon] <= self.tolerance:
+    def _choose(self, state: AdaptiveState, biases: dict[int, float]) -> tuple[int, int]:
+        """The next horizon, and how often in a row a shorter one was enough."""
+        # if none that was measured is enough: the longest of them
+        enough = max((state.horizon, *biases))
+        for horizon in reversed(biases):
+            if not biases[horizon] <= self.tolerance:
                 break
             enough = horizon
-        self._shorter = self._shorter + 1 if enough < self.horizon else 0
-        if enough > self.horizon:
-            self.horizon = enough
-        elif self._shorter >= self.patience:
-            self.horizon = [h for h in self.horizons if h < self.horizon][-1]
-            self._shorter = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as plain values."""
-        return {"horizon": self.horizon, "shorter": self._shorter, "since": self._since}
-
-    def load_state_dict(self, learnt: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
-        self.horizon, self._shorter, self._since = (
-            learnt["horizon"],
-            learnt["shorter"],
-            learnt["since"],
-        )
+        shorter = state.shorter + 1 if enough < state.horizon else 0
+        if enough > state.horizon:
+            return enough, shorter
+        if shorter >= self.patience:
+            return [h for h in self.horizons if h < state.horizon][-1], 0
+        return state.horizon, shorter

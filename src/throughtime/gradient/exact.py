@@ -2,76 +2,77 @@
 
     g = d/dw  (1/N) * sum of the losses of all N valid steps of the recording
 
-No credit is cut: a loss blames inputs a million steps before it. The forward pass keeps the states
-at the edges of chunks, the backward pass runs chunk after chunk again, from the last to the first
-(`sweep.py`). To be confused neither with `Truncated(horizon=...)`, which makes an update every few
-steps and cuts credit, nor with wrapping every chunk in `torch.utils.checkpoint`, which computes the
-same and keeps outputs, losses and a graph of chunks in memory.
+No credit is cut: it flows back to inputs a million steps before the loss. The forward pass stores
+the states between chunks; the backward pass runs chunk after chunk again, from the last to the
+first (`_segments.py`). Not to be confused with `Truncated(horizon=...)`, which makes an update
+every few steps and cuts credit, nor with wrapping every chunk in `torch.utils.checkpoint`, which
+computes the same and keeps outputs, losses and a graph of chunks in memory.
 
 Cost per step: two forward and one backward pass, 4/3 of plain backpropagation through time if a
-backward pass costs two forward passes. Memory: the graph of one chunk, and the states at the edges.
+backward pass costs two forward passes. Memory: the graph of one chunk, and the states between
+chunks.
 
 References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al.,
 Memory-efficient backpropagation through time, NeurIPS 2016.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
-from throughtime.gradient.budget import Room
-from throughtime.gradient.edges import Offload
+from throughtime.gradient._backward import AdjointRecorder, LossPass, take_segments
+from throughtime.gradient._memory import MemoryBudget, Offload
+from throughtime.gradient._segments import CheckpointedPass, Verify, check_verify
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import AdjointStats, Progress, Update, nothing
-from throughtime.gradient.stretch import Stretch, lane_norms, scaled, taken
-from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
+from throughtime.gradient.policy import AdjointStats, CarriedState, Update, empty_update
+from throughtime.state import State
 
 
 @dataclass(frozen=True)
 class Exact:
     """The full gradient of each recording, or segment, in bounded memory.
 
-    An update for every stretch after which all lanes start a recording: for every recording with
-    one lane, for the epoch with several, unless recordings end together; or, with `segment`, every
-    so many steps.
+    An update at every step at which all lanes start a recording. With one lane that is one for
+    every recording; with several one for the epoch, unless recordings end together. With `segment`
+    it is one every so many steps.
 
     Use it where rare events matter long after they happen, to know what a truncation costs
     (`tt.audit`), or wherever an update per recording is enough. `Truncated` makes more updates of
     less exact gradients in the same time.
 
     Args:
-        memory: for graph and edge states, "512MB", "2GiB" or bytes; gradients, as large as the
-            weights, come on top.
+        memory: for the graph and the stored states, "512MB", "2GiB" or bytes; gradients, as large
+            as the weights, come on top.
         chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It
             changes no gradient.
         segment: steps per update; credit is cut between segments, the state is carried.
-        offload: where the states at the chunks' edges are kept: `None` on their device, "cpu", or a
+        offload: where the states between chunks are stored: `None` on their device, "cpu", or a
             folder, for a temporary file that is mapped into memory.
         verify: which of the recomputed states are compared with those of the forward pass; "first"
-            costs nothing to speak of.
-        clip_adjoint: largest norm, lane by lane, of the gradient that crosses a chunk's edge; needs
-            `chunk`, which then does change the gradient.
+            costs next to nothing.
+        clip_adjoint: largest norm, lane by lane, of the gradient that crosses a chunk boundary;
+            needs `chunk`, which then does change the gradient.
 
     Raises:
         ConfigError: a setting out of range, or a memory too small: it says how much is needed.
         DataError: the chunks come from an iterator and cannot be read again.
         ModelError: the forward pass does not repeat.
         RunError: a gradient is not finite; chunk and parameter are named, `.grad` and weights
-            untouched.
+            unchanged.
 
     Cost: two forward passes and one backward pass per step.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.randn(5000, 3), "targets": torch.randn(5000)}, lanes=1, chunk=100)
+        >>> recording = {"inputs": torch.randn(5000, 3), "targets": torch.randn(5000)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> [update.steps for update in tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Exact())]
+        >>> run = tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Exact())
+        >>> [update.steps for update in run]
         [5000]
 
     References: Chen et al. (2016); Gruslys et al., NeurIPS 2016.
@@ -85,10 +86,10 @@ class Exact:
     clip_adjoint: float | None = None
 
     def __post_init__(self) -> None:
-        self._room.check()
+        self._budget.check()
         check_verify(self.verify)
         if self.segment is not None:
-            schedule.whole("segment", self.segment, 1)
+            schedule.check_whole("segment", self.segment, 1)
         if self.clip_adjoint is not None and not self.clip_adjoint > 0:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
         if self.clip_adjoint is not None and self.chunk == "auto":
@@ -98,98 +99,72 @@ class Exact:
             )
 
     @property
-    def _room(self) -> Room:
-        return Room(self.memory, self.chunk, self.offload)
+    def _budget(self) -> MemoryBudget:
+        return MemoryBudget(self.memory, self.chunk, self.offload)
 
     def describe(self) -> str:
         """The setting in words."""
-        every = (
-            "an update for every recording (with several lanes, where all of them start one)"
-            if self.segment is None
-            else f"an update every {self.segment} steps"
-        )
+        if self.segment is not None:
+            return f"an update every {self.segment} steps, credit back through all of them"
         return (
-            f"{every}, credit back through {'all of it' if self.segment is None else 'all of them'}"
+            "an update for every recording (with several lanes, where all of them start one),"
+            " credit back through all of it"
         )
 
+    def init(self, carried: State, previous: CarriedState | None) -> CarriedState:
+        """The state before the first update of an epoch."""
+        del previous
+        return CarriedState(carried)
+
+    def state_dict(self, state: CarriedState) -> dict[str, Any]:
+        """The carried state."""
+        return {"carried": state.carried}
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> CarriedState:
+        """The state that `state_dict` saved."""
+        del source
+        return CarriedState(values["carried"])
+
     def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """The next recording or segment that has a valid step."""
+        self, net: Carried, source: Source, objective: Objective, state: CarriedState
+    ) -> tuple[Update | None, CarriedState]:
+        """The update of the next recording or segment with a valid step."""
         while (
             steps := source.steps_to_common_reset()
             if self.segment is None
             else source.remaining(self.segment)
         ):
-            update, progress = self._segment(net, source, objective, progress, steps)
+            update, state = self._update_segment(net, source, objective, state, steps)
             if update is not None:
-                return update, progress
+                return update, state
         source.take(1)
-        return None, progress
+        return None, state
 
-    def _segment(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress, steps: int
-    ) -> tuple[Update | None, Progress]:
+    def _update_segment(
+        self, net: Carried, source: Source, objective: Objective, state: CarriedState, steps: int
+    ) -> tuple[Update | None, CarriedState]:
         begin = source.position
 
         def read(start: int, stop: int) -> Chunk:
             return source.read(begin + start, begin + stop)
 
         read(0, 1)  # refuses an iterator before anything has run
-        length = self._room.length(
-            net, steps, lambda wanted: read(0, wanted), progress.state, objective
+        length = self._budget.segment_steps(
+            net, steps, lambda n: read(0, n), state.carried, objective
         )
         bounds = schedule.pieces(steps, length)
-        sweep = Sweep(net, bounds, read, progress.edge, offload=self.offload, verify=self.verify)
-        stretch = Stretch.played(sweep, taken(source, bounds), objective)
-        after = Progress(sweep.state, sweep.state)
-        if not stretch.valid:
-            return nothing(objective, stretch.chunk, after.state, stretch.outputs), after
-        clip = Clip(self.clip_adjoint, objective.scale(stretch.outputs), stretch.chunk)
-        loss = stretch.descend(objective, clip, begin)
-        return (
-            Update(
-                loss,
-                stretch.valid,
-                after.state,
-                stretch.outputs,
-                stretch.chunk,
-                clip.adjoint_stats(length),
-                stretch.mass,
-            ),
-            after,
+        checkpoints = CheckpointedPass(
+            net, bounds, read, state.carried, offload=self.offload, verify=self.verify
         )
-
-
-@dataclass(eq=False)
-class Clip:
-    """What every adjoint passes on its way across an edge: measured, and clipped if it is too long."""
-
-    most: float | None
-    scale: float  # of a GradScaler
-    like: Chunk
-    norms: list[Tensor] = field(default_factory=list[Tensor])
-
-    def __call__(self, adjoint: Adjoint) -> Adjoint:
-        """The adjoint, each lane no longer than `most`."""
-        norms = lane_norms(adjoint)
-        if norms is None:
-            self.norms.append(torch.zeros(self.like.lanes, device=self.like.inputs.device))
-            return adjoint
-        self.norms.append(norms / self.scale)
-        return (
-            adjoint
-            if self.most is None
-            else scaled(adjoint, (self.most / self.norms[-1]).clamp(max=1.0))
-        )
-
-    def adjoint_stats(self, chunk: int) -> AdjointStats:
-        """What was measured."""
-        norms = (
-            torch.stack(self.norms)
-            if self.norms
-            else torch.zeros(0, self.like.lanes, device=self.like.inputs.device)
-        )
-        return AdjointStats(
-            chunk, norms, 0 if self.most is None else int((norms > self.most).sum())
-        )
+        loss_pass = LossPass.run(checkpoints, take_segments(source, bounds), objective)
+        after, outputs, chunk = checkpoints.state, loss_pass.outputs, loss_pass.chunk
+        if not loss_pass.valid:
+            return empty_update(objective, chunk, after, outputs), CarriedState(after)
+        recorder = AdjointRecorder(self.clip_adjoint, objective.scale(outputs), chunk)
+        loss = loss_pass.backward(objective, recorder, begin)
+        norms, limit = recorder.adjoints, self.clip_adjoint
+        clipped = 0 if limit is None else int((norms > limit).sum())
+        stats = AdjointStats(length, norms, clipped)
+        weight = loss_pass.loss_weight
+        update = Update(loss, loss_pass.valid, after, outputs, chunk, stats, weight)
+        return update, CarriedState(after)

@@ -19,26 +19,26 @@ LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scaler(Protocol):
-    """What `torch.amp.GradScaler` does to a loss before its backward pass."""
+    """Scales a loss before its backward pass, as `torch.amp.GradScaler` does."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The loss times the current scale."""
         ...
 
 
-class Together(Protocol):
-    """Several ranks that train one net, and must cut their streams alike."""
+class Reducer(Protocol):
+    """Reductions over the ranks that train one net."""
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Of each value over the ranks."""
+        """The mean of each value over the ranks."""
         ...
 
-    def joined(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-        """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
+    def weighted_mean(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """The mean of each tensor over the ranks by their weights; zeros if all weights are 0."""
         ...
 
-    def same(self, value: int) -> int:
-        """That of the first rank."""
+    def broadcast(self, value: int) -> int:
+        """The value of the first rank."""
         ...
 
 
@@ -46,12 +46,15 @@ class Together(Protocol):
 class Objective:
     """A user's loss function over the valid steps of a chunk.
 
-    `together` where other ranks have valid steps of their own.
+    Attributes:
+        loss_fn: the user's function or module.
+        scaler: a `torch.amp.GradScaler`, or None.
+        reducer: over the ranks, if other ranks have valid steps of their own.
     """
 
     loss_fn: LossFn
     scaler: Scaler | None = None
-    together: Together | None = None
+    reducer: Reducer | None = None
 
     def __post_init__(self) -> None:
         if (
@@ -80,11 +83,11 @@ class Objective:
             )
         return loss
 
-    def mass(self, chunk: Chunk) -> float:
-        """What the mean loss of this chunk weighs in that of several: its valid steps.
+    def loss_weight(self, chunk: Chunk) -> float:
+        """The weight of this chunk's mean loss in that of several: its valid steps.
 
-        For torch's losses of classes, without those to be ignored, and each with the weight of its
-        class.
+        For torch's losses over classes, ignored classes do not count, and the others count with
+        their class weights.
         """
         fn = self.loss_fn
         if (
@@ -98,34 +101,31 @@ class Objective:
         return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
 
     def counts(self, chunk: Chunk) -> bool:
-        """Whether any step of the chunk has a part in the loss."""
+        """Whether any step of the chunk counts in the loss."""
         fn = self.loss_fn
         if (
             chunk.valid
             and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
             and (fn.weight is not None or fn.ignore_index != IGNORED)
         ):
-            return self.mass(chunk) > 0
+            return self.loss_weight(chunk) > 0
         return chunk.valid > 0
 
-    def weight(self, chunk: Chunk) -> float | None:
-        """What the gradient of this chunk's mean loss weighs among those of other ranks.
-
-        `None` where there are none.
-        """
-        return None if self.together is None else self.mass(chunk)
+    def rank_weight(self, chunk: Chunk) -> float | None:
+        """The weight of this chunk's gradient among those of other ranks, if there are any."""
+        return None if self.reducer is None else self.loss_weight(chunk)
 
     def mean(self, value: float) -> float:
-        """Over the ranks."""
-        return value if self.together is None else self.together.mean([value])[0]
+        """The mean of a value over the ranks."""
+        return value if self.reducer is None else self.reducer.mean([value])[0]
 
-    def alike(self, value: int) -> int:
-        """A number drawn at random, the same on every rank."""
-        return value if self.together is None else self.together.same(value)
+    def same_on_ranks(self, value: int) -> int:
+        """The value of the first rank: random draws must be equal on all of them."""
+        return value if self.reducer is None else self.reducer.broadcast(value)
 
     @staticmethod
     def check_depends(gradients: Sequence[Tensor | None]) -> None:
-        """Refuses a loss that no parameter has a part in."""
+        """Refuse a loss that depends on no parameter."""
         if all(gradient is None for gradient in gradients):
             raise ModelError(
                 "the loss depends on no parameter that requires a gradient: is every parameter"
@@ -133,7 +133,7 @@ class Objective:
             )
 
     def check_weights(self, outputs: Tensor, chunk: Chunk) -> None:
-        """Refuses a function that hides weights of its own, which nobody could find to give them a gradient."""
+        """Refuse a function with weights of its own: they could not be given a gradient."""
         if (
             not isinstance(self.loss_fn, nn.Module)
             and torch.is_grad_enabled()
@@ -146,13 +146,11 @@ class Objective:
             )
 
     def scale(self, like: Tensor) -> float:
-        """What the scaler multiplies losses by at present."""
-        return (
-            1.0
-            if self.scaler is None
-            else self.scaler.scale(torch.ones((), device=like.device)).item()
-        )
+        """The current scale of the scaler; 1 without one."""
+        if self.scaler is None:
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=like.device)).item()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What the backward pass starts from."""
+        """The loss times the scaler's scale: the start of the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)

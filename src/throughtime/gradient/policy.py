@@ -1,13 +1,23 @@
-"""What every gradient policy is: a plan of updates over a source of chunks.
+"""Gradient policies: which steps make an update, and how far their credit flows back.
+
+A policy is a frozen value; whatever it needs between two updates is in a state of its own:
+
+    state = policy.init(carried, previous)
+    update, state = policy.update(net, source, objective, state)        until update is None
+    values = policy.state_dict(state)                                   for a checkpoint
+    state = policy.load_state_dict(values, source)
+
+`tt.updates` runs any object with these four methods.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import TypeVar  # with a default, before Python 3.13
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
@@ -17,13 +27,13 @@ from throughtime.state import State
 
 @dataclass(frozen=True, eq=False)
 class AdjointStats:
-    """What a sweep saw on its way back.
+    """Norms of the credit that crossed the boundaries between chunks.
 
     Attributes:
         chunk: steps per forward call.
-        adjoints: `(edges, B)`, norm of the gradient that came to each edge between chunks, from the
-            last edge to the first, before it was clipped there.
-        clipped: how many of them were longer than `clip_adjoint`, and made shorter.
+        adjoints: `(boundaries, B)`, norm of the gradient that came to each boundary, from the last
+            one to the first, before it was clipped there.
+        clipped: how many of them were longer than `clip_adjoint`, and were scaled down.
     """
 
     chunk: int
@@ -33,18 +43,19 @@ class AdjointStats:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One update's worth of gradient: `.grad` is ready when you have it.
+    """One update: its gradient is in `.grad`.
 
     Attributes:
-        loss: mean over the valid steps, a detached scalar tensor.
+        loss: mean over the valid steps, a detached scalar tensor. Reading its value is left to you:
+            it waits for the device.
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
-        chunk: the steps whose losses were counted; where a whole recording was, or several updates
-            were accumulated, the last of them, so that memory stays flat.
-        adjoint_stats: norms of the credit that crossed the edges of chunks, where the gradient came from a
-            sweep.
-        weight: what the gradient weighs among those of other ranks; `None`: its steps. With several
+        chunk: the steps whose losses count. Of a whole recording, or of several accumulated
+            updates, it is the last part, so that memory stays flat.
+        adjoint_stats: norms of the credit between chunks, where the gradient was computed chunk by
+            chunk.
+        weight: of this gradient among those of other ranks; `None`: its steps. On several
             ranks `loss` and `steps` are those of all of them, `outputs` and `chunk` this rank's.
     """
 
@@ -63,59 +74,70 @@ class Update:
         )
 
 
-def nothing(objective: Objective, chunk: Chunk, state: State, outputs: Tensor) -> Update | None:
-    """Steps without one that counts: no update, or, where other ranks may have some, one of no weight."""
-    return (
-        None
-        if objective.together is None
-        else Update(outputs.new_zeros(()), 0, state, outputs.detach(), chunk, weight=0.0)
-    )
+def empty_update(
+    objective: Objective, chunk: Chunk, state: State, outputs: Tensor
+) -> Update | None:
+    """No valid targets here: None, or a zero-weight update when other ranks may have some."""
+    if objective.reducer is None:
+        return None
+    return Update(outputs.new_zeros(()), 0, state, outputs.detach(), chunk, weight=0.0)
 
 
-class Progress(NamedTuple):
-    """Where a policy stands in the stream: values, enough to go on from here.
+class PolicyState(Protocol):
+    """The state of a policy between two updates: a value of any type with this attribute."""
 
-    Attributes:
-        state: the carried state at the present, detached; `None` before the first step of all.
-        edge: the state entering the first step of `past`, detached; `None` for the initial state,
-            which may be learnt.
-        past: the steps before the present that the next window runs again.
-        influence: `(B, n, P)`, how the state depends on the weights, where a policy (`RTRL`)
-            carries it.
-        since: `(B,)`, steps since each lane's last reset, where a policy warms up.
-        graphs: those of the strides before the present, where a policy keeps them.
-    """
-
-    state: State
-    edge: State
-    past: tuple[Chunk, ...] = ()
-    influence: Tensor | None = None
-    since: Tensor | None = None
-    graphs: tuple[Any, ...] = ()
+    @property
+    def carried(self) -> State:
+        """The net's state after the last step taken, detached; `None` before the first."""
+        ...
 
 
-class Policy(Protocol):
-    """How credit flows back through time."""
+@dataclass(frozen=True, eq=False)
+class CarriedState:
+    """The state of a policy that needs nothing between updates but the carried state."""
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """Takes steps from the source, adds to `.grad` of the parameters once, returns the update
-        and where it got to.
+    carried: State = None
 
-        `None` when the source has reached the end of its epoch.
+
+S = TypeVar("S", bound=PolicyState, default=Any)
+
+
+class Policy(Protocol[S]):
+    """How credit flows back through time. Implement it as a frozen dataclass."""
+
+    def init(self, carried: State, previous: S | None) -> S:
+        """The state before the first update of an epoch.
+
+        Args:
+            carried: the state entering the first step; `None` for the net's initial state, which
+                may be learnt: `net.initial_state(chunk.lanes, like=chunk.inputs)`.
+            previous: the state after the last epoch, for a policy that learns from epoch to epoch.
         """
         ...
 
+    def update(
+        self, net: Carried, source: Source, objective: Objective, state: S
+    ) -> tuple[Update | None, S]:
+        """Make one update: take steps, and add their gradient to `.grad` once.
 
-@runtime_checkable
-class Learning(Protocol):
-    """A policy that remembers something between updates besides its progress: a saved place holds it."""
+        Args:
+            net: made by `tt.carry`.
+            source: the steps, `source.take(n)`; `None` at the end of the epoch.
+            objective: the loss, `objective.loss(outputs, chunk)`.
+            state: after the last update; it must not be changed in place.
 
-    def state_dict(self) -> dict[str, Any]:
-        """What it remembers, as plain values."""
+        Returns:
+            The update, `None` at the end of the epoch; and the state after it.
+        """
         ...
 
-    def load_state_dict(self, learnt: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+    def state_dict(self, state: S) -> dict[str, Any]:
+        """The state as plain values, tensors and state trees."""
+        ...
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> S:
+        """The state that `state_dict` saved, its tensors on the net's device.
+
+        `source.read(start, stop)` reads steps of this epoch again.
+        """
         ...

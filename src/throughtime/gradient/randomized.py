@@ -3,25 +3,27 @@
     a_t = dl_t/ds_t + [no cut after t] / (1 - c_t) * J' a_{t+1},      c_t the chance of a cut after
     step t
 
-Credit that comes through uncut is made larger by what was cut elsewhere, so that the sum over an
-epoch has the exact gradient as its mean, at fixed weights, for any chances c_t < 1. They are chosen
-so that a stretch without a cut is longer than l with probability S(l) = (1 + l/s)^-alpha: a
-polynomial, not a geometric, law, whose weights 1/S(l) grow slower than any exponential decay of the
-credit they multiply, so that the variance stays finite however long the memory.
+Credit that is not cut is scaled up for what was cut elsewhere, so that the sum over an
+epoch has the exact gradient as its mean, at fixed weights, for any chances c_t < 1. The chances
+make a stretch without a cut longer than l with probability S(l) = (1 + l/s)^-alpha. This law is
+polynomial, not geometric: its weights 1/S(l) grow slower than any exponential decay of the credit
+they multiply, so the variance stays finite however long the memory.
 
 An update at every cut: the sum of the losses since the last one, over the mean number of steps
-between cuts (of all lanes) and not over its own, for an update of a short stretch must not count as
-much as one of a long stretch. Where few steps count, gradients are smaller accordingly. To be
-confused neither with `Truncated(jitter=True)`, which moves the cuts and stays biased, nor with
-random horizons without weights, which are biased as well.
+between cuts (of all lanes). It is not divided by its own number of steps, since an update of a
+short stretch must not count as much as one of a long stretch. Where few steps count, gradients are
+smaller accordingly. Not to be confused with `Truncated(jitter=True)`, which moves the cuts and
+stays biased, nor with random horizons without weights, which are biased as well.
 
 References: C. Tallec and Y. Ollivier, Unbiasing truncated backpropagation through time (2017).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -29,18 +31,20 @@ from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
-from throughtime.gradient.budget import Room
-from throughtime.gradient.exact import Clip
-from throughtime.gradient.gate import Gate
+from throughtime.gradient._backward import AdjointRecorder, LossPass
+from throughtime.gradient._memory import MemoryBudget
+from throughtime.gradient._segments import CheckpointedPass, CreditGate
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update, nothing
-from throughtime.gradient.stretch import Stretch
-from throughtime.gradient.sweep import Sweep
+from throughtime.gradient.policy import AdjointStats, CarriedState, Update, empty_update
+from throughtime.state import State
 
 
 @dataclass(frozen=True)
 class Survival:
-    """The chance S(l) = (1 + l / scale)^-alpha that a stretch is longer than l steps, where cuts fall every `grain` steps."""
+    """The chance S(l) = (1 + l / scale)^-alpha that a stretch is longer than l steps.
+
+    Cuts are possible every `grain` steps.
+    """
 
     scale: float
     alpha: float
@@ -48,8 +52,8 @@ class Survival:
 
     @classmethod
     @lru_cache
-    def of_mean(cls, mean: float, alpha: float, grain: int) -> "Survival":
-        """The one whose stretches are `mean` steps long on average, found by halving."""
+    def with_mean(cls, mean: float, alpha: float, grain: int) -> "Survival":
+        """The law whose stretches are `mean` steps long on average, by bisection."""
         low, high = 1e-9 * grain, alpha * mean
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
@@ -60,10 +64,7 @@ class Survival:
         return (1 + steps / self.scale) ** -self.alpha
 
     def mean(self) -> float:
-        """Mean length: the sum of S over all places where a cut may fall.
-
-        Far out, by Euler's and Maclaurin's formula.
-        """
+        """Mean length: the sum of S over all possible cuts, its tail by Euler-Maclaurin."""
         far = 4096
         rest = (
             self.scale / (self.alpha - 1) * (1 + far * self.grain / self.scale) ** (1 - self.alpha)
@@ -82,10 +83,10 @@ class Survival:
 
 @dataclass(frozen=True)
 class Randomized:
-    """Truncation at random places, the gradient unbiased: weights make up for what is cut.
+    """Truncation at random steps with an unbiased gradient: weights compensate the cuts.
 
-    Use it for streams without an end, or where an update must come often and bias is worse than
-    noise. Where a recording has an end, `Exact` has no bias and no noise.
+    Use it for streams without an end, or where updates must be frequent and bias is worse than
+    noise. Where a recording has an end, `Exact` has neither bias nor noise.
 
     Args:
         mean_horizon: mean number of steps between two cuts; an update is made at each.
@@ -93,8 +94,8 @@ class Randomized:
             smaller weights.
         grain: credit may be cut every so many steps; default: a sixteenth of `mean_horizon`. The
             paper's is 1, and slower.
-        memory: see `tt.Exact`; stretches are run again chunk by chunk, so a very long one takes no
-            more memory.
+        memory: as for `tt.Exact`; stretches are run again chunk by chunk, so a very long one takes
+            no more memory.
 
     Raises:
         ConfigError: a setting out of range.
@@ -119,8 +120,8 @@ class Randomized:
     memory: str | int | float = "512MB"
 
     def __post_init__(self) -> None:
-        schedule.whole("mean_horizon", self.mean_horizon, 1)
-        schedule.whole("grain", self._grain, 1)
+        schedule.check_whole("mean_horizon", self.mean_horizon, 1)
+        schedule.check_whole("grain", self._grain, 1)
         schedule.bytes_in(self.memory)
         if not (self.alpha > 1 and math.isfinite(self.alpha)):
             raise ConfigError(
@@ -139,10 +140,10 @@ class Randomized:
 
     @property
     def _survival(self) -> Survival:
-        return Survival.of_mean(self.mean_horizon, self.alpha, self._grain)
+        return Survival.with_mean(self.mean_horizon, self.alpha, self._grain)
 
     def inflation(self, lag: int) -> float:
-        """How much larger the second moment of credit over `lag` steps may be than that of exact credit: 1 / S(lag)."""
+        """The growth of the second moment of credit over `lag` steps, at most: 1 / S(lag)."""
         return 1 / self._survival(lag)
 
     def describe(self) -> str:
@@ -155,57 +156,58 @@ class Randomized:
             f" {', '.join(map(str, lags))} steps grows up to {grows} times"
         )
 
+    def init(self, carried: State, previous: CarriedState | None) -> CarriedState:
+        """The state before the first update of an epoch."""
+        del previous
+        return CarriedState(carried)
+
+    def state_dict(self, state: CarriedState) -> dict[str, Any]:
+        """The carried state."""
+        return {"carried": state.carried}
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> CarriedState:
+        """The state that `state_dict` saved."""
+        del source
+        return CarriedState(values["carried"])
+
     def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """The next stretch that has a valid step."""
-        while (chunk := source.take(objective.alike(self._survival.draw()))) is not None:
-            update, progress = self._stretch(
-                net, chunk, source.position - chunk.steps, objective, progress
-            )
+        self, net: Carried, source: Source, objective: Objective, state: CarriedState
+    ) -> tuple[Update | None, CarriedState]:
+        """The update of the next stretch with a valid step."""
+        while (chunk := source.take(objective.same_on_ranks(self._survival.draw()))) is not None:
+            begin = source.position - chunk.steps
+            update, state = self._update_stretch(net, chunk, begin, objective, state.carried)
             if update is not None:
-                return update, progress
-        return None, progress
+                return update, state
+        return None, state
 
-    def _stretch(
-        self, net: Carried, chunk: Chunk, begin: int, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        room = Room(self.memory, "auto", None)
-        length = room.length(
-            net, chunk.steps, lambda wanted: chunk[0:wanted], progress.state, objective
-        )
+    def _update_stretch(
+        self, net: Carried, chunk: Chunk, begin: int, objective: Objective, carried: State
+    ) -> tuple[Update | None, CarriedState]:
+        budget = MemoryBudget(self.memory, "auto", None)
+        length = budget.segment_steps(net, chunk.steps, lambda n: chunk[0:n], carried, objective)
         bounds = schedule.pieces(chunk.steps, length)
-        sweep = Sweep(
-            net,
-            bounds,
-            lambda start, stop: chunk[start:stop],
-            progress.edge,
-            gates=self._gates(chunk.steps),
+        checkpoints = CheckpointedPass(
+            net, bounds, lambda a, b: chunk[a:b], carried, gates=self._gates(chunk.steps)
         )
-        stretch = Stretch.played(sweep, (chunk[a:b] for a, b in pairwise(bounds)), objective)
-        after = Progress(sweep.state, sweep.state)
-        mass = objective.mean(stretch.mass)
-        if not stretch.valid:
-            return nothing(objective, stretch.chunk, after.state, stretch.outputs), after
-        clip = Clip(None, objective.scale(stretch.outputs), stretch.chunk)
-        loss = stretch.descend(
-            objective, clip, begin, weight=mass / (self.mean_horizon * chunk.lanes)
-        )
-        swept = clip.adjoint_stats(length)
-        return (
-            Update(
-                loss,
-                stretch.valid,
-                after.state,
-                stretch.outputs,
-                stretch.chunk,
-                swept,
-                stretch.mass,
-            ),
-            after,
-        )
+        chunks = (chunk[a:b] for a, b in pairwise(bounds))
+        loss_pass = LossPass.run(checkpoints, chunks, objective)
+        after, outputs, last = checkpoints.state, loss_pass.outputs, loss_pass.chunk
+        loss_weight = objective.mean(loss_pass.loss_weight)
+        if not loss_pass.valid:
+            return empty_update(objective, last, after, outputs), CarriedState(after)
+        recorder = AdjointRecorder(None, objective.scale(outputs), last)
+        scale = loss_weight / (self.mean_horizon * chunk.lanes)
+        loss = loss_pass.backward(objective, recorder, begin, scale)
+        stats = AdjointStats(length, recorder.adjoints)
+        weight = loss_pass.loss_weight
+        update = Update(loss, loss_pass.valid, after, outputs, last, stats, weight)
+        return update, CarriedState(after)
 
-    def _gates(self, steps: int) -> dict[int, Gate]:
-        """Where no cut fell, credit weighs as much more as a cut there was likely."""
+    def _gates(self, steps: int) -> dict[int, CreditGate]:
+        """Gates at the possible cuts: credit that passes is scaled up by the chance of a cut."""
         survival, grain = self._survival, self._grain
-        return {at: Gate(survival(at - grain) / survival(at)) for at in range(grain, steps, grain)}
+        return {
+            step: CreditGate(survival(step - grain) / survival(step))
+            for step in range(grain, steps, grain)
+        }

@@ -1,16 +1,15 @@
-"""The exact gradient for any loss of the outputs, transparent to autograd, in the memory of one
-chunk.
+"""The exact gradient for any loss of the outputs, in the memory of one chunk.
 
-A custom autograd function around a sweep (`sweep.py`): forward without a graph, states kept at the
-chunks' edges; backward chunk by chunk, each run again from its state, with whatever cotangents
-autograd hands in.
+A custom autograd function around a checkpointed pass (`_segments.py`): forward without a graph,
+states stored between chunks; backward chunk by chunk, each run again from its state, with the
+cotangents that autograd passes in.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -22,10 +21,9 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import schedule
-from throughtime.gradient.budget import Room
-from throughtime.gradient.edges import Offload
-from throughtime.gradient.gather import Gathered, weights_of
-from throughtime.gradient.sweep import Adjoint, Sweep, Verify, check_verify
+from throughtime.gradient._backward import CreditFlow, GradientAccumulator, trainable_weights
+from throughtime.gradient._memory import MemoryBudget, Offload
+from throughtime.gradient._segments import CheckpointedPass, Verify, check_verify
 from throughtime.state import State
 
 
@@ -40,12 +38,11 @@ def rollout(
     offload: Offload = None,
     verify: Verify = "first",
 ) -> tuple[Tensor, State]:
-    """Outputs for all steps and the state after them, with a graph whose memory does not grow with
-    the steps.
+    """Outputs for all steps and the state after them, with a graph of constant memory.
 
-    Looks like `net(x, state, resets)` and has the same gradients, to inputs, state and parameters.
-    Use it for losses that are no mean over steps: of a spectrum, of a whole sequence, of its end;
-    or as a part of a larger graph. Where the loss is a mean over steps, `tt.updates` with
+    Same call as `net(x, state, resets)` and the same gradients, to inputs, state and parameters.
+    Use it for losses that are not a mean over steps (of a spectrum, of a whole sequence, of its
+    end), or as part of a larger graph. Where the loss is a mean over steps, `tt.updates` with
     `tt.Exact` holds neither inputs nor outputs in memory.
 
     Args:
@@ -54,9 +51,9 @@ def rollout(
             floating `(T, D)` or integer `(T,)`.
         state: the state entering the first step; default: the initial state.
         resets: `(T, B)` bool, true where the state entering the step is the initial state.
-        memory: for edge states and the graph of one chunk, while gradients flow; see `tt.Exact`.
+        memory: for stored states and the graph of one chunk; see `tt.Exact`.
         chunk: steps per forward call; "auto": the fastest that fits.
-        offload: where edge states are kept; see `tt.Exact`.
+        offload: where the states between chunks are stored; see `tt.Exact`.
         verify: which recomputed states are compared; see `tt.Exact`.
 
     Returns:
@@ -64,7 +61,7 @@ def rollout(
 
     Raises:
         ConfigError: a memory too small; it says how much is needed.
-        DataError: inputs that are no `(T, B, ...)` with at least one step.
+        DataError: inputs that are not `(T, B, ...)` with at least one step.
         ModelError: the forward pass does not repeat, weights changed before the backward pass, or a
             second derivative (`create_graph=True`) was asked for.
 
@@ -94,8 +91,8 @@ def rollout(
             verify=verify,
         )
         return y.squeeze(1), end
-    room = Room(memory, chunk, offload)
-    room.check()
+    budget = MemoryBudget(memory, chunk, offload)
+    budget.check()
     check_verify(verify)
     if x.dim() < 2 or not len(x):
         raise DataError(
@@ -104,18 +101,20 @@ def rollout(
         )
     steps = Chunk.from_tensors(x, resets=resets)
     entering = net.initial_state(steps.lanes, like=x) if state is None else state
-    length = room.length(
-        net, steps.steps, lambda wanted: steps[0:wanted], trees.detach(entering), None
+    length = budget.segment_steps(
+        net, steps.steps, lambda n: steps[0:n], trees.detach(entering), None
     )
-    plan = Plan(net, steps, entering, schedule.pieces(steps.steps, length), offload, verify, [])
-    y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights_of(net).values())
-    following = iter(leaves)
-    return y, trees.map_leaves(lambda _: next(following), entering)
+    bounds = schedule.pieces(steps.steps, length)
+    plan = _Plan(net, steps, entering, bounds, offload, verify)
+    weights = trainable_weights(net).values()
+    y, *leaves = _Rollout.apply(plan, x, *trees.tensors(entering), *weights)
+    rest = iter(leaves)
+    return y, trees.map_leaves(lambda _: next(rest), entering)
 
 
 @dataclass(eq=False)
-class Plan:
-    """One rollout: what is run, and what its backward pass must find unchanged."""
+class _Plan:
+    """One rollout, and the versions of the weights that its backward pass must find."""
 
     net: Carried
     steps: Chunk
@@ -123,14 +122,14 @@ class Plan:
     bounds: Sequence[int]
     offload: Offload
     verify: Verify
-    versions: list[int]
+    versions: list[int] = field(default_factory=list[int])
 
     def chunks(self) -> Iterator[Chunk]:
-        """The steps, piece by piece."""
+        """The steps, segment by segment."""
         return (self.steps[start:stop] for start, stop in pairwise(self.bounds))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The autocast that is on now, for later."""
+        """The autocast that is active now, for later."""
         kind = self.steps.inputs.device.type
         if not torch.is_autocast_enabled(kind):
             return nullcontext()
@@ -140,45 +139,47 @@ class Plan:
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
 
-    def sweep(self, *, to_inputs: bool) -> Sweep:
-        """The executor; its pieces start from states without a graph, autograd joins them to what came before."""
-        start = trees.detach(self.entering)
-        return Sweep(
+    def checkpointed(self, *, input_grads: bool) -> CheckpointedPass:
+        """The pass; it starts from a state without a graph, which autograd joins to its past."""
+        return CheckpointedPass(
             self.net,
             self.bounds,
             lambda start, stop: self.steps[start:stop],
-            start,
+            trees.detach(self.entering),
             offload=self.offload,
             verify=self.verify,
-            to_inputs=to_inputs,
+            input_grads=input_grads,
         )
+
+    def span(self, chunk: Chunk) -> slice:
+        """The steps of a chunk among all of them."""
+        return slice(chunk.start - self.steps.start, chunk.stop - self.steps.start)
 
 
 class _Rollout(torch.autograd.Function):
     """`plan, x, *state, *weights` to `y, *state`."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        sweep = plan.sweep(to_inputs=x.requires_grad)
+    def forward(ctx: Any, plan: _Plan, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        checkpoints = plan.checkpointed(input_grads=x.requires_grad)
         outputs: Tensor | None = None
-        for chunk, y in sweep.forward(plan.chunks(), graph=False):
+        for chunk, y in checkpoints.forward(plan.chunks(), graph=False):
             if outputs is None:
                 outputs = y.new_empty(plan.steps.steps, *y.shape[1:])
-            outputs[_span(chunk, plan)] = y
+            outputs[plan.span(chunk)] = y
         if outputs is None:
             raise RuntimeError("a rollout without steps")
-        ctx.save_for_backward(x)  # autograd then finds inputs that were changed in place
-        ctx.plan, ctx.sweep, ctx.autocast = plan, sweep, plan.autocast()
+        ctx.save_for_backward(x)  # autograd then detects inputs that were changed in place
+        ctx.plan, ctx.checkpoints, ctx.autocast = plan, checkpoints, plan.autocast()
         ctx.weights = rest[len(trees.tensors(plan.entering)) :]
-        # torch's documented counter has no other name
         plan.versions[:] = [weight._version for weight in ctx.weights]
-        leaves = trees.tensors(sweep.state)
+        leaves = trees.tensors(checkpoints.state)
         ctx.mark_non_differentiable(*(leaf for leaf in leaves if not trees.differentiable(leaf)))
         ctx.set_materialize_grads(False)
         return outputs, *leaves
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, *cotangents: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise ModelError(
                 "tt.rollout was asked for a second derivative (create_graph=True): its backward"
@@ -186,45 +187,22 @@ class _Rollout(torch.autograd.Function):
                 " itself, net(x, state, resets), on a stretch that fits in memory."
             )
         (x,) = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: _Plan = ctx.plan
         weights: list[Tensor] = list(ctx.weights)
         if [weight._version for weight in weights] != plan.versions:
             raise ModelError(
                 "weights were changed in place (optimizer.step()?) between tt.rollout and its"
                 " backward pass, which runs the net again: call backward first"
             )
-        dy, adjoint = cotangents[0], cotangents[1:]
-        gathered = Gathered({str(i): weight for i, weight in enumerate(weights)})
+        named = {str(i): weight for i, weight in enumerate(weights)}
+        flow = CreditFlow(GradientAccumulator(named), cotangents)
         dx = torch.zeros_like(x) if x.requires_grad else None
         with ctx.autocast:
-            adjoint = _back(ctx.sweep, plan, dy, adjoint, gathered, dx)
-        return None, dx, *adjoint, *gathered.result()
-
-
-def _back(
-    sweep: Sweep,
-    plan: Plan,
-    dy: Tensor | None,
-    adjoint: Adjoint,
-    gathered: Gathered,
-    dx: Tensor | None,
-) -> Adjoint:
-    """The adjoint of the state entering the first step.
-
-    Fills in the gradients of weights and inputs on the way.
-    """
-    for piece in sweep.backward():
-        span = _span(piece.chunk, plan)
-        pulled = piece.pull(
-            gathered.weights, [] if dy is None else [(piece.outputs, dy[span])], adjoint
-        )
-        gathered.add(pulled.weights)
-        if dx is not None and pulled.inputs is not None:
-            dx[span] = pulled.inputs
-        adjoint = pulled.adjoint
-        del piece
-    return adjoint
-
-
-def _span(chunk: Chunk, plan: Plan) -> slice:
-    return slice(chunk.start - plan.steps.start, chunk.stop - plan.steps.start)
+            for segment in ctx.checkpoints.backward():
+                span = plan.span(segment.chunk)
+                roots = [] if dy is None else [(segment.outputs, dy[span])]
+                product = flow.through(segment, roots)
+                if dx is not None and product.inputs is not None:
+                    dx[span] = product.inputs
+                del segment, roots
+        return None, dx, *(flow.cotangents or ()), *flow.grads.result()

@@ -1,16 +1,14 @@
-"""Untruncated credit on a stream without end: real-time recurrent learning, chunk by chunk, for
-small states.
+"""Real-time recurrent learning, chunk by chunk: untruncated credit on a stream without end.
 
-    S_k = ds_k/dw                                  influence of the weights on the state after chunk
-    k: (n, P) for each lane
-    g_k = dl_k/dw + (dl_k/ds_{k-1}) S_{k-1}        gradient of the losses of chunk k, through all of
-    the past
-    S_k = (ds_k/ds_{k-1}) S_{k-1} + ds_k/dw        within the chunk, both by n backward passes
+    S_k = ds_k/dw                              influence of the weights on the state after chunk k,
+                                               (n, P) for each lane
+    g_k = dl_k/dw + (dl_k/ds_{k-1}) S_{k-1}    gradient of the losses of chunk k, through all past
+    S_k = (ds_k/ds_{k-1}) S_{k-1} + ds_k/dw    within the chunk, both by n backward passes
 
-At fixed weights the g_k sum to the exact gradient. Between updates S keeps what was true of earlier
+At fixed weights the g_k sum to the exact gradient. Between updates S still belongs to the earlier
 weights: an error of the order of the learning rate, as in all real-time recurrent learning. Memory
-n * B * P numbers, n * B backward passes per chunk: for states of some dozen numbers. To be confused
-neither with `Truncated`, which forgets, nor with approximations of S (SnAp, UORO, e-prop).
+n * B * P numbers, n * B backward passes per chunk: for states of some dozen numbers. Not to be
+confused with `Truncated`, which cuts credit, nor with approximations of S (SnAp, UORO, e-prop).
 
 References: R. J. Williams and D. Zipser, A learning algorithm for continually running fully
 recurrent neural networks, Neural Computation 1 (1989); J. Schmidhuber, A fixed size storage O(n^3)
@@ -23,6 +21,7 @@ Shapes: `B` lanes, `n` numbers in one lane's state, `P` weights.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,20 +29,37 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
-from throughtime.errors import ConfigError, RunError, StateError
+from throughtime.errors import ConfigError, StateError
 from throughtime.gradient import schedule
-from throughtime.gradient.finite import not_finite
-from throughtime.gradient.gather import Gathered, hooks_held, weights_of
+from throughtime.gradient._backward import (
+    CreditFlow,
+    GradientAccumulator,
+    deliver,
+    suspended_hooks,
+    trainable_weights,
+)
+from throughtime.gradient._segments import Segment, run_segment
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update, nothing
-from throughtime.gradient.sweep import Piece, started
+from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class RTRLState:
+    """Between two updates of `RTRL`.
+
+    Attributes:
+        carried: the state after the last step.
+        influence: `(B, n, P)`, its derivative by the weights; `None` for zeros.
+    """
+
+    carried: State = None
+    influence: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RTRL:
-    """An update every `stride` steps, its credit untruncated: the whole past counts, on a stream
-    without end.
+    """An update every `stride` steps with untruncated credit, on a stream without end.
 
     For small states: system identification, control, a GRU of some dozen units. Lanes must not
     depend on each other (as BatchNorm makes them).
@@ -54,15 +70,17 @@ class RTRL:
 
     Raises:
         ConfigError: the state is larger; the message says what memory it would take.
-        RunError: a gradient is not finite; `.grad` and weights are untouched.
+        RunError: a gradient is not finite; `.grad` and weights are unchanged.
 
     Cost: a forward pass and n * B + 1 backward passes per step; memory for n * B * P numbers.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.randn(60, 3), "targets": torch.randn(60)}, lanes=1, chunk=10)
+        >>> recording = {"inputs": torch.randn(60, 3), "targets": torch.randn(60)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=10)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> [update.steps for update in tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.RTRL(stride=20))]
+        >>> run = tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.RTRL(stride=20))
+        >>> [update.steps for update in run]
         [20, 20, 20]
 
     References: Williams & Zipser (1989); Schmidhuber (1992).
@@ -72,41 +90,53 @@ class RTRL:
     max_state: int = 128
 
     def __post_init__(self) -> None:
-        schedule.whole("stride", self.stride, 1)
-        schedule.whole("max_state", self.max_state, 1)
+        schedule.check_whole("stride", self.stride, 1)
+        schedule.check_whole("max_state", self.max_state, 1)
 
     def describe(self) -> str:
         """The setting in words."""
         return f"an update every {self.stride} steps, credit back through all of the past"
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """The next stride that has a valid step; the others carry state and influence on."""
-        while (chunk := source.take(self.stride)) is not None:
-            begin = source.position - chunk.steps
-            named = weights_of(net, objective.loss_fn)
-            weights = list(named.values())
-            piece = started(net, chunk, progress.edge)
-            influence = self._influence(piece.before, progress, weights)
-            found = (
-                self._update(piece, objective, influence, named, begin)
-                if objective.counts(chunk)
-                else None
-            )
-            after = trees.detach(piece.after)
-            progress = Progress(after, after, influence=_carried_on(piece, influence, weights))
-            outputs = piece.outputs.detach()
-            update = nothing(objective, chunk, after, outputs)
-            if found is not None:
-                update = Update(*found, after, outputs, chunk, weight=objective.weight(chunk))
-            if update is not None:
-                return update, progress
-        return None, progress
+    def init(self, carried: State, previous: RTRLState | None) -> RTRLState:
+        """The state before the first update of an epoch."""
+        del previous
+        return RTRLState(carried)
 
-    def _influence(self, state: State, progress: Progress, weights: Sequence[Tensor]) -> Tensor:
+    def state_dict(self, state: RTRLState) -> dict[str, Any]:
+        """Carried state and influence."""
+        return {"carried": state.carried, "influence": state.influence}
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> RTRLState:
+        """The state that `state_dict` saved."""
+        del source
+        return RTRLState(values["carried"], values["influence"])
+
+    def update(
+        self, net: Carried, source: Source, objective: Objective, state: RTRLState
+    ) -> tuple[Update | None, RTRLState]:
+        """The update of the next stride with a valid step; others carry state and influence on."""
+        while (chunk := source.take(self.stride)) is not None:
+            weights = trainable_weights(net, objective.loss_fn)
+            segment = run_segment(net, chunk, state.carried)
+            influence = self._influence(segment, state, list(weights.values()))
+            loss = None
+            if objective.counts(chunk):
+                begin = source.position - chunk.steps
+                loss = self._backward(segment, objective, influence, weights, begin)
+            after, outputs = trees.detach(segment.after), segment.outputs.detach()
+            state = RTRLState(after, _next_influence(segment, influence, list(weights.values())))
+            if loss is None:
+                update = empty_update(objective, chunk, after, outputs)
+            else:
+                weight = objective.rank_weight(chunk)
+                update = Update(loss, chunk.valid, after, outputs, chunk, weight=weight)
+            if update is not None:
+                return update, state
+        return None, state
+
+    def _influence(self, segment: Segment, state: RTRLState, weights: Sequence[Tensor]) -> Tensor:
         """`(B, n, P)`, zeros at the start of an epoch."""
-        leaves = [leaf.detach() for leaf in _floating(state)]
+        leaves = [leaf.detach() for leaf in _floating(segment.before)]
         if any(leaf.is_complex() for leaf in leaves):
             raise StateError(
                 "tt.RTRL carries the influence on real states only; keep real and imaginary part"
@@ -123,92 +153,87 @@ class RTRL:
                 f" every {self.stride} steps. Take fewer lanes or a smaller net, tt.Exact or"
                 f" tt.Randomized, or, if that is what you want, max_state={lanes * size}."
             )
-        if progress.influence is not None:
-            return progress.influence
+        if state.influence is not None:
+            return state.influence
         return leaves[0].new_zeros(lanes, size, count)
 
     @staticmethod
-    def _update(
-        piece: Piece,
+    def _backward(
+        segment: Segment,
         objective: Objective,
         influence: Tensor,
-        named: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         begin: int,
-    ) -> tuple[Tensor, int]:
-        objective.check_weights(piece.outputs, piece.chunk)
-        loss = objective.loss(piece.outputs, piece.chunk)
-        gathered = Gathered(named)
-        pulled = piece.pull(gathered.weights, [(objective.scaled(loss), None)], None, keep=True)
-        objective.check_depends([*pulled.weights, *pulled.adjoint])
-        gathered.add(pulled.weights)
-        adjoint = _rows(
+    ) -> Tensor:
+        """Add the gradient to `.grad`; returns the loss, detached."""
+        objective.check_weights(segment.outputs, segment.chunk)
+        loss = objective.loss(segment.outputs, segment.chunk)
+        flow = CreditFlow(GradientAccumulator(weights))
+        product = flow.through(segment, [(objective.scaled(loss), None)], retain=True)
+        objective.check_depends([*product.weights, *product.state])
+        pairs = zip(trees.tensors(segment.before), product.state, strict=True)
+        cotangents = _rows(
             [
                 torch.zeros_like(leaf) if a is None else a
-                for leaf, a in _pairs(piece.before, pulled.adjoint)
+                for leaf, a in pairs
+                if trees.differentiable(leaf)
             ]
         )
-        gathered.add(_like(gathered.weights, torch.einsum("bn,bnp->p", adjoint, influence)))
-        objective.check_depends(gathered.sums)
-        fault = gathered.faulty() if objective.scaler is None else None
-        if fault is not None:
-            raise RunError(
-                not_finite(fault, begin, begin + piece.chunk.steps, piece.chunk, loss.item())
-            )
-        gathered.deliver()
-        return loss.detach(), piece.chunk.valid
+        past = torch.einsum("bn,bnp->p", cotangents, influence)
+        flow.grads.add(_like(flow.grads.weights, past))
+        deliver(flow.grads, objective, loss, segment.chunk, begin)
+        return loss.detach()
 
 
-def _carried_on(piece: Piece, influence: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _next_influence(segment: Segment, influence: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The influence after the chunk."""
     lanes, size = influence.shape[:2]
-    unit = torch.eye(lanes * size, dtype=influence.dtype, device=influence.device).view(
-        -1, lanes, size
-    )
-    cotangents = _leaves_like(unit, _floating(piece.after))
-    by_state, by_weights = _products(piece, cotangents, weights)
-    jacobian = torch.stack([by_state.view(lanes, size, lanes, size)[b, :, b] for b in range(lanes)])
+    unit = torch.eye(lanes * size, dtype=influence.dtype, device=influence.device)
+    cotangents = _leaves_like(unit.view(-1, lanes, size), _floating(segment.after))
+    by_state, by_weights = _jacobians(segment, cotangents, weights)
+    by_lane = by_state.view(lanes, size, lanes, size)
+    jacobian = torch.stack([by_lane[b, :, b] for b in range(lanes)])
     return torch.bmm(jacobian, influence) + by_weights.view(lanes, size, -1)
 
 
-def _products(
-    piece: Piece, cotangents: list[Tensor], weights: Sequence[Tensor]
+def _jacobians(
+    segment: Segment, cotangents: list[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """For each cotangent, its product with the derivatives by the state before, `(K, B * n)`, and by the weights, `(K, P)`."""
-    after = _floating(piece.after)
-    alive = [(leaf, c) for leaf, c in zip(after, cotangents, strict=True) if leaf.requires_grad]
-    before = _floating(piece.before)
-    wanted = [*(leaf for leaf in before if leaf.requires_grad), *weights]
+    """Products of K cotangents with the derivatives of the state after the segment.
+
+    By the state before it, `(K, B * n)`, and by the weights, `(K, P)`.
+    """
+    after = _floating(segment.after)
+    roots = [(leaf, c) for leaf, c in zip(after, cotangents, strict=True) if leaf.requires_grad]
+    before = _floating(segment.before)
+    targets = [*(leaf for leaf in before if leaf.requires_grad), *weights]
     count = len(cotangents[0])
-    found: list[Tensor | None] = [None] * len(wanted)
-    if alive:
-        with hooks_held(weights):
-            found = _batched([leaf for leaf, _ in alive], wanted, [c for _, c in alive])
-    rest = iter(found)
+    products: list[Tensor | None] = [None] * len(targets)
+    if roots:
+        with suspended_hooks(weights):
+            products = _batched([leaf for leaf, _ in roots], targets, [c for _, c in roots])
+    rest = iter(products)
     states = [_filled(next(rest) if leaf.requires_grad else None, leaf, count) for leaf in before]
     by_weights = [
-        _filled(found_, weight, count).reshape(count, -1)
-        for found_, weight in zip(rest, weights, strict=True)
+        _filled(product, weight, count).reshape(count, -1)
+        for product, weight in zip(rest, weights, strict=True)
     ]
     rows = torch.cat([leaf.reshape(count, leaf.shape[1], -1) for leaf in states], dim=2)
     return rows.flatten(1), torch.cat(by_weights, dim=1)
 
 
 def _batched(
-    outputs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]
+    outputs: list[Tensor], targets: list[Tensor], cotangents: list[Tensor]
 ) -> list[Tensor | None]:
-    """All products in one backward pass.
-
-    One after another where an operation of the net cannot be batched.
-    """
+    """All products in one backward pass, or one by one if an operation cannot be batched."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # torch says which operations it loops over
+            # torch warns about the operations it loops over
+            warnings.simplefilter("ignore", UserWarning)
             return list(
                 torch.autograd.grad(
                     outputs,
-                    wanted,
+                    targets,
                     cotangents,
                     retain_graph=True,
                     allow_unused=True,
@@ -218,7 +243,7 @@ def _batched(
     except RuntimeError:
         single = [
             torch.autograd.grad(
-                outputs, wanted, [c[k] for c in cotangents], retain_graph=True, allow_unused=True
+                outputs, targets, [c[k] for c in cotangents], retain_graph=True, allow_unused=True
             )
             for k in range(len(cotangents[0]))
         ]
@@ -228,20 +253,12 @@ def _batched(
         ]
 
 
-def _filled(found: Tensor | None, like: Tensor, count: int) -> Tensor:
-    return like.new_zeros(count, *like.shape) if found is None else found
+def _filled(product: Tensor | None, like: Tensor, count: int) -> Tensor:
+    return like.new_zeros(count, *like.shape) if product is None else product
 
 
 def _floating(state: State) -> list[Tensor]:
     return [leaf for leaf in trees.tensors(state) if trees.differentiable(leaf)]
-
-
-def _pairs(state: State, adjoint: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    return [
-        (leaf, a)
-        for leaf, a in zip(trees.tensors(state), adjoint, strict=True)
-        if trees.differentiable(leaf)
-    ]
 
 
 def _rows(leaves: Sequence[Tensor]) -> Tensor:

@@ -1,9 +1,10 @@
-"""Where to cut: plans of integers (no torch), which one small executor runs.
+"""Plans of where to cut: integers only, no torch.
 
 The plan of Williams & Peng's BPTT(h; h'): every `stride` steps go back through the last `horizon`
 steps, and count the losses of the newest `stride` steps only, so that each loss counts once.
 
-The plan of a sweep: pieces of `chunk` steps, run forward one after another and backward in turn.
+The plan of a checkpointed pass: segments of `chunk` steps, run forward in order and backward in
+reverse order.
 """
 
 import math
@@ -16,14 +17,14 @@ from throughtime.errors import ConfigError
 
 # bytes of graph: on a 2-core Zen 5, 8 to 30 MB run fastest for hidden sizes 8 to 128, twice as fast
 # as 300 MB
-SWEET_SPOT = 16_000_000
+FASTEST_GRAPH = 16_000_000
 
 
 class Window(NamedTuple):
-    """One update: run `lead` to `start` without a graph, then to `stop` with one; count the losses
-    from `counted` on.
+    """One update, in steps: run `lead` to `start` without a graph, then to `stop` with one.
 
-    The state entering step `keep` is remembered: the next window's lead begins there.
+    The losses from `counted` on count. The state entering step `keep` is stored: the lead of the
+    next window begins there.
     """
 
     lead: int
@@ -37,17 +38,25 @@ def window(
     lead: int,
     counted: int,
     stop: int,
-    ahead: Callable[[int], int],
+    remaining: Callable[[int], int],
     stride: int,
     horizon: int,
     burn_in: int = 0,
 ) -> Window:
-    """The window that counts the losses from `counted` to before `stop`; `ahead` tells how many of
-    the next steps there are.
+    """The window that counts the losses from `counted` to before `stop`.
 
-    It reaches back `horizon` steps from its end, or to `lead`, where the state is known: a last
-    window shorter than the stride sees back as far as any other, except where `horizon == stride`
-    and no step is run twice with a graph.
+    It reaches back `horizon` steps from its end, or to `lead`, where the state is stored. So a last
+    window shorter than the stride reaches back as far as any other, except where `horizon ==
+    stride` and no step is run twice with a graph.
+
+    Args:
+        lead: the first step that can be run.
+        counted: the first step whose loss counts.
+        stop: the end.
+        remaining: returns how many of the next n steps there are.
+        stride: steps between two updates.
+        horizon: steps that credit may flow back.
+        burn_in: steps before the next window that are run again without a graph.
     """
     if horizon == stride:
         return Window(lead, counted, counted, stop, max(lead, stop - burn_in))
@@ -56,41 +65,36 @@ def window(
         max(lead, stop - horizon),
         counted,
         stop,
-        min(stop, max(lead, stop + ahead(stride) - horizon - burn_in)),
+        min(stop, max(lead, stop + remaining(stride) - horizon - burn_in)),
     )
 
 
 def windows(
     steps: int, stride: int, horizon: int, *, burn_in: int = 0, first: int | None = None
 ) -> Iterator[Window]:
-    """The windows of `steps` steps, in order; the first counts `first` steps, the last what is
-    left.
+    """The windows of `steps` steps, in order.
+
+    The first one counts `first` steps, the last one those that are left.
 
     Example:
         >>> from throughtime.gradient.schedule import windows
         >>> [(w.start, w.counted, w.stop) for w in windows(10, stride=4, horizon=6)]
         [(0, 0, 4), (2, 4, 8), (4, 8, 10)]
     """
-    check(stride, horizon)
+    check_horizon(stride, horizon)
     lead = counted = 0
     while counted < steps:
         stop = min(counted + (stride if counted or first is None else first), steps)
         left = steps - stop
-        found = window(
-            lead,
-            counted,
-            stop,
-            lambda wanted, left=left: min(wanted, left),
-            stride,
-            horizon,
-            burn_in,
+        plan = window(
+            lead, counted, stop, lambda n, left=left: min(n, left), stride, horizon, burn_in
         )
-        yield found
-        lead, counted = found.keep, stop
+        yield plan
+        lead, counted = plan.keep, stop
 
 
-def check(stride: int, horizon: int) -> None:
-    """Refuses what no plan can serve."""
+def check_horizon(stride: int, horizon: int) -> None:
+    """Refuse settings without a plan."""
     # a user's 1e3 is a float
     if not isinstance(stride, int) or not isinstance(horizon, int):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
@@ -105,15 +109,14 @@ def check(stride: int, horizon: int) -> None:
         )
 
 
-def whole(name: str, value: object, least: int) -> None:
-    """Refuses a setting that is no whole number of at least `least`."""
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuse a setting that is not a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
 def pieces(steps: int, chunk: int, edges: Iterable[int] = ()) -> tuple[int, ...]:
-    """Where the pieces of a sweep begin and end: at every one of `edges`, and after at most `chunk`
-    steps in between.
+    """Bounds of segments of at most `chunk` steps, with a bound at each of `edges`.
 
     Example:
         >>> from throughtime.gradient.schedule import pieces
@@ -124,49 +127,47 @@ def pieces(steps: int, chunk: int, edges: Iterable[int] = ()) -> tuple[int, ...]
     return (*(at for start, stop in pairwise(cuts) for at in range(start, stop, chunk)), steps)
 
 
-class Course(NamedTuple):
-    """Windows that do not overlap, so that one backward pass over the whole stretch gives the sum
-    of their gradients.
+class WindowGroup(NamedTuple):
+    """Windows that do not overlap: one backward pass over all steps sums their gradients.
 
-    `spans` are the steps whose losses count, `cuts` the places where credit ends.
+    `spans` are the steps whose losses count, `cuts` the steps before which credit ends.
     """
 
     spans: tuple[tuple[int, int], ...]
     cuts: frozenset[int]
 
     def counts(self, step: int) -> bool:
-        """Whether the loss of a step counts here."""
+        """Whether the loss of a step counts in this group."""
         index = bisect_right(self.spans, (step, math.inf)) - 1
         return index >= 0 and step < self.spans[index][1]
 
 
-def courses(plan: Iterable[Window]) -> list[Course]:
-    """The windows of a plan as few courses: one without overlap, else about horizon / stride.
+def group_windows(plan: Iterable[Window]) -> list[WindowGroup]:
+    """The windows of a plan in as few groups: one without overlap, else about horizon / stride.
 
     Example:
-        >>> from throughtime.gradient.schedule import courses, windows
-        >>> [course.spans for course in courses(windows(9, stride=3, horizon=6))]
+        >>> from throughtime.gradient.schedule import group_windows, windows
+        >>> [group.spans for group in group_windows(windows(9, stride=3, horizon=6))]
         [((0, 3), (6, 9)), ((3, 6),)]
     """
-    found: list[list[Window]] = []
+    groups: list[list[Window]] = []
     for window in plan:
-        free = next((course for course in found if course[-1].stop <= window.start), None)
+        free = next((group for group in groups if group[-1].stop <= window.start), None)
         if free is None:
-            found.append([window])
+            groups.append([window])
         else:
             free.append(window)
     return [
-        Course(
-            tuple((w.counted, w.stop) for w in course),
-            frozenset(w.start for w in course if w.start),
+        WindowGroup(
+            tuple((w.counted, w.stop) for w in group),
+            frozenset(w.start for w in group if w.start),
         )
-        for course in found
+        for group in groups
     ]
 
 
-class Size(NamedTuple):
-    """Bytes that a net needs: for the graph of one step, for any graph at all, for the state at one
-    edge.
+class GraphSize(NamedTuple):
+    """Bytes that a net needs: per step of graph, per graph, and per stored state.
 
     `tensors` is how many tensors the graph of one step saves: several in a Python loop over steps,
     none in a fused layer.
@@ -177,73 +178,78 @@ class Size(NamedTuple):
     edge: float
     tensors: float = 0.0
 
-    def of(self, steps: int, chunk: int, *, kept: bool) -> float:
-        """Bytes for a sweep of `steps` steps in pieces of `chunk`.
+    def total(self, steps: int, chunk: int, *, stored: bool) -> float:
+        """Bytes for a pass of `steps` steps in segments of `chunk`.
 
-        `kept` is whether edge states stay in this memory.
+        `stored` is whether the states between segments stay in this memory.
         """
         return (
             self.fixed
             + chunk * self.step
-            + (self.edge * math.ceil(steps / chunk) if kept else self.edge)
+            + (self.edge * math.ceil(steps / chunk) if stored else self.edge)
         )
 
 
 def best_chunk(
-    steps: int, size: Size, budget: float, *, kept: bool = True, sweet: float | None = SWEET_SPOT
+    steps: int,
+    size: GraphSize,
+    budget: float,
+    *,
+    stored: bool = True,
+    target: float | None = FASTEST_GRAPH,
 ) -> int:
-    """The piece length that runs fastest within `budget` bytes.
+    """The segment length that runs fastest within `budget` bytes.
 
-    On a CPU (`sweet`) a graph of some 16 MB stays near the processor and makes the cost of a call
-    small. Where the edge states of so short pieces do not fit, the shortest that fit are taken; the
-    least memory of all is needed near sqrt(steps * edge / step).
+    On a CPU a graph of about 16 MB (`target`) stays in cache and makes the cost of a call small.
+    If the states between such short segments do not fit, the shortest segments that fit are taken.
+    The least memory of all is needed near sqrt(steps * edge / step).
 
     Raises:
-        ConfigError: the budget is below the least that is needed; it says how much that is, and
-            what else helps.
+        ConfigError: the budget is too small; the message says how much is needed, and what else
+            helps.
 
     Example:
-        >>> from throughtime.gradient.schedule import Size, best_chunk
-        >>> best_chunk(100_000, Size(step=8_000, fixed=0, edge=1_000), budget=512e6)
+        >>> from throughtime.gradient.schedule import GraphSize, best_chunk
+        >>> best_chunk(100_000, GraphSize(step=8_000, fixed=0, edge=1_000), budget=512e6)
         2000
     """
-    leanest = _leanest(steps, size) if kept else 1
-    if size.of(steps, leanest, kept=kept) > budget:
-        raise ConfigError(_too_small(steps, leanest, size, budget, kept))
-    fast = steps if sweet is None else min(steps, max(1, int(sweet / max(size.step, 1))))
-    if size.of(steps, fast, kept=kept) > budget:
+    leanest = _leanest(steps, size) if stored else 1
+    if size.total(steps, leanest, stored=stored) > budget:
+        raise ConfigError(_too_small(steps, leanest, size, budget, stored))
+    fast = steps if target is None else min(steps, max(1, int(target / max(size.step, 1))))
+    if size.total(steps, fast, stored=stored) > budget:
         fast = _nearest_fitting(
-            fast, leanest, lambda chunk: size.of(steps, chunk, kept=kept) <= budget
+            fast, leanest, lambda chunk: size.total(steps, chunk, stored=stored) <= budget
         )
     return even(steps, fast)
 
 
 def even(steps: int, chunk: int) -> int:
-    """The length that makes as many pieces of nearly equal length."""
+    """The length that makes as many segments of nearly equal length."""
     return -(-steps // -(-steps // chunk))
 
 
-def _leanest(steps: int, size: Size) -> int:
-    """The piece length that takes least memory: near sqrt(steps * edge / step), where pieces come out even."""
+def _leanest(steps: int, size: GraphSize) -> int:
+    """The segment length that takes least memory: near sqrt(steps * edge / step)."""
     root = math.isqrt(steps)
     lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 2))}
-    return min(lengths, key=lambda chunk: size.of(steps, chunk, kept=True))
+    return min(lengths, key=lambda chunk: size.total(steps, chunk, stored=True))
 
 
-def _nearest_fitting(wish: int, fitting: int, fits: Callable[[int], bool]) -> int:
-    """The length closest to the wish that fits, by halving the way between one that fits and one that does not."""
-    while abs(wish - fitting) > 1:
-        middle = (wish + fitting) // 2
-        wish, fitting = (wish, middle) if fits(middle) else (middle, fitting)
+def _nearest_fitting(target: int, fitting: int, fits: Callable[[int], bool]) -> int:
+    """The length closest to the target that fits, by bisection."""
+    while abs(target - fitting) > 1:
+        middle = (target + fitting) // 2
+        target, fitting = (target, middle) if fits(middle) else (middle, fitting)
     return fitting
 
 
-def _too_small(steps: int, leanest: int, size: Size, budget: float, kept: bool) -> str:
-    least = size.of(steps, leanest, kept=kept)
-    edges = f", the states at the chunks' edges {in_bytes(size.edge)} each" if kept else ""
+def _too_small(steps: int, leanest: int, size: GraphSize, budget: float, stored: bool) -> str:
+    least = size.total(steps, leanest, stored=stored)
+    edges = f", the states at the chunks' edges {in_bytes(size.edge)} each" if stored else ""
     instead = (
         "offload='cpu' or offload=FOLDER for the edge states, or a segment"
-        if kept
+        if stored
         else "fewer lanes"
     )
     return (
@@ -255,7 +261,7 @@ def _too_small(steps: int, leanest: int, size: Size, budget: float, kept: bool) 
 
 
 def in_bytes(amount: float) -> str:
-    """An amount of memory as people write it.
+    """An amount of memory in readable units.
 
     Example:
         >>> from throughtime.gradient.schedule import in_bytes
@@ -269,11 +275,12 @@ def in_bytes(amount: float) -> str:
 
 
 def bytes_in(memory: str | int | float) -> float:
-    """The number of bytes in a setting like "512MB", "2 GB" or 512e6; 1 MB is 10^6 bytes, 1 MiB is
-    2^20.
+    """The number of bytes in a setting like "512MB", "2 GB" or 512e6.
+
+    1 MB is 10^6 bytes, 1 MiB is 2^20.
 
     Raises:
-        ConfigError: it is no amount of memory.
+        ConfigError: it is not an amount of memory.
     """
     units = {"": 1, "b": 1, "byte": 1, "bytes": 1}
     units |= {f"{prefix}b": 10 ** (3 * i) for i, prefix in enumerate("kmgtp", 1)}

@@ -3,11 +3,11 @@
     every h' steps:  g = d/dw  (1/N) * sum of the losses of the newest h' steps,
                      the state h steps ago taken as a constant
 
-h' is `stride` (k1), h is `horizon` (k2). Each loss is counted once. A loss sees back between
+h' is `stride` (k1), h is `horizon` (k2). Each loss is counted once. Its credit flows back between
 `horizon - stride + 1` and `horizon` steps. With `horizon == stride` this is the usual TBPTT(k, k),
-in which the first loss of every chunk sees one step; to be confused neither with counting every
-loss of the window (which multiplies the gradient by about h/h') nor with counting the last loss
-only.
+in which the credit of the first loss of every chunk flows back one step. Not to be confused with
+counting every loss of the window, which multiplies the gradient by about h/h', nor with counting
+the last loss only.
 
 The window is run again under the current weights, so all of it belongs to the same model. A shorter
 last stride of an epoch looks back as far as any other, unless `horizon == stride`, where no step is
@@ -17,23 +17,44 @@ References: R. J. Williams and J. Peng, An efficient gradient-based algorithm fo
 of recurrent network trajectories, Neural Computation 2 (1990).
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source, join
-from throughtime.errors import ConfigError
-from throughtime.gradient import schedule
-from throughtime.gradient.budget import measure
-from throughtime.gradient.finite import check_finite
+from throughtime.errors import ConfigError, DataError
+from throughtime.gradient import _retained, schedule
+from throughtime.gradient._backward import check_finite
+from throughtime.gradient._fused import try_fused
+from throughtime.gradient._memory import measure_graph
+from throughtime.gradient._segments import Segment, forward, join_outputs, no_autocast
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Progress, Update, nothing
-from throughtime.gradient.retained import kept_update
-from throughtime.gradient.whole import whole_update
-from throughtime.gradient.window import Run, run_window
+from throughtime.gradient.policy import Update, empty_update
+from throughtime.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class TruncatedState:
+    """Between two updates of `Truncated`.
+
+    Attributes:
+        carried: the state after the last step.
+        edge: the state entering the first step of `past`; `None` for the initial state.
+        past: the last steps, which the next window runs again.
+        since_reset: `(B,)`, steps since each lane's last reset, with a warm-up.
+        segments: those of the last horizon with their graphs, where graphs are retained.
+    """
+
+    carried: State = None
+    edge: State = None
+    past: Chunk | None = None
+    since_reset: Tensor | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,22 +65,22 @@ class Truncated:
         stride: steps between two updates (k1).
         horizon: steps that credit may flow back (k2), at least `stride`, not only multiples of it;
             default `stride`.
-        jitter: begin every epoch with a stride of random length (from torch's generator), so that
-            strides end elsewhere each time: no step is always the one that sees back a single step.
+        jitter: begin every epoch with a stride of random length (from torch's generator). Strides
+            then end at other steps in each epoch, and no step always has a credit of one step.
         burn_in: steps before the window that are run again under the new weights, without a graph,
             so that the state entering the window is less stale.
-        warm_up: first steps after every reset whose loss does not count; where the chunks come from
-            a `tt.Stream`, its own `warm_up` does the same, for every policy.
-        graphs: "recompute" runs every window again under the present weights; "retain" keeps the
-            graphs of its strides, which go on to belong to the weights they were run with: one
-            forward pass instead of `horizon / stride`, for a copy of the weights per stride, and no
-            saved place to resume from. "auto" retains where that is faster, in nets that loop over
-            steps in Python (0.75 to 1.0 of the time; with fused layers 1.2 to 1.7), and where the
-            copies take less memory than the graphs. At fixed weights the gradients are the same.
+        warm_up: first steps after every reset whose loss does not count. The `warm_up` of a
+            `tt.Stream` does the same for every policy.
+        graphs: "recompute" runs every window again under the present weights. "retain" keeps the
+            graphs of its strides, which belong to the weights they were run with: one forward pass
+            instead of `horizon / stride`, for a copy of the weights per stride, and no checkpoint
+            to resume from. "auto" retains where that is faster, in nets that loop over steps in
+            Python (0.75 to 1.0 of the time; with fused layers 1.2 to 1.7), if the copies take less
+            memory than the graphs. At fixed weights the gradients are the same.
 
     Raises:
         ConfigError: a stride below 1, a horizon below the stride, a negative `burn_in`, or one
-            together with kept graphs.
+            together with retained graphs.
 
     Cost: `horizon / stride` forward and backward passes per step, and `burn_in / stride` forward
     passes.
@@ -80,15 +101,15 @@ class Truncated:
     graphs: Literal["recompute", "retain", "auto"] = "recompute"
 
     def __post_init__(self) -> None:
-        schedule.check(self.stride, self._horizon)
-        schedule.whole("burn_in", self.burn_in, 0)
-        schedule.whole("warm_up", self.warm_up, 0)
+        schedule.check_horizon(self.stride, self._horizon)
+        schedule.check_whole("burn_in", self.burn_in, 0)
+        schedule.check_whole("warm_up", self.warm_up, 0)
         if self.graphs not in ("recompute", "retain", "auto"):
             raise ConfigError(f"graphs={self.graphs!r}: expected 'recompute', 'retain' or 'auto'")
         if self.burn_in and self.graphs != "recompute":
             raise ConfigError(
-                f"burn_in={self.burn_in} runs steps again under the new weights, which kept graphs"
-                " never are: graphs='recompute'"
+                f"burn_in={self.burn_in} runs steps again under the new weights, which retained"
+                " graphs never are: graphs='recompute'"
             )
 
     @property
@@ -98,76 +119,133 @@ class Truncated:
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
         least, most = self._horizon - self.stride + 1, self._horizon
-        said = (
+        text = (
             f"an update every {self.stride} steps, credit back through {least} to {most} steps"
             f" ({(least + most) / 2:g} on average)"
         )
-        said += ", the first stride of an epoch of random length" if self.jitter else ""
-        said += (
-            f", the first {self.warm_up} steps after a reset not counted" if self.warm_up else ""
-        )
-        return said + (
-            f", the {self.burn_in} steps before run again under the new weights"
-            if self.burn_in
-            else ""
+        if self.jitter:
+            text += ", the first stride of an epoch of random length"
+        if self.warm_up:
+            text += f", the first {self.warm_up} steps after a reset not counted"
+        if self.burn_in:
+            text += f", the {self.burn_in} steps before run again under the new weights"
+        return text
+
+    def init(self, carried: State, previous: TruncatedState | None) -> TruncatedState:
+        """The state before the first update of an epoch."""
+        del previous
+        return TruncatedState(carried, carried)
+
+    def state_dict(self, state: TruncatedState) -> dict[str, Any]:
+        """The state as plain values and state trees; of the past steps, their number.
+
+        Raises:
+            DataError: graphs are retained, which no file can hold.
+        """
+        if state.segments:
+            raise DataError(
+                f"{self!r} retains graphs of earlier weights, which no file can hold, so training"
+                " cannot be resumed to the bit from here: take graphs='recompute'"
+            )
+        return {
+            "carried": state.carried,
+            "edge": state.edge,
+            "past": 0 if state.past is None else state.past.steps,
+            "since_reset": state.since_reset,
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> TruncatedState:
+        """The state that `state_dict` saved; reads the past steps again."""
+        past, position = values["past"], source.position
+        return TruncatedState(
+            values["carried"],
+            values["edge"],
+            source.read(position - past, position) if past else None,
+            values["since_reset"],
         )
 
     def update(
-        self, net: Carried, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        """The next stride that has a valid step; strides without one only carry the state on."""
-        while (chunk := source.take(self._steps(source, objective))) is not None:
-            chunk, since = self._warmed_up(chunk, progress) if self.warm_up else (chunk, None)
-            if self._retains(net, source.position - chunk.steps, chunk, objective, progress):
-                update, progress = kept_update(
-                    net, chunk, source.position, objective, progress, self.stride, self._horizon
-                )
+        self, net: Carried, source: Source, objective: Objective, state: TruncatedState
+    ) -> tuple[Update | None, TruncatedState]:
+        """The update of the next stride with a valid step; others only carry the state on."""
+        stride = self.stride
+        if self.jitter and not source.position:
+            stride = objective.same_on_ranks(int(torch.randint(1, stride + 1, ())))
+        while (chunk := source.take(stride)) is not None:
+            stride = self.stride
+            since = None
+            if self.warm_up:
+                chunk, since = self._mask_warm_up(chunk, state)
+            if self.graphs != "recompute" and self._retains(net, source, chunk, objective, state):
+                update, state = self._retain(net, source, chunk, objective, state)
             else:
-                update, progress = self._advance(net, chunk, source, objective, progress)
-            progress = progress if since is None else progress._replace(since=since)
+                update, state = self._recompute(net, source, chunk, objective, state)
+            if since is not None:
+                state = replace(state, since_reset=since)
             if update is not None:
-                return update, progress
-        return None, progress
+                return update, state
+        return None, state
 
-    def _warmed_up(self, chunk: Chunk, progress: Progress) -> tuple[Chunk, Tensor]:
-        """The chunk without the targets of a warm-up.
+    def _mask_warm_up(self, chunk: Chunk, state: TruncatedState) -> tuple[Chunk, Tensor]:
+        """The chunk without the targets of a warm-up, and the steps since the last resets.
 
-        A state that somebody brought along is warm.
+        A state that the user passed in counts as warm.
         """
-        cold = progress.edge is None
-        since = progress.since
+        since = state.since_reset
         if since is None:
-            since = torch.full(
-                (chunk.lanes,), 0 if cold else self.warm_up, device=chunk.inputs.device
-            )
+            steps = 0 if state.edge is None else self.warm_up
+            since = torch.full((chunk.lanes,), steps, device=chunk.inputs.device)
         return chunk.warmed_up(self.warm_up, since)
 
-    def _steps(self, source: Source, objective: Objective) -> int:
-        if not self.jitter or source.position:
-            return self.stride
-        return objective.alike(int(torch.randint(1, self.stride + 1, ())))
-
     def _retains(
-        self, net: Carried, begin: int, chunk: Chunk, objective: Objective, progress: Progress
+        self,
+        net: Carried,
+        source: Source,
+        chunk: Chunk,
+        objective: Objective,
+        state: TruncatedState,
     ) -> bool:
-        """Whether graphs are kept: as asked for, or where that is faster and the copies of the weights are small."""
-        if self.graphs == "recompute" or self._horizon == self.stride:
+        """Whether to retain graphs: as asked for, or where that is faster and memory allows it."""
+        if self._horizon == self.stride:
             return False
-        if self.graphs == "retain" or progress.graphs:
+        if self.graphs == "retain" or state.segments:
             return True
-        if begin:  # decided once, at the start of an epoch
+        if source.position > chunk.steps:  # decided once, at the start of an epoch
             return False
-        size = measure(net, lambda wanted: chunk[0:wanted], progress.state, objective)
-        copies = sum(weight.nbytes for weight in net.parameters()) * -(
-            -self._horizon // self.stride
-        )
+        size = measure_graph(net, lambda n: chunk[0:n], state.carried, objective)
+        strides = -(-self._horizon // self.stride)
+        copies = sum(weight.nbytes for weight in net.parameters()) * strides
         return size.tensors >= 1 and copies < size.step * self._horizon
 
-    def _advance(
-        self, net: Carried, chunk: Chunk, source: Source, objective: Objective, progress: Progress
-    ) -> tuple[Update | None, Progress]:
-        counted = sum(c.steps for c in progress.past)
-        plan = schedule.window(
+    def _retain(
+        self,
+        net: Carried,
+        source: Source,
+        chunk: Chunk,
+        objective: Objective,
+        state: TruncatedState,
+    ) -> tuple[Update | None, TruncatedState]:
+        update, after, segments = _retained.update(
+            net,
+            chunk,
+            source.position - chunk.steps,
+            objective,
+            (state.edge, state.segments),
+            (self.stride, self._horizon),
+        )
+        return update, TruncatedState(after, after, segments=segments)
+
+    def _recompute(
+        self,
+        net: Carried,
+        source: Source,
+        chunk: Chunk,
+        objective: Objective,
+        state: TruncatedState,
+    ) -> tuple[Update | None, TruncatedState]:
+        past, edge = state.past, state.edge
+        counted = 0 if past is None else past.steps
+        window = schedule.window(
             0,
             counted,
             counted + chunk.steps,
@@ -176,34 +254,67 @@ class Truncated:
             self._horizon,
             self.burn_in,
         )
-        whole = join((*progress.past, chunk))
-        edge = (
-            net.initial_state(chunk.lanes, like=chunk.inputs)
-            if progress.edge is None
-            else progress.edge
-        )
+        steps = chunk if past is None else join((past, chunk))
+        if edge is None:
+            edge = net.initial_state(chunk.lanes, like=chunk.inputs)
         if not objective.counts(chunk):
             with torch.no_grad():
-                run = run_window(net, whole, edge, plan).detached()
-            return nothing(objective, chunk, run.state, run.outputs), _progress(
-                run, whole, plan, progress
-            )
-        made = whole_update(net, whole, chunk, edge, plan, objective)
-        if made is None:
-            run = run_window(net, whole, edge, plan)
-            loss, run = run.backward(objective, chunk), run.detached()
+                outputs, after, boundary = _run_window(net, steps, edge, window)
+            after = trees.detach(after)
+            update = empty_update(objective, chunk, after, outputs)
+            return update, self._next_state(state, steps, window, after, boundary)
+        result = try_fused(net, steps, chunk, edge, window, objective)
+        if result is None:
+            outputs, after, boundary = _run_window(net, steps, edge, window)
+            loss = _backward_window(objective, outputs, chunk)
+            outputs, after = outputs.detach(), trees.detach(after)
         else:
-            loss, run = made.loss, made.run
-        if objective.scaler is None and (made is None or not made.finite):
-            check_finite(net, chunk, source.position, loss, everywhere=made is not None)
-        update = Update(
-            loss, chunk.valid, run.state, run.outputs, chunk, weight=objective.weight(chunk)
-        )
-        return update, _progress(run, whole, plan, progress)
+            loss, outputs, after, boundary = result.loss, result.outputs, result.state, result.edge
+        if objective.scaler is None and (result is None or not result.finite):
+            begin = source.position - chunk.steps
+            check_finite(net, chunk, begin, loss, everywhere=result is not None)
+        weight = objective.rank_weight(chunk)
+        update = Update(loss, chunk.valid, after, outputs, chunk, weight=weight)
+        return update, self._next_state(state, steps, window, after, boundary)
+
+    @staticmethod
+    def _next_state(
+        state: TruncatedState, steps: Chunk, window: schedule.Window, after: State, boundary: State
+    ) -> TruncatedState:
+        if window.keep == window.stop:
+            return TruncatedState(after, after)
+        edge = state.edge if window.keep == 0 else trees.detach(boundary)
+        return TruncatedState(after, edge, steps[window.keep : window.stop])
 
 
-def _progress(run: Run, steps: Chunk, plan: schedule.Window, before: Progress) -> Progress:
-    if plan.keep == plan.stop:
-        return Progress(run.state, run.state)
-    edge = before.edge if plan.keep == 0 else run.kept
-    return Progress(run.state, edge, (steps[plan.keep : plan.stop],))
+def _run_window(
+    net: Carried, steps: Chunk, state: State, window: schedule.Window
+) -> tuple[Tensor, State, State]:
+    """The outputs that count, the state at the end, and the state entering step `keep`."""
+    cuts = {0, window.start, window.keep, window.stop}
+    bounds = sorted(cuts) if len(cuts) > 2 else (0, window.stop)
+    outputs: list[Tensor] = []
+    boundary = end = state
+    results = forward(net, steps, state, bounds, graph_from=window.start)
+    for stop, (y, end) in zip(bounds[1:], results, strict=True):
+        if stop == window.keep:
+            boundary = end
+        if stop > window.start:
+            outputs.append(y)
+    counted = window.counted - window.start
+    y = join_outputs(outputs)
+    return y[counted:] if counted else y, end, boundary
+
+
+def _backward_window(objective: Objective, outputs: Tensor, chunk: Chunk) -> Tensor:
+    """Add the gradient of the loss of `chunk` to `.grad`; returns the loss, detached."""
+    loss = objective.loss(outputs, chunk)
+    if not loss.requires_grad:
+        objective.check_depends([])
+    scaled = objective.scaled(loss)
+    if torch.is_autocast_enabled(loss.device.type):
+        with no_autocast(loss):
+            scaled.backward()
+    else:  # the usual case, without the cost of a context
+        scaled.backward()
+    return loss.detach()

@@ -1,1 +1,0 @@
-"""The rules of the doctor, one module per subject: the graph, the state, the gradients."""

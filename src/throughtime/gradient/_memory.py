@@ -1,0 +1,310 @@
+"""Memory of a checkpointed pass: its budget, the stored states, and snapshots of random numbers.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.carry.carried import Carried
+from throughtime.chunk import Chunk
+from throughtime.errors import ConfigError, StateError
+from throughtime.gradient import schedule
+from throughtime.gradient.objective import Objective
+from throughtime.gradient.schedule import GraphSize
+from throughtime.state import State
+
+Offload: TypeAlias = str | Path | None  # "cpu", or a folder
+TRIAL_STEPS = 48  # at most; the difference to a third of them excludes what every graph has
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """How much memory a checkpointed pass may take, and where it stores states.
+
+    Args:
+        memory: for the graph and the stored states.
+        chunk: steps per segment, or "auto".
+        offload: where the states between segments are stored.
+    """
+
+    memory: str | int | float
+    chunk: int | Literal["auto"]
+    offload: Offload
+
+    def check(self) -> None:
+        """Refuse settings out of range."""
+        schedule.bytes_in(self.memory)
+        if self.offload not in (None, "cpu") and not Path(str(self.offload)).is_dir():
+            raise ConfigError(
+                f"offload={str(self.offload)!r}: expected None, 'cpu', or a folder that exists, for"
+                " a temporary file"
+            )
+        if self.chunk != "auto":
+            schedule.check_whole("chunk", self.chunk, 1)
+
+    def segment_steps(
+        self,
+        net: Carried,
+        steps: int,
+        first: Callable[[int], Chunk],
+        state: State,
+        objective: Objective | None,
+    ) -> int:
+        """Steps per segment: as set, or the fastest that fits.
+
+        Args:
+            net: made by `tt.carry`.
+            steps: of the whole pass.
+            first: returns the first steps, to be measured.
+            state: the state entering them; `None` for the initial state.
+            objective: its loss belongs to the graph; `None` if there is none.
+        """
+        if self.chunk != "auto":
+            return min(self.chunk, steps)
+        size = measure_graph(net, lambda n: first(min(n, steps)), state, objective)
+        target = None if first(1).inputs.is_cuda else schedule.FASTEST_GRAPH
+        return schedule.best_chunk(
+            steps, size, schedule.bytes_in(self.memory), stored=self.offload is None, target=target
+        )
+
+
+_sizes: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], GraphSize]]" = WeakKeyDictionary()
+
+
+def measure_graph(
+    net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None
+) -> GraphSize:
+    """Bytes that a pass needs; measured once for each net, mode and shape of chunk.
+
+    Args:
+        net: made by `tt.carry`.
+        first: returns the first steps of the pass, as many as asked for, or all there are.
+        state: the state entering them; `None` for the initial state.
+        objective: its loss belongs to the graph; `None` if there is none.
+
+    Saved tensors are counted by storage. Memory that a custom autograd function keeps elsewhere is
+    not counted.
+    """
+    chunk = first(TRIAL_STEPS)
+    autocast = torch.is_autocast_enabled(chunk.inputs.device.type)
+    weights = tuple((weight.dtype, weight.requires_grad) for weight in net.parameters())
+    key = (
+        chunk.inputs.shape,
+        chunk.inputs.dtype,
+        net.training,
+        autocast,
+        weights,
+        objective is None,
+    )
+    sizes = _sizes.setdefault(net, {})
+    if key not in sizes:
+        sizes[key] = _measure(net, chunk, state, objective)
+    return sizes[key]
+
+
+def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> GraphSize:
+    if state is None:
+        state = trees.detach(net.initial_state(long.lanes, like=long.inputs))
+    edge = sum(leaf.nbytes for leaf in trees.tensors(state))
+    # without metadata, which differs along the stream: a resumed run must measure the same
+    long = Chunk.from_tensors(long.inputs, long.targets)
+    short = long[0 : -(-long.steps // 3)]
+    with preserve_rng_and_buffers(net, short.inputs.device):
+        less, few = _graph_bytes(net, short, state, objective)
+        if long.steps == short.steps:
+            return GraphSize(less / short.steps, 0, edge, few / short.steps)
+        more, many = _graph_bytes(net, long, state, objective)
+    step = (more - less) / (long.steps - short.steps)
+    return GraphSize(
+        step, max(0, less - step * short.steps), edge, (many - few) / (long.steps - short.steps)
+    )
+
+
+def _graph_bytes(
+    net: Carried, chunk: Chunk, state: State, objective: Objective | None
+) -> tuple[int, int]:
+    """Bytes and number of storages in one forward graph, besides weights, inputs and state."""
+    entering = trees.map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), state
+    )
+    excluded = [
+        *net.parameters(),
+        *net.buffers(),
+        chunk.inputs,
+        chunk.targets,
+        *trees.tensors(state),
+    ]
+    ignored = {leaf.untyped_storage().data_ptr() for leaf in excluded if leaf is not None}
+    saved_bytes: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return saved.detach()  # a graph that held its own output would never be freed
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y, after = net(chunk.inputs, entering)
+        loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
+        outputs = 3 * y.nbytes  # themselves, their gradient, and those that an update returns
+    del y, after, loss
+    return sum(saved_bytes.values()) + outputs, len(saved_bytes)
+
+
+class BoundaryStates:
+    """The states between the segments of a pass, by number.
+
+    One tensor for each leaf, `(boundaries, B, ...)`, on its device, in CPU memory or in a file:
+    written once in order, read once backwards.
+    """
+
+    def __init__(self, count: int, offload: Offload) -> None:
+        self._count, self._offload = count, offload
+        self._rows: list[Tensor] = []
+        self._like: State = None
+
+    def put(self, index: int, state: State) -> None:
+        """Copy a state in."""
+        if not self._rows:
+            self._like = state
+            self._rows = [self._allocate(leaf) for leaf in trees.tensors(state)]
+        leaves = list(trees.leaves(state))
+        if len(leaves) != len(self._rows):
+            raise StateError(
+                f"the state has the leaves {[name for name, _ in leaves]} now and had"
+                f" {[name for name, _ in trees.leaves(self._like)]} at the start: it must keep its"
+                " structure from step to step"
+            )
+        for rows, (name, leaf) in zip(self._rows, leaves, strict=True):
+            if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:
+                raise StateError(
+                    f"state leaf '{name}' is {tuple(leaf.shape)} {leaf.dtype} now and was"
+                    f" {tuple(rows.shape[1:])} {rows.dtype} at the start: an exact gradient stores"
+                    " states side by side, so they must not grow or change type; give the leaf its"
+                    " full size from the first step on"
+                )
+            rows[index].copy_(leaf.detach())
+
+    def get(self, index: int) -> State:
+        """A copy of a state, on the device it came from."""
+        rows = iter(self._rows)
+        return trees.map_leaves(
+            lambda leaf: next(rows)[index].to(leaf.device, copy=True), self._like
+        )
+
+    def _allocate(self, leaf: Tensor) -> Tensor:
+        shape = (self._count, *leaf.shape)
+        if self._offload is None:
+            return leaf.new_empty(shape)
+        if self._offload == "cpu":
+            return torch.empty(shape, dtype=leaf.dtype, pin_memory=leaf.is_cuda)
+        return _map_file(Path(self._offload), shape, leaf.dtype)
+
+
+def _map_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in an unlinked file, which the system frees together with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="throughtime-", suffix=".edges") as file:
+        size = torch.Size(shape).numel()
+        if hasattr(os, "posix_fallocate"):  # a full disk raises here, not when a page is written
+            os.posix_fallocate(file.fileno(), 0, max(1, size * dtype.itemsize))
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+
+
+class _Snapshot(NamedTuple):
+    """Random states and buffers at one boundary."""
+
+    random: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class RngSnapshots:
+    """Random states and buffers at every boundary of a forward pass, so that it can be replayed.
+
+    Covers torch's generators (dropout) and buffers (BatchNorm's running statistics, the vectors of
+    spectral norm). Equal snapshots share memory: a net that draws nothing pays one comparison.
+    Random numbers from elsewhere and values in attributes are not covered; comparing the replayed
+    states detects them.
+    """
+
+    net: nn.Module
+    device: torch.device
+    snapshots: list[_Snapshot] = field(default_factory=list[_Snapshot])
+    # each buffer when it was last copied, and torch's count of its changes in place
+    _copied: dict[str, tuple[Tensor, int]] = field(default_factory=dict[str, tuple[Tensor, int]])
+
+    def take(self) -> None:
+        """Append a snapshot."""
+        last = self.snapshots[-1] if self.snapshots else _Snapshot({}, {})
+        random = generators(self.device)
+        if last.random and all(torch.equal(last.random[k], state) for k, state in random.items()):
+            random = last.random
+        self.snapshots.append(_Snapshot(random, self._buffers(last.buffers)))
+
+    def _buffers(self, last: dict[str, Tensor]) -> dict[str, Tensor]:
+        now: dict[str, Tensor] = {}
+        for name, buffer in self.net.named_buffers():
+            copied, version = self._copied.get(name, (None, 0))
+            unchanged = copied is buffer and version == buffer._version
+            now[name] = last[name] if unchanged else buffer.detach().clone()
+            self._copied[name] = buffer, buffer._version
+        return now
+
+    def restore(self, index: int) -> None:
+        """Return to snapshot `index`."""
+        snapshot = self.snapshots[index]
+        set_generators(snapshot.random, self.device)
+        _set_buffers(self.net, snapshot.buffers)
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random generators that a net on `device` uses."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore the random generators that a net on `device` uses.
+
+    A checkpoint may hold their states on another device.
+    """
+    torch.set_rng_state(states["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    if device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"].cpu())
+
+
+def _set_buffers(net: nn.Module, values: dict[str, Tensor]) -> None:
+    """Restore buffers in place."""
+    with torch.no_grad():
+        for name, buffer in net.named_buffers():
+            if name in values and not torch.equal(buffer, values[name]):
+                buffer.copy_(values[name])
+
+
+@contextmanager
+def preserve_rng_and_buffers(net: nn.Module, device: torch.device) -> Generator[None]:
+    """Restore random generators and buffers at the end of the block."""
+    random = generators(device)
+    buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
+    try:
+        yield
+    finally:
+        set_generators(random, device)
+        _set_buffers(net, buffers)

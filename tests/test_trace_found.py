@@ -1,0 +1,211 @@
+"""What the trace says: where a gradient dies or blows up, what crosses the edge, time constants,
+and how it is logged.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboardX import SummaryWriter
+from torch import Tensor, nn
+
+from strategies import inputs, remembering
+from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace.found import Row, Timescale
+
+STEPS = 60
+
+
+def linear(
+    factor: float,
+    loss: Callable[[Tensor], Tensor] = lambda y: y[-1],
+    *,
+    steps: int = STEPS,
+    vanished: float = 1e-3,
+    exploded: float = 10.0,
+) -> Trace:
+    """A linear RNN of one unit, whose gradient is multiplied by `factor` at every step on its way back."""
+    net = nn.RNN(1, 1, nonlinearity="relu", bias=False).double()
+    for name, weight in net.named_parameters():
+        nn.init.constant_(weight, factor if "hh" in name else 1.0)
+    with trace(net, vanished=vanished, exploded=exploded) as found:
+        y, _ = net(torch.ones(steps, 1, 1, dtype=torch.float64))
+        loss(y).sum().backward()
+    return found
+
+
+def row(found: Trace, name: str = "layer0.h") -> Row:
+    return next(one for one in found.found().rows if one.name == name)
+
+
+def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:
+    """0.9 to the power 66 is the first below a thousandth."""
+    seen = row(linear(0.9, steps=100))
+    assert seen.vanished == 99 - 66
+    assert seen.lived == 66
+    assert seen.in_words() == "dies at step 33, lag 66"
+    assert row(linear(0.9, steps=100, vanished=0.5)).lived == 7
+    assert row(linear(0.99)).vanished is None
+    assert row(linear(0.99)).lived == STEPS
+
+
+def test_lags_are_counted_from_the_last_step_with_a_gradient() -> None:
+    seen = row(linear(0.5, lambda y: y[30]))
+    assert (seen.end, seen.at, seen.lived, seen.last) == (30, 30, 10, 1.0)
+    assert seen.vanished == 20
+
+
+def test_what_comes_alive_again_further_back_has_not_died() -> None:
+    """A small loss at the end and a large one before it: dead is what stays below the threshold up to the first step."""
+    seen = row(linear(0.9, lambda y: y[80] + 1e-9 * y[99], steps=100))
+    assert (seen.at, seen.end, seen.vanished) == (80, 99, 80 - 66)
+
+
+def test_a_gradient_blows_up_where_losses_alone_could_not_make_it_so_large() -> None:
+    seen = row(linear(1.2))
+    late = [1.2**lag for lag in range(STEPS)]
+    first = next(lag for lag, norm in enumerate(late) if norm > 10 * (lag + 1) * max(late[:6]))
+    assert seen.exploded == STEPS - 1 - first
+    assert seen.in_words() == f"blows up at step {seen.exploded}, lag {first}"
+
+
+def test_losses_that_add_up_are_no_explosion() -> None:
+    assert row(linear(1.0, torch.sum)).largest == pytest.approx(STEPS)
+    assert row(linear(1.0, torch.sum, exploded=1.0)).exploded is None
+    assert row(linear(1.0)).exploded is None
+    assert row(linear(0.9, lambda y: y[30])).exploded is None  # no loss after it, and no gradient
+
+
+def test_a_gradient_that_is_not_finite_has_blown_up() -> None:
+    found = linear(0.5, lambda y: y[4] * torch.inf + y[8], steps=9)
+    assert row(found).exploded == 4
+    assert "layer0.h/largest" not in found.as_dict()
+    assert found.as_dict()["layer0.h/exploded"] == 1
+
+
+def test_the_share_that_crosses_the_edge_is_that_of_the_state_entering() -> None:
+    seen = row(linear(0.9))
+    assert seen.edge == pytest.approx(0.9**STEPS)
+    assert row(linear(1.2)).edge == pytest.approx(1.2)
+
+
+def test_a_gradient_that_does_not_come_is_said() -> None:
+    net = nn.GRU(3, 4)
+    with trace(net) as found:
+        y, _ = net(torch.randn(5, 2, 3))
+        (y * 0).sum().backward()
+    assert row(found).in_words() == "no gradient reaches it"
+    assert (row(found).lived, row(found).edge) == (0, 0.0)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell, nn.GRU])
+def test_time_constants_are_those_of_the_gates_seen(kind: Any) -> None:
+    net, x = remembering(kind(3, 4)), inputs(20, 3)
+    with trace(net) as found:
+        if isinstance(net, nn.LSTMCell):
+            state = None
+            for step in x:
+                state = net(step, state)
+            loss = torch.as_tensor(state[0] if state else 0).sum()
+        else:
+            loss = net(x)[0].sum()
+        loss.backward()
+    weights = {name.removesuffix("_l0"): weight for name, weight in net.named_parameters()}
+    h, c = x.new_zeros(2, 3, 4)
+    kept: list[Tensor] = []
+    for step in x:
+        a, b = (
+            step @ weights["weight_ih"].T + weights["bias_ih"],
+            h @ weights["weight_hh"].T + weights["bias_hh"],
+        )
+        if kind is nn.GRU:
+            (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
+            z = (az + bz).sigmoid()
+            h = (1 - z) * (an + (ar + br).sigmoid() * bn).tanh() + z * h
+            kept.append(z)
+        else:
+            i, f, g, o = (a + b).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            kept.append(f.sigmoid())
+    expected = -1 / torch.stack(kept).mean((0, 1)).log()
+    (pace,) = found.found().paces
+    assert pace.taus == pytest.approx(expected.tolist(), rel=1e-12)
+    assert pace.name == ("cell" if kind is nn.LSTMCell else "layer0")
+    assert min(pace.taus) <= pace.short <= pace.median <= pace.long <= max(pace.taus)
+
+
+def test_a_gate_that_is_always_open_keeps_for_ever() -> None:
+    pace = Timescale.of("layer0", torch.tensor([0.5, 1.0, 0.9]))
+    assert pace.taus[1] == math.inf
+    assert pace.median == pytest.approx(-1 / math.log(0.9), rel=1e-6)
+
+
+def example() -> Trace:
+    net, x = remembering(nn.LSTM(3, 4)), inputs(20, 3)
+    with trace(net) as found:
+        net(x)[0].square().mean().backward()
+    return found
+
+
+def test_the_table_says_it_in_words() -> None:
+    told = str(example())
+    lines = told.splitlines()
+    assert lines[0].split() == [
+        "gradient",
+        "of",
+        "largest",
+        "at",
+        "step",
+        "at",
+        "the",
+        "end",
+        "lives",
+        "edge",
+    ]
+    assert [line.split()[0] for line in lines[1:7]] == [f"layer0.{letter}" for letter in "hcifgo"]
+    assert "layer0: its gates keep 1/e for" in told
+    assert all(len(line) < 140 for line in lines)
+
+
+def test_the_dictionary_holds_plain_finite_numbers() -> None:
+    told = example().as_dict()
+    assert {
+        "layer0.h/largest",
+        "layer0.h/last",
+        "layer0.h/lived",
+        "layer0.h/exploded",
+        "layer0.c/edge",
+        "layer0/tau_median",
+    } <= told.keys()
+    assert all(type(value) is float and math.isfinite(value) for value in told.values())
+
+
+def test_a_writer_of_tensorboard_gets_it_all(tmp_path: Path) -> None:
+    from tensorboardX.proto import event_pb2
+
+    found = example()
+    with SummaryWriter(str(tmp_path)) as writer:
+        found.to_tensorboard(writer, step=7)
+    (path,) = tmp_path.iterdir()
+    data, events, at = path.read_bytes(), dict[str, Any](), 0
+    while at < len(data):  # length (8), its checksum (4), the event, its checksum (4)
+        length = int.from_bytes(data[at : at + 8], "little")
+        # made at run time
+        event = getattr(event_pb2, "Event").FromString(data[at + 12 : at + 12 + length])
+        events |= {value.tag: (event.step, value) for value in event.summary.value}
+        at += 16 + length
+    scalars = {
+        tag.removeprefix("trace/"): value.simple_value
+        for tag, (_, value) in events.items()
+        if not value.HasField("histo")
+    }
+    assert scalars == pytest.approx(found.as_dict(), rel=1e-6)
+    assert {"trace/layer0.c/log10_norm", "trace/layer0/tau"} <= events.keys()
+    assert events["trace/layer0.c/log10_norm"][1].histo.num == 20
+    assert {step for step, _ in events.values()} == {7}
