@@ -110,10 +110,11 @@ def _gradient(demo: Demo) -> list[Part]:
     steps, zero_state_loss = max(reach.contexts.items())
     truncation = (
         f"Training truncated the gradient every {STRIDE} frames, although the task needs a memory"
-        f" of thousands. The cost was measured on one network (stream, seed {demo.of(STREAM)[0].seed})"
-        f", against the exact gradient. Truncation changes the gradient by {own.bias:.1%}, and 99%"
-        f" of the gradient of a loss lies within the last {reach.reach_99} frames. For comparison,"
-        f" {exact(demo)}. This is tt.Exact, for tasks on which truncation fails."
+        " of thousands. The cost was measured on one network (stream, seed"
+        f" {demo.of(STREAM)[0].seed}), against the exact gradient. Truncation changes the gradient"
+        f" by {own.bias:.1%}, and 99% of the gradient of a loss lies within the last"
+        f" {reach.reach_99} frames. For comparison, {exact(demo)}. This is tt.Exact, for tasks on"
+        " which truncation fails."
     )
     state = (
         "The memory is in the state. From a zero state the same network has a loss of"
