@@ -1,12 +1,13 @@
-"""What the doctor costs while it watches a loop, and after it.
+"""The cost of the doctor while it watches a loop, and after it.
 
     python benchmarks/doctor.py [--rounds 7] [--out benchmarks/results/doctor.json]
 
 Three loops of plain PyTorch over 500 chunks of 20 steps: a fused LSTM, an LSTMCell and a cell of
-three operations written by hand; 16 lanes, 64 units, Adam, float32, one thread. First the losses
-and weights with and without the doctor are checked to be the same bits and the doctor to find
-nothing; then the loop is timed plain, watched and plain again, in turns in one process. `watched`
-is the ratio to the mean of the plain ones around it; `after` is the second plain one by the first.
+three operations written by hand; 16 lanes, 64 units, Adam, float32, one thread. The script first
+checks that losses and weights with and without the doctor are the same bits, and that the doctor
+finds nothing. Then it times the loop plain, watched and plain again, in turns in one process.
+`watched` is the ratio to the mean of the two plain runs around it. `after` is the second plain run
+divided by the first.
 """
 
 import argparse
@@ -25,8 +26,8 @@ CHUNKS, STEPS, LANES, FEATURES, UNITS = 500, 20, 16, 16, 64
 KINDS = ("lstm", "cell", "by hand")
 
 
-class ByHand(nn.Module):
-    """A cell as people write it."""
+class HandWrittenCell(nn.Module):
+    """A recurrent cell as people write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +56,12 @@ def unroll(
 
 
 def loop(kind: str, stream: Tensor) -> list[Tensor]:
-    """Trains and gives the losses and the weights."""
+    """Train, and return the losses and the weights."""
     torch.manual_seed(0)
     net = {
         "lstm": lambda: nn.LSTM(FEATURES, UNITS),
         "cell": lambda: nn.LSTMCell(FEATURES, UNITS),
-        "by hand": ByHand,
+        "by hand": HandWrittenCell,
     }[kind]()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     state, losses = (torch.zeros(LANES, UNITS), torch.zeros(LANES, UNITS)), list[Tensor]()
@@ -97,12 +98,12 @@ def measure(kind: str, stream: Tensor, rounds: int) -> dict[str, float]:
         ratios.append(2 * second / (first + third))
         after.append(third / first)
         base.append(first)
-    found = {
+    ratio = {
         "watched": statistics.median(ratios),
         "watched_worst": max(ratios),
         "after": statistics.median(after),
     }
-    return found | {"plain_seconds": statistics.median(base), "chunks": CHUNKS}
+    return ratio | {"plain_seconds": statistics.median(base), "chunks": CHUNKS}
 
 
 def main() -> None:
@@ -111,10 +112,10 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "doctor.json"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     stream = torch.randn(CHUNKS * STEPS, LANES, FEATURES)
-    found = {kind: measure(kind, stream, given.rounds) for kind in KINDS}
+    loops = {kind: measure(kind, stream, options.rounds) for kind in KINDS}
     versions = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -122,12 +123,13 @@ def main() -> None:
         "device": "cpu",
         "threads": 1,
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(
-        json.dumps({"versions": versions, "rounds": given.rounds, "loops": found}, indent=2) + "\n",
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(
+        json.dumps({"versions": versions, "rounds": options.rounds, "loops": loops}, indent=2)
+        + "\n",
         encoding="utf-8",
     )
-    for kind, row in found.items():
+    for kind, row in loops.items():
         print(
             f"{kind:8s} watched {row['watched']:.3f} (worst {row['watched_worst']:.3f})  after"
             f" {row['after']:.3f}"

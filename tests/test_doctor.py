@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import throughtime as tt
 from recurrences import needs_kernels
 from throughtime.doctor import CODES, doctor
-from throughtime.doctor.watch import Watcher
+from throughtime.doctor.watcher import Watcher
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.testing import plugin
 
@@ -157,7 +157,7 @@ def test_an_error_keeps_its_type_and_message_and_gains_the_diagnosis_once() -> N
     assert len(notes) == 1
     assert "TT101" in notes[0]
     (found,) = d.findings
-    assert (found.tensor, found.made, found.used) == ("h", 1, 2)
+    assert (found.tensor, found.created_in, found.used_in) == ("h", 1, 2)
     assert found.line == never_detached.__code__.co_firstlineno + 3
 
 
@@ -262,7 +262,7 @@ def test_a_fault_long_after_the_start_is_found_at_its_line() -> None:
         loop()
     (found,) = d.findings
     assert (found.code, found.line) == ("TT101", loop.__code__.co_firstlineno + 3)
-    assert (found.made, found.used) == (151, 152)
+    assert (found.created_in, found.used_in) == (151, 152)
 
 
 @pytest.mark.parametrize("chunk", [3, 150, 254, 257])
@@ -338,7 +338,7 @@ def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(
         raise LookupError("of the doctor")
 
     monkeypatch.setattr(
-        sys.modules["throughtime.doctor.carry"], "lanes", fails
+        sys.modules["throughtime.doctor.rules.state"], "lane_ends", fails
     )  # the name in between is the function
     with doctor() as d:
         never_carried([])
@@ -351,7 +351,7 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
     def fails(*_: object) -> None:
         raise LookupError("of the doctor")
 
-    monkeypatch.setattr(sys.modules["throughtime.doctor.carry"], "lanes", fails)
+    monkeypatch.setattr(sys.modules["throughtime.doctor.rules.state"], "lane_ends", fails)
     watched = contextlib.contextmanager(plugin.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(DiagnosisError, match="LookupError"), watched(frozenset()):
         never_carried([])
@@ -360,7 +360,7 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
 def test_a_hook_that_fails_does_not_fail_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = carried(STREAM, "cell")
     monkeypatch.setattr(
-        sys.modules["throughtime.doctor.credit"], "float", lambda _: 1 / 0, raising=False
+        sys.modules["throughtime.doctor.rules.gradients"], "float", lambda _: 1 / 0, raising=False
     )
     with doctor() as d:
         watched = carried(STREAM, "cell")
@@ -388,10 +388,10 @@ def test_a_watcher_left_on_the_stack_of_modes_hands_on() -> None:
     mode.__exit__(None, None, None)
     left = _get_current_function_mode()
     assert isinstance(left, Watcher)
-    notes = left.notes
+    count = left.operations
     try:
         assert torch.ones(2, requires_grad=True).mul(2).detach().tolist() == [2, 2]
-        assert left.notes == notes
+        assert left.operations == count
     finally:
         left.__exit__(None, None, None)
     assert _get_current_function_mode() is None

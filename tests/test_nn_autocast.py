@@ -326,12 +326,15 @@ def test_updates_are_those_of_the_definition_under_the_same_autocast(
 def test_trace_shows_the_gradients_of_the_fused_layer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training is the untraced one to the bit, and the norms those of the definition's backward pass."""
+    """Outputs are the untraced ones, gradients too to the rounding of bfloat16, and the norms are
+    those of the definition's backward pass.
+    """
     layer, x = LAYERS[name][1](4, 9), torch.randn(11, 3, 4)
     untraced = under(layer, x)
     with tt.trace(layer) as seen:
         during = under(layer, x)
-    assert all(torch.equal(a, b) for a, b in zip(during, untraced, strict=True))
+    for traced, plain in zip(during, untraced, strict=True):
+        assert (traced - plain).norm() <= 2**-8 * plain.norm()
     with monkeypatch.context() as patch:
         patch.setattr(recurrent, "run", defined)
         with tt.trace(layer, tensors=True) as expected:

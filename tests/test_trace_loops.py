@@ -23,8 +23,8 @@ from strategies import (
     some_nets,
     start,
 )
+from throughtime.diagnose._trace_record import RunRecord
 from throughtime.diagnose.trace import Trace, trace
-from throughtime.diagnose.trace.passes import Run
 from throughtime.gradient import Policy
 
 EXACT = 1e-12
@@ -119,7 +119,7 @@ def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
 
 def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every run of the engine a pass of its own."""
-    monkeypatch.setattr(Run, "leads_to", lambda *_: False)
+    monkeypatch.setattr(RunRecord, "precedes", lambda *_: False)
     with pytest.raises(AssertionError):
         test_the_pieces_of_a_sweep_are_one_pass(named("hides-layer"))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
+from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Accumulated, LossFn, Objective, Policy, Scaler, Update
@@ -118,9 +119,9 @@ class Updates(Iterator[Update], Generic[S]):
         self._before: tuple[int, int, S] | None = None
 
     def __next__(self) -> Update:
-        if not self._ranks.shards:  # the usual case
+        if not self._ranks.shards and not SAMPLED:  # the usual case
             return self._next()
-        with self._ranks.unsharded(self._net):
+        with traced_update(self._net), self._ranks.unsharded(self._net):
             return self._next()
 
     def _next(self) -> Update:

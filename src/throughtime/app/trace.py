@@ -25,7 +25,7 @@ from throughtime.app.excerpt import busiest_excerpt, first_column, one_lane
 from throughtime.app.model import Spec
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose.trace import Found, Timescale, trace
+from throughtime.diagnose.trace import Timescale, TraceSummary, trace
 from throughtime.gradient import LossFn, Truncated, schedule
 from throughtime.predict import Predictor
 from throughtime.state import State
@@ -206,7 +206,7 @@ def trace_run(
     plan = TracePlan.from_config(config, len(recording) - start)
     chunk, state = _read(net, spec, recording, config, start, plan.steps)
     sums: dict[str, Tensor] = {}
-    summaries: list[tuple[int, Found]] = []  # the length of each window, and its summary
+    summaries: list[tuple[int, TraceSummary]] = []  # the length of each window, and its summary
     gates: dict[str, list[Tensor]] = {}
     policy = Truncated(plan.stride, plan.horizon)
     with trace(net, tensors=True, vanished=VANISHED, exploded=EXPLODED) as watch:
@@ -217,8 +217,8 @@ def trace_run(
                 grads = watch.last.tensor(name)[:, 0].double().cpu()
                 total = sums.setdefault(name, grads.new_zeros(plan.steps, *grads.shape[1:]))
                 total[begin : begin + len(grads)] += grads
-            summaries.append((stop - begin, watch.found()))
-            for name, mean in watch.last.kept().items():
+            summaries.append((stop - begin, watch.summary()))
+            for name, mean in watch.last.mean_retention_gate().items():
                 gates.setdefault(name, []).append(mean.double().cpu())
     net.zero_grad()
     if not summaries:
@@ -269,7 +269,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def _lifetime(
-    name: str, norms: Sequence[float], start: int, summaries: Sequence[Found]
+    name: str, norms: Sequence[float], start: int, summaries: Sequence[TraceSummary]
 ) -> GradientLifetime:
     rows = [row for summary in summaries for row in summary.rows if row.name == name]
     largest = max(norms)
@@ -279,7 +279,7 @@ def _lifetime(
         name,
         largest,
         start + norms.index(largest),
-        statistics.median([row.lived for row in rows]),
+        statistics.median([row.lifetime for row in rows]),
         sum(row.vanished is not None for row in rows),
         len(bursts),
         statistics.median(bursts) if bursts else None,
@@ -288,7 +288,7 @@ def _lifetime(
 
 
 def _timescale(name: str, mean_gate: Tensor) -> GateTimescale:
-    timescale = Timescale.of(name, mean_gate)
+    timescale = Timescale.from_mean(name, mean_gate)
     steps = (timescale.short, timescale.median, timescale.long, max(timescale.taus))
     return GateTimescale(name, *_rounded(steps))
 

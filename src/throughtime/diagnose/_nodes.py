@@ -13,7 +13,7 @@ _LEVEL = 500
 _FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
 _OURS = (
     "_RecurrentBackward",
-    "PlayedBackward",
+    "TracedStepsBackward",
 )  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
 _STALE = re.compile(
     r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL
@@ -34,10 +34,10 @@ class Nodes:
         # no other number says when a node was made
         self.seq = [node._sequence_nr() for node in self.nodes]
         self.variables = {
-            i: node.variable
+            i: cast("Any", node).variable
             for i, node in enumerate(self.nodes)
             if node.name().endswith("AccumulateGrad")
-        }  # pyright: ignore[reportAttributeAccessIssue]
+        }
         self.leaf = self._leaves()
         self.inner = [i for i, leaf in enumerate(self.leaf) if leaf < 0]
         self.uses = self._uses()

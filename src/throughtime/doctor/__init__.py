@@ -1,9 +1,9 @@
-"""`tt.doctor`: what is wrong with a training loop that somebody else wrote.
+"""`tt.doctor`: what is wrong with a training loop of the user's own.
 
-One file per kind of fault.
+`docs/extending.md` shows how to add a rule.
 """
 
 from throughtime.doctor.doctor import Doctor, doctor
-from throughtime.doctor.finding import CODES, Finding
+from throughtime.doctor.findings import CODES, Finding
 
 __all__ = ["CODES", "Doctor", "Finding", "doctor"]

@@ -1,9 +1,9 @@
-"""The doctor: a context manager around a training loop that somebody else wrote.
+"""The doctor: a context manager that names what is wrong with a training loop of the user's own.
 
-It watches every operation on tensors through a mode of torch (`torch.overrides.TorchFunctionMode`),
-calls of modules, optimizer steps, backwards and batches, and keeps what each tensor came from. It
-changes no result: it draws no random number, keeps no gradient and puts back at the end whatever it
-wrapped. It is not a profiler and no debugger of shapes.
+It observes every operation on tensors through a `torch.overrides.TorchFunctionMode`, and calls of
+modules, optimizer steps, backwards and batches through hooks. It records what each tensor was
+computed from. It changes no result: it draws no random number, keeps no gradient, and restores
+everything that it wrapped. Not to be confused with a profiler or a debugger of shapes.
 
 Cost: some microseconds per operation of the user's code, at most 0.3 of the time of usual loops
 (`benchmarks/doctor.py`).
@@ -13,32 +13,33 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from throughtime.doctor.events import Events
-from throughtime.doctor.finding import Finding, Findings
-from throughtime.doctor.patches import Patches
+from throughtime.doctor._events import LoopEvents
+from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError
 
 _OPEN: list["Doctor"] = []
 
 
 class Doctor:
-    """What `tt.doctor()` gives: `with tt.doctor() as d:`, then `d.findings`."""
+    """The context manager of `tt.doctor()`: `with tt.doctor() as d:`, then `d.findings`.
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings, self._patches = findings, Patches()
-        self._events: Events | None = None
-        self.internal_error: Exception | None = (
-            None  # of the doctor itself: then something may have been missed
-        )
+    Attributes:
+        internal_error: an exception of the doctor itself; then it may have missed faults.
+    """
+
+    def __init__(self, findings: FindingList) -> None:
+        self._findings = findings
+        self._events: LoopEvents | None = None
+        self.internal_error: Exception | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was found so far, in the order in which it was."""
-        return tuple(self._findings.found)
+        """The findings so far, in order of discovery."""
+        return tuple(self._findings.items)
 
     def clear(self) -> None:
-        """Forgets what was found so far."""
-        self._findings.found.clear()
+        """Remove the findings so far."""
+        self._findings.items.clear()
 
     def __enter__(self) -> Self:
         if _OPEN:
@@ -47,9 +48,8 @@ class Doctor:
                 " tt.doctor() around the whole loop"
             )
         _OPEN.append(self)
-        self._events = Events(self._findings)
-        self._patches.put(self._events)
-        self._events.watcher.on()
+        self._events = LoopEvents(self._findings)
+        self._events.open()
         return self
 
     def __exit__(
@@ -58,57 +58,52 @@ class Doctor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        events = self._events
-        self._events = None
+        events, self._events = self._events, None
+        if events is None:
+            return
         try:
-            if events is not None:
-                events.watcher.off()
-                events.watcher.closed = True
-        finally:
-            self._patches.remove()
-            _OPEN.clear()
-        if events is not None and error is None:
             events.close()
-        elif error is not None:
-            self._tell(error)
-        self.internal_error = events.watcher.internal_error if events is not None else None
+        finally:
+            _OPEN.clear()
+        if error is None:
+            events.finish()
+        else:
+            self._annotate(error)
+        self.internal_error = events.watcher.internal_error
 
-    def _tell(self, error: BaseException) -> None:
-        told = "\n".join(getattr(error, "__notes__", []))
+    def _annotate(self, error: BaseException) -> None:
+        """Add the findings to an exception as notes, those that it lacks."""
+        notes = "\n".join(getattr(error, "__notes__", []))
         for finding in self.findings:
-            if str(finding) not in told and str(finding) != str(error):
+            if str(finding) not in notes and str(finding) != str(error):
                 error.add_note(f"tt.doctor: {finding}")
 
     def __str__(self) -> str:
         count = len(self.findings)
-        first = (
-            f"tt.doctor: {count} finding{'s' if count > 1 else ''}"
+        lines = [
+            f"tt.doctor: {count} finding{'s' * (count > 1)}"
             if count
             else "tt.doctor: nothing found"
-        )
-        fault = (
-            [
-                f"The doctor itself failed and stopped looking: {type(self.internal_error).__name__}:"
-                f" {self.internal_error}"
-            ]
-            if self.internal_error
-            else []
-        )
-        return "\n".join([first, *map(str, self.findings), *fault])
+        ]
+        lines += map(str, self.findings)
+        if self.internal_error is not None:
+            error = f"{type(self.internal_error).__name__}: {self.internal_error}"
+            lines.append(f"The doctor itself failed and stopped watching: {error}")
+        return "\n".join(lines)
 
 
 def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:
     """A context manager that names what is wrong with the training loop inside it.
 
     Use it around a loop in plain PyTorch, Lightning or Ignite that fails, or that trains worse than
-    it should. For what the gradient of a sound loop does, take `tt.audit` and `tt.reach`.
+    it should. For the gradient of a sound loop use `tt.audit` and `tt.reach`.
 
     Args:
         ignore: codes that are not reported, such as `{"TT207"}`.
         strict: raise at the first finding.
 
     Returns:
-        A context manager; `findings` holds what was found, printing it gives a report. An exception
+        A context manager. `findings` holds the findings; printing it gives a report. An exception
         that passes through keeps its type and gains the diagnosis as a note.
 
     Raises:
@@ -134,4 +129,4 @@ def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:
         Williams & Peng, An efficient gradient-based algorithm for on-line training of recurrent
         network trajectories, 1990.
     """
-    return Doctor(Findings.checked(ignore, strict))
+    return Doctor(FindingList.from_options(ignore, strict))

@@ -91,24 +91,19 @@ class Recurrent(nn.RNNBase):
     def _eager(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         if resets is not None:
             _check_resets(inputs, resets)
-        weights, watch = layer_weights(self), WATCHES.get(self) if WATCHES else None
-        backend, autocast = (
-            self._backend(inputs, hx, weights).name,
-            autocast_applies(weights[0].ih),
-        )
+        weights = layer_weights(self)
+        backend = self._backend(inputs, hx, weights).name
+        autocast = autocast_applies(weights[0].ih)
         if backend == "torch.nn" and (resets is None or self._splits(inputs)):
-            result = (
-                self._by_torch(inputs, hx, resets)
-                if watch is None
-                else watch.by_torch(self._by_torch, inputs, hx, resets)
-            )
+            result = self._by_torch(inputs, hx, resets)
             return _to_float32(result) if autocast else result
         if autocast:
             inputs, hx = _to_float32(inputs), _to_float32(hx)
-        run = recurrent.run if backend == "fused" else _run_reference
-        if watch is not None and backend != "reference":
-            run = watch.over(run)
-        return run_layers(self, run, inputs, hx, resets, weights)
+        return run_layers(self, self._run(backend), inputs, hx, resets, weights)
+
+    def _run(self, backend: str) -> Run:
+        """What computes one layer in one direction."""
+        return recurrent.run if backend == "fused" else _run_reference
 
     def _compiled(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         """Record one operator for each layer and direction, or torch.nn's own call."""

@@ -111,8 +111,9 @@ def _finding_parts(finding: Finding, base: Path) -> list[Part]:
     text = message + ("" if message.endswith(".") else ".")
     if finding.tensor:
         text += f" The tensor is {finding.tensor}."
-    if finding.made and finding.used:
-        text += f" It was made in chunk {finding.made} and used in chunk {finding.used}."
+    created, used = finding.created_in, finding.used_in
+    if created and used:
+        text += f" It was created in chunk {created} and used in chunk {used}."
     return [
         Paragraphs(text),
         _excerpt(finding, base),

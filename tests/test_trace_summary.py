@@ -15,8 +15,7 @@ from tensorboardX import SummaryWriter
 from torch import Tensor, nn
 
 from strategies import inputs, remembering
-from throughtime.diagnose.trace import Trace, trace
-from throughtime.diagnose.trace.found import Row, Timescale
+from throughtime.diagnose.trace import GradientSummary, Timescale, Trace, trace
 
 STEPS = 60
 
@@ -39,24 +38,24 @@ def linear(
     return found
 
 
-def row(found: Trace, name: str = "layer0.h") -> Row:
-    return next(one for one in found.found().rows if one.name == name)
+def row(found: Trace, name: str = "layer0.h") -> GradientSummary:
+    return next(one for one in found.summary().rows if one.name == name)
 
 
 def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:
     """0.9 to the power 66 is the first below a thousandth."""
     seen = row(linear(0.9, steps=100))
     assert seen.vanished == 99 - 66
-    assert seen.lived == 66
-    assert seen.in_words() == "dies at step 33, lag 66"
-    assert row(linear(0.9, steps=100, vanished=0.5)).lived == 7
+    assert seen.lifetime == 66
+    assert seen.in_words() == "vanishes at step 33, lag 66"
+    assert row(linear(0.9, steps=100, vanished=0.5)).lifetime == 7
     assert row(linear(0.99)).vanished is None
-    assert row(linear(0.99)).lived == STEPS
+    assert row(linear(0.99)).lifetime == STEPS
 
 
 def test_lags_are_counted_from_the_last_step_with_a_gradient() -> None:
     seen = row(linear(0.5, lambda y: y[30]))
-    assert (seen.end, seen.at, seen.lived, seen.last) == (30, 30, 10, 1.0)
+    assert (seen.end, seen.at, seen.lifetime, seen.last) == (30, 30, 10, 1.0)
     assert seen.vanished == 20
 
 
@@ -71,7 +70,7 @@ def test_a_gradient_blows_up_where_losses_alone_could_not_make_it_so_large() -> 
     late = [1.2**lag for lag in range(STEPS)]
     first = next(lag for lag, norm in enumerate(late) if norm > 10 * (lag + 1) * max(late[:6]))
     assert seen.exploded == STEPS - 1 - first
-    assert seen.in_words() == f"blows up at step {seen.exploded}, lag {first}"
+    assert seen.in_words() == f"explodes at step {seen.exploded}, lag {first}"
 
 
 def test_losses_that_add_up_are_no_explosion() -> None:
@@ -99,8 +98,8 @@ def test_a_gradient_that_does_not_come_is_said() -> None:
     with trace(net) as found:
         y, _ = net(torch.randn(5, 2, 3))
         (y * 0).sum().backward()
-    assert row(found).in_words() == "no gradient reaches it"
-    assert (row(found).lived, row(found).edge) == (0, 0.0)
+    assert row(found).in_words() == "no gradient arrives"
+    assert (row(found).lifetime, row(found).edge) == (0, 0.0)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell, nn.GRU])
@@ -134,14 +133,14 @@ def test_time_constants_are_those_of_the_gates_seen(kind: Any) -> None:
             h = o.sigmoid() * c.tanh()
             kept.append(f.sigmoid())
     expected = -1 / torch.stack(kept).mean((0, 1)).log()
-    (pace,) = found.found().paces
+    (pace,) = found.summary().timescales
     assert pace.taus == pytest.approx(expected.tolist(), rel=1e-12)
     assert pace.name == ("cell" if kind is nn.LSTMCell else "layer0")
     assert min(pace.taus) <= pace.short <= pace.median <= pace.long <= max(pace.taus)
 
 
 def test_a_gate_that_is_always_open_keeps_for_ever() -> None:
-    pace = Timescale.of("layer0", torch.tensor([0.5, 1.0, 0.9]))
+    pace = Timescale.from_mean("layer0", torch.tensor([0.5, 1.0, 0.9]))
     assert pace.taus[1] == math.inf
     assert pace.median == pytest.approx(-1 / math.log(0.9), rel=1e-6)
 
@@ -165,7 +164,7 @@ def test_the_table_says_it_in_words() -> None:
         "at",
         "the",
         "end",
-        "lives",
+        "lifetime",
         "edge",
     ]
     assert [line.split()[0] for line in lines[1:7]] == [f"layer0.{letter}" for letter in "hcifgo"]
@@ -178,7 +177,7 @@ def test_the_dictionary_holds_plain_finite_numbers() -> None:
     assert {
         "layer0.h/largest",
         "layer0.h/last",
-        "layer0.h/lived",
+        "layer0.h/lifetime",
         "layer0.h/exploded",
         "layer0.c/edge",
         "layer0/tau_median",

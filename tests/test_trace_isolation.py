@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strategies import FEATURES, HIDDEN, HidesCell, inputs, remembering
 from throughtime.diagnose.trace import trace
-from throughtime.errors import ConfigError, ModelError, RunError
+from throughtime.errors import ConfigError, RunError
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3
@@ -51,7 +51,9 @@ def test_a_name_tells_module_layer_state_and_step() -> None:
     assert found["0.layer0.c[4]"].shape == (2,)
     assert torch.equal(found["0.layer0.c[-1]"], found["0.layer0.c"][4])
     assert others["cell.f"].shape == (5, 2)
-    with pytest.raises(ConfigError, match=r"nothing was seen of 'layer0.c'; there are 0.layer1.h"):
+    with pytest.raises(
+        ConfigError, match=r"no gradient of .layer0.c. was recorded; recorded are 0.layer1.h"
+    ):
         found["layer0.c"]
     with pytest.raises(ConfigError, match="5 steps, 0 to 4"):
         found["0.layer0.c[5]"]
@@ -65,8 +67,8 @@ def test_without_a_backward_pass_there_is_nothing_to_tell() -> None:
         with torch.no_grad():
             net(torch.randn(5, 2, 3))
         assert found.count == 0
-        with pytest.raises(RunError, match="no backward pass was seen yet"):
-            found.found()
+        with pytest.raises(RunError, match="no backward pass was traced yet"):
+            found.summary()
 
 
 def test_closing_leaves_the_net_as_it_was() -> None:
@@ -82,7 +84,7 @@ def test_closing_leaves_the_net_as_it_was() -> None:
         assert not any(module.__dict__[hook] for hook in hooks)
     assert found["lstm.layer0.h"].shape == (5, 2)
     graph_of_after = net["lstm"](torch.randn(5, 2, 3))[0].grad_fn
-    assert "Played" not in type(graph_of_after).__name__
+    assert "TracedSteps" not in type(graph_of_after).__name__
 
 
 def test_an_error_on_the_way_leaves_the_net_as_it_was() -> None:
@@ -166,19 +168,22 @@ def test_weights_that_are_frozen_stay_without_gradient() -> None:
     assert (found.count, nothing.count) == (1, 0)
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
-    net, x = lstm(), inputs(3, 1).requires_grad_()
-    for loss in (
-        lambda y: y.square().sum(),
-        lambda y: y.sum(),
-    ):  # a cotangent with a graph, and one without
-        with (
-            trace(net),
-            pytest.raises(
-                ModelError, match=r"a second derivative through a traced layer.*trace\.close\(\)"
-            ),
-        ):
-            torch.autograd.grad(loss(net(x)[0]), x, create_graph=True)
+@CELLS
+@pytest.mark.parametrize("loss", [lambda y: (y**3).sum(), torch.sum], ids=["graph", "no-graph"])
+def test_second_derivatives_are_those_of_the_untraced_net(kind: Any, loss: Any) -> None:
+    """With a cotangent that has a graph, and with one that has none."""
+    net, x = remembering(kind(FEATURES, HIDDEN)), inputs(5, 2).requires_grad_()
+
+    def second() -> tuple[Tensor, ...]:
+        (gradient,) = torch.autograd.grad(loss(looped(net, x)), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), [x, *net.parameters()])
+
+    untraced = second()
+    with trace(net) as found:
+        traced = second()
+    assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
+    assert found.count > 0
+    assert max(gradient.abs().max() for gradient in untraced) > 1e-3
 
 
 @CELLS

@@ -1,0 +1,305 @@
+"""The events of a training loop: hooks and wrappers of torch that notify the rules."""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.modules.module as modules
+import torch.optim.optimizer as optimizers
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from throughtime.doctor._frames import (
+    SourceLine,
+    called_by_framework,
+    current_frame,
+    current_line,
+    user_frame,
+    variable_path,
+)
+from throughtime.doctor._records import BackwardCall, Clock, DetachRecord, Operation, TensorRecord
+from throughtime.doctor._torch_private import LoaderIterator, sequence
+from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
+from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
+from throughtime.doctor.rules.rule import Rule, parameters_of
+from throughtime.doctor.rules.state import StateRule
+from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
+
+# In the order in which they receive an event. The first sets `TensorRecord.source` for the others.
+RULES: tuple[type[Rule], ...] = (
+    StateRule,
+    OptimizerRule,
+    CreditRule,
+    GrowthRule,
+    AutogradErrorRule,
+)
+FIRST_CHUNKS = 8  # chunks watched by operation at the start,
+PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
+
+
+class LoopEvents:
+    """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
+
+    def __init__(self, findings: FindingList) -> None:
+        self.clock = Clock()
+        self.watcher = Watcher(self.clock, self._on_operation, self._on_detach)
+        self.rules = [rule(self.watcher, findings) for rule in RULES]
+        self._thread = threading.get_ident()
+        self._undo: list[Callable[[], Any]] = []
+        self._watch_until = FIRST_CHUNKS  # the chunk
+        self._in_backward = self._off_in_step = False
+        self._training: dict[int, bool] = {}  # by outermost module
+        self._loaders: weakref.WeakKeyDictionary[Any, SourceLine | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        # by iterator: its number, whether it draws at random, the line of its loader
+        self._iterators: weakref.WeakKeyDictionary[Any, tuple[int, bool, SourceLine | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._numbers = itertools.count(1)
+
+    def open(self) -> None:
+        """Install the hooks and wrappers, and watch."""
+        hooks = (
+            modules.register_module_forward_pre_hook(self._before_module),
+            modules.register_module_forward_hook(self._after_module, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._before_step),
+            optimizers.register_optimizer_step_post_hook(self._after_step),
+        )
+        self._undo += [hook.remove for hook in hooks]
+        self._wrap(torch.Tensor, "backward", self._tensor_backward)
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.autograd, "grad", self._grad)
+        self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
+        self._wrap(nn.Module, "zero_grad", self._zero_grad)
+        self._wrap(DataLoader, "__init__", self._init_loader)
+        self._wrap(DataLoader, "__iter__", self._iterate_loader)
+        self._wrap(LoaderIterator, "__next__", self._next_batch)
+        self.watcher.on()
+
+    def close(self) -> None:
+        """Stop watching, and remove hooks and wrappers in the opposite order."""
+        try:
+            self.watcher.off()
+            self.watcher.closed = True
+        finally:
+            while self._undo:
+                self._undo.pop()()
+
+    def finish(self) -> None:
+        """Let the rules report what only the end of the loop shows."""
+        self._notify(lambda rule: rule.close())
+
+    def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
+        """Replace `owner.name` by a function that calls `handler(original, ...)`."""
+        original = owner.__dict__[name]
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._ignored:
+                return original(*args, **kwargs)
+            return handler(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    @property
+    def _ignored(self) -> bool:
+        """Whether the doctor itself or another thread is at work."""
+        return self.watcher.busy or threading.get_ident() != self._thread
+
+    def _notify(self, event: Callable[[Rule], Any]) -> list[Any]:
+        """Pass an event to each rule, unwatched; a failing rule does not stop the loop."""
+        return [self.watcher.guarded(event, rule) for rule in self.rules]
+
+    def _on_operation(self, op: Operation, result: TensorRecord) -> None:
+        for rule in self.rules:
+            rule.on_operation(op, result)
+        if op.instruction in self.watcher.state_names:
+            return
+        # the name of a state that enters with an earlier graph, while a variable still refers to it
+        for tensor, record in op.pairs():
+            if (
+                record is not None
+                and record.learned
+                and tensor.grad_fn is not None
+                and record.chunk < self.clock.chunk
+            ):
+                path = variable_path(lambda value, t=tensor: value is t, current_frame())
+                self.watcher.state_names[op.instruction] = path
+                return
+
+    def _on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
+        for rule in self.rules:
+            rule.on_detach(detach, record)
+
+    def _watch(self, chunks: int) -> None:
+        """Watch every operation for some chunks."""
+        self._watch_until = max(self._watch_until, self.clock.chunk + chunks)
+        self.watcher.operations = 0
+        self.watcher.on()
+
+    def _pause(self) -> None:
+        """After a backward: stop watching if the chunks or the operations are used up."""
+        over = self.clock.chunk >= self._watch_until
+        if over and self.clock.chunk % PERIOD == 0:
+            self._watch(AGAIN_CHUNKS)
+        elif over or self.watcher.operations > MAX_OPERATIONS:
+            self.watcher.off()
+
+    def _before_module(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling() or self._ignored:
+            return
+        clock = self.clock
+        if clock.depth == 0:
+            clock.call += 1
+            clock.training = module.training
+            if self._training.setdefault(id(module), module.training) != module.training:
+                self._training[id(module)] = module.training
+                self._watch(AGAIN_CHUNKS)
+            elif self.watcher.operations > MAX_OPERATIONS:
+                self.watcher.off()
+        clock.depth += 1
+        if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            frame = user_frame(current_frame(1))
+            self._notify(lambda rule: rule.before_module(module, inputs, frame))
+
+    def _after_module(self, module: nn.Module, _: Any, result: Any) -> None:
+        if torch.compiler.is_compiling() or self._ignored or not self.clock.depth:
+            return
+        self.clock.depth -= 1
+        if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            self._notify(lambda rule: rule.after_module(module, result))
+
+    def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Switch the mode off around `Tensor.backward`: inside, it cannot be switched."""
+        was_active = self.watcher.active
+        self.watcher.off()
+        try:
+            return original(tensor, *args, **kwargs)
+        finally:
+            if was_active:
+                self.watcher.on()
+            self._pause()
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        retain = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
+        return self._run_backward(lambda: original(tensors, *args, **kwargs), tensors, retain)
+
+    def _grad(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        retain = bool(
+            kwargs.get("retain_graph", args[2] if len(args) > 2 else False)
+            or kwargs.get("create_graph", False)
+        )
+        # one that keeps its graph, as for a gradient of gradients, ends no chunk
+        result = self._run_backward(
+            lambda: original(outputs, *args, **kwargs), outputs, retain, ends_chunk=not retain
+        )
+        if not self._in_backward:
+            self._pause()
+        return result
+
+    def _run_backward(
+        self, run: Callable[[], Any], tensors: Any, retain: bool, *, ends_chunk: bool = True
+    ) -> Any:
+        frame = user_frame(current_frame(2))
+        if frame is None or self._in_backward:  # torch calls itself again through the mode
+            return run()
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+        backward = BackwardCall(roots[0].grad_fn if roots else None, retain, line)
+        if ends_chunk:
+            self._notify(lambda rule: rule.before_backward(backward))
+        self._in_backward = True
+        try:
+            result = run()
+        except RuntimeError as error:
+            for finding in self._notify(lambda rule, error=error: rule.explain(error, roots, line)):
+                if finding is not None:
+                    error.add_note(f"tt.doctor: {finding}")
+            raise
+        finally:
+            self._in_backward = False
+            if ends_chunk:
+                self._notify(lambda rule: rule.end_backward(backward))
+        if ends_chunk:
+            self._end_chunk(backward)
+        return result
+
+    def _end_chunk(self, backward: BackwardCall) -> None:
+        watcher = self.watcher
+        watcher.boundary = max(
+            sequence(backward.root) if backward.root is not None else -1,
+            watcher.node_numbers[-1] if watcher.node_numbers else -1,
+        )
+        self.clock.chunk += 1
+        self._notify(lambda rule: rule.after_backward(backward))
+        watcher.guarded(watcher.next_chunk)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._ignored:
+            return
+        self._notify(lambda rule: rule.before_step(optimizer))
+        # a closure would be the user's loop
+        if not args[1:] and not kwargs and self.watcher.active:
+            self.watcher.off()
+            self._off_in_step = True
+
+    def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
+        if self._ignored:
+            return
+        if self._off_in_step:
+            self._off_in_step = False
+            self.watcher.on()
+        line = current_line(2)
+        self._notify(lambda rule: rule.after_step(optimizer, line))
+
+    def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        is_optimizer = isinstance(owner, torch.optim.Optimizer)
+        parameters = parameters_of(owner) if is_optimizer else list(owner.parameters())
+        line = current_line(2)
+        self._notify(lambda rule: rule.before_zero_grad(parameters, line))
+        return original(owner, *args, **kwargs)
+
+    def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        original(loader, *args, **kwargs)
+        if not called_by_framework(current_frame(1)):
+            self._loaders[loader] = current_line(2)
+
+    def _iterate_loader(self, original: Any, loader: Any) -> Any:
+        iterator = original(loader)
+        frame = current_frame(2)
+        line = self._loaders.get(loader) if called_by_framework(frame) else current_line(2)
+        self._watch(AGAIN_CHUNKS)
+        number, line = next(self._numbers), line or current_line(2)
+        self._iterators[iterator] = number, draws_at_random(loader), line
+        return iterator
+
+    def _next_batch(self, original: Any, iterator: Any) -> Any:
+        batch, clock = original(iterator), self.clock
+        if iterator in self._iterators:
+            number, clock.random, clock.loader = self._iterators[iterator]
+            clock.batch = number, clock.batch[1] + 1
+        return batch
+
+
+def draws_at_random(loader: Any) -> bool:
+    """Whether the sampler of a loader does not keep the order of time."""
+    sampler, batch_sampler = loader.sampler, getattr(loader, "batch_sampler", None)
+    if isinstance(batch_sampler, BatchSampler):
+        sampler = batch_sampler.sampler
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle) or sampler.num_replicas > 1
+    return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))

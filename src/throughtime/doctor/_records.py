@@ -1,0 +1,151 @@
+"""Records of the watched loop: its position, operations, tensors, detaches and recurrent calls."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from throughtime.doctor._frames import Instruction, SourceLine
+
+LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+EMPTY: frozenset[Any] = frozenset()
+
+Unit = Any
+"""A recurrent layer, by the id of its first weight, or an instruction that takes in its result."""
+
+
+@dataclass(slots=True, eq=False)
+class Clock:
+    """The position in the loop: which chunk, call and batch it is."""
+
+    chunk: int = 0  # backward calls so far
+    call: int = 0  # calls of outermost modules so far
+    depth: int = 0  # modules that run now, one inside the other
+    training: bool | None = None  # of the outermost module that runs
+    batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
+    random: bool = False  # the loader's sampler does not keep the order of time
+    loader: SourceLine | None = None  # the line that decides the order of the batches
+    crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
+    recurrent: Instruction | None = None  # the last call of a recurrent unit
+
+
+@dataclass(slots=True, eq=False)
+class UnitCall:
+    """One call of a recurrent unit: a step of a cell, a chunk of a layer."""
+
+    unit: Unit
+    instruction: Instruction
+    chunk: int
+    call: int
+    batch: tuple[int, int]
+    training: bool | None
+    grad: bool
+    data: Tensor | None  # the inputs, without the state
+    steps: int = 1
+    lane_dim: int | None = 0
+    time_dim: int | None = None
+    graph_steps: int = 1  # steps connected in one graph
+    graph_calls: int = 1  # calls of the unit connected in one graph
+    model_calls: int = 0  # changes of the model call or the batch within that graph
+    lanes: Any = None  # where each lane of the data begins and ends
+
+
+@dataclass(slots=True, eq=False)
+class DetachRecord:
+    """A detach within a chunk, and how many of the same line came before it."""
+
+    instruction: Instruction
+    chunk: int
+    count: int
+    weights: frozenset[int] = EMPTY  # the leaves behind it, if it follows a single step
+
+
+@dataclass(slots=True, eq=False)
+class CopyRecord:
+    """How data was copied from other data."""
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    shape: Any
+    numbers: Any = None  # the element of the source that each element is a copy of
+
+
+def _no_tensor() -> Tensor | None:
+    return None
+
+
+@dataclass(eq=False)
+class TensorRecord:
+    """Facts about one tensor."""
+
+    chunk: int
+    instruction: Instruction
+    ref: Callable[[], Tensor | None] = _no_tensor
+    learned: bool = False  # depends on a parameter; the fields below are for such tensors
+    lineage: frozenset[Any] = EMPTY  # units and instructions that it went through
+    path: frozenset[Any] = EMPTY  # the same since the last detach
+    repeated: bool = False  # one of them more than once
+    detach: DetachRecord | None = None
+    data: Any = None  # the inputs that it was computed from, one or one for each result
+    source: UnitCall | None = None  # the recurrent call that it comes from
+    edited: bool = False  # values were changed since that call
+    lane_dim: Any = None  # the dimension of lanes, one or one for each result
+    rows: Any = None  # the lane that each row comes from, if rows were selected
+    depth: int = 0  # chunks that a sum goes through
+    origin: CopyRecord | None = None  # of data
+
+    def copy(self) -> "TensorRecord":
+        return copy.copy(self)
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation, with the records of its inputs."""
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    inputs: list[Tensor]
+    records: list[TensorRecord | None]
+    outputs: list[Tensor]
+    instruction: Instruction
+    # the inputs that this instruction computed earlier; empty for layers and cells
+    loop_inputs: list[tuple[Tensor, TensorRecord]] = field(default_factory=list)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a recurrent layer of torch."""
+        return self.name in LAYERS
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it is a recurrent layer or cell of torch."""
+        return self.name in LAYERS or self.name in CELLS
+
+    def pairs(self) -> Iterator[tuple[Tensor, TensorRecord | None]]:
+        """The inputs with their records."""
+        return zip(self.inputs, self.records, strict=True)
+
+
+@dataclass(slots=True, eq=False)
+class BackwardCall:
+    """One backward of the user."""
+
+    root: Any  # the node of the first tensor, if it has one
+    retain: bool
+    line: SourceLine
+
+
+def tensors(tree: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)) and depth:
+        for branch in tree:
+            yield from tensors(branch, depth - 1)

@@ -1,0 +1,76 @@
+"""Private names of torch that have no public counterpart: tensors, graph nodes, modes and loaders.
+
+No other module of the doctor uses a name of torch that begins with an underscore.
+"""
+
+# ruff: noqa: SLF001  # that is what this file is for
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack as mode_depth
+from torch.overrides import _get_current_function_mode as current_mode
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+__all__ = ["ATTRIBUTE_GETTER", "LoaderIterator", "current_mode", "mode_depth"]
+
+LEAF = 2**63  # sequence numbers of leaves are not smaller
+
+# the type of a getter of C, which the type checker replaces by the attribute's value
+ATTRIBUTE_GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of."""
+    return tensor._base
+
+
+def root_of(tensor: Tensor) -> Tensor:
+    """The tensor that owns the memory: the base of a view, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes so far."""
+    return tensor._version
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of its storage; another storage may reuse it after this one is freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def sequence(node: Any) -> int:
+    """The number of a node of the graph: larger for later ones, the largest for leaves."""
+    return node._sequence_nr() if hasattr(node, "_sequence_nr") else LEAF
+
+
+def output_shape(node: Any) -> tuple[int, ...] | None:
+    """The shape of the first result that a node computed."""
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(map(int, metadata[0].shape)) if metadata else None
+
+
+def factor_of(node: Any) -> Any:
+    """The other factor or the divisor of a MulBackward or DivBackward; `None` once it is freed."""
+    try:
+        return node._saved_other
+    except RuntimeError:
+        return None
+
+
+def mean_count(node: Any, name: str) -> float | None:
+    """The number of elements, or the total weight, of the mean that a node computes."""
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if getattr(node, "_saved_reduction", None) != 1:
+        return None
+    try:
+        weight = getattr(node, "_saved_total_weight", None)
+        inputs = getattr(node, "_saved_self", None) if weight is None else None
+    except RuntimeError:  # freed by an earlier backward
+        return None
+    if weight is not None:
+        return float(weight)
+    return float(inputs.numel()) if inputs is not None else None

@@ -1,0 +1,302 @@
+"""Rules of the gradients: where they do not arrive, how they are summed, and when they are cleared.
+
+Codes TT203 and TT303 (credit), TT301 and TT302 (optimizer steps).
+"""
+
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from throughtime.doctor._autograd import mean_terms
+from throughtime.doctor._frames import Instruction, SourceLine, line_of
+from throughtime.doctor._records import (
+    CELLS,
+    BackwardCall,
+    DetachRecord,
+    Operation,
+    TensorRecord,
+    Unit,
+)
+from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.rule import Rule, parameters_of
+from throughtime.doctor.watcher import Watcher
+
+CHECKED_CHUNKS = (1, 2, 3)  # the chunks whose gradients are checked
+REPEATS = 2  # chunks or steps that show a fault before it is reported
+MIN_STEPS = 4  # in a shorter chunk nothing is reported
+SMALLEST = 1e-20  # a smaller gradient has vanished, which is not reported
+MIN_DETACHES = 3  # one after another, a single step between them
+MAX_STATES, MAX_LAYERS = 512, 4  # kept for one backward
+MAX_MEANS = 4096  # between two steps
+
+
+class CreditRule(Rule):
+    """Keeps the states of a chunk until its backward and checks the gradients that arrive there."""
+
+    def __init__(self, watcher: Watcher, findings: FindingList) -> None:
+        super().__init__(watcher, findings)
+        self.states: dict[Unit, list[tuple[Tensor, int]]] = {}  # with the call of the model
+        self.layers: list[tuple[Operation, list[Tensor]]] = []  # with the gradient of the outputs
+        self.norms: dict[Unit, list[float]] = {}
+        self.handles: list[Any] = []
+        self.repeats: dict[SourceLine, int] = {}
+        self.detaches: dict[Instruction, int] = {}  # the longest series in this chunk
+
+    def on_operation(self, op: Operation, result: TensorRecord) -> None:
+        clock, out = self.clock, op.outputs[0]
+        if (
+            not (op.is_recurrent or op.loop_inputs)
+            or clock.chunk not in CHECKED_CHUNKS
+            or not out.requires_grad
+            or out.numel() == 1
+            or clock.training is False
+        ):
+            return
+        if op.is_layer:
+            if len(self.layers) < MAX_LAYERS and _can_rerun(op):
+                self.layers.append((op, []))
+            return
+        unit = result.source.unit if op.is_recurrent and result.source else op.instruction
+        states = self.states.setdefault(unit, [])
+        if len(states) < MAX_STATES:
+            in_model = clock.depth > (op.name in CELLS)
+            states.append((out, clock.call if in_model else 0))
+
+    def on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
+        key = detach.instruction
+        self.detaches[key] = max(self.detaches.get(key, 0), detach.count)
+        # where no state is carried, the steps before may be a warm-up
+        if record.source is not None and not record.edited and not self.clock.crossed:
+            for unit in record.lineage:
+                self.states.pop(unit, None)
+
+    def before_backward(self, backward: BackwardCall) -> None:
+        for unit, pairs in self.states.items():
+            last_call = pairs[-1][1]
+            states = [state for state, call in pairs if call == last_call]
+            if len(states) < MIN_STEPS:
+                continue
+            # outside a model, a state without a gradient may be a warm-up, detached on purpose
+            norms = self.norms[unit] = [0.0 if last_call else math.nan] * len(states)
+            for step, state in enumerate(states):
+                self._hook(
+                    state, lambda grad, norms=norms, step=step: _store_norm(norms, step, grad)
+                )
+        for op, grads in self.layers:
+            self._hook(op.outputs[0], lambda grad, grads=grads: grads.append(grad.detach()))
+
+    def _hook(self, tensor: Tensor, handle_grad: Any) -> None:
+        """Hook a tensor. A failure of the hook is not the user's."""
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is not None:  # undefined
+                self.watcher.guarded(handle_grad, grad)
+
+        self.handles.append(tensor.register_hook(hook))
+
+    def end_backward(self, backward: BackwardCall) -> None:
+        for handle in self.handles:
+            handle.remove()
+        silent = [_silent_steps(norms) for norms in self.norms.values()]
+        silent += [
+            _silent_steps(_input_norms(op, grads[0]), grads[0].select(int(op.args[8]), 0))
+            for op, grads in self.layers
+            if grads
+        ]
+        self.states, self.layers, self.norms, self.handles = {}, [], {}, []
+        steps, line = max(silent, default=0), backward.line
+        # states that are detached at every step are another fault
+        if steps and max(self.detaches.values(), default=0) <= 1:
+            self.repeats[line] = self.repeats.get(line, 0) + 1
+            if self.repeats[line] == REPEATS:
+                detail = f"No gradient arrives at the first {steps} steps."
+                self.findings.add("TT303", line, detail)
+
+    def after_backward(self, backward: BackwardCall) -> None:
+        for instruction, count in self.detaches.items():
+            if count >= MIN_DETACHES:
+                detail = f"{count} detaches in one chunk, a single step between them."
+                self.findings.add("TT203", line_of(instruction), detail)
+        self.detaches.clear()
+
+
+def _can_rerun(op: Operation) -> bool:
+    """Whether a second run gives the same gradients: not packed, no autocast, no dropout."""
+    args = op.args
+    return (
+        isinstance(args[3], bool)
+        and not torch.is_autocast_enabled(op.outputs[0].device.type)
+        and not (args[5] > 0 and args[6])
+        and args[0].shape[int(args[8])] >= MIN_STEPS
+    )
+
+
+def _store_norm(norms: list[float], step: int, grad: Tensor) -> None:
+    norms[step] = float(grad.detach().abs().max()) if grad.numel() else 0.0
+
+
+def _silent_steps(norms: list[float], first_output_grad: Tensor | None = None) -> int:
+    """The number of first steps with a zero gradient, if later steps or the outputs have one."""
+    count = next((step for step, norm in enumerate(norms) if norm != 0), len(norms))
+    if count < len(norms):
+        return count if norms[count] > SMALLEST else 0
+    arrives = first_output_grad is not None and bool(first_output_grad.any())
+    return count if arrives else 0
+
+
+def _input_norms(op: Operation, grad: Tensor) -> list[float]:
+    """Run a layer again, beside the user's graph: the gradient norms of its inputs by step."""
+    inputs: Tensor = op.args[0].detach()
+    others = [
+        arg.detach()
+        if isinstance(arg, Tensor)
+        else [t.detach() for t in arg]
+        if isinstance(arg, (tuple, list))
+        else arg
+        for arg in op.args[1:]
+    ]
+    with torch.enable_grad():
+        inputs.requires_grad_()
+        outputs = op.func(inputs, *others)[0]
+        (input_grad,) = torch.autograd.grad(outputs, inputs, grad)
+    return [float(step.abs().max()) for step in input_grad.unbind(int(op.args[8]))]
+
+
+@dataclass
+class OptimizerRecord:
+    """Facts about one optimizer since its last step."""
+
+    cleared: bool = True
+    wiped: SourceLine | None = None  # the line that cleared gradients no step had used
+    wiped_lines: set[SourceLine] = field(default_factory=set)  # of their backwards
+    backwards: int = 0  # since the last clearing or step
+    lines: set[SourceLine] = field(default_factory=set)  # of those backwards
+    last_grad: Any = None  # a reference to the gradient at the last step
+    steps: int = 0
+    uncleared: int = 0  # steps with gradients of the step before
+    wasted: int = 0  # steps without the gradients of some backward
+    dropped: int = 0  # backwards since the last step whose gradients were cleared unused
+    drops: set[int] = field(default_factory=set)  # how many, at each step but the first
+    chunk: int = 0  # at the last step
+    stepping: bool = False  # a step with a closure runs
+
+
+class OptimizerRule(Rule):
+    """Follows the gradients from a backward to the step that uses them."""
+
+    def __init__(self, watcher: Watcher, findings: FindingList) -> None:
+        super().__init__(watcher, findings)
+        self.last_step = 0  # the chunk at the last step of any optimizer
+        self.optimizers: weakref.WeakKeyDictionary[Any, OptimizerRecord] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.means: list[tuple[SourceLine, list[tuple[str, float, float]]]] = []
+
+    def before_backward(self, backward: BackwardCall) -> None:
+        for optimizer, record in self.optimizers.items():
+            # gradients that the user cleared by hand count as cleared
+            if record.last_grad is not None and not record.cleared:
+                grad = _first_grad(optimizer)
+                same = grad is not None and grad is record.last_grad()
+                record.cleared = not same or grad is None or not bool(grad.any())
+        if backward.root is None:
+            return
+        if len(self.means) < MAX_MEANS:
+            self.means.append((backward.line, mean_terms(backward.root)))
+        for record in self.optimizers.values():
+            record.backwards += 1
+            record.lines.add(backward.line)
+
+    def before_zero_grad(self, parameters: list[Tensor], line: SourceLine | None) -> None:
+        ids = {id(p) for p in parameters}
+        for optimizer, record in self.optimizers.items():
+            cleared = [p for p in parameters_of(optimizer) if id(p) in ids]
+            if not cleared:
+                continue
+            record.cleared = True
+            grad = next((p.grad for p in cleared if p.grad is not None), None)
+            if (
+                record.backwards
+                and line is not None
+                and not record.stepping
+                and grad is not None
+                and bool(grad.isfinite().all())
+                and bool(grad.any())
+            ):
+                record.wiped, record.wiped_lines = line, record.wiped_lines | record.lines
+                record.dropped += record.backwards
+            record.backwards, record.lines = 0, set()
+
+    def before_step(self, optimizer: Any) -> None:
+        self.optimizers.setdefault(optimizer, OptimizerRecord()).stepping = True
+
+    def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
+        record = self.optimizers.setdefault(optimizer, OptimizerRecord())
+        record.steps += 1
+        record.stepping = False
+        self._check_means()
+        if record.steps > 1:
+            record.drops.add(record.dropped)
+        if line is not None:
+            self._check_wiped(optimizer, record)
+            self._check_uncleared(record, line)
+        record.cleared, record.wiped, record.wiped_lines = False, None, set()
+        record.dropped, record.chunk, self.last_step = 0, self.clock.chunk, self.clock.chunk
+        grad = _first_grad(optimizer)
+        record.last_grad = weakref.ref(grad) if grad is not None else None
+        for other in self.optimizers.values():
+            other.backwards, other.lines = 0, set()
+
+    def _check_wiped(self, optimizer: Any, record: OptimizerRecord) -> None:
+        """Report gradients that were cleared before a step used them."""
+        if record.wiped is None:
+            return
+        none = all(p.grad is None or not bool(p.grad.any()) for p in parameters_of(optimizer))
+        always = len(record.drops) == 1 and self._carried_since(record.chunk)
+        if none or (record.lines and record.lines <= record.wiped_lines and always):
+            record.wasted += 1
+            if record.wasted == REPEATS:
+                effect = "has no gradient" if none else "uses those of the last chunk only"
+                detail = f"It clears the gradients before a step has used them: the step {effect}."
+                self.findings.add("TT302", record.wiped, detail)
+
+    def _carried_since(self, chunk: int) -> bool:
+        """Whether a recurrent state connects the chunks since that one."""
+        return any(c in self.clock.crossed for c in range(chunk + 1, self.clock.chunk))
+
+    def _check_uncleared(self, record: OptimizerRecord, line: SourceLine) -> None:
+        if record.steps > 1 and not record.cleared and record.backwards:
+            record.uncleared += 1
+            if record.uncleared == REPEATS:
+                detail = (
+                    "Nothing cleared the gradients since the previous step, so this step uses them"
+                    " again."
+                )
+                self.findings.add("TT302", line, detail)
+
+    def _check_means(self) -> None:
+        """Report means of one line with the same weight over unequal numbers of elements."""
+        by_line: dict[SourceLine, list[tuple[str, float, float]]] = {}
+        for line, terms in self.means:
+            if len(terms) == 1:
+                by_line.setdefault(line, []).append(terms[0])
+        for line, terms in by_line.items():
+            kinds, counts = {kind for kind, _, _ in terms}, {count for _, _, count in terms}
+            weights = {round(weight, 9) for _, weight, _ in terms}
+            if (
+                len(kinds) == len(weights) == 1
+                and len(counts) > 1
+                and self._carried_since(self.last_step)
+            ):
+                elements = sorted(int(count) for count in counts)
+                detail = f"Means over {elements} elements have the same weight in one step."
+                self.findings.add("TT301", line, detail)
+        self.means.clear()
+
+
+def _first_grad(optimizer: Any) -> Tensor | None:
+    return next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)

@@ -1,0 +1,444 @@
+"""The watcher: a torch mode that records operations, their lines and what results depend on."""
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from throughtime.doctor._autograd import leaves_of
+from throughtime.doctor._frames import Instruction, current_frame, user_frame, variable_path
+from throughtime.doctor._records import (
+    EMPTY,
+    Clock,
+    CopyRecord,
+    DetachRecord,
+    Operation,
+    TensorRecord,
+    Unit,
+    UnitCall,
+    tensors,
+)
+from throughtime.doctor._torch_private import (
+    ATTRIBUTE_GETTER,
+    LEAF,
+    base_of,
+    current_mode,
+    mode_depth,
+    sequence,
+    storage_of,
+    version_of,
+)
+from throughtime.errors import DiagnosisError
+
+# Operations by name. Those that select rows, that take a part, that cast or copy:
+ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
+SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
+CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
+DETACHES = frozenset(["detach", "data", "detach_"])
+# those through which data is followed,
+COPIES = ROWS | CASTS | {"stack", "cat", "one_hot"}
+# those that pass a state on unchanged,
+PASS_ON = (
+    DETACHES
+    | ROWS
+    | SLICES
+    | CASTS
+    | {
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "t",
+        "permute",
+        "cpu",
+        "cuda",
+        "expand",
+        "requires_grad_",
+        "type",
+        "movedim",
+        "__deepcopy__",
+    }
+)
+# and those that mask or reset some of its values.
+EDITS = frozenset(
+    [
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "mul_",
+        "__imul__",
+        "add",
+        "__add__",
+        "lerp",
+        "index_copy",
+        "index_fill",
+    ]
+)
+GETTERS = {"data", "T", "mT", "H"}
+MAX_OPERATIONS = 20_000  # operations watched without a break
+PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
+MAX_LINEAGE = 400  # instructions in a lineage
+
+
+def operation_name(func: Any) -> str:
+    """The name of an operation; for a getter that of the attribute."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+def is_in_place(name: str) -> bool:
+    """Whether an operation changes its first argument."""
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (name.startswith("__i") and name not in {"__int__", "__invert__", "__index__"})
+    )
+
+
+class LayerOutputs:
+    """The last outputs of each recurrent unit: they identify a state by its memory.
+
+    A state that was passed on while the watcher was off has no record. It lies in the same memory,
+    with or without its graph, as what a unit returned.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[Unit, tuple[Any, UnitCall, int]] = {}  # outputs, call, dimension of lanes
+        self.detached: dict[Unit, tuple[list[Tensor], TensorRecord]] = {}
+
+    def remember(self, outputs: Any, call: UnitCall, lane_dim: int) -> None:
+        self.latest[call.unit] = outputs, call, lane_dim
+
+    def record_of(self, tensor: Tensor) -> TensorRecord | None:
+        """The record of a state that lies in the memory of an output."""
+        if not (self.latest or self.detached) or tensor.layout is not torch.strided:
+            return None
+        self.release_graphs()
+        storage = storage_of(tensor)
+        for outputs, record in self.detached.values():
+            if any(storage_of(output) == storage for output in outputs):
+                return record
+        return None
+
+    def release_graphs(self) -> None:
+        """Keep the outputs without their graphs."""
+        for unit, (tree, call, lane_dim) in self.latest.items():
+            outputs = list(tensors(tree))
+            record = TensorRecord(call.chunk, call.instruction)
+            record.ref, record.learned = weakref.ref(outputs[0]), True
+            record.lane_dim, record.source = lane_dim, call
+            self.detached[unit] = [output.detach() for output in outputs], record
+        self.latest.clear()
+
+
+class Watcher(TorchFunctionMode):
+    """Records operations while it is the current mode, and passes those that matter to the rules.
+
+    Args:
+        clock: the position in the loop.
+        on_operation: called with an operation that depends on parameters and the record of its
+            results.
+        on_detach: called with a detach and the record of the detached tensor.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        on_operation: Callable[[Operation, TensorRecord], None],
+        on_detach: Callable[[DetachRecord, TensorRecord], None],
+    ) -> None:
+        super().__init__()
+        self.clock, self.on_operation, self.on_detach = clock, on_operation, on_detach
+        self.records: dict[int, TensorRecord] = {}  # by the id of the tensor
+        self.node_numbers: list[int] = []  # sequence numbers of nodes, ascending
+        self.node_instructions: list[Instruction | None] = []  # where they were created
+        self.boundary = -1  # the largest sequence number before the last backward
+        # in-place changes: version after it, shape, instruction, last sequence number
+        self.in_place: list[tuple[int, Any, Instruction, int]] = []
+        self.earlier: set[Instruction] = set()  # instructions of earlier chunks
+        self.current: set[Instruction] = set()  # and of this one
+        self.files: set[str] = set()
+        self.state_names: dict[Instruction, str] = {}  # of states that entered with a graph
+        self.layers = LayerOutputs()
+        self.busy = False  # the doctor itself is at work
+        self.closed = False  # after the doctor; on a user's stack it then only passes on
+        self.active = False
+        self.internal_error: Exception | None = None
+        self.operations = 0  # recorded since it was last switched on
+        self._leaf = torch.zeros(1, requires_grad=True)
+        self._depth = mode_depth()
+
+    def on(self) -> None:
+        """Become the current mode, unless the user has one of their own open."""
+        if not self.active and mode_depth() == self._depth:
+            self._mark_gap()
+            self.__enter__()
+            self.active = True
+
+    def _mark_gap(self) -> None:
+        """Record a node of no instruction: those created while the watcher was off end there."""
+        if self.node_numbers:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                number = sequence((self._leaf * 1).grad_fn)
+            self.node_numbers.append(number)
+            self.node_instructions.append(None)
+
+    def off(self) -> None:
+        """Stop being the current mode, unless another is above it."""
+        if self.active and current_mode() is self:
+            self.__exit__(None, None, None)
+            self.active = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.closed or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name, wrap = operation_name(func), None
+        if name == "__iter__":
+            func, name, wrap = torch.unbind, "unbind", iter
+        result = func(*args, **kwargs)
+        if (
+            not self.busy
+            and self.operations <= MAX_OPERATIONS
+            and (isinstance(result, (Tensor, tuple, list)) or name == "__setitem__")
+        ):
+            frame = user_frame(current_frame(1), skip_optimizer=False)
+            if frame is not None:
+                self.guarded(self._record, name, func, args, kwargs, result, frame)
+        return wrap(result) if wrap else result
+
+    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run the doctor's own work: unwatched, and without failing the user's loop."""
+        was_busy, self.busy = self.busy, True
+        try:
+            return work(*args)
+        except DiagnosisError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
+            self.internal_error, self.operations = error, MAX_OPERATIONS + 1
+            return None
+        finally:
+            self.busy = was_busy
+
+    def record_of(self, tensor: Tensor) -> TensorRecord | None:
+        """The record of a tensor."""
+        record = self.records.get(id(tensor))
+        return record if record is not None and record.ref() is tensor else None
+
+    def record_or_base(self, tensor: Tensor) -> TensorRecord | None:
+        """The record of a tensor, or of the tensor that it is a view of."""
+        record = self.record_of(tensor)
+        base = base_of(tensor) if record is None else None
+        return record if base is None else self.record_of(base)
+
+    def record_of_state(self, tensor: Tensor) -> TensorRecord | None:
+        """The record of a state, also of one that was passed on while the watcher was off."""
+        return self.record_or_base(tensor) or self.layers.record_of(tensor)
+
+    def instruction_of(self, number: int) -> Instruction | None:
+        """The instruction that created the node of this sequence number."""
+        position = bisect_left(self.node_numbers, number)
+        return self.node_instructions[position] if position < len(self.node_numbers) else None
+
+    def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
+        """The path of a state: as recorded where it entered, or of the first value that matches."""
+        name = self.state_names.get(instruction, "") if instruction is not None else ""
+        return name or variable_path(matches, current_frame())
+
+    def _record(
+        self, name: str, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType
+    ) -> None:
+        if isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS:
+            return
+        self.operations += 1
+        if self.operations % PURGE == 0:
+            self._drop_freed()
+        instruction = (frame.f_code, frame.f_lasti)
+        inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
+        records = [self.record_or_base(t) for t in inputs]
+        if is_in_place(name) and inputs:
+            result = inputs[0]
+            self._record_change(inputs[0], instruction)
+        op = Operation(
+            name, func, args, kwargs, inputs, records, list(tensors(result)), instruction
+        )
+        learned = [r for r in records if r is not None and r.learned]
+        if not learned and not any(t.requires_grad for t in inputs):
+            self._record_copy(op)
+        elif op.outputs:
+            self._record_learned(op, learned)
+
+    def _record_change(self, target: Tensor, instruction: Instruction) -> None:
+        if target.is_inference():  # has no version counter, and no backward needs it
+            return
+        if len(self.in_place) > 5000:
+            del self.in_place[:2500]
+        number = self.node_numbers[-1] if self.node_numbers else -1
+        self.in_place.append((version_of(target), target.shape, instruction, number))
+
+    def _record_copy(self, op: Operation) -> None:
+        for out in op.outputs:
+            if (
+                op.name in COPIES
+                and base_of(out) is None
+                and not out.requires_grad
+                and out is not op.args[0]
+            ):
+                record = TensorRecord(self.clock.chunk, op.instruction)
+                record.ref = weakref.ref(out)
+                record.origin = CopyRecord(op.name, op.func, op.args, op.kwargs, out.shape)
+                self.records[id(out)] = record
+            elif op.name in {"zero_", "fill_"}:
+                self.records.pop(id(out), None)
+
+    def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
+        name, instruction, first = op.name, op.instruction, op.outputs[0]
+        if name in {"zero_", "fill_"} or (first.is_leaf and first.requires_grad):
+            self.records.pop(id(first), None)
+            return
+        self.current.add(instruction)
+        self.files.add(instruction[0].co_filename)
+        self._record_nodes(op)
+        if (name in PASS_ON or name in EDITS) and len(set(map(id, learned))) == 1:
+            result = self._passed_on(op, learned[0])
+        else:
+            result = self._computed(op)
+            self.on_operation(op, result)
+        self._store(op.outputs, result)
+
+    def _store(self, outputs: list[Tensor], result: TensorRecord) -> None:
+        """Store the record of each output."""
+        lane_dims, data = result.lane_dim, result.data
+        for i, out in enumerate(outputs):
+            record = result if i == 0 else result.copy()
+            record.ref = weakref.ref(out)
+            if isinstance(lane_dims, list):
+                record.lane_dim = lane_dims[i]
+            if isinstance(data, (tuple, list)):
+                record.data = data[i] if i < len(data) else None
+            self.records[id(out)] = record
+
+    def _record_nodes(self, op: Operation) -> None:
+        for out in op.outputs:
+            number = sequence(out.grad_fn) if out.grad_fn is not None else LEAF
+            if number < LEAF and (not self.node_numbers or number > self.node_numbers[-1]):
+                self.node_numbers.append(number)
+                self.node_instructions.append(op.instruction)
+
+    def _computed(self, op: Operation) -> TensorRecord:
+        """The record of a new value, with what it inherits from the inputs."""
+        instruction = op.instruction
+        result = TensorRecord(self.clock.chunk, instruction)
+        result.learned = result.edited = True
+        lineage, path = EMPTY, EMPTY
+        for tensor, record in op.pairs():
+            if record is None or not record.learned:
+                if result.data is None and not tensor.requires_grad:
+                    result.data = tensor
+                continue
+            if result.data is None:
+                result.data = record.data
+            result.source = result.source or record.source
+            if lineage is not record.lineage:
+                lineage = lineage | record.lineage if lineage else record.lineage
+            detach = record.detach
+            if detach and (result.detach is None or detach.count > result.detach.count):
+                result.detach = detach
+            if tensor.requires_grad:
+                path = path | record.path if path else record.path
+                result.repeated |= record.repeated or instruction in record.path
+            if not op.is_recurrent and instruction in record.lineage:
+                op.loop_inputs.append((tensor, record))
+        if len(lineage) < MAX_LINEAGE:
+            lineage, path = lineage | {instruction}, path | {instruction}
+        result.lineage, result.path = lineage, path
+        return result
+
+    def _passed_on(self, op: Operation, record: TensorRecord) -> TensorRecord:
+        """The record of the same state in another form: detached, copied, masked, rows selected."""
+        instruction, name = op.instruction, op.name
+        result = record.copy()
+        result.instruction = instruction
+        result.repeated = record.repeated or instruction in record.path
+        source = next((t for t in op.inputs if self.record_or_base(t) is record), op.inputs[0])
+        if name in DETACHES and source.requires_grad and not isinstance(source, nn.Parameter):
+            result.detach = self._detached(instruction, record, source)
+            result.path, result.repeated = EMPTY, False
+            self.on_detach(result.detach, record)
+        elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
+            result.path = record.path | {instruction}
+        result.edited = record.edited or name in EDITS or name == "__setitem__"
+        if op.args and source is op.args[0]:
+            lane_dim = record.lane_dim
+            if name in ROWS and lane_dim is not None and lane_dim < source.dim():
+                self._select_rows(op, source, result)
+            if record.data is not None and name in SLICES:
+                result.data = self._sliced(op, source, record.data)
+        if instruction not in record.lineage and len(record.lineage) < MAX_LINEAGE:
+            result.lineage = record.lineage | {instruction}
+        if name == "__getitem__" and record.lane_dim == 1 and isinstance(op.args[1], int):
+            result.lane_dim = 0
+        return result
+
+    def _detached(
+        self, instruction: Instruction, record: TensorRecord, source: Tensor
+    ) -> DetachRecord:
+        """The record of a detach; it counts those of the same line and weights in this chunk."""
+        weights = EMPTY if record.repeated else leaves_of(source.grad_fn)
+        last, chunk = record.detach, self.clock.chunk
+        repeats = (
+            last is not None
+            and (last.instruction, last.chunk) == (instruction, chunk)
+            and not record.repeated
+            and weights & last.weights
+        )
+        return DetachRecord(instruction, chunk, last.count + 1 if last and repeats else 1, weights)
+
+    @staticmethod
+    def _sliced(op: Operation, source: Tensor, data: Tensor) -> Any:
+        """The same part of the data, if data and source have the same leading dimensions."""
+        if data.dim() >= source.dim() or data.shape != source.shape[: data.dim()]:
+            return None
+        try:
+            return op.func(data, *op.args[1:])
+        except (IndexError, RuntimeError, TypeError):
+            return None
+
+    @staticmethod
+    def _select_rows(op: Operation, source: Tensor, result: TensorRecord) -> None:
+        """Record the lane that each selected row comes from, by selecting among lane numbers."""
+        lane, rows = result.lane_dim, result.rows
+        numbers = torch.tensor(rows) if rows is not None else torch.arange(source.shape[lane])
+        if len(numbers) != source.shape[lane]:
+            result.rows, result.edited = None, True
+            return
+        shape = [1] * source.dim()
+        shape[lane] = -1
+        selected = op.func(numbers.view(shape).expand(source.shape), *op.args[1:])
+        if selected.dim() > lane and selected.numel():
+            selected = selected.movedim(lane, 0).reshape(selected.shape[lane], -1)[:, 0]
+        result.rows = selected.reshape(-1).tolist()
+
+    def _drop_freed(self) -> None:
+        """Drop the records of freed tensors."""
+        self.records = {i: r for i, r in self.records.items() if r.ref() is not None}
+
+    def next_chunk(self) -> None:
+        """Drop what the next chunk does not need; called after each backward."""
+        self.layers.release_graphs()
+        self._drop_freed()
+        self.earlier |= self.current
+        self.current = set()
+        count = len(self.node_numbers)
+        if count > 50_000:
+            del self.node_numbers[: count // 2], self.node_instructions[: count // 2]
