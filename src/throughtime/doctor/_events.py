@@ -55,7 +55,12 @@ class LoopEvents:
     def __init__(self, findings: FindingList) -> None:
         self.clock = Clock()
         self.watcher = Watcher(self.clock, self._on_operation, self._on_detach)
-        self.rules = [rule(self.watcher, findings) for rule in RULES]
+        rules = [rule(self.watcher, findings) for rule in RULES]
+        # by name of the event: the methods of the rules that override it
+        self._handlers: dict[str, list[Callable[..., Any]]] = {
+            event: [getattr(rule, event) for rule in rules if event in vars(type(rule))]
+            for event in vars(Rule)
+        }
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
@@ -100,7 +105,7 @@ class LoopEvents:
 
     def finish(self) -> None:
         """Let the rules report what only the end of the loop shows."""
-        self._notify(lambda rule: rule.close())
+        self._notify("close")
 
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
@@ -120,13 +125,13 @@ class LoopEvents:
         """Whether the doctor itself or another thread is at work."""
         return self.watcher.busy or threading.get_ident() != self._thread
 
-    def _notify(self, event: Callable[[Rule], Any]) -> list[Any]:
-        """Pass an event to each rule, unwatched; a failing rule does not stop the loop."""
-        return [self.watcher.guarded(event, rule) for rule in self.rules]
+    def _notify(self, event: str, *args: Any) -> list[Any]:
+        """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
+        return [self.watcher.guarded(handler, *args) for handler in self._handlers[event]]
 
     def _on_operation(self, op: Operation, result: TensorRecord) -> None:
-        for rule in self.rules:
-            rule.on_operation(op, result)
+        for handler in self._handlers["on_operation"]:
+            handler(op, result)
         if op.instruction in self.watcher.state_names:
             return
         # the name of a state that enters with an earlier graph, while a variable still refers to it
@@ -142,8 +147,8 @@ class LoopEvents:
                 return
 
     def _on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
-        for rule in self.rules:
-            rule.on_detach(detach, record)
+        for handler in self._handlers["on_detach"]:
+            handler(detach, record)
 
     def _watch(self, chunks: int) -> None:
         """Watch every operation for some chunks."""
@@ -174,14 +179,14 @@ class LoopEvents:
         clock.depth += 1
         if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             frame = user_frame(current_frame(1))
-            self._notify(lambda rule: rule.before_module(module, inputs, frame))
+            self._notify("before_module", module, inputs, frame)
 
     def _after_module(self, module: nn.Module, _: Any, result: Any) -> None:
         if torch.compiler.is_compiling() or self._ignored or not self.clock.depth:
             return
         self.clock.depth -= 1
         if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            self._notify(lambda rule: rule.after_module(module, result))
+            self._notify("after_module", module, result)
 
     def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Switch the mode off around `Tensor.backward`: inside, it cannot be switched."""
@@ -221,19 +226,19 @@ class LoopEvents:
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
         backward = BackwardCall(roots[0].grad_fn if roots else None, retain, line)
         if ends_chunk:
-            self._notify(lambda rule: rule.before_backward(backward))
+            self._notify("before_backward", backward)
         self._in_backward = True
         try:
             result = run()
         except RuntimeError as error:
-            for finding in self._notify(lambda rule, error=error: rule.explain(error, roots, line)):
+            for finding in self._notify("explain", error, roots, line):
                 if finding is not None:
                     error.add_note(f"tt.doctor: {finding}")
             raise
         finally:
             self._in_backward = False
             if ends_chunk:
-                self._notify(lambda rule: rule.end_backward(backward))
+                self._notify("end_backward", backward)
         if ends_chunk:
             self._end_chunk(backward)
         return result
@@ -245,13 +250,13 @@ class LoopEvents:
             watcher.node_numbers[-1] if watcher.node_numbers else -1,
         )
         self.clock.chunk += 1
-        self._notify(lambda rule: rule.after_backward(backward))
+        self._notify("after_backward", backward)
         watcher.guarded(watcher.next_chunk)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._ignored:
             return
-        self._notify(lambda rule: rule.before_step(optimizer))
+        self._notify("before_step", optimizer)
         # a closure would be the user's loop
         if not args[1:] and not kwargs and self.watcher.active:
             self.watcher.off()
@@ -264,13 +269,13 @@ class LoopEvents:
             self._off_in_step = False
             self.watcher.on()
         line = current_line(2)
-        self._notify(lambda rule: rule.after_step(optimizer, line))
+        self._notify("after_step", optimizer, line)
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         is_optimizer = isinstance(owner, torch.optim.Optimizer)
         parameters = parameters_of(owner) if is_optimizer else list(owner.parameters())
         line = current_line(2)
-        self._notify(lambda rule: rule.before_zero_grad(parameters, line))
+        self._notify("before_zero_grad", parameters, line)
         return original(owner, *args, **kwargs)
 
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:

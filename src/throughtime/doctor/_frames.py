@@ -28,6 +28,7 @@ TRANSPARENT = (
     f"{PACKAGE / 'nn'}{os.sep}",
     f"{PACKAGE / 'kernels'}{os.sep}",
     str(PACKAGE / "diagnose" / "trace"),
+    str(PACKAGE / "diagnose" / "_trace"),
 )
 _SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 _FOLDERS = [*site.getsitepackages(), *map(sysconfig.get_path, _SCHEMES)]

@@ -1,6 +1,5 @@
 """Records of the watched loop: its position, operations, tensors, detaches and recurrent calls."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +99,10 @@ class TensorRecord:
     origin: CopyRecord | None = None  # of data
 
     def copy(self) -> "TensorRecord":
-        return copy.copy(self)
+        """A copy; several times faster than `copy.copy`."""
+        other = object.__new__(TensorRecord)
+        vars(other).update(vars(self))
+        return other
 
 
 @dataclass(slots=True, eq=False)
