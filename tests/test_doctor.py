@@ -39,8 +39,8 @@ STREAM = (
 def blocks(page: Path) -> dict[str, Any]:
     """What the Python of a page defines, its lines numbered as in the page."""
     text, names = page.read_text(encoding="utf-8"), dict[str, Any]()
-    for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        tree = ast.increment_lineno(ast.parse(found[1]), text[: found.start(1)].count("\n"))
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        tree = ast.increment_lineno(ast.parse(match[1]), text[: match.start(1)].count("\n"))
         exec(compile(tree, str(page), "exec"), names)
     return names
 
@@ -64,7 +64,7 @@ def test_the_before_of_a_page_has_its_fault_at_its_line_and_the_after_has_none(c
     assert d.findings == ()
 
 
-def carried(x: Tensor, kind: str) -> list[Tensor]:
+def train(x: Tensor, kind: str) -> list[Tensor]:
     """A sound loop with dropout, in float64."""
     torch.manual_seed(1)
     net = nn.LSTM(3, 4, dtype=x.dtype) if kind == "layer" else nn.LSTMCell(3, 4, dtype=x.dtype)
@@ -95,15 +95,15 @@ def carried(x: Tensor, kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["layer", "cell", "by hand"])
 def test_a_watched_loop_computes_the_same_bits_and_draws_the_same_numbers(kind: str) -> None:
-    plain = carried(STREAM, kind)
+    plain = train(STREAM, kind)
     with doctor() as d:
-        watched = carried(STREAM, kind)
+        watched = train(STREAM, kind)
     assert d.findings == ()
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
-def surface() -> list[Any]:
-    """All that a doctor touches in torch."""
+def patched_parts() -> list[Any]:
+    """All parts of torch that a doctor wraps or hooks."""
     owners = (
         (torch.Tensor, "backward"),
         (torch.autograd, "backward"),
@@ -122,18 +122,18 @@ def surface() -> list[Any]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_in_torch_even_after_an_error(fails: bool) -> None:
-    before = surface()
+def test_torch_is_restored_even_after_an_error(fails: bool) -> None:
+    before = patched_parts()
     with contextlib.suppress(KeyError), doctor():
-        assert surface() != before  # what is compared does show an open doctor
-        carried(STREAM[:24], "layer")
+        assert patched_parts() != before  # what is compared does show an open doctor
+        train(STREAM[:24], "layer")
         if fails:
             raise KeyError("of the loop")
-    assert surface() == before
+    assert patched_parts() == before
 
 
-class Passes(TorchFunctionMode):
-    """A mode of the user's that only hands on."""
+class PassThroughMode(TorchFunctionMode):
+    """A user's mode that changes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -149,16 +149,16 @@ def never_detached(steps: int = 10) -> None:
 def test_an_error_keeps_its_type_and_message_and_gains_the_diagnosis_once() -> None:
     with pytest.raises(RuntimeError, match="a second time") as plain:
         never_detached()
-    with pytest.raises(RuntimeError, match="a second time") as met, doctor() as d:
+    with pytest.raises(RuntimeError, match="a second time") as raised, doctor() as d:
         never_detached()
-    assert type(met.value) is type(plain.value)
-    assert str(met.value) == str(plain.value)
-    notes = met.value.__notes__
+    assert type(raised.value) is type(plain.value)
+    assert str(raised.value) == str(plain.value)
+    notes = raised.value.__notes__
     assert len(notes) == 1
     assert "TT101" in notes[0]
-    (found,) = d.findings
-    assert (found.tensor, found.created_in, found.used_in) == ("h", 1, 2)
-    assert found.line == never_detached.__code__.co_firstlineno + 3
+    (finding,) = d.findings
+    assert (finding.tensor, finding.created_in, finding.used_in) == ("h", 1, 2)
+    assert finding.line == never_detached.__code__.co_firstlineno + 3
 
 
 def never_detached_for_grad() -> None:
@@ -168,37 +168,37 @@ def never_detached_for_grad() -> None:
         torch.autograd.grad(y.square().mean(), list(gru.parameters()))
 
 
-def stacked(carry: Callable[[Tensor], Tensor | None], fused: bool, watched: bool) -> None:
+def run_layer(carry: Callable[[Tensor], Tensor | None], fused: bool, traced: bool) -> None:
     """A loop over a layer, of torch.nn or fused, under a trace or not."""
     gru, h = (tt.nn if fused else nn).GRU(3, 4, num_layers=2, dtype=torch.float64), None
-    with tt.trace(gru) if watched else contextlib.nullcontext():
+    with tt.trace(gru) if traced else contextlib.nullcontext():
         for x in STREAM.split(10):
             y, state = gru(x, h)
             y.square().mean().backward()
             h = carry(state)
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
+@pytest.mark.parametrize("traced", [False, True], ids=["untraced", "traced"])
 @pytest.mark.parametrize(
     "fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"]
 )
-def test_a_fault_of_a_fused_or_traced_layer_is_found(fused: bool, watched: bool) -> None:
+def test_a_fault_of_a_fused_or_traced_layer_is_found(fused: bool, traced: bool) -> None:
     with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
-        stacked(lambda state: state, fused, watched)
+        run_layer(lambda state: state, fused, traced)
     assert [f.code for f in d.findings] == ["TT101"]
     with doctor() as d:
-        stacked(lambda _: None, fused, watched)
+        run_layer(lambda _: None, fused, traced)
     assert [f.code for f in d.findings] == ["TT201"]
     with doctor() as d:
-        stacked(lambda state: state.detach(), fused, watched)
+        run_layer(lambda state: state.detach(), fused, traced)
     assert d.findings == ()
 
 
 def test_an_error_of_autograd_grad_is_explained_too() -> None:
-    with pytest.raises(RuntimeError, match="a second time") as met, doctor() as d:
+    with pytest.raises(RuntimeError, match="a second time") as raised, doctor() as d:
         never_detached_for_grad()
     assert [f.code for f in d.findings] == ["TT101"]
-    assert "TT101" in met.value.__notes__[0]
+    assert "TT101" in raised.value.__notes__[0]
 
 
 def test_an_ignored_code_is_not_reported_and_an_unknown_one_is_refused() -> None:
@@ -219,12 +219,12 @@ def never_carried(done: list[int]) -> None:
 
 
 def test_strict_raises_at_the_first_finding() -> None:
-    before, done = surface(), list[int]()
-    with pytest.raises(DiagnosisError, match="TT201") as met, doctor(strict=True):
+    before, done = patched_parts(), list[int]()
+    with pytest.raises(DiagnosisError, match="TT201") as raised, doctor(strict=True):
         never_carried(done)
-    assert isinstance(met.value, ThroughtimeError)
+    assert isinstance(raised.value, ThroughtimeError)
     assert len(done) < 12
-    assert surface() == before
+    assert patched_parts() == before
 
 
 def test_a_doctor_inside_another_is_refused_and_the_outer_goes_on() -> None:
@@ -260,9 +260,9 @@ def test_a_fault_long_after_the_start_is_found_at_its_line() -> None:
     loop = late_fault(150)
     with pytest.raises(RuntimeError, match="a second time"), doctor() as d:
         loop()
-    (found,) = d.findings
-    assert (found.code, found.line) == ("TT101", loop.__code__.co_firstlineno + 3)
-    assert (found.created_in, found.used_in) == (151, 152)
+    (finding,) = d.findings
+    assert (finding.code, finding.line) == ("TT101", loop.__code__.co_firstlineno + 3)
+    assert (finding.created_in, finding.used_in) == (151, 152)
 
 
 @pytest.mark.parametrize("chunk", [3, 150, 254, 257])
@@ -331,7 +331,7 @@ def test_a_state_that_enters_another_recording_late_is_found() -> None:
     assert d.findings == ()
 
 
-def test_a_fault_of_the_doctor_itself_is_told_and_does_not_stop_the_loop(
+def test_an_error_of_the_doctor_itself_is_reported_and_does_not_stop_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
@@ -358,12 +358,12 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
 
 
 def test_a_hook_that_fails_does_not_fail_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = carried(STREAM, "cell")
+    plain = train(STREAM, "cell")
     monkeypatch.setattr(
         sys.modules["throughtime.doctor.rules.gradients"], "float", lambda _: 1 / 0, raising=False
     )
     with doctor() as d:
-        watched = carried(STREAM, "cell")
+        watched = train(STREAM, "cell")
     assert isinstance(d.internal_error, ZeroDivisionError)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
@@ -374,14 +374,14 @@ def test_the_doctor_keeps_no_parameter_alive() -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net(STREAM.float())[0].square().mean().backward()
         optimizer.step()
-        kept = weakref.ref(net.weight_ih_l0)
+        weight = weakref.ref(net.weight_ih_l0)
         del net, optimizer
         gc.collect()
-        assert kept() is None
+        assert weight() is None
 
 
-def test_a_watcher_left_on_the_stack_of_modes_hands_on() -> None:
-    d, mode = doctor(), Passes()
+def test_a_watcher_left_on_the_stack_of_modes_passes_on() -> None:
+    d, mode = doctor(), PassThroughMode()
     d.__enter__()
     mode.__enter__()
     d.__exit__(None, None, None)  # the user's mode is above the doctor's
@@ -413,11 +413,11 @@ def test_autocast_and_the_users_own_modes_go_through() -> None:
 def test_the_report_says_code_line_and_what_to_write() -> None:
     with contextlib.suppress(RuntimeError), doctor() as d:
         never_detached()
-    (found,) = d.findings
-    for part in ("TT101", f":{found.line}", "write:", "tt.state.detach", "docs/doctor/TT101.md"):
+    (finding,) = d.findings
+    for part in ("TT101", f":{finding.line}", "write:", "tt.state.detach", "docs/doctor/TT101.md"):
         assert part in str(d)
     with doctor() as d:
-        carried(STREAM[:24], "layer")
+        train(STREAM[:24], "layer")
     assert str(d) == "tt.doctor: nothing found"
 
 
@@ -442,11 +442,11 @@ def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(
     )
     line += "app.command(context_settings=SCRIPT)(doctor); app()"
     words = [sys.executable, "-c", line, "train.py", "--steps", "10"]
-    done = subprocess.run(
+    result = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 1, done.stderr
-    assert "TT201 train.py:7" in done.stdout
+    assert result.returncode == 1, result.stderr
+    assert "TT201 train.py:7" in result.stdout
 
 
 @pytest.mark.slow
@@ -462,8 +462,8 @@ def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None
     sound = f"def test_sound(doctor):\n    {loop.format('.clone() * torch.rand(()) ')}"
     (tmp_path / "test_loop.py").write_text(broken + sound, encoding="utf-8")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loop.py"]
-    done = subprocess.run(
+    result = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
-    assert "2 passed, 1 error" in done.stdout, done.stdout
-    assert "TT201" in done.stdout
+    assert "2 passed, 1 error" in result.stdout, result.stdout
+    assert "TT201" in result.stdout
