@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: parameters of odd shapes, gradients by number, and distances."""
+"""Shared by the tests of the optimizers: odd parameters, gradients by step, differences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,23 +17,23 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 SHAPES = ((7, 5), (33,), (), (1,), (4, 0), (2, 3, 5), (16, 50))
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
-WAYS = ("compiled", "torch")
+BACKENDS = ("compiled", "torch")
 needs_core = pytest.mark.skipif(library() is None, reason=str(why_missing()))
 
 
-def made(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
+def make_params(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
     """Parameters of odd shapes, one of them transposed in memory."""
     draw = torch.Generator().manual_seed(seed)
     params = [nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in SHAPES]
     return [*params, nn.Parameter(torch.randn(6, 9, generator=draw, dtype=dtype).t())]
 
 
-def grouped(params: list[nn.Parameter], **other: Any) -> list[dict[str, Any]]:
+def in_two_groups(params: list[nn.Parameter], **other: Any) -> list[dict[str, Any]]:
     return [{"params": params[:3]}, {"params": params[3:], **other}]
 
 
-def give(params: list[nn.Parameter], step: int) -> None:
-    """Gradients that the step decides, large and small by turns, of the layout of their parameters."""
+def set_grads(params: list[nn.Parameter], step: int) -> None:
+    """Set gradients drawn from the step, large and small in turn, in the parameters' layouts."""
     draw = torch.Generator().manual_seed(1000 + step)
     for param in params:
         drawn = torch.randn(param.shape, generator=draw, dtype=torch.float64) * 10.0 ** (
@@ -42,24 +42,24 @@ def give(params: list[nn.Parameter], step: int) -> None:
         param.grad = torch.empty_like(param).copy_(drawn)
 
 
-def apart(ours: list[Tensor], torchs: list[Tensor]) -> float:
+def max_difference(ours: list[Tensor], torchs: list[Tensor]) -> float:
     """The largest distance between vectors, in units of the largest number of each."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, torchs, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers in one vector: where a tensor of one number cancels to nearly nothing, rounding would seem large."""
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers in one vector: alone, a number that cancels to near zero has a large error."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def kept(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def state_vectors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What the optimizer keeps, a vector for each name."""
     states: list[dict[str, Tensor]] = list(optimizer.state_dict()["state"].values())
-    return [flat([state[name] for state in states]) for name in (states[0] if states else ())]
+    return [flattened([state[name] for state in states]) for name in (states[0] if states else ())]
 
 
-def compiled(optimizer: Any) -> bool:
+def was_compiled(optimizer: Any) -> bool:
     return optimizer.fallback is None
 
 
@@ -67,11 +67,11 @@ def steps(
     optimizer: torch.optim.Optimizer, params: list[nn.Parameter], start: int, stop: int
 ) -> None:
     for step in range(start, stop):
-        give(params, step)
+        set_grads(params, step)
         optimizer.step()
 
 
-def form(state: dict[str, Any]) -> object:
+def layout(state: dict[str, Any]) -> object:
     """Keys, types and layouts."""
     tensors = {
         k: {n: (t.dtype, t.shape, t.stride()) for n, t in entry.items()}
@@ -80,7 +80,7 @@ def form(state: dict[str, Any]) -> object:
     return tensors, [sorted(group) for group in state["param_groups"]]
 
 
-def route(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def select_backend(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Lets steps go the way that is named: "compiled", or "torch" as if there were no core."""
     if way == "compiled" and library() is None:
         pytest.skip(str(why_missing()))

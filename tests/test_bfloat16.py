@@ -35,7 +35,6 @@ from recurrences import (
     max_difference,
     needs_kernels,
     run_and_grad,
-    split,
     tolerance,
 )
 from throughtime.kernels import dispatch, recurrent, reference
@@ -66,7 +65,7 @@ DRAWS = 12
 
 
 def ways() -> list[int]:
-    """How this processor makes such products (`tt_pairs` of throughtime.h), the one that runs last; none: [0]."""
+    """The methods of this processor (`tt_pairs` of throughtime.h), the active one last."""
     core = library()
     if core is None or not bfloat16():
         return [0]
@@ -253,7 +252,7 @@ def step(cell: Cell, z: Tensor, back: Tensor, h: Tensor, c: Tensor) -> tuple[Ten
 
 
 def astray(data: LayerCase, run: Run, rounded: Any) -> float:
-    """How far a kernel is from what follows from its own outputs, where `rounded` is done to both sides of every product."""
+    """The error of a kernel, given its own outputs and `rounded` factors of every product."""
     cell, leaves = data.cell, data.to(torch.float32).leaves()
     y, h_end, *rest = data.run(run, leaves)
     weigh = [torch.randn_like(t) for t in (y, h_end, *rest)]
@@ -532,21 +531,3 @@ def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell) -> None:
             finally:
                 torch.set_num_threads(1)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@every_cell
-def test_what_is_captured_is_float32(cell: Cell) -> None:
-    """As tt.trace asks for it: the squared norm of h's gradient at the last step is that of dy, which no product has rounded."""
-    data = draw(cell, 5, 3, 4, 33).to(torch.float32)
-    x, states, weights = split(data.leaves())
-    seen = list[Tensor]()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, *_ = recurrent.run(
-            cell, x, states, weights, None, lambda captured, *_: seen.append(captured)
-        )
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    squares = recurrent.Captured.of(cell, seen[0], 5, 3).squares
-    assert max_difference([squares[-1, :, 0]], [dy[-1].double().square().sum(1)]) < tolerance(
-        torch.float32
-    )

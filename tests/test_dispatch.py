@@ -177,7 +177,10 @@ print(len(said))
         " name.startswith('THROUGHTIME_')]"
     )
     asked = "os.environ['THROUGHTIME_LEVEL'] = 'none'"  # who says so need not be told
-    nowhere = "from throughtime.kernels import library; library._places = lambda: iter(())"
+    nowhere = (
+        "from throughtime.kernels import library;"
+        " library._installed = lambda: (None, 'not installed.')"
+    )
     for missing, times in ((asked, "0"), (nowhere, "1")):
         done = elsewhere(f"{clean}\n{missing}\n{script}")
         assert done.said.strip() == times, done.complained

@@ -145,7 +145,8 @@ def test_operator_obeys_the_laws_of_operators(cell: Cell) -> None:
     data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
     for resets in (data.resets, None):
         torch.library.opcheck(
-            torch.ops.throughtime.recurrent.default, (cell.name, *data.leaves(), resets, True)
+            torch.ops.throughtime.recurrent.default,
+            (cell.name, *data.leaves(), resets, True, False),
         )
 
 
@@ -162,7 +163,7 @@ def exported(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Te
     """As in an exported program, which keeps nothing for a backward pass and so makes it again."""
     h, c = states if len(states) == 2 else (states[0], None)
     y, h_end, c_end, saved = torch.ops.throughtime.recurrent(
-        cell.name, x, h, c, *weights, resets, False
+        cell.name, x, h, c, *weights, resets, False, False
     )
     assert saved.numel() == 0
     return y, (h_end,) if c is None else (h_end, c_end)
@@ -212,12 +213,12 @@ def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
     assert x is not None
     assert h is not None
     right = [x, h, c, *weights, data.resets]
-    torch.ops.throughtime.recurrent(cell.name, *right, False)
+    torch.ops.throughtime.recurrent(cell.name, *right, False, False)
     for k, tensor in enumerate(right):
         for wrong in (
             () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None])
         ):
             with pytest.raises(DataError, match="of a compiled"):
                 torch.ops.throughtime.recurrent(
-                    cell.name, *right[:k], wrong, *right[k + 1 :], False
+                    cell.name, *right[:k], wrong, *right[k + 1 :], False, False
                 )

@@ -1,4 +1,4 @@
-"""One step of the optimizers is torch's: weights, state and norm, on every instruction set, on any number of threads."""
+"""One step equals torch's: weights, state, norm, on every instruction set and thread count."""
 
 from typing import Any
 
@@ -10,25 +10,25 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from optimizers import (
+    BACKENDS,
     BOUNDS,
     PAIRS,
-    WAYS,
-    apart,
-    compiled,
-    flat,
-    give,
-    grouped,
-    kept,
-    made,
+    flattened,
+    in_two_groups,
+    make_params,
+    max_difference,
     needs_core,
-    route,
+    select_backend,
+    set_grads,
+    state_vectors,
+    was_compiled,
 )
 from throughtime.kernels.library import library
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=BACKENDS)
 def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    return route(request.param, monkeypatch)
+    return select_backend(request.param, monkeypatch)
 
 
 def race(
@@ -42,21 +42,23 @@ def race(
     **options: Any,
 ) -> float:
     """How far our weights and state are from torch's after some steps."""
-    mine, theirs = made(dtype), made(dtype)
+    mine, theirs = make_params(dtype), make_params(dtype)
     ours = PAIRS[rule][0](
-        grouped(mine, **(other or {})), max_norm=max_norm and max_norm * wrong, **options
+        in_two_groups(mine, **(other or {})), max_norm=max_norm and max_norm * wrong, **options
     )
-    torchs = PAIRS[rule][1](grouped(theirs, **(other or {})), **options)
+    torchs = PAIRS[rule][1](in_two_groups(theirs, **(other or {})), **options)
     for step in range(steps):
-        give(mine, step)
-        give(theirs, step)
+        set_grads(mine, step)
+        set_grads(theirs, step)
         norm = None if max_norm is None else clip_grad_norm_(theirs, max_norm)
         ours.step()
         torchs.step()
-        assert compiled(ours), ours.fallback
+        assert was_compiled(ours), ours.fallback
         if norm is not None:
             assert ours.norm == pytest.approx(float(norm), rel=BOUNDS[dtype])
-    return apart([flat(mine), *kept(ours)], [flat(theirs), *kept(torchs)])
+    return max_difference(
+        [flattened(mine), *state_vectors(ours)], [flattened(theirs), *state_vectors(torchs)]
+    )
 
 
 OF_ADAM = st.fixed_dictionaries(
@@ -113,7 +115,7 @@ def test_fifty_steps_are_torchs(
 @pytest.mark.parametrize("rule", ["adam", "adamw"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_steps_without_memory_of_squares_are_torchs(rule: str, amsgrad: bool) -> None:
-    """A step then divides by the gradient alone, which makes much of rounding where decay nearly cancels it: none of that here."""
+    """Without decay: a first step divides by the gradient, and cancellation amplifies rounding."""
     assert (
         race(
             rule,
@@ -174,13 +176,13 @@ def test_any_number_of_threads_gives_the_same_bits(rule: str, dtype: torch.dtype
         torch.set_num_threads(threads)
         try:
             for step in range(3):
-                give(params, step)
+                set_grads(params, step)
                 optimizer.step()
                 norms.append(optimizer.norm)
         finally:
             torch.set_num_threads(1)
-        assert compiled(optimizer)
-        return [flat(params), *kept(optimizer)], norms
+        assert was_compiled(optimizer)
+        return [flattened(params), *state_vectors(optimizer)], norms
 
     (one, norms), (two, others) = run(1), run(2)
     assert norms == others
@@ -189,13 +191,13 @@ def test_any_number_of_threads_gives_the_same_bits(rule: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, runs: str) -> None:
-    params = made()
-    optimizer = PAIRS[rule][0](grouped(params, lr=0.2), max_norm=0.5)
+    params = make_params()
+    optimizer = PAIRS[rule][0](in_two_groups(params, lr=0.2), max_norm=0.5)
     assert optimizer.norm is None
-    give(params, 2)
+    set_grads(params, 2)
     before = [(param.grad, param.grad.clone()) for param in params if param.grad is not None]
     optimizer.step()
-    assert compiled(optimizer) == (runs == "compiled")
+    assert was_compiled(optimizer) == (runs == "compiled")
     assert all(
         param.grad is grad and torch.equal(grad, copied)
         for param, (grad, copied) in zip(params, before, strict=True)
@@ -213,10 +215,10 @@ def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, r
 def test_a_norm_that_is_no_number_does_what_torchs_does(
     rule: str, number: float, runs: str
 ) -> None:
-    mine, theirs = made(), made()
+    mine, theirs = make_params(), make_params()
     ours, torchs = PAIRS[rule][0](mine, lr=0.1, max_norm=1.0), PAIRS[rule][1](theirs, lr=0.1)
     for params in (mine, theirs):
-        give(params, 0)
+        set_grads(params, 0)
         params[0].grad[2, 3] = number  # pyright: ignore[reportOptionalSubscript]
     clip_grad_norm_(theirs, 1.0)
     ours.step()
@@ -225,4 +227,4 @@ def test_a_norm_that_is_no_number_does_what_torchs_does(
     assert any(param.isnan().any() for param in mine)
     assert ours.norm is not None
     assert not ours.norm < float("inf")
-    assert compiled(ours) == (runs == "compiled")
+    assert was_compiled(ours) == (runs == "compiled")

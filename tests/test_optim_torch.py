@@ -1,4 +1,4 @@
-"""Around the optimizers' step all is as torch has it: state, groups, schedules, hooks, scalers, copies, and what torch steps itself."""
+"""State, groups, schedules, hooks, scalers and copies behave as in torch.optim."""
 
 import copy
 import io
@@ -16,19 +16,19 @@ from torch.optim.optimizer import (
 )
 
 from optimizers import (
+    BACKENDS,
     PAIRS,
-    WAYS,
-    apart,
-    compiled,
-    flat,
-    form,
-    give,
-    grouped,
-    kept,
-    made,
+    flattened,
+    in_two_groups,
+    layout,
+    make_params,
+    max_difference,
     needs_core,
-    route,
+    select_backend,
+    set_grads,
+    state_vectors,
     steps,
+    was_compiled,
 )
 from throughtime import optim
 from throughtime.errors import ConfigError
@@ -36,9 +36,9 @@ from throughtime.errors import ConfigError
 Make = Callable[..., torch.optim.Optimizer]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=BACKENDS)
 def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    return route(request.param, monkeypatch)
+    return select_backend(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", PAIRS)
@@ -48,31 +48,37 @@ def test_state_goes_over_between_torch_and_ours(rule: str, first: str, runs: str
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1} | (
         {"momentum": 0.9} if rule == "sgd" else {"amsgrad": True}
     )
-    params, whole = made(), made()
+    params, whole = make_params(), make_params()
     start, goal = PAIRS[rule] if first == "ours" else reversed(PAIRS[rule])
     before, reference = (
-        start(grouped(params, lr=0.3), **options),
-        PAIRS[rule][1](grouped(whole, lr=0.3), **options),
+        start(in_two_groups(params, lr=0.3), **options),
+        PAIRS[rule][1](in_two_groups(whole, lr=0.3), **options),
     )
     steps(before, params, 0, 5)
     steps(reference, whole, 0, 5)
-    assert form(before.state_dict()) == form(reference.state_dict())
+    assert layout(before.state_dict()) == layout(reference.state_dict())
     saved = io.BytesIO()
     torch.save(before.state_dict(), saved)
     saved.seek(0)
-    after = goal(grouped(params), lr=7.0)
+    after = goal(in_two_groups(params), lr=7.0)
     after.load_state_dict(torch.load(saved, weights_only=True))
     steps(after, params, 5, 10)
     steps(reference, whole, 5, 10)
-    assert apart([flat(params), *kept(after)], [flat(whole), *kept(reference)]) < 1e-12
-    assert form(after.state_dict()) == form(reference.state_dict())
+    assert (
+        max_difference(
+            [flattened(params), *state_vectors(after)],
+            [flattened(whole), *state_vectors(reference)],
+        )
+        < 1e-12
+    )
+    assert layout(after.state_dict()) == layout(reference.state_dict())
     mine: Any = before if first == "ours" else after
-    assert compiled(mine) == (runs == "compiled")
+    assert was_compiled(mine) == (runs == "compiled")
 
 
 @needs_core
 def test_loading_another_state_is_seen_at_the_next_step() -> None:
-    mine, theirs = made(), made()
+    mine, theirs = make_params(), make_params()
     ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1e9), torch.optim.Adam(theirs, lr=0.1)
     steps(ours, mine, 0, 3)
     steps(torchs, theirs, 0, 3)
@@ -87,8 +93,8 @@ def test_loading_another_state_is_seen_at_the_next_step() -> None:
     torchs.state[theirs[0]]["exp_avg"] = torch.ones(7, 5, dtype=torch.float64)
     steps(ours, mine, 3, 6)
     steps(torchs, theirs, 3, 6)
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
-    assert compiled(ours)
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
+    assert was_compiled(ours)
 
 
 @needs_core
@@ -107,14 +113,17 @@ def test_parameters_that_move_or_change_type_are_followed() -> None:
         for param in net.parameters():
             param.data = param.data.clone()
         steps(optimizer, list(net.parameters()), 4, 6)
-    assert compiled(ours)
+    assert was_compiled(ours)
     assert all(param.dtype == torch.float64 for param in mine.parameters())
-    assert apart([flat(list(mine.parameters()))], [flat(list(theirs.parameters()))]) < 1e-6
+    assert (
+        max_difference([flattened(list(mine.parameters()))], [flattened(list(theirs.parameters()))])
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, runs: str) -> None:
-    mine, theirs = made(), made()
+    mine, theirs = make_params(), make_params()
     options = {"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}
     ours, torchs = (
         PAIRS[rule][0](mine, lr=0.1, **options),
@@ -122,14 +131,19 @@ def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, 
     )
     for step in range(6):
         for params, optimizer in ((mine, ours), (theirs, torchs)):
-            give(params, step)
+            set_grads(params, step)
             for number, param in enumerate(params):
                 if (number + step) % 3 == 0 or number == 4:
                     param.grad = None
             optimizer.step()
-    assert apart([flat(mine), *kept(ours)], [flat(theirs), *kept(torchs)]) < 1e-12
-    assert form(ours.state_dict()) == form(torchs.state_dict())
-    assert compiled(ours) == (runs == "compiled")
+    assert (
+        max_difference(
+            [flattened(mine), *state_vectors(ours)], [flattened(theirs), *state_vectors(torchs)]
+        )
+        < 1e-12
+    )
+    assert layout(ours.state_dict()) == layout(torchs.state_dict())
+    assert was_compiled(ours) == (runs == "compiled")
     ours.zero_grad()
     ours.max_norm = 1.0
     ours.step()
@@ -139,42 +153,42 @@ def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_groups_that_join_later_and_schedules_are_followed(rule: str, runs: str) -> None:
     """A cycle also moves the momentum of SGD and the first beta of Adam."""
-    mine, theirs = made(), made()
+    mine, theirs = make_params(), make_params()
     for params, make in ((mine, PAIRS[rule][0]), (theirs, PAIRS[rule][1])):
         optimizer = make(
             params[:4], **({"lr": 0.1, "momentum": 0.9} if rule == "sgd" else {"lr": 0.1})
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
         for step in range(5):
-            give(params, step)
+            set_grads(params, step)
             optimizer.step()
             schedule.step()
         optimizer.add_param_group({"params": params[4:], "lr": 0.05})
         steps(optimizer, params, 5, 10)
         if make is PAIRS[rule][0]:
-            assert compiled(optimizer) == (runs == "compiled")
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+            assert was_compiled(optimizer) == (runs == "compiled")
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
 
 
 @needs_core
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_learning_rate_in_a_tensor_may_change_where_it_is(rule: str) -> None:
-    mine, theirs = made(), made()
+    mine, theirs = make_params(), make_params()
     rates = [torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)]
     ours, torchs = PAIRS[rule][0](mine, lr=rates[0]), PAIRS[rule][1](theirs, lr=rates[1])
     for step in range(6):
         for params, optimizer, rate in ((mine, ours, rates[0]), (theirs, torchs, rates[1])):
-            give(params, step)
+            set_grads(params, step)
             rate.mul_(0.7)
             optimizer.step()
-    assert compiled(ours)
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+    assert was_compiled(ours)
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
 
 
 def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
     def trace(make: Make) -> list[str]:
         said: list[str] = []
-        params = made()
+        params = make_params()
         optimizer = make(params)
         hooks = [
             optimizer.register_step_pre_hook(lambda *_: said.append("before")),
@@ -182,7 +196,7 @@ def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
             register_optimizer_step_pre_hook(lambda *_: said.append("before all")),
             register_optimizer_step_post_hook(lambda *_: said.append("after all")),
         ]
-        give(params, 0)
+        set_grads(params, 0)
 
         def closure() -> float:
             said.append(f"closure with gradients {torch.is_grad_enabled()}")
@@ -206,9 +220,9 @@ def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
 
 
 def test_a_profiler_sees_the_step() -> None:
-    params = made()
+    params = make_params()
     optimizer = optim.Adam(params)
-    give(params, 0)
+    set_grads(params, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         optimizer.step()
         optimizer.zero_grad()
@@ -220,7 +234,7 @@ def test_a_profiler_sees_the_step() -> None:
 def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(
     fused: bool | None, runs: str
 ) -> None:
-    mine, theirs = made(torch.float32), made(torch.float32)
+    mine, theirs = make_params(torch.float32), make_params(torch.float32)
     ours, torchs = (
         optim.Adam(mine, lr=0.1, max_norm=1.0, fused=fused),
         torch.optim.Adam(theirs, lr=0.1),
@@ -228,7 +242,7 @@ def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(
     for params, optimizer in ((mine, ours), (theirs, torchs)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         for step in range(6):
-            give(params, step)
+            set_grads(params, step)
             for param in params:
                 assert param.grad is not None
                 param.grad *= scaler.get_scale() if step != 3 or not param.numel() else float("inf")
@@ -238,9 +252,9 @@ def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows(
                 clip_grad_norm_(params, 1.0)
             scaler.step(optimizer)
             scaler.update()
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-5
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-5
     assert ours.state[mine[0]]["step"] == 5
-    assert compiled(ours) == (runs == "compiled")
+    assert was_compiled(ours) == (runs == "compiled")
 
 
 class Own(Tensor):
@@ -300,16 +314,16 @@ def test_a_gradient_of_another_layout_steps_in_torch_until_the_next(odd: str) ->
     ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1.0), torch.optim.Adam(theirs, lr=0.1)
     went: list[bool] = []
     for step in range(4):
-        give(mine, step)
+        set_grads(mine, step)
         if step == 2:
             mine[0].grad = ODD[odd]()
         theirs[0].grad = mine[0].grad.clone()  # pyright: ignore[reportOptionalMemberAccess]
         clip_grad_norm_(theirs, 1.0)
         ours.step()
         torchs.step()
-        went.append(compiled(ours))
+        went.append(was_compiled(ours))
     assert went == [True, True, False, True]
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
 
 
 def test_sparse_gradients_are_refused_in_words_or_go_to_torchs_sgd() -> None:
@@ -343,32 +357,32 @@ def test_a_graph_that_saved_the_weights_notices_the_step() -> None:
     weight.grad = torch.ones(3)
     kept, other = weight.square().sum(), frozen.square().sum()
     optimizer.step()
-    assert compiled(optimizer)
+    assert was_compiled(optimizer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
     other.backward()  # it had no gradient then, so it did not change
 
 
 def test_copies_and_pickles_keep_the_norm_and_go_on_alike(runs: str) -> None:
-    params = made()
+    params = make_params()
     optimizer = optim.AdamW(params, lr=0.1, max_norm=0.7)
     steps(optimizer, params, 0, 2)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert other.max_norm == 0.7
         theirs: list[Any] = other.param_groups[0]["params"]
         steps(other, theirs, 2, 4)
-        twins = made()
+        twins = make_params()
         reference = optim.AdamW(twins, lr=0.1, max_norm=0.7)
         steps(reference, twins, 0, 4)
-        assert apart([flat(theirs)], [flat(twins)]) < 1e-12
-        assert compiled(other) == (runs == "compiled")
+        assert max_difference([flattened(theirs)], [flattened(twins)]) < 1e-12
+        assert was_compiled(other) == (runs == "compiled")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_norm_that_cannot_be_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="expected a number above 0, or None"):
-        optim.SGD(made(), max_norm=value)
-    optimizer = optim.SGD(made(), max_norm=2.0)
+        optim.SGD(make_params(), max_norm=value)
+    optimizer = optim.SGD(make_params(), max_norm=2.0)
     with pytest.raises(ConfigError, match="max_norm"):
         optimizer.max_norm = value
     assert optimizer.max_norm == 2.0
@@ -376,7 +390,7 @@ def test_a_norm_that_cannot_be_is_refused(value: float) -> None:
 
 def test_differentiable_steps_are_torchs_and_are_not_clipped() -> None:
     with pytest.raises(ConfigError, match="no gradient"):
-        optim.Adam(made(), differentiable=True, max_norm=1.0)
+        optim.Adam(make_params(), differentiable=True, max_norm=1.0)
     rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     start = nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = optim.SGD([start], lr=rate, differentiable=True)
@@ -390,9 +404,9 @@ def test_differentiable_steps_are_torchs_and_are_not_clipped() -> None:
 
 
 def test_zero_grad_leaves_none_or_zeros() -> None:
-    params = made()
+    params = make_params()
     optimizer = optim.Adam(params)
-    give(params, 0)
+    set_grads(params, 0)
     optimizer.zero_grad(set_to_none=False)
     assert all(param.grad is not None and not param.grad.any() for param in params)
     optimizer.zero_grad()
@@ -426,31 +440,34 @@ def test_torch_compile_passes_around_the_step(what: str, runs: str) -> None:
         theirs(inputs).square().sum().backward()
         clip_grad_norm_(theirs.parameters(), 1.0)
         torchs.step()
-    assert apart([flat(list(mine.parameters()))], [flat(list(theirs.parameters()))]) < 1e-12
-    assert compiled(ours) == (runs == "compiled")
+    assert (
+        max_difference([flattened(list(mine.parameters()))], [flattened(list(theirs.parameters()))])
+        < 1e-12
+    )
+    assert was_compiled(ours) == (runs == "compiled")
     torch.compiler.reset()
 
 
 def test_under_a_default_of_float64_steps_are_counted_in_it(runs: str) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        mine, theirs = made(), made()
+        mine, theirs = make_params(), make_params()
         ours, torchs = optim.Adam(mine), torch.optim.Adam(theirs)
         steps(ours, mine, 0, 2)
         steps(torchs, theirs, 0, 2)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert form(ours.state_dict()) == form(torchs.state_dict())
+    assert layout(ours.state_dict()) == layout(torchs.state_dict())
     assert ours.state[mine[0]]["step"].dtype == torch.float64
-    assert apart([flat(mine)], [flat(theirs)]) < 1e-12
-    assert compiled(ours) == (runs == "compiled")
+    assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
+    assert was_compiled(ours) == (runs == "compiled")
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
 def test_without_the_core_a_step_says_why(runs: str) -> None:
-    params = made()
+    params = make_params()
     optimizer = optim.SGD(params)
-    give(params, 0)
+    set_grads(params, 0)
     optimizer.step()
     assert optimizer.fallback == "a test took it away"
     assert runs == "torch"

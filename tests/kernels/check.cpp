@@ -1,4 +1,4 @@
-// Runs every check at every instruction set that the processor has; the argument `brief` takes every 13th of the sizes.
+// Runs every check at every instruction set of the processor; the argument `brief` selects every 13th of the sizes.
 #include "check.h"
 
 #include <pthread.h>
@@ -21,7 +21,7 @@ void *run(void *job) {
   return nullptr;
 }
 
-// GOMP_parallel in plain threads: the body runs once on each, and on this one.
+// GOMP_parallel with plain threads: the body runs once on each, and on this one.
 void parallel(void (*body)(void *), void *data, unsigned threads, unsigned) {
   Job job{body, data};
   std::vector<pthread_t> others(threads - 1);
@@ -41,10 +41,10 @@ int main(int count, char **arguments) {
   for (const char *level : {"v2", "v3", "v4", "base"}) {
     if (!tt_use(level)) continue;
     if (strcmp(tt_level(), level)) failures++;
-    const int recurrent = check_recurrent(brief), optim = check_optim(), whole = check_whole(brief);
-    const auto word = [](int failed) { return failed ? "FAILED" : "well"; };
-    printf("%s: recurrent %s, optim %s, whole %s\n", level, word(recurrent), word(optim), word(whole));
-    failures += recurrent + optim + whole;
+    const int recurrent = check_recurrent(brief), optim = check_optim(), fused_step = check_fused_step(brief);
+    const auto word = [](int failed) { return failed ? "FAILED" : "passed"; };
+    printf("%s: recurrent %s, optim %s, fused step %s\n", level, word(recurrent), word(optim), word(fused_step));
+    failures += recurrent + optim + fused_step;
   }
   return failures || !*tt_level();
 }

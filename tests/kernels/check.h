@@ -1,17 +1,17 @@
-// The check of the compiled core: a program without Python, so that sanitizers and emulators see nothing else.
+// The check of the compiled core: a program without Python, so sanitizers and emulators run nothing else.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
 
-// Each says on stderr what failed, and returns how much: 0 is well. Briefly: every 13th of the sizes.
+// Each prints failures to stderr and returns their number. `brief`: every 13th of the sizes.
 int check_recurrent(bool brief);
 int check_optim();
-int check_whole(bool brief);
+int check_fused_step(bool brief);
 
-// Exactly the memory that was promised, in an allocation of its own, so that AddressSanitizer sees a number read or written beside it.
-// Every other one starts between two multiples of 16 bytes: nobody promised alignment. Poisoned with NaN until it is filled.
+// Exactly the promised memory, in an allocation of its own, so AddressSanitizer reports any access beside it. By default it starts between
+// two multiples of 16 bytes, since the interface promises no alignment. Poisoned with NaN until it is filled.
 template <class F> class Exact {
 public:
   explicit Exact(int64_t count, bool aligned = false) : count_(count), shift_(aligned ? 0 : 1) {

@@ -19,7 +19,7 @@ struct Rule {
 
 tt_group group(int rule, double decay, double momentum, double dampening, bool nesterov, bool amsgrad, bool maximize) {
   tt_group g = {};
-  g.rule = rule, g.lr = 0.1, g.decay = decay, g.momentum = momentum, g.dampening = dampening;
+  g.rule = rule, g.lr = 0.1, g.weight_decay = decay, g.momentum = momentum, g.dampening = dampening;
   g.beta1 = 0.8, g.beta2 = 0.95, g.eps = 1e-3;
   g.nesterov = nesterov, g.amsgrad = amsgrad, g.maximize = maximize;
   return g;
@@ -30,7 +30,7 @@ struct Number {
   double param, first, second, largest;
 
   void sgd(const tt_group &g, double d, bool fresh) {
-    d += g.decay * param;
+    d += g.weight_decay * param;
     if (g.momentum != 0) {
       first = fresh ? d : g.momentum * first + (1 - g.dampening) * d;
       d = g.nesterov ? d + g.momentum * first : first;
@@ -39,8 +39,8 @@ struct Number {
   }
 
   void adam(const tt_group &g, double d, int step) {
-    if (g.rule == TT_ADAM) d += g.decay * param;
-    if (g.rule == TT_ADAMW) param -= g.lr * g.decay * param;
+    if (g.rule == TT_ADAM) d += g.weight_decay * param;
+    if (g.rule == TT_ADAMW) param -= g.lr * g.weight_decay * param;
     first = g.beta1 * first + (1 - g.beta1) * d;
     second = g.beta2 * second + (1 - g.beta2) * d * d;
     largest = std::fmax(largest, second);
@@ -74,7 +74,7 @@ template <class F> struct Tensor {
     t.second = adam ? second.data() : nullptr;
     t.largest = adam && g.amsgrad ? largest.data() : nullptr;
     t.step = adam ? step.data() : nullptr;
-    t.fresh = !adam && g.momentum != 0;
+    t.first_step = !adam && g.momentum != 0;
     return t;
   }
 };

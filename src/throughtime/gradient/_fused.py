@@ -557,7 +557,7 @@ class _Buffers:
             size = kernel.scratch_size(step)
             self._scratch_steps = count
             self._scratch = torch.empty(size, dtype=self._dtype, device="cpu")
-            step.room = self._scratch.data_ptr()
+            step.scratch = self._scratch.data_ptr()
         step.targets = None if chunk.targets is None else chunk.targets.data_ptr()
         step.mask = None if mask is None else mask.data_ptr()
         step.outputs = outputs.data_ptr()

@@ -108,95 +108,72 @@ def _check(inputs: LayerInputs) -> None:
         )
 
 
-def _products(x: Tensor, rounded: bool) -> torch.dtype:
-    return torch.bfloat16 if rounded else x.dtype
+_INPUTS = (
+    "str cell, Tensor x, Tensor h, Tensor? c, Tensor ih, Tensor hh, Tensor? b_ih, Tensor? b_hh,"
+    " Tensor? hr, Tensor? resets"
+)
+_COTANGENTS = "Tensor? dy, Tensor? dh, Tensor? dc"
 
 
-@torch.library.custom_op("throughtime::recurrent", mutates_args=())
-def _forward(
-    cell: str,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    ih: Tensor,
-    hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    hr: Tensor | None,
-    resets: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _layer_inputs(cell: str, *tensors: Any, rounded: bool) -> LayerInputs:
+    """From arguments in the order of `_INPUTS`."""
+    x, h, c, *weights, resets = tensors
+    products = torch.bfloat16 if rounded else x.dtype
+    return LayerInputs(CELLS[cell], products, x, h, c, Weights(*weights), resets)
+
+
+@torch.library.custom_op(
+    "throughtime::recurrent",
+    mutates_args=(),
+    schema=f"({_INPUTS}, bool keep, bool rounded) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(*args: Any) -> tuple[Tensor, ...]:
     """Compute `y`, and `h` and `c` after the last step; if `keep`, save for a backward pass.
 
     `c` is empty for a cell without it. With `rounded`, products are those of bfloat16: autocast was
     active at compile time, and is not when the operator runs.
     """
-    weights = Weights(ih, hh, b_ih, b_hh, hr)
-    inputs = LayerInputs(CELLS[cell], _products(x, rounded), x, h, c, weights, resets)
+    *tensors, keep, rounded = args
+    inputs = _layer_inputs(*tensors, rounded=rounded)
+    cell, _, x, h, c, weights, resets = inputs
     _check(inputs)
     if library() is None:  # an exported program on another machine
         states = (h,) if c is None else (h, c)
-        y, ends = reference.run(CELLS[cell], x, states, weights, resets, x.dtype)
+        y, ends = reference.run(cell, x, states, weights, resets, x.dtype)
         return y, ends[0], x.new_empty(0) if c is None else ends[1], x.new_empty(0)
     y, h_end, c_end, saved = recurrent.forward(inputs, keep=keep)
     return y, h_end, x.new_empty(0) if c_end is None else c_end, saved
 
 
 @_forward.register_fake
-def _(
-    cell: str,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    ih: Tensor,
-    hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    hr: Tensor | None,
-    resets: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del ih, b_ih, b_hh, resets
+def _(*args: Any) -> tuple[Tensor, ...]:
+    *tensors, keep, rounded = args
+    cell, products, x, h, c, weights, _ = _layer_inputs(*tensors, rounded=rounded)
     steps, lanes, _ = x.shape
     saved = 0
     if keep:
-        hidden, outputs = hh.shape[1] if hr is None else hr.shape[1], h.shape[1]
-        products = recurrent.PRODUCT_TYPES[_products(x, rounded)]
-        sizes = CELLS[cell].code, products, 1, 1, 1, int(hidden), int(outputs)
-        saved = steps * lanes * recurrent.saved_size(*sizes)
+        sizes = 1, 1, 1, int(weights.hidden), int(h.shape[1])
+        saved = recurrent.saved_size(cell.code, recurrent.PRODUCT_TYPES[products], *sizes)
     return (
-        x.new_empty(x.shape[0], *h.shape),
+        x.new_empty(steps, *h.shape),
         torch.empty_like(h),
         x.new_empty(0) if c is None else torch.empty_like(c),
-        x.new_empty(saved),
+        x.new_empty(steps * lanes * saved),
     )
 
 
-@torch.library.custom_op("throughtime::recurrent_backward", mutates_args=())
-def _backward(
-    cell: str,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    ih: Tensor,
-    hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    hr: Tensor | None,
-    resets: Tensor | None,
-    y: Tensor,
-    saved: Tensor,
-    dy: Tensor | None,
-    dh: Tensor | None,
-    dc: Tensor | None,
-    needs: Sequence[bool],
-    rounded: bool = False,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "throughtime::recurrent_backward",
+    mutates_args=(),
+    schema=(
+        f"({_INPUTS}, Tensor y, Tensor saved, {_COTANGENTS}, bool[] needs, bool rounded)"
+        " -> Tensor[]"
+    ),
+)
+def _backward(*args: Any) -> list[Tensor]:
     """Compute the gradients of x, h, c, ih, hh, b_ih, b_hh and hr that are needed."""
-    weights = Weights(ih, hh, b_ih, b_hh, hr)
-    inputs = LayerInputs(CELLS[cell], _products(x, rounded), x, h, c, weights, resets)
+    *tensors, y, saved, dy, dh, dc, needs, rounded = args
+    inputs = _layer_inputs(*tensors, rounded=rounded)
     if not saved.numel():  # of an exported program, which saves nothing for training
         y, _, _, saved = recurrent.forward(inputs, keep=True)
     grads = recurrent.backward(inputs, y, saved, (dy, dh, dc), needs)
@@ -205,7 +182,8 @@ def _backward(
 
 @_backward.register_fake
 def _(*args: Any) -> list[Tensor]:
-    return [torch.empty_like(t) for t, need in zip(args[1:9], args[15], strict=True) if need]
+    needs = args[-2]
+    return [torch.empty_like(t) for t, need in zip(args[1:9], needs, strict=True) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

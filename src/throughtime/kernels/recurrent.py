@@ -9,12 +9,13 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from throughtime.errors import ThroughtimeError
 from throughtime.kernels import reference
@@ -24,7 +25,6 @@ from throughtime.kernels.library import level, library
 from throughtime.kernels.reference import States
 
 Grads = tuple[Tensor | None, ...]
-Observer = Callable[[Tensor, Tensor, Tensor], None]  # captured, h entering the first step, outputs
 
 TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # tt_type by the type to which both factors of a product are rounded; with 2, numbers are float32
@@ -33,7 +33,6 @@ _POINTERS = (
     *("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets"),
     *("y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end"),
     *("dx", "dh0", "dc0", "dw_ih", "dw_hh", "db_ih", "db_hh", "dw_hr"),
-    *("squares", "entering", "kept"),
 )
 
 
@@ -72,7 +71,6 @@ def run(
     states: States,
     weights: Weights,
     resets: Tensor | None = None,
-    observe: Observer | None = None,
 ) -> tuple[Tensor, States]:
     """Compute the outputs of every step, `(T, B, P)`, and the states after the last one.
 
@@ -82,7 +80,6 @@ def run(
         states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`.
         weights: of the layer, of the type and device of `x`.
         resets: `(T, B)` bool, true where zeros enter the step.
-        observe: called in every backward pass with what `Captured.of` takes apart.
 
     Raises:
         MemoryError: there is no memory for what the backward pass needs.
@@ -90,9 +87,7 @@ def run(
     h, c = states if len(states) == 2 else (states[0], None)
     inputs = LayerInputs(cell, product_type(x.dtype, x.shape[1]), x, h, c, weights, resets)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.leaves):
-        y, h_end, c_end = _Recurrent.apply(
-            cell, observe, inputs.products, x, h, c, *weights, resets
-        )
+        y, h_end, c_end = _Recurrent.apply(cell, inputs.products, x, h, c, *weights, resets)
     else:
         y, h_end, c_end, _ = forward(inputs, keep=False)
     return y, (h_end,) if c_end is None else (h_end, c_end)
@@ -155,12 +150,10 @@ def backward(
     saved: Tensor,
     cotangents: Sequence[Tensor | None],
     needs: Sequence[bool],
-    captured: Tensor | None = None,
 ) -> Grads:
     """Compute the gradients of `inputs.leaves` that `needs` selects; None for the others.
 
     `cotangents` are those of the outputs and of h and c after the last step; None means zeros.
-    `captured`, allocated by `room_for`, receives what `Captured.of` takes apart.
     """
     sizes = inputs.sizes
     grads = tuple(
@@ -171,49 +164,8 @@ def backward(
     )
     tensors, cotangents = inputs.contiguous(), _contiguous(*cotangents)  # alive until it returns
     pointers = map(_pointer, (*tensors, y, None, None, saved, *cotangents, *grads))
-    squares = () if captured is None else _addresses(inputs.cell, captured, *sizes[2:4])
-    check(core().tt_backward(Call(*sizes, torch.get_num_threads(), 0, *pointers, *squares)))
+    check(core().tt_backward(Call(*sizes, torch.get_num_threads(), 0, *pointers)))
     return grads
-
-
-class Captured(NamedTuple):
-    """What a backward pass captured, in float64, in the order of `Cell.values`.
-
-    Attributes:
-        squares: `(T, B, S)`, the squared norm of the gradient of each state and gate.
-        entering: `(B, E)`, those of the state entering the first step, h and, of an LSTM, c.
-        kept: `(H,)`, the retention gate summed over steps and lanes; empty for an RNN.
-    """
-
-    squares: Tensor
-    entering: Tensor
-    kept: Tensor
-
-    @classmethod
-    def of(cls, cell: Cell, captured: Tensor, steps: int, lanes: int) -> "Captured":
-        """Views of it."""
-        squares, entering = _counts(cell, steps, lanes)
-        parts = captured.split([squares, entering, len(captured) - squares - entering])
-        return cls(parts[0].view(steps, lanes, -1), parts[1].view(lanes, -1), parts[2])
-
-
-def room_for(cell: Cell, steps: int, lanes: int, hidden: int) -> Tensor:
-    """One tensor for all that is captured."""
-    squares, entering = _counts(cell, steps, lanes)
-    gate = hidden if cell.retention_gate else 0
-    return torch.empty(squares + entering + gate, dtype=torch.float64, device="cpu")
-
-
-def _counts(cell: Cell, steps: int, lanes: int) -> tuple[int, int]:
-    return steps * lanes * len(cell.values), lanes * len(cell.states)
-
-
-def _addresses(cell: Cell, captured: Tensor, steps: int, lanes: int) -> tuple[int, int, int | None]:
-    """Where squares, entering and kept begin."""
-    squares, entering = _counts(cell, steps, lanes)
-    at = captured.data_ptr()
-    kept = at + 8 * (squares + entering) if cell.retention_gate else None
-    return at, at + 8 * squares, kept
 
 
 class _Recurrent(torch.autograd.Function):
@@ -223,7 +175,6 @@ class _Recurrent(torch.autograd.Function):
     def forward(
         ctx: Any,
         cell: Cell,
-        observe: Observer | None,
         products: torch.dtype,
         x: Tensor,
         h: Tensor,
@@ -234,7 +185,7 @@ class _Recurrent(torch.autograd.Function):
         inputs = LayerInputs(cell, products, x, h, c, Weights(*weights), resets)
         y, h_end, c_end, saved = forward(inputs, keep=True)
         # the backward pass usually runs outside autocast, so the type of products is stored
-        ctx.cell, ctx.observe, ctx.products = cell, observe, products
+        ctx.cell, ctx.products = cell, products
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, c, *weights, resets, y, saved)
         return y, h_end, c_end
@@ -242,22 +193,13 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         x, h, c, *weights, resets, y, saved = ctx.saved_tensors
-        observe: Observer | None = ctx.observe
         inputs = LayerInputs(ctx.cell, ctx.products, x, h, c, Weights(*weights), resets)
-        needs, differentiable = ctx.needs_input_grad[3:-1], torch.is_grad_enabled()
-        if (differentiable and observe is None) or any(
-            g is not None and _is_batched(g) for g in cotangents
-        ):
-            return None, None, None, *_vjp_by_reference(inputs, cotangents, needs), None
-        captured = None
-        if observe is not None:
-            captured = room_for(inputs.cell, x.shape[0], x.shape[1], inputs.weights.hidden)
-        grads = backward(inputs, y, saved, cotangents, needs, captured)
-        if observe is not None and captured is not None:
-            observe(captured, h, y)
-        if differentiable:
+        needs = ctx.needs_input_grad[2:-1]
+        if torch.is_grad_enabled() or any(g is not None and _is_batched(g) for g in cotangents):
             grads = _vjp_by_reference(inputs, cotangents, needs)
-        return None, None, None, *grads, None
+        else:
+            grads = backward(inputs, y, saved, cotangents, needs)
+        return None, None, *grads, None
 
 
 def _vjp_by_reference(
@@ -290,8 +232,7 @@ def _vjp_by_reference(
 
 def _is_batched(gradient: Tensor) -> bool:
     """Whether these are rows of a Jacobian, from `grad(..., is_grads_batched=True)`."""
-    functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
-    return bool(functorch.is_legacy_batchedtensor(gradient))
+    return bool(is_legacy_batchedtensor(gradient))
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -7,7 +7,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,21 +36,6 @@ from throughtime.state import map_leaves
 Run: TypeAlias = Callable[
     [Cell, Tensor, States, Weights, Tensor | None], tuple[Tensor, tuple[Tensor, ...]]
 ]
-
-
-class Watch(Protocol):
-    """An observer of a layer's calls, as `tt.trace` is one."""
-
-    def over(self, run: Run) -> Run:
-        """What runs instead, for every layer and direction in order."""
-        ...
-
-    def by_torch(self, play: Callable[..., Any], *inputs: Any) -> Any:
-        """`play(*inputs)`, a call that goes to torch.nn."""
-        ...
-
-
-WATCHES: dict[nn.Module, Watch] = {}  # by layer; an attribute would be copied and saved with it
 
 
 class Recurrent(nn.RNNBase):
@@ -102,7 +87,7 @@ class Recurrent(nn.RNNBase):
         return run_layers(self, self._run(backend), inputs, hx, resets, weights)
 
     def _run(self, backend: str) -> Run:
-        """What computes one layer in one direction."""
+        """The function that computes one layer in one direction."""
         return recurrent.run if backend == "fused" else _run_reference
 
     def _compiled(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
@@ -299,7 +284,8 @@ def layer_weights(layer: nn.RNNBase) -> list[Weights]:
 
     `torch.func.functional_call`, parametrizations and wrappers replace them between calls.
     """
-    own, bias, projected = layer._parameters, layer.bias, layer.proj_size  # noqa: SLF001  # no search by name
+    own = layer._parameters  # noqa: SLF001  # attribute access would search three dicts
+    bias, projected = layer.bias, layer.proj_size
     result: list[Weights] = []
     for names in layer._all_weights:  # noqa: SLF001  # torch's own list
         try:

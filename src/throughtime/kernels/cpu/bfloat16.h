@@ -1,6 +1,6 @@
 // Products of numbers rounded to bfloat16, sums in float: by Intel's AMX tiles or by AVX512-BF16.
 //
-// Two numbers that follow each other along the sum lie side by side, a pair: rows of A are bfloat16 as they come, B is [pair][column].
+// Two successive terms of a sum are stored side by side, as a pair: rows of A are plain bfloat16, B is [pair][column].
 // Sums are padded with zeros to whole tiles of DEEP pairs. To nearest, ties to even; a NaN stays one.
 //
 // On a Sapphire Rapids AVX512-BF16 does 83 GFLOP/s, half of what multiplications in float do, and AMX 1,270; AMD's processors have no
@@ -18,8 +18,8 @@ extern "C" int tt_torch_pairs; // TT_PAIRS_...
 namespace tt {
 namespace {
 
-constexpr int64_t DEEP = 16;                                              // pairs in a row of a tile
-constexpr int64_t pairs_of(int64_t k) { return (k + 2 * DEEP - 1) / (2 * DEEP) * DEEP; }
+constexpr int64_t TILE_PAIRS = 16;                                              // pairs in a row of a tile
+constexpr int64_t pairs_of(int64_t k) { return (k + 2 * TILE_PAIRS - 1) / (2 * TILE_PAIRS) * TILE_PAIRS; }
 
 // Bits of a bfloat16 in the upper half of each number.
 TT_INLINE Vec<float>::I rounded(vec<float> v) {
@@ -28,7 +28,7 @@ TT_INLINE Vec<float>::I rounded(vec<float> v) {
   return v == v ? up : bits | 0x400000;
 }
 
-// `count` numbers to bfloat16, the rest of `pairs` pairs zeros; all zeros from a null.
+// Rounds `count` numbers to bfloat16 and fills up `pairs` pairs with zeros; null: all zeros.
 __attribute__((unused)) void round_row(uint32_t *to, const float *from, int64_t count, int64_t pairs) {
   typedef uint16_t Narrow __attribute__((vector_size(TT_BYTES / 2)));
   constexpr int64_t V = Vec<float>::N;
@@ -83,14 +83,14 @@ using MultiplyPairs = void (*)(float *, int64_t, const float *, int64_t, const u
 
 template <int64_t STEP> MultiplyPairs pairs_tile_of(int64_t rows, int64_t vectors) {
 #define TT_ROW(m) {multiply_pairs<m, 1, STEP>, multiply_pairs<m, 2, STEP>, multiply_pairs<m, 3, STEP>, multiply_pairs<m, (m <= tile_rows(4) ? 4 : 1), STEP>}
-  static const MultiplyPairs tiles[HIGHEST][NV] = {TT_ROW(1), TT_ROW(2), TT_ROW(3), TT_ROW(4), TT_ROW(5), TT_ROW(6), TT_ROW(7), TT_ROW(8)};
+  static const MultiplyPairs tiles[MAX_TILE_ROWS][NV] = {TT_ROW(1), TT_ROW(2), TT_ROW(3), TT_ROW(4), TT_ROW(5), TT_ROW(6), TT_ROW(7), TT_ROW(8)};
 #undef TT_ROW
   return tiles[rows - 1][vectors - 1];
 }
 
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11 || defined(__clang__) && __clang_major__ >= 12
 #define TT_AMX 1
-// 32 rows and 32 columns at a time; whole tiles of rows are read and written, so there must be room for them behind the last one.
+// 32 rows and 32 columns at a time. Whole tiles of rows are read and written, so there must be memory for them after the last one.
 __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_by_tiles(float *to, int64_t to_row, const float *from, int64_t from_row, const uint32_t *a,
                                                                            int64_t row, const uint32_t *b, int64_t width, int64_t m, int64_t pairs) {
   struct alignas(64) {
@@ -99,7 +99,7 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_by_tiles(float
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } const all;
   _tile_loadconfig(&all);
-  const int64_t apart = 4 * to_row, before = 4 * from_row, of_a = 4 * row, of_b = 4 * width;
+  const int64_t stride = 4 * to_row, before = 4 * from_row, of_a = 4 * row, of_b = 4 * width;
   for (int64_t i = 0; i < m; i += 32)
     for (int64_t n = 0; n < width; n += 32) {
       const bool lower = i + 16 < m, right = n + 16 < width;
@@ -108,7 +108,7 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_by_tiles(float
       if (right) _tile_loadd(1, start + 16, before);
       if (lower) _tile_loadd(2, start + 16 * from_row, before);
       if (lower && right) _tile_loadd(3, start + 16 * from_row + 16, before);
-      for (int64_t k = 0; k < pairs; k += DEEP) {
+      for (int64_t k = 0; k < pairs; k += TILE_PAIRS) {
         _tile_loadd(4, a + i * row + k, of_a);
         _tile_loadd(6, b + k * width + n, of_b);
         _tile_dpbf16ps(0, 4, 6);
@@ -123,27 +123,27 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_by_tiles(float
         }
       }
       float *const out = to + i * to_row + n;
-      _tile_stored(0, out, apart);
-      if (right) _tile_stored(1, out + 16, apart);
-      if (lower) _tile_stored(2, out + 16 * to_row, apart);
-      if (lower && right) _tile_stored(3, out + 16 * to_row + 16, apart);
+      _tile_stored(0, out, stride);
+      if (right) _tile_stored(1, out + 16, stride);
+      if (lower) _tile_stored(2, out + 16 * to_row, stride);
+      if (lower && right) _tile_stored(3, out + 16 * to_row + 16, stride);
     }
   _tile_release();
 }
 #endif
 
-// made (tiles i0 to i1, vectors * V) = start + A (m, pairs) B: rows of A `row` apart, of `start` `apart`. Up to 15 rows more are read and written.
-inline void multiply_panel_of_pairs(float *made, const uint32_t *a, int64_t row, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors,
-                                    const uint32_t *panel, int64_t pairs, const float *start, int64_t apart) {
+// made (tiles i0 to i1, vectors * V) = start + A (m, pairs) B: rows of A `row` apart, of `start` `stride`. It reads and writes up to 15 rows beyond the last one.
+inline void multiply_panel_of_pairs(float *result, const uint32_t *a, int64_t row, const Partition &tiles, int64_t i0, int64_t i1, int64_t vectors,
+                                    const uint32_t *panel, int64_t pairs, const float *start, int64_t stride) {
   constexpr int64_t V = 16;
   const int64_t width = vectors * V, origin = tiles.at(i0);
-  if (!start) start = Nothing<float>::zeros, apart = 0;
+  if (!start) start = Zeros<float>::zeros, stride = 0;
 #if defined(TT_AMX)
-  if (__atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED) == TT_PAIRS_AMX) return multiply_by_tiles(made, width, start, apart, a, row, panel, width, tiles.at(i1) - origin, pairs);
+  if (__atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED) == TT_PAIRS_AMX) return multiply_by_tiles(result, width, start, stride, a, row, panel, width, tiles.at(i1) - origin, pairs);
 #endif
   for (int64_t i = i0; i < i1; i++) {
     const int64_t first = tiles.at(i) - origin;
-    pairs_tile_of<1>(tiles.size(i), vectors)(made + first * width, width, start + first * apart, apart, a + first * row, row, panel, pairs);
+    pairs_tile_of<1>(tiles.size(i), vectors)(result + first * width, width, start + first * stride, stride, a + first * row, row, panel, pairs);
   }
 }
 
@@ -151,12 +151,12 @@ inline void multiply_panel_of_pairs(float *made, const uint32_t *a, int64_t row,
 inline void gemm_rows_of_pairs(int64_t m0, int64_t m1, int64_t n, int64_t k, const Left<float> &a, const Right<float> &right, const Out<float> &c,
                                uint32_t *scratch) {
   constexpr int64_t V = 16, WIDE = NV * V, HIGH = (GROUP + V - 1) / V * V;
-  uint32_t *const panel = scratch, *const left = scratch + FAR / 2 * WIDE;
-  float two[2][WIDE > HIGH ? WIDE : HIGH], made[HIGHEST * WIDE];
+  uint32_t *const panel = scratch, *const left = scratch + L2_ROWS / 2 * WIDE;
+  float two[2][WIDE > HIGH ? WIDE : HIGH], result[MAX_TILE_ROWS * WIDE];
   uint32_t both[HIGH];
-  const Cut panels((n + V - 1) / V, NV);
-  for (int64_t k0 = 0; k0 < k; k0 += FAR) {
-    const int64_t k1 = k0 + FAR < k ? k0 + FAR : k, pairs = (k1 - k0 + 1) / 2;
+  const Partition panels((n + V - 1) / V, NV);
+  for (int64_t k0 = 0; k0 < k; k0 += L2_ROWS) {
+    const int64_t k1 = k0 + L2_ROWS < k ? k0 + L2_ROWS : k, pairs = (k1 - k0 + 1) / 2;
     for (int64_t group = m0; group < m1; group += GROUP)
       for (int64_t pair = 0; pair < pairs; pair++) {
         memset(two, 0, sizeof two);
@@ -166,18 +166,18 @@ inline void gemm_rows_of_pairs(int64_t m0, int64_t m1, int64_t n, int64_t k, con
         memcpy(left + (group - m0) * pairs + pair * GROUP, both, sizeof(uint32_t) * GROUP);
       }
     for (int64_t p = 0; p < panels.parts; p++) {
-      const int64_t column = panels.at(p) * V, vectors = panels.size(p), width = vectors * V, there = n - column < width ? n - column : width;
+      const int64_t column = panels.at(p) * V, vectors = panels.size(p), width = vectors * V, valid = n - column < width ? n - column : width;
       for (int64_t pair = 0; pair < pairs; pair++) {
         memset(two, 0, sizeof two);
         for (int64_t half = 0, at = k0 + 2 * pair; half < 2 && at < k1; half++, at++)
-          if (const float *const from = right.at(at)) memcpy(two[half], from + column, sizeof(float) * there);
+          if (const float *const from = right.at(at)) memcpy(two[half], from + column, sizeof(float) * valid);
         pair_rows(panel + pair * width, two[0], two[1], width);
       }
       for (int64_t group = m0; group < m1; group += GROUP) {
-        const Cut tiles(m1 - group < GROUP ? m1 - group : GROUP, tile_rows(static_cast<int>(vectors)));
+        const Partition tiles(m1 - group < GROUP ? m1 - group : GROUP, tile_rows(static_cast<int>(vectors)));
         for (int64_t i = 0; i < tiles.parts; i++) {
-          pairs_tile_of<GROUP>(tiles.size(i), vectors)(made, width, Nothing<float>::zeros, 0, left + (group - m0) * pairs + tiles.at(i), 1, panel, pairs);
-          put(c, made, width, group + tiles.at(i), tiles.size(i), column, there, k0 || c.add);
+          pairs_tile_of<GROUP>(tiles.size(i), vectors)(result, width, Zeros<float>::zeros, 0, left + (group - m0) * pairs + tiles.at(i), 1, panel, pairs);
+          put(c, result, width, group + tiles.at(i), tiles.size(i), column, valid, k0 || c.add);
         }
       }
     }

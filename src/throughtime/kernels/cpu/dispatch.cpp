@@ -1,4 +1,4 @@
-// The C interface: calls go to the widest instruction set that the processor has, or to the one asked for.
+// The C interface: calls go to the widest instruction set that the processor has, or to the one pairs_known for.
 #include "table.h"
 
 #include <pthread.h>
@@ -29,7 +29,7 @@ namespace {
 struct Level {
   const char *name;
   const tt_table *table;
-  bool there;
+  bool available;
 };
 
 #if defined(__x86_64__)
@@ -38,12 +38,12 @@ Level levels[] = {{"v4", &tt_table_v4, false}, {"v3", &tt_table_v3, false}, {"v2
 Level levels[] = {{"base", &tt_table_base, true}};
 #endif
 
-const Level *chosen = nullptr;
-bool asked = false; // whether tt_torch_pairs says what the processor has
+const Level *active = nullptr;
+bool pairs_known = false; // whether tt_torch_pairs is determined
 
-// What the compiler may use at each level: all of it must be there, and the system must save the registers, which
-// __builtin_cpu_supports asks as well. lzcnt, movbe and f16c came with the processors that have avx2 and bmi2.
-void look() {
+// All instructions that the compiler may use at a level must be available, and the system must save the registers;
+// __builtin_cpu_supports checks both. Every processor with avx2 and bmi2 also has lzcnt, movbe and f16c.
+void detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("popcnt");
@@ -51,51 +51,51 @@ void look() {
                   __builtin_cpu_supports("bmi2");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  levels[0].there = v4;
-  levels[1].there = v3;
-  levels[2].there = v2;
+  levels[0].available = v4;
+  levels[1].available = v3;
+  levels[2].available = v2;
 #endif
 }
 
-// Whether the processor has these products, and the system lets a process use them: AMX has to be asked for.
-bool there_are(int pairs) {
+// Whether the processor has these products, and the system lets a process use them: AMX has to be pairs_known for.
+bool has_pairs(int pairs) {
 #if defined(__x86_64__)
-  if (!levels[0].there) return false;
+  if (!levels[0].available) return false;
   unsigned a, b, c, d;
   if (pairs == TT_PAIRS_AVX512) return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
 #if defined(__linux__)
   constexpr int BF16 = 1 << 22, TILE = 1 << 24, ASK = 0x1023, DATA = 18;
-  if (pairs == TT_PAIRS_AMX && there_are(TT_PAIRS_AVX512) && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE))
+  if (pairs == TT_PAIRS_AMX && has_pairs(TT_PAIRS_AVX512) && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE))
     return !syscall(SYS_arch_prctl, ASK, DATA);
 #endif
 #endif
   return pairs == TT_PAIRS_NONE;
 }
 
-// Intel's AVX512-BF16 does half of what it does in float.
+// Intel's AVX512-BF16 has half the throughput of its float products.
 int fastest_pairs() {
 #if defined(__x86_64__)
-  if (there_are(TT_PAIRS_AMX)) return TT_PAIRS_AMX;
-  return there_are(TT_PAIRS_AVX512) && !__builtin_cpu_is("intel") ? TT_PAIRS_AVX512 : TT_PAIRS_NONE;
+  if (has_pairs(TT_PAIRS_AMX)) return TT_PAIRS_AMX;
+  return has_pairs(TT_PAIRS_AVX512) && !__builtin_cpu_is("intel") ? TT_PAIRS_AVX512 : TT_PAIRS_NONE;
 #else
   return TT_PAIRS_NONE;
 #endif
 }
 
-// OpenMP's threads do not survive a fork, and its runtime would wait for them for ever: a child runs on the thread it has.
-void forked() {
+// OpenMP's threads do not survive a fork, and its runtime would wait for them forever: a child process uses one thread.
+void after_fork() {
   tt_pool(nullptr);
-  tt_blas(nullptr, nullptr, nullptr, nullptr); // it has threads of its own
+  tt_blas(nullptr, nullptr, nullptr, nullptr); // the BLAS has threads of its own
 }
 
 __attribute__((constructor)) void load() {
-  look();
+  detect();
   for (const Level &level : levels)
-    if (level.there && !chosen) chosen = &level;
-  pthread_atfork(nullptr, nullptr, forked);
+    if (level.available && !active) active = &level;
+  pthread_atfork(nullptr, nullptr, after_fork);
 }
 
-const tt_table *table() { return __atomic_load_n(&chosen, __ATOMIC_RELAXED)->table; }
+const tt_table *table() { return __atomic_load_n(&active, __ATOMIC_RELAXED)->table; }
 
 } // namespace
 
@@ -104,14 +104,14 @@ extern "C" {
 int tt_version(void) { return TT_VERSION; }
 
 const char *tt_level(void) {
-  const Level *level = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+  const Level *level = __atomic_load_n(&active, __ATOMIC_RELAXED);
   return level ? level->name : "";
 }
 
 int tt_use(const char *name) {
   for (const Level &level : levels)
-    if (level.there && !strcmp(level.name, name)) {
-      __atomic_store_n(&chosen, &level, __ATOMIC_RELAXED);
+    if (level.available && !strcmp(level.name, name)) {
+      __atomic_store_n(&active, &level, __ATOMIC_RELAXED);
       return 1;
     }
   return 0;
@@ -123,16 +123,16 @@ int tt_bfloat16(void) {
   if (now != &tt_table_v4) return TT_PAIRS_NONE;
 #endif
   if (!now) return TT_PAIRS_NONE;
-  if (!__atomic_load_n(&asked, __ATOMIC_ACQUIRE)) {
-    __atomic_store_n(&tt_torch_pairs, fastest_pairs(), __ATOMIC_RELAXED); // the same whoever comes first
-    __atomic_store_n(&asked, true, __ATOMIC_RELEASE);
+  if (!__atomic_load_n(&pairs_known, __ATOMIC_ACQUIRE)) {
+    __atomic_store_n(&tt_torch_pairs, fastest_pairs(), __ATOMIC_RELAXED); // every thread computes the same value
+    __atomic_store_n(&pairs_known, true, __ATOMIC_RELEASE);
   }
   return __atomic_load_n(&tt_torch_pairs, __ATOMIC_RELAXED);
 }
 int tt_use_bfloat16(int pairs) {
-  if (pairs != TT_PAIRS_NONE && !there_are(pairs)) return 0;
+  if (pairs != TT_PAIRS_NONE && !has_pairs(pairs)) return 0;
   __atomic_store_n(&tt_torch_pairs, pairs, __ATOMIC_RELAXED);
-  __atomic_store_n(&asked, true, __ATOMIC_RELEASE);
+  __atomic_store_n(&pairs_known, true, __ATOMIC_RELEASE);
   return 1;
 }
 
@@ -147,8 +147,8 @@ void tt_blas(tt_gemm single_precision, tt_gemm double_precision, tt_gemm half, i
 int64_t tt_saved(const tt_call *call) { return table()->saved(call); }
 int tt_forward(const tt_call *call) { return table()->forward(call); }
 int tt_backward(const tt_call *call) { return table()->backward(call); }
-int64_t tt_whole_room(const tt_whole *whole) { return table()->whole_room(whole); }
+int64_t tt_fused_step_scratch(const tt_fused_step *step) { return table()->fused_step_scratch(step); }
 
-int tt_whole_step(const tt_whole *whole) { return table()->whole(whole); }
+int tt_fused_step_run(const tt_fused_step *step) { return table()->fused_step(step); }
 double tt_optimize(const tt_optim *optim) { return table()->optimize(optim); }
 }

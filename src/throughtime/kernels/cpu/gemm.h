@@ -1,9 +1,9 @@
-// Matrix products: a register tile of rows times vectors of columns, and what is made of it.
+// Matrix products, built from a register tile of rows times vectors of columns.
 //
 //     C (M x N)  =  start + A (M x K) B (K x N)
 //
-// B is packed by panels of up to 4 vectors of columns, which stay in a cache while the rows of A pass by; A too where its rows lie
-// apart. How a sum is taken depends on the height of its tile, and tiles are cut the same for any number of threads: no bit depends on it.
+// B is packed in panels of up to 4 vectors of columns, which stay in a cache for all rows of A. A is packed too if its rows are strided. The
+// order of a sum depends on the height of its tile. Tiles are the same for any number of threads, so results are the same to the bit.
 //
 // Reference: K. Goto and R. van de Geijn, Anatomy of high-performance matrix multiplication, ACM TOMS 34 (2008).
 #pragma once
@@ -17,10 +17,10 @@ namespace tt {
 namespace {
 
 constexpr int NV = 4;    // vectors of columns in a panel
-constexpr int NEAR = 128; // rows of a panel of a few rows of A: 32 KiB, within the first cache
-constexpr int FAR = 256;  // of a panel that many rows pass by: the second cache does, and C is read and written half as often
+constexpr int L1_ROWS = 128; // rows of a panel for few rows of A: 32 KiB, within the first-level cache
+constexpr int L2_ROWS = 256;  // rows of a panel for many rows of A: in the second-level cache, and C is read and written half as often
 
-// Rows of a tile: as many as leave accumulators, one row of B and a number of A in registers.
+// Rows of a tile: accumulators, one row of B and a number of A must fit in registers.
 constexpr int tile_rows(int vectors) {
 #if TT_REGISTERS == 32
   return vectors == 4 ? 6 : 8;
@@ -29,38 +29,38 @@ constexpr int tile_rows(int vectors) {
 #endif
 }
 
-// A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors, rows of `to` and of `from` so far apart.
+// A tile: to[i][n] = from[i][n] + sum over k of rows[i][k] * b[k][n], whole vectors; `to_row` and `from_row` are row strides.
 template <class F> using Multiply = void (*)(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count, const F *next);
 
 // Rows of A that are packed together, [k][GROUP]: a whole number of tiles of any height.
 constexpr int GROUP = 24;
 
-// How a tile reads: A as it lies; of rows[0][k * GROUP + i]; A as it lies, while a vector of every row at `next` is asked for.
-enum Way { LYING, PACKED, AHEAD };
+// How a tile reads A: row by row; packed, from rows[0][k * GROUP + i]; row by row, while it prefetches one vector per row at `next`.
+enum Access { DIRECT, PACKED, PREFETCH };
 
-// Unrolled by order, so that sums stay in registers at any level of optimization.
-template <class F, int M, int N, Way WAY>
+// Unrolled explicitly, so sums stay in registers at any level of optimization.
+template <class F, int M, int N, Access ACCESS>
 void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *const *rows, const F *b, int64_t count, const F *next) {
   constexpr int V = Vec<F>::N;
-  constexpr int64_t STEP = WAY == PACKED ? GROUP : 1;
+  constexpr int64_t STEP = ACCESS == PACKED ? GROUP : 1;
   vec<F> acc[M][N];
   const F *a[M];
   TT_UNROLL for (int i = 0; i < M; i++) {
-    a[i] = WAY == PACKED ? rows[0] + i : rows[i];
+    a[i] = ACCESS == PACKED ? rows[0] + i : rows[i];
     TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] = load(from + i * from_row + n * V);
   }
   int64_t k = 0;
-  if constexpr (M * N < 8) { // two sums at a time hide the latency of a multiplication
-    vec<F> more[M][N] = {};
+  if constexpr (M * N < 8) { // two sums in parallel hide the latency of a multiplication
+    vec<F> extra[M][N] = {};
     for (; k + 2 <= count; k += 2, b += 2 * N * V)
       TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) {
         acc[i][n] += load(b + n * V) * a[i][k * STEP];
-        more[i][n] += load(b + (N + n) * V) * a[i][(k + 1) * STEP];
+        extra[i][n] += load(b + (N + n) * V) * a[i][(k + 1) * STEP];
       }
-    TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += more[i][n];
+    TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += extra[i][n];
   }
   for (; k < count; k++, b += N * V) {
-    if constexpr (WAY == AHEAD) prefetch(next + k * N * V, 1);
+    if constexpr (ACCESS == PREFETCH) prefetch(next + k * N * V, 1);
     vec<F> w[N];
     TT_UNROLL for (int n = 0; n < N; n++) w[n] = load(b + n * V);
     TT_UNROLL for (int i = 0; i < M; i++) {
@@ -71,54 +71,54 @@ void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *c
   TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) store<F>(to + i * to_row + n * V, acc[i][n]);
 }
 
-constexpr int HIGHEST = 8;
+constexpr int MAX_TILE_ROWS = 8;
 
-// The tile of so many rows and vectors.
-template <class F> Multiply<F> tile_of(int rows, int vectors, Way way) {
+// The function for a tile of this size.
+template <class F> Multiply<F> tile_of(int rows, int vectors, Access access) {
 #define TT_ROW(m, w) {multiply<F, m, 1, w>, multiply<F, m, 2, w>, multiply<F, m, 3, w>, multiply<F, m, (m <= tile_rows(4) ? 4 : 1), w>}
 #define TT_ALL(w) {TT_ROW(1, w), TT_ROW(2, w), TT_ROW(3, w), TT_ROW(4, w), TT_ROW(5, w), TT_ROW(6, w), TT_ROW(7, w), TT_ROW(8, w)}
-  static const Multiply<F> tiles[3][HIGHEST][NV] = {TT_ALL(LYING), TT_ALL(PACKED), TT_ALL(AHEAD)};
+  static const Multiply<F> tiles[3][MAX_TILE_ROWS][NV] = {TT_ALL(DIRECT), TT_ALL(PACKED), TT_ALL(PREFETCH)};
 #undef TT_ALL
 #undef TT_ROW
-  return tiles[way][rows - 1][vectors - 1];
+  return tiles[access][rows - 1][vectors - 1];
 }
 
-// What a tile begins with that begins with nothing: as many vectors as a panel has.
-template <class F> struct Nothing {
+// The start of a tile that starts from zero: as many vectors as in a panel.
+template <class F> struct Zeros {
   alignas(TT_BYTES) static const F zeros[NV * Vec<F>::N];
 };
-template <class F> alignas(TT_BYTES) const F Nothing<F>::zeros[NV * Vec<F>::N] = {};
+template <class F> alignas(TT_BYTES) const F Zeros<F>::zeros[NV * Vec<F>::N] = {};
 
-struct Cut { // `whole` in `parts` of at most `most`, as even as can be
-  int64_t whole, parts;
-  Cut(int64_t whole_, int64_t most) : whole(whole_), parts(most > 0 ? (whole_ + most - 1) / most : 0) {}
-  int64_t at(int64_t part) const { return whole * part / parts; }
+struct Partition { // `total` in `parts` of at most `most`, as even as possible
+  int64_t total, parts;
+  Partition(int64_t total_, int64_t most) : total(total_), parts(most > 0 ? (total_ + most - 1) / most : 0) {}
+  int64_t at(int64_t part) const { return total * part / parts; }
   int64_t size(int64_t part) const { return at(part + 1) - at(part); }
 };
 
-// Rows of A anywhere, a panel of B: made (rows, vectors * V) = start + the product, in blocks of the panel that stay in the first cache.
-// `rows`, `made` and `start` begin with tile i0 of `tiles`, which are cut once for all threads: how a row is summed depends on its tile.
-// Rows of `start` are `apart`; it may be `made`, or null: zeros. A long panel is one of many, which no second cache holds: each tile asks
-// for a part of the block that comes next.
+// Rows of A anywhere, a panel of B: made (rows, vectors * V) = start + the product, in blocks of the panel that fit in the first-level cache.
+// `rows`, `result` and `start` begin with tile i0 of `tiles`, which are the same for all threads: the order of a sum depends on its tile.
+// Rows of `start` are `stride`; it may be `result`, or null: zeros. A long panel is one of many that exceed the second-level cache: each tile
+// prefetches a part of the next block.
 template <class F>
-void multiply_panel(F *made, const F *const *rows, const Cut &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, const F *start,
-                    int64_t apart) {
+void multiply_panel(F *result, const F *const *rows, const Partition &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, const F *start,
+                    int64_t stride) {
   const int64_t width = vectors * Vec<F>::N, origin = tiles.at(i0);
-  const Way way = k > 2 * NEAR ? AHEAD : LYING;
-  if (!start) start = Nothing<F>::zeros, apart = 0;
-  for (int64_t k0 = 0; k0 < k; k0 += NEAR) {
-    const int64_t length = k - k0 < NEAR ? k - k0 : NEAR;
+  const Access access = k > 2 * L1_ROWS ? PREFETCH : DIRECT;
+  if (!start) start = Zeros<F>::zeros, stride = 0;
+  for (int64_t k0 = 0; k0 < k; k0 += L1_ROWS) {
+    const int64_t length = k - k0 < L1_ROWS ? k - k0 : L1_ROWS;
     for (int64_t i = i0; i < i1; i++) {
-      const int64_t first = tiles.at(i) - origin, there = tiles.size(i);
-      const F *here[HIGHEST];
-      for (int64_t r = 0; r < there; r++) here[r] = rows[first + r] + k0;
-      F *const to = made + first * width;
+      const int64_t first = tiles.at(i) - origin, valid = tiles.size(i);
+      const F *current[MAX_TILE_ROWS];
+      for (int64_t r = 0; r < valid; r++) current[r] = rows[first + r] + k0;
+      F *const to = result + first * width;
       const F *const block = panel + k0 * width, *const next = block + length * width + (i - i0) % vectors * Vec<F>::N;
-      const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(there), static_cast<int>(vectors), way);
+      const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(valid), static_cast<int>(vectors), access);
       if (k0)
-        multiply_tile(to, width, to, width, here, block, length, next);
+        multiply_tile(to, width, to, width, current, block, length, next);
       else
-        multiply_tile(to, width, start + first * apart, apart, here, block, length, next);
+        multiply_tile(to, width, start + first * stride, stride, current, block, length, next);
     }
   }
 }
@@ -128,8 +128,8 @@ template <class F> struct Left { // A
   int64_t row, step; // between rows, between columns; one of them is 1
 };
 
-// B: row k is `base + row * k`, or `base + row * index[k]`; the first `firsts` rows lie at `first`. Where `skip[k]`, or the index is
-// negative, it is zeros. Or `turned`: B' lies at `base`, its rows so far apart, and nothing else of this; not for bfloat16.
+// B: row k is `base + row * k`, or `base + row * index[k]`; the first `firsts` rows are at `first`. Where `skip[k]`, or the index is
+// negative, it is zeros. Or `transposed`: B' lies at `base`, its rows so far apart, and nothing else of this; not for bfloat16.
 template <class F> struct Right {
   const F *base;
   int64_t row;
@@ -137,7 +137,7 @@ template <class F> struct Right {
   const F *first = nullptr;
   int64_t firsts = 0;
   const uint8_t *skip = nullptr;
-  bool turned = false;
+  bool transposed = false;
 
   const F *at(int64_t k) const {
     if (skip && skip[k]) return nullptr;
@@ -149,34 +149,34 @@ template <class F> struct Right {
 
 template <class F> struct Out { // C
   F *to;
-  int64_t row;         // between rows
-  const F *start;      // what each row begins with, whole vectors; null: zeros
-  bool add;            // to what is there
-  bool whole = false;  // whether there is room for whole vectors behind the last column
+  int64_t row;         // row stride
+  const F *start;      // the initial value of each row, whole vectors; null: zeros
+  bool add;            // add to C
+  bool padded = false;  // whether whole vectors may be written after the last column
 };
 
-// (rows x columns), rows so far apart, to (columns x rows), whose rows are `apart`.
-template <class F> void turn(F *to, int64_t apart, const F *from, int64_t rows, int64_t columns, int64_t from_apart) {
+// Transposes (rows x columns) with row stride `from_stride` to (columns x rows), whose rows are `stride`.
+template <class F> void transpose(F *to, int64_t stride, const F *from, int64_t rows, int64_t columns, int64_t from_apart) {
   for (int64_t c = 0; c < columns; c++)
-    for (int64_t r = 0; r < rows; r++) to[c * apart + r] = from[r * from_apart + c];
+    for (int64_t r = 0; r < rows; r++) to[c * stride + r] = from[r * from_apart + c];
 }
 
-// Rows k0 to k1 of B to [k][width], whole vectors, zeros behind the last column.
+// Packs rows k0 to k1 of B to [k][width], whole vectors, zeros after the last column.
 template <class F> void pack_right(F *to, const Right<F> &right, int64_t k0, int64_t k1, int64_t column, int64_t columns, int64_t width) {
   constexpr int V = Vec<F>::N;
-  const int64_t there = columns - column < width ? columns - column : width;
-  if (right.turned) {
-    if (there < width) memset(to, 0, sizeof(F) * width * (k1 - k0));
-    return turn(to, width, right.base + column * right.row + k0, there, k1 - k0, right.row);
+  const int64_t valid = columns - column < width ? columns - column : width;
+  if (right.transposed) {
+    if (valid < width) memset(to, 0, sizeof(F) * width * (k1 - k0));
+    return transpose(to, width, right.base + column * right.row + k0, valid, k1 - k0, right.row);
   }
   for (int64_t k = k0; k < k1; k++, to += width) {
     const F *from = right.at(k);
-    if (!from || there < width) memset(to, 0, sizeof(F) * width);
+    if (!from || valid < width) memset(to, 0, sizeof(F) * width);
     if (!from) continue;
-    if (there == width)
+    if (valid == width)
       for (int64_t x = 0; x < width; x += V) store<F>(to + x, load(from + column + x));
     else
-      memcpy(to, from + column, sizeof(F) * there);
+      memcpy(to, from + column, sizeof(F) * valid);
   }
 }
 
@@ -191,14 +191,14 @@ template <class F> void pack_left(F *to, const Left<F> &a, int64_t m0, int64_t m
 }
 
 template <class F> int64_t gemm_scratch(int64_t m, bool packed) {
-  return FAR * NV * Vec<F>::N + (packed ? (m + GROUP - 1) / GROUP * GROUP * FAR : 0);
+  return L2_ROWS * NV * Vec<F>::N + (packed ? (m + GROUP - 1) / GROUP * GROUP * L2_ROWS : 0);
 }
 
-// Adds a tile to rows of C that end within a vector.
-template <class F> void put(const Out<F> &c, const F *made, int64_t made_row, int64_t first, int64_t rows, int64_t column, int64_t columns, bool add) {
+// Copies or adds a tile to rows of C that end within a vector.
+template <class F> void put(const Out<F> &c, const F *result, int64_t made_row, int64_t first, int64_t rows, int64_t column, int64_t columns, bool add) {
   for (int64_t i = 0; i < rows; i++) {
     F *const to = c.to + (first + i) * c.row + column;
-    const F *const from = made + i * made_row;
+    const F *const from = result + i * made_row;
     if (add)
       for (int64_t x = 0; x < columns; x++) to[x] += from[x];
     else if (c.start)
@@ -208,40 +208,40 @@ template <class F> void put(const Out<F> &c, const F *made, int64_t made_row, in
   }
 }
 
-// One share of a product: rows m0 to m1 of C, N columns.
+// One part of a product: rows m0 to m1 of C, N columns.
 template <class F>
 void gemm_rows(int64_t m0, int64_t m1, int64_t n, int64_t k, const Left<F> &a, const Right<F> &right, const Out<F> &c, F *scratch) {
   constexpr int V = Vec<F>::N;
   const bool packed = a.row == 1 && a.step != 1;
-  F *const panel = scratch, *const left = scratch + FAR * NV * V;
-  F made[HIGHEST * NV * V];
-  const Cut panels((n + V - 1) / V, NV);
-  for (int64_t k0 = 0; k0 == 0 || k0 < k; k0 += FAR) {
-    const int64_t k1 = k0 + FAR < k ? k0 + FAR : k;
+  F *const panel = scratch, *const left = scratch + L2_ROWS * NV * V;
+  F result[MAX_TILE_ROWS * NV * V];
+  const Partition panels((n + V - 1) / V, NV);
+  for (int64_t k0 = 0; k0 == 0 || k0 < k; k0 += L2_ROWS) {
+    const int64_t k1 = k0 + L2_ROWS < k ? k0 + L2_ROWS : k;
     const bool add = k0 || c.add;
     if (packed) pack_left(left, a, m0, m1, k0, k1);
     for (int64_t p = 0; p < panels.parts; p++) {
-      const int64_t column = panels.at(p) * V, vectors = panels.size(p), there = n - column < vectors * V ? n - column : vectors * V;
-      const bool direct = c.whole || there == vectors * V;
+      const int64_t column = panels.at(p) * V, vectors = panels.size(p), valid = n - column < vectors * V ? n - column : vectors * V;
+      const bool direct = c.padded || valid == vectors * V;
       const int most = tile_rows(static_cast<int>(vectors));
       pack_right(panel, right, k0, k1, column, n, vectors * V);
       for (int64_t group = m0; group < m1; group += GROUP) {
-        const Cut tiles(m1 - group < GROUP ? m1 - group : GROUP, most);
+        const Partition tiles(m1 - group < GROUP ? m1 - group : GROUP, most);
         for (int64_t i = 0; i < tiles.parts; i++) {
-          const int64_t first = group + tiles.at(i), rows_there = tiles.size(i);
-          const F *rows[HIGHEST];
+          const int64_t first = group + tiles.at(i), tile_height = tiles.size(i);
+          const F *rows[MAX_TILE_ROWS];
           if (packed)
             rows[0] = left + (group - m0) * (k1 - k0) + tiles.at(i);
           else
-            for (int64_t r = 0; r < rows_there; r++) rows[r] = a.from + (first + r) * a.row + k0;
-          const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(rows_there), static_cast<int>(vectors), packed ? PACKED : LYING);
+            for (int64_t r = 0; r < tile_height; r++) rows[r] = a.from + (first + r) * a.row + k0;
+          const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(tile_height), static_cast<int>(vectors), packed ? PACKED : DIRECT);
           if (direct) {
             F *const to = c.to + first * c.row + column;
-            const F *const from = add ? to : c.start ? c.start + column : Nothing<F>::zeros;
+            const F *const from = add ? to : c.start ? c.start + column : Zeros<F>::zeros;
             multiply_tile(to, c.row, from, add ? c.row : 0, rows, panel, k1 - k0, nullptr);
           } else {
-            multiply_tile(made, vectors * V, Nothing<F>::zeros, 0, rows, panel, k1 - k0, nullptr);
-            put(c, made, vectors * V, first, rows_there, column, there, add);
+            multiply_tile(result, vectors * V, Zeros<F>::zeros, 0, rows, panel, k1 - k0, nullptr);
+            put(c, result, vectors * V, first, tile_height, column, valid, add);
           }
         }
       }

@@ -1,7 +1,7 @@
 // The optimizers' step: the global norm of all gradients, then SGD, Adam or AdamW with the gradients scaled to it, in one call.
 //
-// The tensors lie end to end in one numbering, cut into blocks that know nothing of threads: each block's squares are summed by itself
-// and the sums added in order, so that any number of threads gives the same bits. A gradient is read, never written.
+// The tensors are numbered end to end and cut into blocks that do not depend on the number of threads. Each block's squares are summed
+// separately and the sums are added in order, so any number of threads gives the same bits. Gradients are only read.
 //
 // References: D. P. Kingma and J. Ba, Adam, ICLR (2015). I. Loshchilov and F. Hutter, Decoupled weight decay regularization, ICLR
 // (2019). S. J. Reddi et al., On the convergence of Adam and beyond, ICLR (2018). R. Pascanu et al., On the difficulty of training
@@ -14,7 +14,7 @@ namespace tt {
 namespace {
 
 constexpr int64_t OPTIM_BLOCK = 16384; // numbers at least: 448 KiB of Adam's traffic in floats, about 10 us
-constexpr int64_t OPTIM_BLOCKS = 512;  // at most: their sums live on the stack
+constexpr int64_t OPTIM_BLOCKS = 512;  // at most: their sums are on the stack
 constexpr double CLIP_EPSILON = 1e-6;  // torch.nn.utils.clip_grad_norm_
 
 inline float root_of(float x) { return __builtin_sqrtf(x); }
@@ -54,17 +54,17 @@ template <class T> double squares(const T *x, int64_t size) {
 
 template <class T> struct Factors {
   T scale;           // of the gradient: clipping, and -1 to maximize
-  T decay, shrink;   // of the weight: what joins the gradient, what multiplies the weight itself
+  T decay, shrink;   // of the weight: the share added to the gradient, the factor of the weight itself
   T rate, root, eps; // step size; 1 / sqrt(1 - beta2^t)
   T keep1, take1, keep2, take2;
 };
 
 template <class T> Factors<T> factors(const tt_group &g, const tt_tensor &t, double scale) {
-  const bool apart = g.rule == TT_ADAMW;
+  const bool decoupled = g.rule == TT_ADAMW;
   Factors<T> f;
   f.scale = static_cast<T>(g.maximize ? -scale : scale);
-  f.decay = static_cast<T>(apart ? 0.0 : g.decay);
-  f.shrink = static_cast<T>(apart ? 1.0 - g.lr * g.decay : 1.0);
+  f.decay = static_cast<T>(decoupled ? 0.0 : g.weight_decay);
+  f.shrink = static_cast<T>(decoupled ? 1.0 - g.lr * g.weight_decay : 1.0);
   f.rate = static_cast<T>(t.rate);
   f.root = static_cast<T>(t.root);
   f.eps = static_cast<T>(g.eps);
@@ -121,7 +121,7 @@ template <class T, bool DECAY> void sgd(const tt_group &group, const tt_tensor &
   T *p = static_cast<T *>(t.param) + first;
   if (!t.first) return sgd<T, DECAY, NONE, false>(p, g + first, nullptr, size, f);
   T *buffer = static_cast<T *>(t.first) + first;
-  if (t.fresh) {
+  if (t.first_step) {
     if (group.nesterov) return sgd<T, DECAY, FRESH, true>(p, g + first, buffer, size, f);
     return sgd<T, DECAY, FRESH, false>(p, g + first, buffer, size, f);
   }
@@ -132,12 +132,12 @@ template <class T, bool DECAY> void sgd(const tt_group &group, const tt_tensor &
 template <class T> void update(const tt_group &group, const tt_tensor &t, const void *grad, int64_t first, int64_t size, double scale) {
   const T *g = static_cast<const T *>(grad);
   const Factors<T> f = factors<T>(group, t, scale);
-  const bool decay = f.decay != 0; // 0 * infinity is no number: nothing is added where nothing decays
+  const bool decay = f.decay != 0; // 0 * infinity is NaN, so nothing is added without decay
   if (group.rule == TT_SGD) return decay ? sgd<T, true>(group, t, g, first, size, f) : sgd<T, false>(group, t, g, first, size, f);
   return decay ? adam<T, true>(group, t, g, first, size, f) : adam<T, false>(group, t, g, first, size, f);
 }
 
-// Counts the step of a tensor and keeps what Adam's bias correction makes of it.
+// Increments the step of a tensor and stores Adam's bias correction.
 inline void count(const tt_group &g, tt_tensor &t) {
   t.rate = g.lr;
   if (g.rule == TT_SGD) return;
@@ -185,7 +185,7 @@ inline double optimize(const tt_optim *o) {
         update<float>(o->groups[t.group], t, o->grads[i], first, last - first, scale);
     });
   });
-  for (int64_t i = 0; i < o->count; i++) o->tensors[i].fresh = 0;
+  for (int64_t i = 0; i < o->count; i++) o->tensors[i].first_step = 0;
   return norm;
 }
 

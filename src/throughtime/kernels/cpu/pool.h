@@ -1,15 +1,15 @@
-// Work shared out over torch's own threads.
+// Work distributed over torch's own threads.
 #pragma once
 #include "throughtime.h"
 
-// Plain C symbols and the compiler's atomics: a weak symbol of std:: would be taken from one instruction set's object for all.
+// Plain C symbols and the compiler's atomics: the linker would take a weak symbol of std:: from one instruction set's object for all.
 extern "C" tt_parallel tt_torch_pool;
 extern "C" tt_gemm tt_torch_gemm[3]; // by tt_type
 extern "C" int (*tt_torch_gemm_threads)(int);
 
 namespace {
 
-// Calls work(i) for every i < count on at most `threads` threads. Who runs which i is left open: it may change no result.
+// Calls work(i) for every i < count on at most `threads` threads. Any thread may run any i, so results must not depend on it.
 template <class Work> void share(int threads, int64_t count, const Work &work) {
   const tt_parallel parallel = __atomic_load_n(&tt_torch_pool, __ATOMIC_RELAXED);
   if (threads > count) threads = static_cast<int>(count);

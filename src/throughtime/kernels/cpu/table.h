@@ -1,4 +1,4 @@
-// What every instruction set offers.
+// The functions of one instruction set.
 #pragma once
 #include "throughtime.h"
 
@@ -6,8 +6,8 @@ struct tt_table {
   int64_t (*saved)(const tt_call *);
   int (*forward)(const tt_call *);
   int (*backward)(const tt_call *);
-  int64_t (*whole_room)(const tt_whole *);
-  int (*whole)(const tt_whole *);
+  int64_t (*fused_step_scratch)(const tt_fused_step *);
+  int (*fused_step)(const tt_fused_step *);
   double (*optimize)(const tt_optim *);
 };
 

@@ -59,23 +59,23 @@ template <class F> TT_INLINE vec<F> load(const F *from) {
   return v;
 }
 
-// Asks for so many vectors: a processor foresees lines that follow each other, and not rows that lie apart.
+// Prefetches vectors: a processor predicts sequential lines, but not strided rows.
 template <class F> TT_INLINE void prefetch(const F *from, int vectors) {
   for (int64_t byte = 0; byte < vectors * TT_BYTES; byte += 64) __builtin_prefetch(reinterpret_cast<const char *>(from) + byte, 0, 2);
 }
 
 template <class F> TT_INLINE void store(F *to, vec<F> v) { __builtin_memcpy(to, &v, sizeof v); }
 
-// The first `count` numbers of v, zeros behind them.
+// The first `count` numbers of v, zeros after them.
 template <class F> TT_INLINE vec<F> first(vec<F> v, int count) {
   typedef typename Vec<F>::I I;
   if (count >= Vec<F>::N) return v;
-  I place;
-  for (int i = 0; i < Vec<F>::N; i++) place[i] = i;
-  return place < count - I{} ? v : vec<F>{};
+  I index;
+  for (int i = 0; i < Vec<F>::N; i++) index[i] = i;
+  return index < count - I{} ? v : vec<F>{};
 }
 
-// The first `count` numbers, zeros behind them; what lies further is not touched.
+// The first `count` numbers, zeros after them; memory beyond is not accessed.
 #if defined(__AVX512F__)
 TT_INLINE vec<float> load_part(const float *from, int count) {
   return count >= 16 ? load(from) : (vec<float>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
@@ -106,29 +106,7 @@ template <class F> TT_INLINE void store_part(F *to, vec<F> v, int count) {
 }
 #endif
 
-// sums += squares, in double: those of small floats would vanish.
-TT_INLINE void add_squares(vec<double> &sums, vec<double> v) { sums += v * v; }
-
-// A float without its sign, 29 bits further up: a double of another exponent. Every second one at a time, so that none changes its
-// place; GCC 12 makes 14 instructions of a conversion that would, at twice the cost of all this.
-TT_INLINE void add_squares(vec<double> &sums, vec<float> v) {
-  typedef uint64_t U __attribute__((vector_size(TT_BYTES)));
-  const U bits = (U)v;
-  const vec<double> even = (vec<double>)(bits << 33 >> 4) * 0x1p896, odd = (vec<double>)(bits >> 32 << 33 >> 4) * 0x1p896;
-  sums += even * even;
-  sums += odd * odd;
-}
-
-// An infinity or NaN among floats counts as 2^128 or more; what they add up to is no number of theirs.
-template <class F> TT_INLINE double total(vec<double> sums) {
-  double part[Vec<double>::N];
-  store(part, sums);
-  for (int n = Vec<double>::N / 2; n; n /= 2)
-    for (int i = 0; i < n; i++) part[i] += part[i + n];
-  return sizeof(F) == 8 || part[0] < 0x1p256 ? part[0] : __builtin_inf();
-}
-
-// Between -end and end; a NaN stays one.
+// Clamps to [-end, end]; NaN stays NaN.
 #if defined(__AVX512F__)
 template <class F> TT_INLINE vec<F> at_most(vec<F> v, F end) { // of two numbers, one of them a NaN, these give the second
   if constexpr (sizeof(F) == 4)
@@ -179,8 +157,8 @@ template <class F> TT_INLINE Power<F> power(vec<F> x) {
   typedef typename Vec<F>::I I;
   const vec<F> magic = all(Vec<F>::ROUND);
   const vec<F> shifted = x * Vec<F>::LOG2E + magic;
-  const vec<F> whole = shifted - magic;
-  const vec<F> r = (x - whole * Vec<F>::LN2) - whole * Vec<F>::LN2_REST;
+  const vec<F> integer = shifted - magic;
+  const vec<F> r = (x - integer * Vec<F>::LN2) - integer * Vec<F>::LN2_REST;
   const I exponent = (I)shifted - (I)magic + Vec<F>::BIAS;
   return {(vec<F>)(exponent << Vec<F>::MANTISSA), series(r)};
 }
@@ -209,7 +187,7 @@ template <class F> TT_INLINE vec<F> tanh(vec<F> x) {
   return less * inverse(less + F(2));
 }
 
-// Two gates by one division, which takes as long as the rest of a gate: a / b and c / d from 1 / (b d).
+// Two gates with one division, which takes as long as the rest of a gate: a / b and c / d from 1 / (b d).
 template <class F> TT_INLINE void two_sigmoids(vec<F> &x, vec<F> &y) {
   const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END)), g = power<F>(-at_most<F>(y, Vec<F>::SIGMOID_END));
   const vec<F> b = F(1) + (e.rest * e.scale + e.scale), d = F(1) + (g.rest * g.scale + g.scale), both = inverse(b * d);

@@ -27,15 +27,15 @@ struct Case {
 };
 
 struct Example {
-  std::vector<Given> layers; // x of the first alone
-  Numbers w, b, wanted;      // b is empty where there is none, wanted for the squared error alone
+  std::vector<LayerInputs> layers; // x of the first alone
+  Numbers w, b, targets;      // b is empty where there is none, targets for the squared error alone
   std::vector<int64_t> classes;
   std::vector<uint8_t> mask; // empty: all count
   bool counts(int64_t row) const { return mask.empty() || mask[row]; }
 };
 
 struct Answer {
-  std::vector<Made> layers;
+  std::vector<LayerResults> layers;
   Numbers outputs, dw, db;
   double mean = 0.0, nearest = 1e300; // to the kink of relu
 };
@@ -43,9 +43,9 @@ struct Answer {
 // The loss of one row; z becomes its gradient.
 inline double slope(const Case &c, const Example &e, int64_t row, Numbers &z) {
   double loss = 0.0, sum = 0.0;
-  if (c.loss == TT_SQUARED) {
+  if (c.loss == TT_SQUARED_ERROR) {
     for (int64_t k = 0; k < c.C; k++) {
-      const double off = z[k] - e.wanted[row * c.C + k];
+      const double off = z[k] - e.targets[row * c.C + k];
       loss += off * off / static_cast<double>(c.C);
       z[k] = 2.0 * off / static_cast<double>(c.C);
     }
@@ -65,14 +65,14 @@ inline Numbers read_out(const Case &c, const Example &e, const Numbers &y, Answe
   Numbers dy(y.size(), 0.0);
   answer.dw = Numbers(e.w.size(), 0.0), answer.db = Numbers(static_cast<size_t>(c.C), 0.0), answer.mean = 0.0;
   for (int64_t row = 0; row < c.rows(); row++) {
-    const Numbers seen = cut(y, c.lead() + row, c.P());
-    Numbers z = times(e.w, seen, c.C);
+    const Numbers features = cut(y, c.lead() + row, c.P());
+    Numbers z = times(e.w, features, c.C);
     add(z, e.b);
     answer.outputs.insert(answer.outputs.end(), z.begin(), z.end());
     if (!e.counts(row)) continue;
     answer.mean += slope(c, e, row, z) / valid;
     for (double &number : z) number /= valid;
-    add_outer(answer.dw, z, seen);
+    add_outer(answer.dw, z, features);
     add(answer.db, z);
     const Numbers back = transposed_times(e.w, z, c.P());
     std::copy(back.begin(), back.end(), dy.begin() + (c.lead() + row) * c.P());
@@ -105,10 +105,10 @@ inline Numbers draw(Random &random, int64_t count, double most) {
 
 inline double fair(int64_t inputs) { return std::sqrt(3.0 / static_cast<double>(inputs)); } // sums of so many neither die out nor blow up
 
-inline Given layer_of(const Case &c, size_t i, Random &random, const std::vector<uint8_t> &resets) {
+inline LayerInputs layer_of(const Case &c, size_t i, Random &random, const std::vector<uint8_t> &resets) {
   const Sizes &z = c.layers[i];
   const bool bias = c.bias || z.kind == TT_RNN_RELU; // else sums of nothing but zeros lie on its kink
-  Given g;
+  LayerInputs g;
   g.x = draw(random, i ? 0 : z.T * z.B * z.D, 1.0);
   g.h0 = draw(random, z.B * z.P, 1.0);
   g.c0 = draw(random, z.kind == TT_LSTM ? z.B * z.H : 0, 1.0);
@@ -131,11 +131,11 @@ inline Example drawn(const Case &c, Random random) {
   e.b = draw(random, c.read_bias ? c.C : 0, c.far);
   const uint64_t rows = static_cast<uint64_t>(c.rows()), C = static_cast<uint64_t>(c.C), one = random.bits() % rows;
   for (uint64_t row = 0; c.mask != ALL && row < rows; row++) e.mask.push_back(row == one || (c.mask == SOME && random.bits() >> 63));
-  e.wanted = draw(random, c.loss == TT_SQUARED ? c.rows() * c.C : 0, 1.0);
+  e.targets = draw(random, c.loss == TT_SQUARED_ERROR ? c.rows() * c.C : 0, 1.0);
   for (uint64_t row = 0; row < rows; row++) {
     const bool counts = e.counts(static_cast<int64_t>(row));
     if (c.loss == TT_CROSS_ENTROPY) e.classes.push_back(counts ? static_cast<int64_t>(random.bits() % C) : row % 2 ? -1 : c.C);
-    for (uint64_t k = 0; c.loss == TT_SQUARED && !counts && k < C; k++) e.wanted[row * C + k] = NAN;
+    for (uint64_t k = 0; c.loss == TT_SQUARED_ERROR && !counts && k < C; k++) e.targets[row * C + k] = NAN;
   }
   return e;
 }
@@ -168,7 +168,7 @@ inline Case case_of(uint64_t seed) {
     D = c.layers.back().P;
   }
   c.steps = flag() ? T : 1 + static_cast<int64_t>(random.bits() % static_cast<uint64_t>(T));
-  c.C = of(1, 5, 17, 64), c.loss = static_cast<int>(of(TT_CROSS_ENTROPY, TT_SQUARED)), c.mask = static_cast<int>(of(ALL, SOME, ONE));
+  c.C = of(1, 5, 17, 64), c.loss = static_cast<int>(of(TT_CROSS_ENTROPY, TT_SQUARED_ERROR)), c.mask = static_cast<int>(of(ALL, SOME, ONE));
   c.bias = flag(), c.read_bias = flag(), c.resets = flag(), c.accumulate = flag(), c.all = flag();
   c.far = c.loss == TT_CROSS_ENTROPY && flag() ? 1000.0 : 1.0; // beyond where exp is cut off, in both types
   c.seed = seed;

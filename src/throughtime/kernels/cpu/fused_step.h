@@ -1,6 +1,6 @@
 // A stack of recurrent layers, a linear readout, its loss and the gradients of all weights, in one call.
 //
-// The loss is the mean over the rows that count of the last steps; the steps before them only lead up to it.
+// The loss is the mean over the valid rows of the last steps; earlier steps only compute the state.
 //
 //     z = W y + b        cross-entropy: -log softmax(z)[target]        squared: mean over classes of (z - target)^2
 //     dz = (softmax(z) - [target]) / N,  2 (z - target) / (N C)        dW = dz' y        dy = dz W
@@ -14,9 +14,9 @@
 namespace tt {
 namespace {
 
-template <class F> struct Reading { // sizes and memory of the readout
-  int64_t rows, P, C, Cp, lead; // rows that may count; those of the steps before them
-  F *dz, *scratch;              // the gradient of the outputs (rows, Cp), anything behind the last class
+template <class F> struct Readout { // sizes and memory of the readout
+  int64_t rows, P, C, Cp, lead; // rows of the last steps; rows of the steps before them
+  F *dz, *scratch;              // the gradient of the outputs (rows, Cp), arbitrary after the last class
   double *losses;               // of each row
   int64_t each;
   int threads;
@@ -36,8 +36,8 @@ template <class F> F largest(const F *z, int64_t count) {
   vec<F> all_of = all<F>(z[0]);
   int64_t c = 0;
   for (; c + V <= count; c += V) {
-    const vec<F> here = load(z + c);
-    all_of = here > all_of ? here : all_of;
+    const vec<F> next = load(z + c);
+    all_of = next > all_of ? next : all_of;
   }
   F part[V], most = z[0];
   store<F>(part, all_of);
@@ -90,63 +90,63 @@ template <class F> double squared(F *dz, const F *z, int64_t C, const F *target,
 }
 
 // Outputs and the loss, and its gradient.
-template <class F> double read_out(const tt_whole &whole, const Reading<F> &r, const F *y) {
-  F *const z = static_cast<F *>(whole.outputs);
-  Right<F> w = {static_cast<const F *>(whole.w), r.P};
-  w.turned = true;
+template <class F> double readout_loss(const tt_fused_step &call, const Readout<F> &r, const F *y) {
+  F *const z = static_cast<F *>(call.outputs);
+  Right<F> w = {static_cast<const F *>(call.w), r.P};
+  w.transposed = true;
   gemm<F>(r.threads, r.rows, r.C, r.P, {y, r.P, 1}, w, {z, r.C, nullptr, false}, r.scratch, r.each);
-  const double share_of_row = 1 / static_cast<double>(whole.valid);
-  const Cut parts(r.rows, TALL);
+  const double share_of_row = 1 / static_cast<double>(call.valid);
+  const Partition parts(r.rows, ROWS_PER_TASK);
   share(r.threads, parts.parts, [&](int64_t part) {
     for (int64_t i = parts.at(part); i < parts.at(part + 1); i++) {
       F *const dz = r.dz + i * r.Cp, *const row = z + i * r.C;
-      if (whole.b) add_bias(row, static_cast<const F *>(whole.b), r.C);
-      if (whole.mask && !whole.mask[i])
+      if (call.b) add_bias(row, static_cast<const F *>(call.b), r.C);
+      if (call.mask && !call.mask[i])
         memset(dz, 0, sizeof(F) * r.Cp), r.losses[i] = 0;
-      else if (whole.loss == TT_CROSS_ENTROPY)
-        r.losses[i] = cross_entropy<F>(dz, row, r.C, static_cast<const int64_t *>(whole.targets)[i], share_of_row);
+      else if (call.loss == TT_CROSS_ENTROPY)
+        r.losses[i] = cross_entropy<F>(dz, row, r.C, static_cast<const int64_t *>(call.targets)[i], share_of_row);
       else
-        r.losses[i] = squared<F>(dz, row, r.C, static_cast<const F *>(whole.targets) + i * r.C, share_of_row);
+        r.losses[i] = squared<F>(dz, row, r.C, static_cast<const F *>(call.targets) + i * r.C, share_of_row);
     }
   });
   double loss = 0;
   for (int64_t i = 0; i < r.rows; i++) loss += r.losses[i];
-  return loss / static_cast<double>(whole.valid);
+  return loss / static_cast<double>(call.valid);
 }
 
-// Whether none is infinite or NaN: times zero, all others add up to it.
-template <class F> bool all_finite(const void *of, int64_t count) {
+// Whether no number is infinite or NaN: times zero, finite numbers sum to zero.
+template <class F> bool all_finite(const void *numbers, int64_t count) {
   constexpr int V = Vec<F>::N;
-  const F *const from = static_cast<const F *>(of);
+  const F *const from = static_cast<const F *>(numbers);
   vec<F> sums[4] = {};
   int64_t i = 0;
-  for (; of && i + 4 * V <= count; i += 4 * V)
+  for (; numbers && i + 4 * V <= count; i += 4 * V)
     for (int j = 0; j < 4; j++) sums[j] += load(from + i + j * V) * F(0);
   F rest = 0;
-  for (; of && i < count; i++) rest += from[i] * F(0);
+  for (; numbers && i < count; i++) rest += from[i] * F(0);
   F part[V];
   store<F>(part, (sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (int j = 0; j < V; j++) rest += part[j];
   return rest == 0;
 }
 
-// Classes in whole vectors of the widest instruction set: what is kept for one fits another.
-template <class F> int64_t padded(const tt_whole &whole) { return (whole.classes * int64_t(sizeof(F)) + 63) / 64 * 64 / int64_t(sizeof(F)); }
+// Classes in whole vectors of the widest instruction set, so one scratch memory serves all.
+template <class F> int64_t padded(const tt_fused_step &call) { return (call.classes * int64_t(sizeof(F)) + 63) / 64 * 64 / int64_t(sizeof(F)); }
 
-template <class F> int64_t room_of(const tt_whole &whole) { return whole.steps * whole.layers->lanes * padded<F>(whole); }
+template <class F> int64_t scratch_of(const tt_fused_step &call) { return call.steps * call.layers->lanes * padded<F>(call); }
 
-int64_t whole_room(const tt_whole *call) { return call->layers->type == TT_F64 ? room_of<double>(*call) : room_of<float>(*call); }
+int64_t fused_step_scratch(const tt_fused_step *call) { return call->layers->type == TT_F64 ? scratch_of<double>(*call) : scratch_of<float>(*call); }
 
-template <class F> int whole_of(const tt_whole &whole) {
-  const tt_call &top = whole.layers[whole.count - 1];
+template <class F> int fused_step_of(const tt_fused_step &call) {
+  const tt_call &top = call.layers[call.count - 1];
   const int64_t all_rows = top.steps * top.lanes;
-  Reading<F> r = {};
-  r.rows = whole.steps * top.lanes, r.lead = all_rows - r.rows;
-  r.P = top.outputs, r.C = whole.classes, r.Cp = padded<F>(whole), r.dz = static_cast<F *>(whole.room);
-  r.threads = r.rows * r.P * r.C < WORTH ? 1 : top.threads;
-  const int64_t *const targets = static_cast<const int64_t *>(whole.targets);
-  for (int64_t i = 0; whole.loss == TT_CROSS_ENTROPY && i < r.rows; i++)
-    if ((!whole.mask || whole.mask[i]) && (targets[i] < 0 || targets[i] >= r.C)) return TT_NO_CLASS;
+  Readout<F> r = {};
+  r.rows = call.steps * top.lanes, r.lead = all_rows - r.rows;
+  r.P = top.outputs, r.C = call.classes, r.Cp = padded<F>(call), r.dz = static_cast<F *>(call.scratch);
+  r.threads = r.rows * r.P * r.C < MIN_PARALLEL_WORK ? 1 : top.threads;
+  const int64_t *const targets = static_cast<const int64_t *>(call.targets);
+  for (int64_t i = 0; call.loss == TT_CROSS_ENTROPY && i < r.rows; i++)
+    if ((!call.mask || call.mask[i]) && (targets[i] < 0 || targets[i] >= r.C)) return TT_INVALID_TARGET;
   Arena arena;
   r.losses = arena.take<double>(r.rows);
   F *const sums = arena.zeros<F>(r.Cp);
@@ -154,33 +154,33 @@ template <class F> int whole_of(const tt_whole &whole) {
   r.scratch = arena.take<F>(r.each * (r.threads > 1 ? r.threads : 1));
   if (arena.failed) return TT_NO_MEMORY;
 
-  for (int32_t i = 0; i < whole.count; i++)
-    if (forward_as<F>(whole.layers[i])) return TT_NO_MEMORY;
+  for (int32_t i = 0; i < call.count; i++)
+    if (forward_as<F>(call.layers[i])) return TT_NO_MEMORY;
   const F *const y = static_cast<const F *>(top.y) + r.lead * r.P;
-  *whole.mean = read_out<F>(whole, r, y);
-  gemm<F>(r.threads, r.C, r.P, r.rows, {r.dz, 1, r.Cp}, {y, r.P}, {static_cast<F *>(whole.dw), r.P, nullptr, whole.accumulate != 0}, r.scratch,
+  *call.mean = readout_loss<F>(call, r, y);
+  gemm<F>(r.threads, r.C, r.P, r.rows, {r.dz, 1, r.Cp}, {y, r.P}, {static_cast<F *>(call.dw), r.P, nullptr, call.accumulate != 0}, r.scratch,
           r.each);
   add_columns(sums, r.dz, r.rows, r.Cp, r.Cp);
-  for (int64_t c = 0; whole.db && c < r.C; c++) {
-    F *const db = static_cast<F *>(whole.db) + c;
-    *db = (whole.accumulate ? *db : F(0)) + sums[c];
+  for (int64_t c = 0; call.db && c < r.C; c++) {
+    F *const db = static_cast<F *>(call.db) + c;
+    *db = (call.accumulate ? *db : F(0)) + sums[c];
   }
   F *const dy = const_cast<F *>(static_cast<const F *>(top.dy));
   memset(dy, 0, sizeof(F) * r.lead * r.P);
-  gemm<F>(r.threads, r.rows, r.P, r.C, {r.dz, r.Cp, 1}, {static_cast<const F *>(whole.w), r.P}, {dy + r.lead * r.P, r.P, nullptr, false}, r.scratch,
+  gemm<F>(r.threads, r.rows, r.P, r.C, {r.dz, r.Cp, 1}, {static_cast<const F *>(call.w), r.P}, {dy + r.lead * r.P, r.P, nullptr, false}, r.scratch,
           r.each);
-  for (int32_t i = whole.count - 1; i >= 0; i--)
-    if (backward_as<F>(whole.layers[i])) return TT_NO_MEMORY;
-  bool finite = all_finite<F>(whole.dw, r.C * r.P);
-  for (int32_t i = 0; i < whole.count; i++) {
-    const tt_call &layer = whole.layers[i];
+  for (int32_t i = call.count - 1; i >= 0; i--)
+    if (backward_as<F>(call.layers[i])) return TT_NO_MEMORY;
+  bool finite = all_finite<F>(call.dw, r.C * r.P);
+  for (int32_t i = 0; i < call.count; i++) {
+    const tt_call &layer = call.layers[i];
     const int64_t rows = (layer.kind == TT_LSTM ? 4 : layer.kind == TT_GRU ? 3 : 1) * layer.hidden;
     finite = finite && all_finite<F>(layer.dw_ih, rows * layer.inputs) && all_finite<F>(layer.dw_hh, rows * layer.outputs);
   }
-  return finite ? 0 : TT_NOT_FINITE;
+  return finite ? 0 : TT_NON_FINITE;
 }
 
-int whole(const tt_whole *call) { return call->layers[0].type == TT_F64 ? whole_of<double>(*call) : whole_of<float>(*call); }
+int fused_step(const tt_fused_step *call) { return call->layers[0].type == TT_F64 ? fused_step_of<double>(*call) : fused_step_of<float>(*call); }
 
 } // namespace
 } // namespace tt

@@ -7,12 +7,12 @@
 
 #include "check.h"
 #include "throughtime.h"
-#include "whole.h"
+#include "fused_step.h"
 
 namespace {
 
 void say(const Case &c, int type, const char *what, double error) {
-  fprintf(stderr, "whole, %s, seed %" PRIu64 " on %s: %s %g; steps=%" PRId64 " C=%" PRId64 " loss=%d mask=%d bias=%d%d resets=%d accumulate=%d;",
+  fprintf(stderr, "fused step, %s, seed %" PRIu64 " on %s: %s %g; steps=%" PRId64 " C=%" PRId64 " loss=%d mask=%d bias=%d%d resets=%d accumulate=%d;",
           type == TT_F32 ? "float" : "double", c.seed, tt_level(), what, error, c.steps, c.C, c.loss, c.mask, c.bias, c.read_bias, c.resets,
           c.accumulate);
   for (const Sizes &z : c.layers)
@@ -28,8 +28,8 @@ template <class F> F *maybe(const Exact<F> &numbers) { return numbers.size() ? n
 
 int64_t length(const Numbers &numbers) { return static_cast<int64_t>(numbers.size()); }
 
-template <class F> struct Layer { // what one layer is given and makes; x and dy lie elsewhere but for the first and the last
-  Layer(const Sizes &z, const Given &g, bool last, bool dx_too, bool all)
+template <class F> struct Layer { // what one layer is inputs and makes; x and dy lie elsewhere but for the first and the last
+  Layer(const Sizes &z, const LayerInputs &g, bool last, bool dx_too, bool all)
       : x(length(g.x)), h0(length(g.h0)), c0(length(g.c0)), w_ih(length(g.w_ih)), w_hh(length(g.w_hh)), b_ih(length(g.b_ih)), b_hh(length(g.b_hh)),
         w_hr(length(g.w_hr)), resets(static_cast<int64_t>(g.resets.size())), y(z.T * z.B * z.P), h_end(z.B * z.P), c_end(length(g.c0)),
         dy(last ? z.T * z.B * z.P : 0), dx(dx_too ? z.T * z.B * z.D : 0), dh0(all ? z.B * z.P : 0), dc0(all ? length(g.c0) : 0),
@@ -49,8 +49,8 @@ template <class F> struct Layer { // what one layer is given and makes; x and dy
 
   // What the backward pass makes becomes `value`; the rest is left.
   void gradients(F value) {
-    for (Exact<F> *made : {&dw_ih, &dw_hh, &db_ih, &db_hh, &dw_hr}) made->fill(value);
-    for (Exact<F> *made : {&dx, &dh0, &dc0}) made->poison();
+    for (Exact<F> *results : {&dw_ih, &dw_hh, &db_ih, &db_hh, &dw_hr}) results->fill(value);
+    for (Exact<F> *results : {&dx, &dh0, &dc0}) results->poison();
   }
 
   Exact<F> x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr;
@@ -62,25 +62,25 @@ template <class F> struct Layer { // what one layer is given and makes; x and dy
 
 template <class F> struct Output {
   const char *name;
-  Exact<F> Layer<F>::*made;
-  Numbers Made::*expected;
+  Exact<F> Layer<F>::*results;
+  Numbers LayerResults::*expected;
   bool weight;
 };
 
 template <class F>
-const Output<F> OUTPUTS[] = {{"y", &Layer<F>::y, &Made::y, false},           {"h_end", &Layer<F>::h_end, &Made::h_end, false},
-                             {"c_end", &Layer<F>::c_end, &Made::c_end, false}, {"dx", &Layer<F>::dx, &Made::dx, false},
-                             {"dh0", &Layer<F>::dh0, &Made::dh0, false},       {"dc0", &Layer<F>::dc0, &Made::dc0, false},
-                             {"dw_ih", &Layer<F>::dw_ih, &Made::dw_ih, true},  {"dw_hh", &Layer<F>::dw_hh, &Made::dw_hh, true},
-                             {"db_ih", &Layer<F>::db_ih, &Made::db_ih, true},  {"db_hh", &Layer<F>::db_hh, &Made::db_hh, true},
-                             {"dw_hr", &Layer<F>::dw_hr, &Made::dw_hr, true}};
+const Output<F> OUTPUTS[] = {{"y", &Layer<F>::y, &LayerResults::y, false},           {"h_end", &Layer<F>::h_end, &LayerResults::h_end, false},
+                             {"c_end", &Layer<F>::c_end, &LayerResults::c_end, false}, {"dx", &Layer<F>::dx, &LayerResults::dx, false},
+                             {"dh0", &Layer<F>::dh0, &LayerResults::dh0, false},       {"dc0", &Layer<F>::dc0, &LayerResults::dc0, false},
+                             {"dw_ih", &Layer<F>::dw_ih, &LayerResults::dw_ih, true},  {"dw_hh", &Layer<F>::dw_hh, &LayerResults::dw_hh, true},
+                             {"db_ih", &Layer<F>::db_ih, &LayerResults::db_ih, true},  {"db_hh", &Layer<F>::db_hh, &LayerResults::db_hh, true},
+                             {"dw_hr", &Layer<F>::dw_hr, &LayerResults::dw_hr, true}};
 
 // The largest difference relative to the largest number that was added; infinity where one is not finite. What is not there differs by
 // nothing.
-template <class F> double difference(const Exact<F> &made, const Numbers &expected, double before) {
+template <class F> double difference(const Exact<F> &results, const Numbers &expected, double before) {
   double most = std::fmax(before, 1e-30), worst = 0.0;
-  for (int64_t i = 0; i < made.size(); i++) {
-    const double added = expected[static_cast<size_t>(i)], error = std::fabs(static_cast<double>(made[i]) - before - added);
+  for (int64_t i = 0; i < results.size(); i++) {
+    const double added = expected[static_cast<size_t>(i)], error = std::fabs(static_cast<double>(results[i]) - before - added);
     if (!(error <= 1e300)) return HUGE_VAL;
     worst = std::fmax(worst, error), most = std::fmax(most, std::fabs(added));
   }
@@ -90,10 +90,10 @@ template <class F> double difference(const Exact<F> &made, const Numbers &expect
 template <class F> class Run {
 public:
   Run(const Case &c, const Example &e, int threads)
-      : w(length(e.w)), b(length(e.b)), wanted(length(e.wanted)), classes(static_cast<int64_t>(e.classes.size())),
+      : w(length(e.w)), b(length(e.b)), targets(length(e.targets)), classes(static_cast<int64_t>(e.classes.size())),
         mask(static_cast<int64_t>(e.mask.size())), outputs(c.rows() * c.C), dw(length(e.w)), db(length(e.b)), mean(1),
         before_(c.accumulate ? 0.5 : 0.0) {
-    lend(w, e.w), lend(b, e.b), lend(wanted, e.wanted);
+    lend(w, e.w), lend(b, e.b), lend(targets, e.targets);
     std::copy(e.classes.begin(), e.classes.end(), classes.begin());
     std::copy(e.mask.begin(), e.mask.end(), mask.begin());
     const F start = c.accumulate ? F(0.5) : F(NAN);
@@ -103,8 +103,8 @@ public:
       layers[i]->call.threads = threads, layers[i]->call.accumulate = c.accumulate;
       layers[i]->gradients(start);
     }
-    whole_.loss = c.loss, whole_.accumulate = c.accumulate, whole_.steps = c.steps, whole_.classes = c.C;
-    for (int64_t row = 0; row < c.rows(); row++) whole_.valid += e.counts(row);
+    step_.loss = c.loss, step_.accumulate = c.accumulate, step_.steps = c.steps, step_.classes = c.C;
+    for (int64_t row = 0; row < c.rows(); row++) step_.valid += e.counts(row);
   }
 
   int go() {
@@ -115,14 +115,14 @@ public:
       if (i + 1 < layers.size()) call.dy = layers[i + 1]->call.dx;
       calls.push_back(call);
     }
-    whole_.layers = calls.data(), whole_.count = static_cast<int32_t>(calls.size());
-    whole_.w = maybe(w), whole_.b = maybe(b), whole_.mask = maybe(mask), whole_.outputs = maybe(outputs);
-    whole_.dw = maybe(dw), whole_.db = maybe(db);
-    whole_.targets = whole_.loss == TT_CROSS_ENTROPY ? static_cast<const void *>(maybe(classes)) : maybe(wanted);
-    whole_.mean = maybe(mean);
-    Exact<F> room(tt_whole_room(&whole_));
-    whole_.room = maybe(room);
-    return tt_whole_step(&whole_);
+    step_.layers = calls.data(), step_.count = static_cast<int32_t>(calls.size());
+    step_.w = maybe(w), step_.b = maybe(b), step_.mask = maybe(mask), step_.outputs = maybe(outputs);
+    step_.dw = maybe(dw), step_.db = maybe(db);
+    step_.targets = step_.loss == TT_CROSS_ENTROPY ? static_cast<const void *>(maybe(classes)) : maybe(targets);
+    step_.mean = maybe(mean);
+    Exact<F> scratch(tt_fused_step_scratch(&step_));
+    step_.scratch = maybe(scratch);
+    return tt_fused_step_run(&step_);
   }
 
   double distance(const Answer &answer, const char **of) const {
@@ -132,26 +132,26 @@ public:
     };
     for (size_t i = 0; i < layers.size(); i++)
       for (const Output<F> &out : OUTPUTS<F>)
-        take(out.name, difference((*layers[i]).*out.made, answer.layers[i].*out.expected, out.weight ? before_ : 0.0));
+        take(out.name, difference((*layers[i]).*out.results, answer.layers[i].*out.expected, out.weight ? before_ : 0.0));
     take("outputs", difference(outputs, answer.outputs, 0.0)), take("dw", difference(dw, answer.dw, before_));
     take("db", difference(db, answer.db, before_)), take("mean", difference(mean, {answer.mean}, 0.0));
     return worst;
   }
 
-  // Everything that was made, bit by bit.
+  // Everything that was results, bit by bit.
   std::vector<uint8_t> bits() const {
     std::vector<uint8_t> all;
-    const auto take = [&](const auto &made) {
-      const auto *const start = reinterpret_cast<const uint8_t *>(made.data());
-      all.insert(all.end(), start, start + sizeof(*made.data()) * static_cast<size_t>(made.size()));
+    const auto take = [&](const auto &results) {
+      const auto *const start = reinterpret_cast<const uint8_t *>(results.data());
+      all.insert(all.end(), start, start + sizeof(*results.data()) * static_cast<size_t>(results.size()));
     };
     for (const auto &layer : layers)
-      for (const Output<F> &out : OUTPUTS<F>) take((*layer).*out.made);
+      for (const Output<F> &out : OUTPUTS<F>) take((*layer).*out.results);
     take(outputs), take(dw), take(db), take(mean);
     return all;
   }
 
-  Exact<F> w, b, wanted;
+  Exact<F> w, b, targets;
   Exact<int64_t> classes;
   Exact<uint8_t> mask;
   Exact<F> outputs, dw, db;
@@ -160,7 +160,7 @@ public:
 
 private:
   const double before_; // in the gradients of the weights
-  tt_whole whole_ = {};
+  tt_fused_step step_ = {};
 };
 
 template <class F> constexpr int TYPE = sizeof(F) == 4 ? TT_F32 : TT_F64;
@@ -223,8 +223,8 @@ int notices(int loss) {
   if (loss == TT_CROSS_ENTROPY)
     target.classes[one] = (e.classes[one] + 1) % c.C, row.classes[other] = e.classes[one];
   else
-    target.wanted[one * C] += 1.0, std::copy_n(e.wanted.begin() + one * C, C, row.wanted.begin() + other * C);
-  for (Given &layer : reset.layers) layer.resets.assign(layer.resets.size(), 0);
+    target.targets[one * C] += 1.0, std::copy_n(e.targets.begin() + one * C, C, row.targets.begin() + other * C);
+  for (LayerInputs &layer : reset.layers) layer.resets.assign(layer.resets.size(), 0);
   Case shifted = c;
   for (Sizes &z : shifted.layers) z.T--;
   int failures = run.go() != 0;
@@ -248,7 +248,7 @@ template <class F> int no_class() {
       const std::vector<uint8_t> before = run.bits();
       const int fault = run.go();
       const bool counts = e.counts(row), left = before == run.bits();
-      if (fault != (counts ? TT_NO_CLASS : 0) || left != counts) failures++, say(c, TYPE<F>, "a class that is not there: fault", fault);
+      if (fault != (counts ? TT_INVALID_TARGET : 0) || left != counts) failures++, say(c, TYPE<F>, "a class that is not there: fault", fault);
     }
   return failures;
 }
@@ -260,7 +260,7 @@ template <class F> int not_finite(int loss) {
   const auto missed = [&](Exact<F> *const numbers, Run<F> &run) {
     if (!numbers || !numbers->size()) return 0;
     (*numbers)[numbers->size() / 2] = F(NAN);
-    return static_cast<int>(run.go() != TT_NOT_FINITE);
+    return static_cast<int>(run.go() != TT_NON_FINITE);
   };
   int failures = Run<F>(c, e, 1).go() != 0;
   for (auto weight : {&Run<F>::w, &Run<F>::b}) {
@@ -268,31 +268,31 @@ template <class F> int not_finite(int loss) {
     failures += missed(&(run.*weight), run);
   }
   for (size_t i = 0; i < c.layers.size(); i++)
-    for (auto given : {&Layer<F>::w_ih, &Layer<F>::w_hh, &Layer<F>::b_ih, &Layer<F>::b_hh, &Layer<F>::w_hr, &Layer<F>::x, &Layer<F>::h0,
+    for (auto inputs : {&Layer<F>::w_ih, &Layer<F>::w_hh, &Layer<F>::b_ih, &Layer<F>::b_hh, &Layer<F>::w_hr, &Layer<F>::x, &Layer<F>::h0,
                        &Layer<F>::c0}) {
       Run<F> run(c, e, 1);
-      failures += missed(&((*run.layers[i]).*given), run);
+      failures += missed(&((*run.layers[i]).*inputs), run);
     }
   if (failures) say(c, TYPE<F>, "NaN goes unnoticed: times", failures);
   return failures;
 }
 
-// Gradients that overflow, of the readout alone and on the way to the first layer alone, where all that is given is finite.
+// Gradients that overflow, of the readout alone and on the way to the first layer alone, where all that is inputs is finite.
 template <class F> int overflows() {
   const double big = sizeof(F) == 4 ? 1e30 : 1e300, half = std::sqrt(big);
-  Case c = plain(TT_SQUARED, ALL, 6);
+  Case c = plain(TT_SQUARED_ERROR, ALL, 6);
   c.layers = {{TT_RNN_RELU, 6, 3, 5, 7, 7, false}};
   int failures = 0;
   for (bool readout : {true, false}) {
     Example e = drawn(c, Random(6));
-    for (double &target : e.wanted) target = big;
+    for (double &target : e.targets) target = big;
     for (double &weight : e.w) weight *= readout ? 1 / half : half;
     for (double &bias : e.layers[0].b_ih) bias = readout ? half : 1.0;
     Run<F> run(c, e, 1);
     const int fault = run.go();
     const auto finite = [](const Exact<F> &numbers) { return std::all_of(numbers.begin(), numbers.end(), [](F x) { return std::isfinite(x); }); };
     const bool as_meant = finite(run.dw) != readout && finite(run.layers[0]->dw_ih) == readout;
-    if (fault != TT_NOT_FINITE || !as_meant) failures++, say(c, TYPE<F>, "gradients that overflow: fault", fault);
+    if (fault != TT_NON_FINITE || !as_meant) failures++, say(c, TYPE<F>, "gradients that overflow: fault", fault);
   }
   return failures;
 }
@@ -329,7 +329,7 @@ void blas(const char *trans_a, const char *trans_b, const int *m, const int *n, 
   }
 }
 
-// tt_backward alone makes of what the forward pass left the bits that it made within the whole.
+// tt_backward alone makes of what the forward pass left the bits that it results within the fused step.
 template <class F> int alone(const Case &c, const Example &e) {
   Run<F> run(c, e, 2);
   if (run.go()) return say(c, TYPE<F>, "a fault", 0.0), 1;
@@ -368,7 +368,7 @@ int large(bool brief) {
   if (!brief) {
     c.layers = {{TT_LSTM, 64, 8, 90, 128, 100, true}, {TT_RNN_TANH, 64, 8, 100, 128, 128, false}}, c.seed = 2;
     failures += by_blas(c);
-    c.layers = {{TT_GRU, 64, 8, 90, 128, 128, false}}, c.seed = 3, c.loss = TT_SQUARED, c.accumulate = c.resets = false;
+    c.layers = {{TT_GRU, 64, 8, 90, 128, 128, false}}, c.seed = 3, c.loss = TT_SQUARED_ERROR, c.accumulate = c.resets = false;
     failures += by_blas(c);
   }
   c.layers = {{TT_LSTM, 1, 2048, 1, 512, 1, true}}, c.steps = 1, c.C = 2048, c.seed = 4, c.accumulate = c.resets = false; // one column
@@ -377,9 +377,9 @@ int large(bool brief) {
 
 } // namespace
 
-int check_whole(bool brief) {
+int check_fused_step(bool brief) {
   int failures = 0;
-  for (int loss : {TT_CROSS_ENTROPY, TT_SQUARED}) {
+  for (int loss : {TT_CROSS_ENTROPY, TT_SQUARED_ERROR}) {
     for (int mask : {ALL, SOME, ONE}) failures += trust(loss, mask, 11);
     failures += notices(loss) + not_finite<float>(loss) + not_finite<double>(loss);
   }
