@@ -93,15 +93,16 @@ class LayerCase:
 def split(leaves: Sequence[Tensor | None]) -> tuple[Tensor, States, Weights]:
     """Inputs, states and weights from the list of `LayerCase.tensors`."""
     x, h, c, *weights = leaves
-    assert x is not None and h is not None
+    assert x is not None
+    assert h is not None
     return x, (h,) if c is None else (h, c), Weights(*weights)  # pyright: ignore[reportArgumentType]
 
 
-def loss_grads(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients of a loss that weighs every output of every step and the state after them, each differently."""
+def loss_grads(results: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of a loss that weights every output and the last state differently."""
     losses = [
         (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum()
-        for t in made
+        for t in results
     ]
     return list(
         torch.autograd.grad(
@@ -110,16 +111,16 @@ def loss_grads(made: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> list[
     )
 
 
-def max_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def max_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, each tensor's relative to its own largest entry (at least 1).
 
     Infinite if shapes differ.
     """
-    if [t.shape for t in found] != [t.shape for t in expected]:
+    if [t.shape for t in actual] != [t.shape for t in expected]:
         return float("inf")
     pairs = [
         (a.detach().double(), b.detach().double())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
         if b.numel()
     ]
     return max(
@@ -130,8 +131,8 @@ def max_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
 def run_and_grad(given: LayerCase, run: Run) -> list[Tensor]:
     """Everything: outputs, state, gradients."""
     leaves = given.leaves()
-    made = given.run(run, leaves)
-    return [*made, *loss_grads(made, leaves)]
+    results = given.run(run, leaves)
+    return [*results, *loss_grads(results, leaves)]
 
 
 LAYERS: dict[
@@ -165,8 +166,8 @@ def call_and_grad(
     )
     entering = None if hx is None else hx[0] if len(hx) == 1 else tuple(hx)
     y, state = layer(x, entering) if resets is None else layer(x, entering, resets)
-    made = [y, *leaves_of(state)]
-    return [*made, *loss_grads(made, [x, *(hx or ()), *layer.parameters()])]
+    results = [y, *leaves_of(state)]
+    return [*results, *loss_grads(results, [x, *(hx or ()), *layer.parameters()])]
 
 
 def random_state(layer: nn.RNNBase, lanes: int | None) -> Any:
@@ -183,7 +184,7 @@ def random_state(layer: nn.RNNBase, lanes: int | None) -> Any:
 def reset_by_hand(
     layer: nn.RNNBase, x: Tensor, resets: Tensor, hx: Any = None
 ) -> tuple[Tensor, Any]:
-    """The oracle of resets: a layer of torch.nn one step at a time, lanes that start anew given zeros. Time first, batched."""
+    """The oracle of resets: torch.nn step by step, time first, with zeros in lanes that reset."""
     outputs = list[Tensor]()
     state = hx
     for step, new in zip(x, resets, strict=True):

@@ -70,9 +70,9 @@ def ways() -> list[int]:
     if core is None or not bfloat16():
         return [0]
     own: int = core.tt_bfloat16()
-    found = [way for way in (1, 2) if core.tt_use_bfloat16(way)]
+    actual = [way for way in (1, 2) if core.tt_use_bfloat16(way)]
     core.tt_use_bfloat16(own)
-    return sorted(found, key=lambda way: way == own)
+    return sorted(actual, key=lambda way: way == own)
 
 
 @pytest.fixture(autouse=True, params=ways(), ids=lambda way: ("float32", "avx512", "amx")[way])
@@ -113,11 +113,11 @@ def fused(*given: Any) -> Any:
         return recurrent.run(*given)
 
 
-def distances(found: list[Tensor], expected: list[Tensor]) -> Tensor:
+def distances(actual: list[Tensor], expected: list[Tensor]) -> Tensor:
     """Of each tensor, relative to its norm."""
-    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert [t.shape for t in actual] == [t.shape for t in expected]
     pairs = [
-        (a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)
+        (a.detach().double(), b.detach().double()) for a, b in zip(actual, expected, strict=True)
     ]
     return torch.stack([(a - b).norm() / b.norm().clamp(min=1e-6) for a, b in pairs])
 
@@ -154,9 +154,9 @@ def permuted(
     inputs, units = torch.randperm(x.shape[2]), torch.randperm(states[0].shape[1])
     rows = (torch.arange(len(cell.gates)).unsqueeze(1) * len(units) + units).flatten()
     b_ih, b_hh = (None if b is None else b[rows] for b in (weights.b_ih, weights.b_hh))
-    turned = Weights(weights.ih[rows][:, inputs], weights.hh[rows][:, units], b_ih, b_hh, None)
+    transposed = Weights(weights.ih[rows][:, inputs], weights.hh[rows][:, units], b_ih, b_hh, None)
     permuted_states = tuple(leaf[:, units] for leaf in states)
-    y, ends = rounding(cell, x[..., inputs], permuted_states, turned, resets)
+    y, ends = rounding(cell, x[..., inputs], permuted_states, transposed, resets)
     back = units.argsort()
     return y[..., back], tuple(leaf[..., back] for leaf in ends)
 
@@ -169,9 +169,9 @@ def test_short_passes_are_those_of_the_definition(
 ) -> None:
     data = draw(cell, *size, often=often)
     right, allowed = run_and_grad(data, expected_run), bound(data, expected_run)
-    found = run_and_grad(data.to(torch.float32), fused)
-    assert all(t.dtype is torch.float32 for t in found)
-    assert (distances(found, right) <= allowed).all()
+    actual = run_and_grad(data.to(torch.float32), fused)
+    assert all(t.dtype is torch.float32 for t in actual)
+    assert (distances(actual, right) <= allowed).all()
     other = run_and_grad(data, reference.run if ROUNDS else rounding)
     assert (distances(other, right) / allowed).amax() > 3
 
@@ -199,10 +199,10 @@ def test_short_passes_with_a_projection_are_those_of_the_definition(
                 data.resets,
             )
         )
-        there = [k for k, t in enumerate(given.tensors) if t is not None]
-        kept = [0, 1, 2, *(3 + sum(t is not None for t in data.tensors[:k]) for k in there)]
-        found = run_and_grad(given.to(torch.float32), fused)
-        assert (distances(found, [right[k] for k in kept]) <= allowed[kept]).all()
+        present = [k for k, t in enumerate(given.tensors) if t is not None]
+        kept = [0, 1, 2, *(3 + sum(t is not None for t in data.tensors[:k]) for k in present)]
+        actual = run_and_grad(given.to(torch.float32), fused)
+        assert (distances(actual, [right[k] for k in kept]) <= allowed[kept]).all()
         assert (
             distances(run_and_grad(data, reference.run if ROUNDS else rounding), right) / allowed
         ).amax() > 3
@@ -256,7 +256,7 @@ def astray(data: LayerCase, run: Run, rounded: Any) -> float:
     cell, leaves = data.cell, data.to(torch.float32).leaves()
     y, h_end, *rest = data.run(run, leaves)
     weigh = [torch.randn_like(t) for t in (y, h_end, *rest)]
-    found = torch.autograd.grad([y, h_end, *rest], [t for t in leaves if t is not None], weigh)
+    actual = torch.autograd.grad([y, h_end, *rest], [t for t in leaves if t is not None], weigh)
     x, h, c, ih, hh, b_ih, b_hh, _ = (None if t is None else t.double() for t in data.tensors)
     assert x is not None
     assert h is not None
@@ -270,18 +270,20 @@ def astray(data: LayerCase, run: Run, rounded: Any) -> float:
     )
     before = torch.cat([h.unsqueeze(0), y.detach().double()[:-1]]) * keep
     z, back = rounded(x) @ rounded(ih).T + b_ih, rounded(before) @ rounded(hh).T + b_hh
-    cells, made, c = list[Tensor](), list[Tensor](), torch.zeros_like(h) if c is None else c
+    cells, results, c = list[Tensor](), list[Tensor](), torch.zeros_like(h) if c is None else c
     for t in range(steps):
         cells.append(c * keep[t])
         h_next, c = step(cell, z[t], back[t], before[t], cells[t])
-        made.append(h_next)
-    worst = max_difference([y, h_end, *rest], [torch.stack(made), made[-1], *([c] if rest else [])])
-    dx = found[0].double()
-    seen = dx[..., :rows]
+        results.append(h_next)
+    worst = max_difference(
+        [y, h_end, *rest], [torch.stack(results), results[-1], *([c] if rest else [])]
+    )
+    dx = actual[0].double()
+    observed = dx[..., :rows]
     to_back = (
-        torch.cat([seen[..., : rows // 3 * 2], seen[..., rows // 3 * 2 :] / 2], 2)
+        torch.cat([observed[..., : rows // 3 * 2], observed[..., rows // 3 * 2 :] / 2], 2)
         if cell is GRU
-        else seen
+        else observed
     )
     dh, dc = weigh[1].double(), weigh[2].double() if rest else torch.zeros_like(c)
     dz, dback = torch.empty_like(z), torch.empty_like(z)
@@ -297,22 +299,22 @@ def astray(data: LayerCase, run: Run, rounded: Any) -> float:
     )  # of the distance between two bfloat16s, at most
     worst = max(
         worst,
-        float(((seen - dz).abs() - half).amax() / dz.abs().amax().clamp(min=1)),
-        max_difference([rounded(seen)], [seen]),
+        float(((observed - dz).abs() - half).amax() / dz.abs().amax().clamp(min=1)),
+        max_difference([rounded(observed)], [observed]),
     )
     flat = (
-        seen.flatten(0, 1).T @ rounded(x).flatten(0, 1),
+        observed.flatten(0, 1).T @ rounded(x).flatten(0, 1),
         to_back.flatten(0, 1).T @ rounded(before).flatten(0, 1),
     )
     expected = [
-        seen @ rounded(ih),
+        observed @ rounded(ih),
         dh,
         *([dc] if rest else []),
         *flat,
         dz.sum((0, 1)),
         dback.sum((0, 1)),
     ]
-    return max(worst, max_difference(found, expected))
+    return max(worst, max_difference(actual, expected))
 
 
 @every_cell
@@ -433,39 +435,39 @@ def test_sums_and_biases_are_float32() -> None:
 def test_backward_takes_the_products_of_the_forward_pass(cell: Cell) -> None:
     """Wherever it runs: outside autocast, inside, and the other way round."""
     data = draw(cell, 7, 3, 5, 33).to(torch.float32)
-    found = list[list[Tensor]]()
+    actual = list[list[Tensor]]()
     for inside in (False, True):
         leaves = data.leaves()
-        made = data.run(fused, leaves)
+        results = data.run(fused, leaves)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-            found.append(loss_grads(made, leaves))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            actual.append(loss_grads(results, leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
     plain, leaves = run_and_grad(data, recurrent.run), data.leaves()
-    made = data.run(recurrent.run, leaves)
+    results = data.run(recurrent.run, leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(
             torch.equal(a, b)
-            for a, b in zip([*made, *loss_grads(made, leaves)], plain, strict=True)
+            for a, b in zip([*results, *loss_grads(results, leaves)], plain, strict=True)
         )
-    assert (max_difference(found[0], plain[len(made) :]) > 1e-4) == ROUNDS
+    assert (max_difference(actual[0], plain[len(results) :]) > 1e-4) == ROUNDS
 
 
 @every_cell
 def test_gradients_of_gradients_are_those_of_the_definition(cell: Cell) -> None:
     data = draw(cell, 4, 2, 3, 7, often=0.3).to(torch.float32)
-    found = list[list[Tensor]]()
+    actual = list[list[Tensor]]()
     for run in (fused, expected_run, reference.run):
         leaves = [t for t in data.leaves() if t is not None]
-        there = [k for k, t in enumerate(data.tensors) if t is not None]
-        filled = dict(zip(there, leaves, strict=True))
+        present = [k for k, t in enumerate(data.tensors) if t is not None]
+        filled = dict(zip(present, leaves, strict=True))
         y, *_ = data.run(run, [filled.get(k) for k in range(len(data.tensors))])
         first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
         second = torch.autograd.grad(torch.stack([(g * g).sum() for g in first]).sum(), leaves)
-        found.append([*first, *second])
-    assert max_difference(found[0], found[1]) < (
+        actual.append([*first, *second])
+    assert max_difference(actual[0], actual[1]) < (
         0.02 if ROUNDS else 1e-5
     )  # what is loss_grads for the kernel's y may round otherwise here and there
-    assert (max_difference(found[2], found[1]) > 1e-3) == ROUNDS
+    assert (max_difference(actual[2], actual[1]) > 1e-3) == ROUNDS
 
 
 def test_derivatives_of_a_rounded_product_are_right() -> None:
@@ -523,11 +525,11 @@ def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
 def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell) -> None:
     for size in ((7, 9, 16, 50), (33, 16, 40, 128)):
         data = draw(cell, *size, often=0.1).to(torch.float32)
-        found = list[list[Tensor]]()
+        actual = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                found.append(run_and_grad(data, fused))
+                actual.append(run_and_grad(data, fused))
             finally:
                 torch.set_num_threads(1)
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))

@@ -61,7 +61,7 @@ def test_the_kernel_says_its_instruction_set_and_type() -> None:
 
 
 @needs_kernels
-def test_what_the_kernel_does_not_take_is_said() -> None:
+def test_unsupported_inputs_have_a_reason() -> None:
     assert which(rnn.pack_sequence([X[:, 0]])).startswith("torch.nn: packed input")
     assert which(X.to("meta")) == "torch.nn: the kernels are for the CPU, the inputs on meta"
     assert (
@@ -86,14 +86,14 @@ def test_what_the_kernel_does_not_take_is_said() -> None:
         assert "TorchFunctionMode" in which()
     with Quiet():
         assert "TorchDispatchMode" in which()
-    found, layer = list[str](), tt.nn.LSTM(4, 6)
-    torch.func.vmap(lambda x: found.append(which(x, layer=layer)) or x)(X.unsqueeze(0))
-    assert found == ["reference: a transform of torch.func"]
-    torch.jit.trace(lambda x: found.append(which(x, layer=layer)) or x, (X,), check_trace=False)
-    assert found[1] == "torch.nn: torch.jit.trace records the call"
+    actual, layer = list[str](), tt.nn.LSTM(4, 6)
+    torch.func.vmap(lambda x: actual.append(which(x, layer=layer)) or x)(X.unsqueeze(0))
+    assert actual == ["reference: a transform of torch.func"]
+    torch.jit.trace(lambda x: actual.append(which(x, layer=layer)) or x, (X,), check_trace=False)
+    assert actual[1] == "torch.nn: torch.jit.trace records the call"
 
 
-def test_layers_of_torch_nn_are_told_how_to_become_fused() -> None:
+def test_torch_nn_layers_name_the_line_to_fuse_them() -> None:
     assert (
         which(layer=nn.RNN(4, 6))
         == "torch.nn: the layer is a torch.nn.RNN; tt.fuse(module) makes it a tt.nn.RNN"
@@ -136,7 +136,7 @@ def test_every_row_of_the_table_has_a_reason_and_can_be_reached() -> None:
 
 
 @needs_kernels
-def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def noted(name: str, run: Any) -> Any:
@@ -155,7 +155,7 @@ def test_which_and_forward_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ran
 
 
-def test_without_kernels_torch_plays_with_the_same_results_and_says_so_once() -> None:
+def test_without_kernels_torch_runs_with_the_same_results_and_warns_once() -> None:
     """In a process of its own: the library is looked for once."""
     script = """
 import warnings, torch, throughtime as tt

@@ -101,7 +101,7 @@ def fused(row: Row) -> tt.Carried:
 
 
 def everything(net: tt.Carried, x: Tensor, resets: Tensor) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """Outputs, state and gradients of a loss that weighs them all, over chunks of uneven lengths."""
+    """Outputs, state and gradients of a loss on all of them, over chunks of uneven lengths."""
     net.zero_grad()
     y, state = in_chunks(net, x, (7, 1, 13), resets=resets)
     loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
@@ -143,7 +143,7 @@ def test_a_bare_layer_and_one_used_twice_are_fused_once() -> None:
 
 
 class Own(nn.LSTM):
-    def forward(self, input: Any, hx: Any = None) -> Any:  # torch's name
+    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002  # torch's name
         y, state = super().forward(input, hx)
         return 2 * y, state
 
@@ -213,13 +213,13 @@ def test_resets_inside_the_call_are_resets_between_calls(
         net, x, torch.zeros_like(resets)
     )  # a module that hides its layers shows how it calls them
     whole = net.adapter.takes_resets(x)
-    found = everything(net, x, resets)
+    actual = everything(net, x, resets)
     monkeypatch.setattr(type(net.adapter), "takes_resets", lambda *_: False)
     apart_calls = everything(net, x, resets)
     assert whole == (row.name in WHOLE)
-    assert (found[0] - apart_calls[0]).abs().max() < EXACT
-    assert states_apart(found[1], apart_calls[1]) < EXACT
-    assert apart(found[2], apart_calls[2]) < EXACT
+    assert (actual[0] - apart_calls[0]).abs().max() < EXACT
+    assert states_apart(actual[1], apart_calls[1]) < EXACT
+    assert apart(actual[2], apart_calls[2]) < EXACT
     late = everything(net, x, resets.roll(1, 0))  # the mutant: a step too late
     assert (late[0] - apart_calls[0]).abs().max() > 1e-3
 
@@ -351,13 +351,13 @@ def test_policies_on_fused_nets_are_plain_autograd() -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "hides-layer", "takes-resets"])
-def test_whatever_plays_a_net_plays_a_fused_one(name: str) -> None:
+def test_whatever_runs_a_net_runs_a_fused_one(name: str) -> None:
     row = next(row for row in FUSED if row.name == name)
     pair = row.net(), fused(row)
     x, resets = inputs(33, 2), torch.rand(33, 2) < 0.1
     width = pair[0](x, start(pair[0], x))[0].shape[2]
     data = recordings([40, 31, 57], outputs=width)
-    found = list[list[Tensor]]()
+    actual = list[list[Tensor]]()
     for net in pair:
         x_live = x.clone().requires_grad_()
         rolled, _ = tt.rollout(net, x_live, start(net, x), resets=resets, chunk=8)
@@ -370,8 +370,8 @@ def test_whatever_plays_a_net_plays_a_fused_one(name: str) -> None:
         reached = tt.reach(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), max_lag=20)
         audited = tt.audit(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), horizons=(8, 16))
         numbers = [scored.loss, *reached.norms, audited.norm, *(row.bias for row in audited.rows)]
-        found.append([rolled.detach(), dx, steps.detach(), torch.tensor(numbers)])
-    assert all((a - b).abs().max() < 1e-10 for a, b in zip(*found, strict=True))
+        actual.append([rolled.detach(), dx, steps.detach(), torch.tensor(numbers)])
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(*actual, strict=True))
 
 
 def test_trace_and_doctor_see_a_fused_net() -> None:
@@ -383,7 +383,7 @@ def test_trace_and_doctor_see_a_fused_net() -> None:
             y, _ = net(x, start(net, x))
             y.square().sum().backward()
         norms.append(trace)
-    plain_norms, fused_norms = (found.as_dict() for found in norms)
+    plain_norms, fused_norms = (actual.as_dict() for actual in norms)
     assert fused_norms == pytest.approx(plain_norms, rel=1e-9)
     assert len(plain_norms) > 5
     with tt.doctor() as doctor:

@@ -88,7 +88,7 @@ def test_the_environment_forces_a_level() -> None:
 
 
 @BUILT
-def test_products_in_bfloat16_are_there_where_level_and_processor_have_them() -> None:
+def test_bfloat16_products_are_available_where_level_and_processor_have_them() -> None:
     core, known = _there(), Path("/proc/cpuinfo")
     widest = core.tt_level()
     assert loader.bfloat16() == bool(core.tt_bfloat16())
@@ -101,12 +101,12 @@ def test_products_in_bfloat16_are_there_where_level_and_processor_have_them() ->
 
 
 @BUILT
-def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = loader._levels(_there())
+def test_an_unavailable_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = loader._levels(_there())
     loader._loaded.cache_clear()
     monkeypatch.setenv("THROUGHTIME_LEVEL", "v9")
     with pytest.raises(
-        ConfigError, match=rf"THROUGHTIME_LEVEL=v9: .*{there}.*unset THROUGHTIME_LEVEL"
+        ConfigError, match=rf"THROUGHTIME_LEVEL=v9: .*{present}.*unset THROUGHTIME_LEVEL"
     ):
         loader.library()
 
@@ -121,7 +121,7 @@ def test_none_leaves_the_library_alone_and_nobody_is_warned(
     assert "THROUGHTIME_LEVEL" in (loader.why_missing() or "")
 
 
-def test_a_missing_library_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_warns_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
     assert loader.library() is None
     assert "pip install" in (loader.why_missing() or "")
@@ -177,17 +177,17 @@ def test_a_library_built_elsewhere_runs_in_place_of_the_installed_one(
 def who_runs(parallel: int) -> set[int]:
     """The threads that a region of two runs on; two, because each waits for the other."""
     body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    seen, both = set[int](), threading.Barrier(2, timeout=60)
+    observed, both = set[int](), threading.Barrier(2, timeout=60)
 
     @body
     def look(_: int) -> None:
-        seen.add(threading.get_native_id())
+        observed.add(threading.get_native_id())
         both.wait()
 
     ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel)(
         look, None, 2, 0
     )
-    return seen
+    return observed
 
 
 OF_TORCH = r"""
@@ -203,7 +203,8 @@ def tasks():
     return set(map(int, os.listdir("/proc/self/task")))
 
 torch.set_num_threads(2)
-x, h, weights = torch.randn(64, 64, 256), torch.zeros(64, 256), Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
+x, h = torch.randn(64, 64, 256), torch.zeros(64, 256)
+weights = Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
 torch.randn(1 << 22).exp_()
 pool = tasks()
 assert os.getpid() in pool and len(pool) >= 2, pool
@@ -212,7 +213,8 @@ ran = who_runs(parallel)
 assert len(ran) == 2 and ran <= pool, (ran, pool)
 forward(LayerInputs(GRU, x.dtype, x, h, None, weights, None), keep=True)
 assert tasks() == pool, (tasks(), pool)
-maps = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].rsplit("/", 1)[-1]}
+paths = {line.split()[-1] for line in open("/proc/self/maps")}
+maps = {path for path in paths if "omp" in path.rsplit("/", 1)[-1]}
 assert len(maps) == 1, maps
 # The mutant: a second copy of the same runtime has threads of its own.
 second = ctypes.CDLL(shutil.copy(maps.pop(), FOLDER))
@@ -239,13 +241,14 @@ from throughtime.kernels.cells import GRU, Weights
 from throughtime.kernels.recurrent import LayerInputs, forward
 
 torch.set_num_threads(2)
-x, h, weights = torch.randn(64, 64, 256), torch.zeros(64, 256), Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
+x, h = torch.randn(64, 64, 256), torch.zeros(64, 256)
+weights = Weights(torch.randn(768, 256), torch.randn(768, 256), None, None, None)
 given = LayerInputs(GRU, x.dtype, x, h, None, weights, None)
-before = forward(given, keep=False)[0]  # the pool is there, with a thread that the child will not have
+before = forward(given, keep=False)[0]  # starts a thread that the child will not have
 child = os.fork()
 if not child:
     signal.alarm(60)
-    same = forward(given, keep=False)[0].numpy() == before.numpy()  # torch's own comparison would hang
+    same = forward(given, keep=False)[0].numpy() == before.numpy()  # torch.equal would hang
     os._exit(0 if same.all() and len(os.listdir("/proc/self/task")) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 again = forward(given, keep=False)[0]

@@ -1,4 +1,4 @@
-"""The scan is the loop over its steps: values, gradients of any order, resets, whatever the gates."""
+"""The scan equals the loop over its steps: values, gradients of any order, resets, any gates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,12 +92,12 @@ class Case:
 def deviation(method: Scan, case: Case) -> float:
     """How far outputs and gradients are from the loop's, relative to the largest entry of each."""
     torch.manual_seed(1)
-    found: list[list[Tensor]] = []
+    actual: list[list[Tensor]] = []
     weigh = torch.randn_like(case.run(loop, case.leaves()))
     for way in (method, loop):
         leaves = case.leaves()
         states = case.run(way, leaves)
-        found.append(
+        actual.append(
             [
                 states.detach(),
                 *torch.autograd.grad(
@@ -107,7 +107,7 @@ def deviation(method: Scan, case: Case) -> float:
         )
     return max(
         ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()
-        for a, b in zip(*found, strict=True)
+        for a, b in zip(*actual, strict=True)
     )
 
 
@@ -250,11 +250,11 @@ MUTANTS = (no_gate_credit, late_credit, cut_credit, resets_forgotten, start_forg
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_faulty_scan_is_told_from_the_loop(mutant: Scan) -> None:
+def test_a_faulty_scan_differs_from_the_loop(mutant: Scan) -> None:
     assert not deviation(mutant, Case.draw(97, often=0.03)) < 1e-3
 
 
-def test_credit_without_conjugates_is_told_from_the_loop() -> None:
+def test_gradients_without_conjugates_differ_from_the_loop() -> None:
     assert not deviation(unconjugated, Case.draw(97, complex_=True)) < 1e-3
 
 
@@ -268,7 +268,10 @@ def test_gradients_of_first_and_second_order_are_those_of_finite_differences(
     case = Case.draw(8, 2, (1,), often=0.2, complex_=complex_)
     leaves = case.leaves()
     leaves[0] = leaves[0][:, :, :1].detach().requires_grad_()
-    run = lambda *given: case.run(linear_scan, list(given))
+
+    def run(*leaves: Tensor) -> Any:
+        return case.run(linear_scan, list(leaves))
+
     assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, leaves, check_fwd_over_rev=way != "as chosen")
 
@@ -463,11 +466,11 @@ def test_types_widen_as_in_arithmetic() -> None:
 def test_batches_of_scans_by_vmap() -> None:
     case = Case.draw(60, often=0.1)
     more = torch.randn(5, *case.inputs.shape, dtype=torch.float64)
-    found = torch.func.vmap(
+    actual = torch.func.vmap(
         lambda inputs: linear_scan(case.gates, inputs, case.state, case.resets)
     )(more)
     torch.testing.assert_close(
-        found,
+        actual,
         torch.stack([loop(case.gates, one, case.state, case.resets) for one in more]),
         rtol=0,
         atol=1e-12,
@@ -500,12 +503,12 @@ def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
         nn.functional.mse_loss(oracle[:, 0], targets), list(net.parameters())
     )
     stream = tt.Stream({"inputs": x, "targets": targets}, lanes=1, chunk=11, dtype=torch.float64)
-    found = [torch.zeros_like(p) for p in net.parameters()]
+    actual = [torch.zeros_like(p) for p in net.parameters()]
     for update in tt.updates(net, stream, nn.MSELoss(), gradient=gradient):
-        for total, p in zip(found, net.parameters(), strict=True):
+        for total, p in zip(actual, net.parameters(), strict=True):
             total.add_(torch.zeros_like(p) if p.grad is None else p.grad, alpha=update.steps / 80)
         net.zero_grad()
-    torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, list(expected), rtol=1e-9, atol=1e-9)
 
 
 def test_a_module_of_scans_passes_the_laws_of_carrying() -> None:
@@ -571,7 +574,11 @@ def test_resets_that_differ_within_a_vmap_are_refused() -> None:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="what torch 2.13 does")
 def test_the_scan_operator_of_torch_blames_its_gates_wrongly() -> None:
-    """Why there is a scan here: the operator behind `associative_scan(combine_mode="pointwise")` takes its operands for independent."""
+    """The reason for our own scan.
+
+    The operator behind `associative_scan(combine_mode="pointwise")` treats its operands as
+    independent.
+    """
     from torch._higher_order_ops.associative_scan import associative_scan_op  # no public name
 
     def torch_scan(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -583,7 +590,7 @@ def test_the_scan_operator_of_torch_blames_its_gates_wrongly() -> None:
     ours, theirs = linear_scan(gates, inputs, state), torch_scan(gates, inputs, state)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-12)
     right = torch.autograd.grad(ours.sum(), (gates, inputs))
-    found = torch.autograd.grad(theirs.sum(), (gates, inputs))
-    torch.testing.assert_close(found[1], right[1], rtol=0, atol=1e-12)
-    assert (found[0] - right[0]).abs().max() > 0.1 * right[0].abs().max()
+    actual = torch.autograd.grad(theirs.sum(), (gates, inputs))
+    torch.testing.assert_close(actual[1], right[1], rtol=0, atol=1e-12)
+    assert (actual[0] - right[0]).abs().max() > 0.1 * right[0].abs().max()
     assert deviation(linear_scan, case) < 1e-12

@@ -44,10 +44,10 @@ def fused_runs(layer: nn.Module, x: Tensor, hx: Any = None) -> bool:
 @every_layer
 def test_construction_is_torch_s(name: str) -> None:
     """The same random numbers, names, words and errors."""
-    made = list[Any]()
+    results = list[Any]()
     for cls in LAYERS[name]:
         torch.manual_seed(3)
-        made.append(
+        results.append(
             cls(
                 4,
                 6,
@@ -59,7 +59,7 @@ def test_construction_is_torch_s(name: str) -> None:
                 dtype=torch.float64,
             )
         )
-    plain, fused = made
+    plain, fused = results
     assert repr(plain) == repr(fused)
     assert isinstance(fused, LAYERS[name][0])
     assert list(plain.state_dict()) == list(fused.state_dict())
@@ -151,16 +151,16 @@ def _double(hx: Any) -> Any:
 
 
 class Stepwise(nn.Module):
-    """The oracle of resets: every recording by itself through torch.nn, all that a lane plays put together again."""
+    """The oracle of resets: each recording alone through torch.nn, joined again by lane."""
 
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor, hx: Any, resets: Tensor) -> tuple[Tensor, Any]:
-        batched, turned = x.dim() == 3, x.dim() == 3 and self.layer.batch_first
+        batched, transposed = x.dim() == 3, x.dim() == 3 and self.layer.batch_first
         x, resets = (x if batched else x.unsqueeze(1)), (resets if batched else resets.unsqueeze(1))
-        x, resets = (x.transpose(0, 1), resets.transpose(0, 1)) if turned else (x, resets)
+        x, resets = (x.transpose(0, 1), resets.transpose(0, 1)) if transposed else (x, resets)
         if hx is not None and not batched:
             hx = (
                 tuple(leaf.unsqueeze(1) for leaf in leaves_of(hx))
@@ -181,12 +181,12 @@ class Stepwise(nn.Module):
         )
         if not batched:
             y, ends = y.squeeze(1), [end.squeeze(1) for end in ends]
-        return (y.transpose(0, 1) if turned else y), tuple(ends) if len(ends) == 2 else ends[0]
+        return (y.transpose(0, 1) if transposed else y), tuple(ends) if len(ends) == 2 else ends[0]
 
     def _lane(
         self, x: Tensor, hx: list[Tensor] | None, resets: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Layer by layer: the outputs of one are the inputs of the next, and each direction starts at each recording's end."""
+        """Layer by layer; each direction starts at its end of each recording."""
         ways, ends = 1 + self.layer.bidirectional, list[list[Tensor]]()
         for k in range(self.layer.num_layers):
             outputs = list[Tensor]()
@@ -207,7 +207,7 @@ class Stepwise(nn.Module):
     def _way(
         self, x: Tensor, hx: list[Tensor] | None, resets: Tensor, names: list[str], back: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """One direction of one layer: torch.nn on each recording; a state given enters the part that is played first."""
+        """One direction of one layer by torch.nn; the state enters the part that runs first."""
         cls = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(self.layer.mode, nn.RNN)
         own: dict[str, Any] = {"proj_size": self.layer.proj_size} if cls is nn.LSTM else {}
         own |= {"nonlinearity": self.layer.mode[4:].lower()} if cls is nn.RNN else {}
@@ -264,7 +264,7 @@ def test_resets_are_steps_from_zeros(name: str, batch_first: bool) -> None:
 
 @every_layer
 @pytest.mark.parametrize("way", ["autocast", "mode", "bfloat16"])
-def test_resets_are_the_same_where_torch_plays(name: str, way: str) -> None:
+def test_resets_are_the_same_where_torch_runs(name: str, way: str) -> None:
     """What the kernel does not take: torch's layer between resets, or the definition."""
     plain, fused = twin_layers(
         name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32
@@ -303,17 +303,17 @@ def test_no_steps_and_no_lanes_hand_the_state_on(name: str, dtype: torch.dtype) 
 @every_layer
 def test_dropout_between_layers_draws_as_torch_does(name: str) -> None:
     plain, fused = twin_layers(name, 4, 6, num_layers=3, dropout=0.5, dtype=torch.float64)
-    x, found = torch.randn(7, 3, 4, dtype=torch.float64), list[list[Tensor]]()
+    x, actual = torch.randn(7, 3, 4, dtype=torch.float64), list[list[Tensor]]()
     for layer in (fused, plain):
         torch.manual_seed(5)
-        found.append(call_and_grad(layer, x))
-    assert max_difference(*found) < 1e-12
-    assert max_difference(call_and_grad(fused, x), found[0]) > 1e-3  # other draws
+        actual.append(call_and_grad(layer, x))
+    assert max_difference(*actual) < 1e-12
+    assert max_difference(call_and_grad(fused, x), actual[0]) > 1e-3  # other draws
     assert max_difference(call_and_grad(fused.eval(), x), call_and_grad(plain.eval(), x)) < 1e-12
 
 
 @every_layer
-def test_copies_and_pickles_play_the_same(name: str) -> None:
+def test_copies_and_pickles_behave_the_same(name: str) -> None:
     fused = LAYERS[name][1](4, 6, num_layers=2)
     x = torch.randn(7, 3, 4)
     expected = call_and_grad(fused, x)
@@ -368,9 +368,9 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
             (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
         ) as expected:
             plain(x, hx)
-        with pytest.raises(type(expected.value)) as found:
+        with pytest.raises(type(expected.value)) as actual:
             fused(x, hx)
-        assert str(found.value) == str(expected.value)
+        assert str(actual.value) == str(expected.value)
     with torch.no_grad():
         fused.weight_hh_l0.data = torch.zeros(1, 1)
     assert tt.nn.backend(fused, good).name == "torch.nn"
@@ -408,13 +408,13 @@ def test_packed_sequences_are_torch_s(name: str) -> None:
 
 @every_layer
 def test_weights_put_in_from_outside_are_used(name: str) -> None:
-    """`functional_call`, parametrizations, pruning: weights that are no parameters of their usual names."""
+    """`functional_call`, parametrizations, pruning: weights that are not plain parameters."""
     plain, fused = twin_layers(name, 4, 6, dtype=torch.float64)
     x = torch.randn(7, 3, 4, dtype=torch.float64)
     others = {n: torch.randn_like(p) * 0.5 for n, p in fused.named_parameters()}
-    found, expected = (torch.func.functional_call(layer, others, (x,)) for layer in (fused, plain))
-    assert max_difference([found[0]], [expected[0]]) < 1e-12
-    assert max_difference([found[0]], [fused(x)[0]]) > 1e-3
+    actual, expected = (torch.func.functional_call(layer, others, (x,)) for layer in (fused, plain))
+    assert max_difference([actual[0]], [expected[0]]) < 1e-12
+    assert max_difference([actual[0]], [fused(x)[0]]) > 1e-3
     for layer in (plain, fused):
         parametrizations.weight_norm(layer, "weight_hh_l0")
         prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
@@ -473,7 +473,7 @@ def test_frozen_weights_and_no_graph_give_the_same(name: str) -> None:
     "ignore:Converting a tensor to a Python boolean"
 )  # in the checks of torch.nn
 @every_layer
-def test_traced_layer_plays_any_size(name: str) -> None:
+def test_traced_layer_takes_any_size(name: str) -> None:
     fused = LAYERS[name][1](4, 6)
     traced = torch.jit.trace(fused, (torch.randn(5, 2, 4),))
     x = torch.randn(9, 3, 4)
@@ -492,6 +492,6 @@ def test_definition_takes_over_by_name(name: str, monkeypatch: pytest.MonkeyPatc
     """The reference is what the kernel is, in the whole layer too."""
     _, fused = twin_layers(name, 4, 6, num_layers=2, bidirectional=True, dtype=torch.float64)
     x, resets = torch.randn(7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.3
-    found = call_and_grad(fused, x, None, resets)
+    actual = call_and_grad(fused, x, None, resets)
     monkeypatch.setattr("throughtime.kernels.recurrent.run", reference.run)
-    assert max_difference(call_and_grad(fused, x, None, resets), found) < 1e-12
+    assert max_difference(call_and_grad(fused, x, None, resets), actual) < 1e-12

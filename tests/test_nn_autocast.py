@@ -69,7 +69,7 @@ def lower(*, dtype: torch.dtype = torch.bfloat16, on: bool = True) -> torch.auto
 def under(
     layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
 ) -> list[Tensor]:
-    """Outputs, state and gradients: the forward pass under autocast, the backward pass outside, dropout as ever drawn."""
+    """Outputs, state and gradients: forward under autocast, backward outside, dropout as always."""
     x, states = (
         x.clone().requires_grad_(),
         ([] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]),
@@ -78,8 +78,8 @@ def under(
     torch.manual_seed(11)
     with lower():
         y, end = layer(x, entering) if resets is None else layer(x, entering, resets)
-    made = [y, *leaves_of(end)]
-    return [*made, *loss_grads(made, [x, *states, *layer.parameters()])]
+    results = [y, *leaves_of(end)]
+    return [*results, *loss_grads(results, [x, *states, *layer.parameters()])]
 
 
 def defined(
@@ -111,13 +111,13 @@ def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
             with lower():
                 assert tt.nn.backend(layer, x.to(kind), state).name == "fused"
             given = [x.to(kind), *(() if state is None else leaves_of(state))]
-            made = under(layer, given[0], state)
+            results = under(layer, given[0], state)
             ends = 1 + len(leaves_of(hx))
-            assert {t.dtype for t in made[:ends]} == {torch.float32}
-            assert [t.dtype for t in made[ends : ends + len(given)]] == [t.dtype for t in given]
-            assert {t.dtype for t in made[ends + len(given) :]} == {torch.float32}
+            assert {t.dtype for t in results[:ends]} == {torch.float32}
+            assert [t.dtype for t in results[ends : ends + len(given)]] == [t.dtype for t in given]
+            assert {t.dtype for t in results[ends + len(given) :]} == {torch.float32}
             wide = under(layer, given[0].float(), None if state is None else _wide(state))
-            assert all(torch.equal(a, b) for a, b in zip(made[:ends], wide[:ends], strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(results[:ends], wide[:ends], strict=True))
 
 
 def _wide(state: Any) -> Any:
@@ -136,7 +136,7 @@ def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
         again = call_and_grad(layer, x)
     after = call_and_grad(layer, x)
     assert all(
-        torch.equal(a, b) for found in (off, after) for a, b in zip(found, before, strict=True)
+        torch.equal(a, b) for actual in (off, after) for a, b in zip(actual, before, strict=True)
     )
     assert all(torch.equal(a, b) for a, b in zip(again, inside, strict=True))
     assert (max_difference(inside, before) > 1e-4) == ROUNDS
@@ -153,44 +153,47 @@ def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
 @every_layer
 @every_option
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
-def test_every_option_is_as_the_definition_plays_it(
+def test_every_option_is_equals_the_reference(
     name: str, options: dict[str, Any], often: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = LAYERS[name][1](4, 6, **options)
     for size, lanes in (((13, 3), 3), ((13,), None)):
-        turned = layer.batch_first and lanes is not None
-        x, hx = torch.randn(*(reversed(size) if turned else size), 4), random_state(layer, lanes)
+        transposed = layer.batch_first and lanes is not None
+        x, hx = (
+            torch.randn(*(reversed(size) if transposed else size), 4),
+            random_state(layer, lanes),
+        )
         resets = torch.rand(x.shape[:-1]) < often if often else None
-        found = under(layer, x, hx, resets)
+        actual = under(layer, x, hx, resets)
         with monkeypatch.context() as patch:
             patch.setattr(recurrent, "run", defined)
             expected = under(layer, x, hx, resets)
-        assert max_difference(found, expected) < CLOSE
+        assert max_difference(actual, expected) < CLOSE
         if often:
-            assert max_difference(found, under(layer, x, hx)) > 0.05  # the mutant: no resets
+            assert max_difference(actual, under(layer, x, hx)) > 0.05  # the mutant: no resets
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_a_projected_lstm_is_as_the_definition_plays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projected_lstm_is_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tt.nn.LSTM(4, 33, num_layers=2, proj_size=5)
     x, hx, resets = torch.randn(7, 3, 4), random_state(layer, 3), torch.rand(7, 3) < 0.2
-    found = under(layer, x, hx, resets)
+    actual = under(layer, x, hx, resets)
     monkeypatch.setattr(recurrent, "run", defined)
-    assert max_difference(found, under(layer, x, hx, resets)) < CLOSE
+    assert max_difference(actual, under(layer, x, hx, resets)) < CLOSE
 
 
-def test_which_says_what_the_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_names_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, level = tt.nn.GRU(4, 6), torch.randn(5, 2, 4), library.level()
     rounds, rest = (
         f"fused ({level}), bfloat16 products, float32 states",
         "with this instruction set",
     )
-    for there, words in (
+    for present, words in (
         (True, rounds),
         (False, f"fused ({level}), float32: no products in bfloat16 {rest}"),
     ):
         dispatch.static_backend.cache_clear()
-        monkeypatch.setattr(dispatch, "bfloat16", lambda there=there: there)
+        monkeypatch.setattr(dispatch, "bfloat16", lambda present=present: present)
         with lower():
             assert str(tt.nn.backend(layer, x)) == str(tt.nn.backend(layer, x.bfloat16())) == words
     dispatch.static_backend.cache_clear()
@@ -233,8 +236,8 @@ def test_under_float16_products_are_float32(name: str) -> None:
     layer, x = LAYERS[name][1](4, 6), torch.randn(5, 3, 4)
     plain = call_and_grad(layer, x)
     with lower(dtype=torch.float16):
-        found = call_and_grad(layer, x)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        actual = call_and_grad(layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, plain, strict=True))
 
 
 @every_layer
@@ -256,9 +259,9 @@ def test_where_the_table_says_torch_types_stay_the_same(
             assert tt.nn.backend(layer, x[:, :1]).name == "fused"
         plain = call_and_grad(layer, x, hx, resets)
         for given in (x, x.bfloat16()):
-            found = under(layer, given, hx, resets)
-            assert {t.dtype for t in found[: 1 + len(leaves_of(hx))]} == {torch.float32}
-            assert max_difference(found, plain) < 0.05
+            actual = under(layer, given, hx, resets)
+            assert {t.dtype for t in actual[: 1 + len(leaves_of(hx))]} == {torch.float32}
+            assert max_difference(actual, plain) < 0.05
     finally:
         dispatch.static_backend.cache_clear()
 
@@ -284,11 +287,11 @@ def test_carried_state_stays_float32_from_chunk_to_chunk(name: str) -> None:
 
 def trained(net: Any, updates: Callable[[Any], Any]) -> list[Tensor]:
     """The gradients of every update, side by side."""
-    found = list[Tensor]()
+    actual = list[Tensor]()
     for _ in updates(net):
-        found += [torch.as_tensor(p.grad).clone() for p in net.parameters()]
+        actual += [torch.as_tensor(p.grad).clone() for p in net.parameters()]
         net.zero_grad()
-    return found
+    return actual
 
 
 @every_layer
@@ -312,13 +315,13 @@ def test_updates_are_those_of_the_definition_under_the_same_autocast(
                 gradient=policy,
             )
 
-    found = trained(tt.carry(module), updates)
+    actual = trained(tt.carry(module), updates)
     with monkeypatch.context() as patch:
         patch.setattr(recurrent, "run", defined)
         expected = trained(tt.carry(module), updates)
-    assert len(found) >= len(list(module.parameters()))
+    assert len(actual) >= len(list(module.parameters()))
     assert (
-        max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)) < 0.02
+        max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)) < 0.02
     )  # the head is bfloat16's on both sides
 
 
@@ -331,7 +334,7 @@ def test_trace_shows_the_gradients_of_the_fused_layer(
     """
     layer, x = LAYERS[name][1](4, 9), torch.randn(11, 3, 4)
     untraced = under(layer, x)
-    with tt.trace(layer) as seen:
+    with tt.trace(layer) as observed:
         during = under(layer, x)
     for traced, plain in zip(during, untraced, strict=True):
         assert (traced - plain).norm() <= 2**-8 * plain.norm()
@@ -339,9 +342,9 @@ def test_trace_shows_the_gradients_of_the_fused_layer(
         patch.setattr(recurrent, "run", defined)
         with tt.trace(layer, tensors=True) as expected:
             under(layer, x)
-    assert set(seen.names) == set(expected.names)
-    for leaf in seen.names:
-        assert (seen[leaf] - expected[leaf]).norm() < 0.02 * expected[leaf].norm()
+    assert set(observed.names) == set(expected.names)
+    for leaf in observed.names:
+        assert (observed[leaf] - expected[leaf]).norm() < 0.02 * expected[leaf].norm()
 
 
 @every_layer
@@ -392,22 +395,22 @@ def test_compiled_and_exported_it_takes_the_same_products(name: str) -> None:
 
     def everything(net: Any) -> list[Tensor]:
         y, end = net(x, resets)
-        made = [y, *leaves_of(end)]
-        return [*made, *loss_grads(made, list(plain.parameters()))]
+        results = [y, *leaves_of(end)]
+        return [*results, *loss_grads(results, list(plain.parameters()))]
 
     expected = everything(Net())
     torch.compiler.reset()
     with config.patch(allow_rnn=True):
-        found = everything(torch.compile(Net(), fullgraph=True, backend="aot_eager"))
+        actual = everything(torch.compile(Net(), fullgraph=True, backend="aot_eager"))
     torch.compiler.reset()
-    assert max_difference(found, expected) < 1e-6
+    assert max_difference(actual, expected) < 1e-6
     program = torch.export.export(Net(), (x, resets))
     y, _ = program.module()(x, resets)
     assert max_difference([y], expected[:1]) < 1e-6
 
 
 def test_a_small_task_is_learned_as_in_float32() -> None:
-    """To say at each step what came three steps before: nothing is known at first, and nearly all in the end."""
+    """The task: repeat the input of three steps before. The loss falls from chance to near zero."""
     ends = list[float]()
     for on in (False, True):
         torch.manual_seed(0)

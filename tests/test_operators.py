@@ -152,11 +152,13 @@ def test_operator_obeys_the_laws_of_operators(cell: Cell) -> None:
 
 @every_cell
 @pytest.mark.parametrize("projection", [0, 2], ids=["", "projected"])
-def test_operator_is_the_definition_and_so_are_its_gradients(cell: Cell, projection: int) -> None:
+def test_operator_equals_the_reference_and_so_are_its_gradients(
+    cell: Cell, projection: int
+) -> None:
     data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3, projection=projection if cell is LSTM else 0)
-    found = [everything(data, run) for run in (operators.run, exported, reference.run)]
-    assert max_difference(found[0], found[2]) < 1e-12
-    assert max_difference(found[1], found[2]) < 1e-12
+    actual = [everything(data, run) for run in (operators.run, exported, reference.run)]
+    assert max_difference(actual[0], actual[2]) < 1e-12
+    assert max_difference(actual[1], actual[2]) < 1e-12
 
 
 def exported(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor | None) -> Any:
@@ -171,14 +173,14 @@ def exported(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Te
 
 def everything(data: LayerCase, run: Any) -> list[Tensor]:
     leaves = data.leaves()
-    made = data.run(run, leaves)
+    results = data.run(run, leaves)
     loss = torch.stack(
-        [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in made]
+        [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in results]
     ).sum()
-    return [*made, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
+    return [*results, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
 
 
-def test_operator_without_kernels_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_without_kernels_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exported program may be loaded where no kernels are."""
     monkeypatch.setattr(operators, "library", lambda: None)
     data = LayerCase.draw(GRU, 5, 2, 3, 4, often=0.3)

@@ -133,7 +133,7 @@ def test_steps_without_memory_of_squares_are_torchs(rule: str, amsgrad: bool) ->
 @needs_core
 @pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_a_norm_that_is_wrong_by_a_hundredth_would_be_seen(rule: str, dtype: torch.dtype) -> None:
+def test_a_norm_that_is_wrong_by_a_hundredth_is_detected(rule: str, dtype: torch.dtype) -> None:
     """The mutant of the test above.
 
     Adam divides a scale of all steps away, so only some steps are clipped.
@@ -148,9 +148,9 @@ def test_every_instruction_set_takes_torchs_step(rule: str) -> None:
     core = library()
     assert core is not None
     widest = core.tt_level()
-    there = [level for level in (b"v2", b"v3", b"v4", b"base") if core.tt_use(level)]
+    present = [level for level in (b"v2", b"v3", b"v4", b"base") if core.tt_use(level)]
     try:
-        for level in there:
+        for level in present:
             assert core.tt_use(level)
             for dtype, bound in BOUNDS.items():
                 assert (
@@ -159,7 +159,7 @@ def test_every_instruction_set_takes_torchs_step(rule: str) -> None:
                 )
     finally:
         core.tt_use(widest)
-    assert there
+    assert present
 
 
 @needs_core

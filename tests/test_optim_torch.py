@@ -77,7 +77,7 @@ def test_state_goes_over_between_torch_and_ours(rule: str, first: str, runs: str
 
 
 @needs_core
-def test_loading_another_state_is_seen_at_the_next_step() -> None:
+def test_loading_another_state_counts_at_the_next_step() -> None:
     mine, theirs = make_params(), make_params()
     ours, torchs = optim.Adam(mine, lr=0.1, max_norm=1e9), torch.optim.Adam(theirs, lr=0.1)
     steps(ours, mine, 0, 3)
@@ -187,28 +187,28 @@ def test_a_learning_rate_in_a_tensor_may_change_where_it_is(rule: str) -> None:
 
 def test_hooks_are_called_once_and_in_torchs_order(runs: str) -> None:
     def trace(make: Make) -> list[str]:
-        said: list[str] = []
+        messages: list[str] = []
         params = make_params()
         optimizer = make(params)
         hooks = [
-            optimizer.register_step_pre_hook(lambda *_: said.append("before")),
-            optimizer.register_step_post_hook(lambda *_: said.append("after")),
-            register_optimizer_step_pre_hook(lambda *_: said.append("before all")),
-            register_optimizer_step_post_hook(lambda *_: said.append("after all")),
+            optimizer.register_step_pre_hook(lambda *_: messages.append("before")),
+            optimizer.register_step_post_hook(lambda *_: messages.append("after")),
+            register_optimizer_step_pre_hook(lambda *_: messages.append("before all")),
+            register_optimizer_step_post_hook(lambda *_: messages.append("after all")),
         ]
         set_grads(params, 0)
 
         def closure() -> float:
-            said.append(f"closure with gradients {torch.is_grad_enabled()}")
+            messages.append(f"closure with gradients {torch.is_grad_enabled()}")
             return 0.5
 
         with torch.no_grad():
-            said.append(str(optimizer.step(closure)))
+            messages.append(str(optimizer.step(closure)))
         for hook in hooks:
             hook.remove()
         optimizer.step()
-        said.append(str(getattr(optimizer, "fallback", None) is None))
-        return said
+        messages.append(str(getattr(optimizer, "fallback", None) is None))
+        return messages
 
     mine, theirs = trace(optim.Adam), trace(torch.optim.Adam)
     assert (

@@ -46,7 +46,7 @@ sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-B{}-D{}-H{}".f
 @both_types
 @sizes
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
-def test_kernel_is_the_definition(
+def test_kernel_equals_the_reference(
     cell: Cell, dtype: torch.dtype, size: tuple[int, int, int, int], often: float
 ) -> None:
     data = LayerCase.draw(cell, *size, often=often)
@@ -56,8 +56,8 @@ def test_kernel_is_the_definition(
 
 
 @every_cell
-def test_a_wrong_definition_is_seen(cell: Cell) -> None:
-    """The mutants: biases of one gate forgotten, a lane whose state is its neighbour's, resets that come a step late."""
+def test_a_wrong_reference_is_detected(cell: Cell) -> None:
+    """The mutants: one gate without bias, a lane with its neighbour's state, resets a step late."""
     data = LayerCase.draw(cell, 13, 3, 5, 7, often=0.3)
     right = run_and_grad(data, reference.run)
 
@@ -109,7 +109,7 @@ def test_credit_of_the_last_step_reaches_the_first(cell: Cell) -> None:
 @both_types
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
-def test_projection_is_the_definition(dtype: torch.dtype, bias: bool, often: float) -> None:
+def test_projection_equals_the_reference(dtype: torch.dtype, bias: bool, often: float) -> None:
     for size, projection in (((1, 1, 1, 2), 1), ((13, 3, 5, 33), 7), ((7, 8, 3, 50), 49)):
         data = LayerCase.draw(LSTM, *size, bias=bias, projection=projection, often=often)
         assert max_difference(
@@ -169,9 +169,9 @@ def test_definition_is_torch_nn(cell: Cell) -> None:
     entering: Any = hx if len(hx) > 1 else next(iter(hx))
     y, state = torch.func.functional_call(plain, named, (x, entering))
     ends = [state] if isinstance(state, Tensor) else list(state)
-    made = [y, *(end.squeeze(0) for end in ends)]
+    results = [y, *(end.squeeze(0) for end in ends)]
     assert (
-        max_difference([*made, *loss_grads(made, leaves)], run_and_grad(data, reference.run))
+        max_difference([*results, *loss_grads(results, leaves)], run_and_grad(data, reference.run))
         < 1e-12
     )
 
@@ -180,11 +180,11 @@ def test_definition_is_torch_nn(cell: Cell) -> None:
 def test_gradients_of_gradients_are_right(cell: Cell) -> None:
     data = LayerCase.draw(cell, 3, 2, 2, 3, often=0.4)
     leaves = data.leaves()
-    there = [k for k, t in enumerate(leaves) if t is not None]
+    present = [k for k, t in enumerate(leaves) if t is not None]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         filled = list[Tensor | None](leaves)
-        for k, t in zip(there, tensors, strict=True):
+        for k, t in zip(present, tensors, strict=True):
             filled[k] = t
         return tuple(data.run(recurrent.run, filled))
 
@@ -246,22 +246,22 @@ def test_strided_and_unaligned_tensors_are_read_as_they_are(cell: Cell) -> None:
 
     for changed in (odd, strided):
         leaves = [changed(t) for t in data.tensors]
-        made = data.run(recurrent.run, leaves)
-        assert max_difference([*made, *loss_grads(made, leaves)], expected) < 1e-12
-    turned = LayerCase(
+        results = data.run(recurrent.run, leaves)
+        assert max_difference([*results, *loss_grads(results, leaves)], expected) < 1e-12
+    transposed = LayerCase(
         cell, data.tensors, data.resets.T.contiguous().T if data.resets is not None else None
     )
-    assert max_difference(run_and_grad(turned, recurrent.run), expected) < 1e-12
+    assert max_difference(run_and_grad(transposed, recurrent.run), expected) < 1e-12
 
 
 @every_cell
 def test_graph_can_be_used_twice_and_for_a_part(cell: Cell) -> None:
     data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
     leaves = data.leaves()
-    made, x = data.run(recurrent.run, leaves), leaves[0]
+    results, x = data.run(recurrent.run, leaves), leaves[0]
     assert x is not None
     once, again = (
-        torch.autograd.grad(made[0].square().sum(), x, retain_graph=True)[0] for _ in range(2)
+        torch.autograd.grad(results[0].square().sum(), x, retain_graph=True)[0] for _ in range(2)
     )
     assert torch.equal(once, again)
     expected = data.run(reference.run, leaves)
@@ -271,12 +271,12 @@ def test_graph_can_be_used_twice_and_for_a_part(cell: Cell) -> None:
         )
         < 1e-12
     )
-    for part in range(len(made)):  # a loss on one of the results, the others without a gradient
+    for part in range(len(results)):  # a loss on one of the results, the others without a gradient
         alone = [
             torch.autograd.grad(m[part].square().sum(), cast(Tensor, leaves[4]), retain_graph=True)[
                 0
             ]
-            for m in (made, expected)
+            for m in (results, expected)
         ]
         assert max_difference(alone[:1], alone[1:]) < 1e-12
 
@@ -284,18 +284,18 @@ def test_graph_can_be_used_twice_and_for_a_part(cell: Cell) -> None:
 @every_cell
 def test_weights_alone_or_inputs_alone_may_need_a_gradient(cell: Cell) -> None:
     data = LayerCase.draw(cell, 9, 2, 4, 6)
-    for wanted in range(len(data.tensors)):
-        if data.tensors[wanted] is None:
+    for needed in range(len(data.tensors)):
+        if data.tensors[needed] is None:
             continue
-        found = list[list[Tensor]]()
+        actual = list[list[Tensor]]()
         for run in (recurrent.run, reference.run):
             leaves = [
-                None if t is None else t.clone().requires_grad_(k == wanted)
+                None if t is None else t.clone().requires_grad_(k == needed)
                 for k, t in enumerate(data.tensors)
             ]
-            made = data.run(run, leaves)
-            found.append(loss_grads(made, [leaves[wanted]]))
-        assert max_difference(*found) < 1e-12
+            results = data.run(run, leaves)
+            actual.append(loss_grads(results, [leaves[needed]]))
+        assert max_difference(*actual) < 1e-12
 
 
 @every_cell
@@ -319,14 +319,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, dtype: torch.dt
         (33, 1, 40, 200),
     ):  # small, and enough work for two
         data = LayerCase.draw(cell, *size, often=0.1).to(dtype)
-        found = list[list[Tensor]]()
+        actual = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                found.append(run_and_grad(data, recurrent.run))
+                actual.append(run_and_grad(data, recurrent.run))
             finally:
                 torch.set_num_threads(1)
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 @every_cell
@@ -359,9 +359,9 @@ def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
         quiet = data.run(recurrent.run, leaves)
     with torch.inference_mode():
         inferred = data.run(recurrent.run, leaves)
-    for found in (quiet, inferred):
+    for actual in (quiet, inferred):
         assert all(
-            torch.equal(a, b) and not a.requires_grad for a, b in zip(found, expected, strict=True)
+            torch.equal(a, b) and not a.requires_grad for a, b in zip(actual, expected, strict=True)
         )
 
 
@@ -373,10 +373,11 @@ def test_checkpointed_call_has_the_same_gradients(cell: Cell) -> None:
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(data.run(recurrent.run, tensors))
 
-    made = checkpoint(call, *leaves, use_reentrant=False)
-    assert isinstance(made, tuple)
+    results = checkpoint(call, *leaves, use_reentrant=False)
+    assert isinstance(results, tuple)
     assert (
-        max_difference([*made, *loss_grads(made, leaves)], run_and_grad(data, recurrent.run)) == 0.0
+        max_difference([*results, *loss_grads(results, leaves)], run_and_grad(data, recurrent.run))
+        == 0.0
     )
 
 
@@ -385,7 +386,7 @@ def test_checkpointed_call_has_the_same_gradients(cell: Cell) -> None:
 def test_every_instruction_set_computes_the_same_in_one_process(
     cell: Cell, dtype: torch.dtype
 ) -> None:
-    """What is kept for the backward pass is in whole vectors, whose width changes with the level."""
+    """Saved values are in whole vectors, whose width depends on the level."""
     core, data = recurrent.core(), LayerCase.draw(cell, 5, 2, 3, 33)
     widest, expected, ran = core.tt_level(), run_and_grad(data, reference.run), set[bytes]()
     try:

@@ -1,4 +1,4 @@
-"""What is handed out: a wheel that needs no compiler, an sdist that builds, and plain Python where nothing compiles."""
+"""A wheel that needs no compiler, an sdist that builds, plain Python where nothing compiles."""
 
 import os
 import re
@@ -28,7 +28,8 @@ assert "site-packages" in library.library()._name
 torch.manual_seed(0)
 lstm = torch.nn.LSTM(5, 7).double()
 x, zeros = torch.randn(11, 3, 5, dtype=torch.float64), torch.zeros(3, 7, dtype=torch.float64)
-y = run(LSTM, x, (zeros, zeros), Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None))[0]
+weights = Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None)
+y = run(LSTM, x, (zeros, zeros), weights)[0]
 torch.testing.assert_close(y, lstm(x)[0], rtol=1e-12, atol=1e-12)
 print(library.level())
 """
@@ -41,7 +42,8 @@ with warnings.catch_warnings(record=True) as told:
     assert library.need("tt.nn.LSTM") is None and library.need("tt.nn.GRU") is None
 assert len(told) == 1 and "pip install" in str(told[0].message), told
 import throughtime as tt, torch
-y, state = tt.carry(torch.nn.LSTM(2, 3))(torch.ones(4, 1, 2), tt.carry(torch.nn.LSTM(2, 3)).initial_state(lanes=1))
+net = tt.carry(torch.nn.LSTM(2, 3))
+y, state = net(torch.ones(4, 1, 2), net.initial_state(lanes=1))
 print(tuple(y.shape))
 """
 
@@ -64,13 +66,13 @@ def _do(*command: str | Path, **environment: str) -> str:
 def handed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and the wheel."""
     folder = tmp_path_factory.mktemp("dist")
-    made = {"DIST": folder, "BUILD": folder / "build", "VENV": Path(sys.prefix)}
+    results = {"DIST": folder, "BUILD": folder / "build", "VENV": Path(sys.prefix)}
     _do(
         "make",
         "-o",
         Path(sys.prefix) / ".installed",
         "wheel",
-        *(f"{name}={value}" for name, value in made.items()),
+        *(f"{name}={value}" for name, value in results.items()),
     )
     return folder
 
@@ -98,16 +100,19 @@ def _installed(wheel: Path, folder: Path) -> Path:
 def _plainly(python: Path, code: str) -> str:
     """What it prints where there is no compiler, nor anything else."""
     done = subprocess.run(
-        [python, "-W", "error", "-c", code], cwd=python.parent, env={"PATH": str(python.parent)}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+        [python, "-W", "error", "-c", code],
+        cwd=python.parent,
+        env={"PATH": str(python.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_the_wheel_runs_kernels_where_there_is_no_compiler(
-    handed_out: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_runs_kernels_without_a_compiler(handed_out: Path, tmp_path: Path) -> None:
     (wheel,) = handed_out.glob("*.whl")
     assert re.fullmatch(r"throughtime-[\d.]+-py3-none-.*", wheel.stem)
     assert _plainly(_installed(wheel, tmp_path), RUN) in {"v4", "v3", "v2", "base"}
@@ -152,7 +157,7 @@ def test_the_sdist_builds_and_without_a_compiler_gives_plain_python(
     reason="objects are built by CMake and read with nm",
 )
 def test_no_symbol_of_one_instruction_set_is_taken_for_another(tmp_path: Path) -> None:
-    """A weak symbol of the object for AVX-512 might be kept for all levels: an illegal instruction elsewhere."""
+    """A weak symbol compiled for AVX-512 could serve all levels: an illegal instruction."""
     _do("cmake", "-S", ROOT, "-B", tmp_path)
     _do("cmake", "--build", tmp_path)
     objects = sorted(tmp_path.glob("CMakeFiles/kernels_*.dir/**/*.o"))
