@@ -1,8 +1,8 @@
-"""Mutates CSV files and manifests at random and reads them: whatever they hold, they are read right
-or refused by a DataError.
+"""Read CSV files and manifests mutated at random: they are read right or refused by a DataError.
 
-What is accepted is compared with Python's csv module. Run: python benchmarks/fuzz_readers.py
---seconds 180 --seed 0
+    python benchmarks/fuzz_readers.py --seconds 180 --seed 0
+
+Values are compared with those of Python's csv module.
 """
 
 import argparse
@@ -51,9 +51,9 @@ def field(rng: random.Random, kind: str) -> str:
 
 
 def manifest_file(rng: random.Random) -> bytes:
+    names, splits, targets = ["a", "b", "001", "1"], ["train", "valid", ""], ["", "a.csv"]
     rows = [
-        f"{rng.choice(['a', 'b', '001', '1'])},{rng.choice(['train', 'valid', ''])},a.csv,{rng.choice(['', 'a.csv'])}"
-        for _ in range(3)
+        f"{rng.choice(names)},{rng.choice(splits)},a.csv,{rng.choice(targets)}" for _ in range(3)
     ]
     return ("id,split,inputs,targets\n" + "\n".join(rows) + "\n").encode()
 

@@ -127,7 +127,7 @@ def test_a_cache_that_ignores_the_time_of_its_source_would_be_noticed(
     assert len(changed) == size
     stamp = _csv_cache.FileStamp
     real = stamp.of
-    monkeypatch.setattr(stamp, "of", classmethod(lambda cls, path: real(path)._replace(modified=0)))
+    monkeypatch.setattr(stamp, "of", staticmethod(lambda path: real(path)._replace(modified=0)))
     open_table(path)
     os.utime(path, ns=(1, 1))
     path.write_bytes(changed.replace(b"1", b"2"))
@@ -204,12 +204,9 @@ def test_without_a_writable_cache_a_file_is_read_directly_and_it_is_said_once(
 ) -> None:
     cache.write_text("a file where the folder would be")
     path = write(tmp_path / "r.csv", numbers(), labels=True)
-    with pytest.warns(
-        UserWarning, match=rf"{re.escape(str(cache))}: cannot hold .*r\.csv \("
-    ) as said:
+    with pytest.warns(UserWarning, match=rf"{re.escape(str(cache))}: cannot hold .*r\.csv \("):
         table = open_table(path)
-        open_table(write(tmp_path / "other.csv", numbers()))
-    assert len(said) == 1
+    open_table(write(tmp_path / "other.csv", numbers()))  # a second warning would be an error
     np.testing.assert_array_equal(table.read(7, 20_000, "ca"), numbers()[7:20_000, [2, 0]])
     assert table.read(9, 10, ["label"]).tolist() == [["x 2"]]
 

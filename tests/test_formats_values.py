@@ -125,7 +125,7 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
 def test_rows_stay_valid_after_their_pages_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("throughtime.stream.formats.npy.RELEASE_AFTER", 4096)
+    monkeypatch.setattr("throughtime.stream.formats._handle.RELEASE_AFTER", 4096)
     values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
     np.save(tmp_path / "a.npy", values)
     table = open_table(tmp_path / "a.npy")

@@ -33,7 +33,7 @@ class MissingCounts(NamedTuple):
 
 @dataclass
 class Collator:
-    """Makes chunks of one layout: all recordings need the columns and types of the first one read."""
+    """Makes chunks of one layout: that of the first recording that is read."""
 
     recordings: Sequence[Recording]
     lanes: int

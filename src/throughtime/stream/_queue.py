@@ -23,7 +23,9 @@ class ChunkQueue:
             _refuse_sampler(cast("DataLoader[Any]", chunks))
         self._again = chunks if isinstance(chunks, Sequence) else None
         self._kind = type(chunks).__name__
-        self._starts = [0, *accumulate(c.steps for c in self._again or () if isinstance(c, Chunk))]  # pyright: ignore[reportUnnecessaryIsInstance]
+        again = cast("Sequence[Any]", self._again or ())
+        steps = (chunk.steps for chunk in again if isinstance(chunk, Chunk))
+        self._starts = [0, *accumulate(steps)]
         self._chunks = iter(chunks)
         self._waiting: list[Chunk] = []
         self._last: Chunk | None = None

@@ -17,7 +17,7 @@ class Shard:
 
     @classmethod
     def of(cls, rank: int | None, ranks: int | None) -> "Shard":
-        """The user's rank, or that of this process in `torch.distributed`'s default group, or 0 of 1.
+        """The user's rank, or that of `torch.distributed`'s default group, or 0 of 1.
 
         Raises:
             DataError: only one of the two is set, or a rank that is none of `ranks`.

@@ -1,9 +1,8 @@
-"""Targets that come at a lower rate than the signal: a label for every so many steps, for
-intervals, or for the whole recording.
+"""Targets at a lower rate than the signal: one for every so many steps, or for intervals of them.
 
-Whether each step of a span carries its label (`target_at="all"`) or only the last one (`target_at="last"`), when
-the net has seen all of it, is a choice. A step without a label is missing: NaN, -100, or no text,
-so that it is masked.
+Every step of such a span carries its label (`target_at="all"`), or only the last one does
+(`target_at="last"`), where the net has read all of the span. The target of a step without a label
+is missing: NaN, -100, or empty text. Such a step is masked.
 
 Shapes: `n` steps read, `S` spans, `C` target columns.
 """
@@ -22,7 +21,7 @@ IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
 
 def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
-    """Targets of steps that have none, in the kind of `sample`."""
+    """Missing targets, of the kind of `sample`."""
     if sample.dtype.kind in "US":
         return np.full(shape, "", dtype=sample.dtype)
     if sample.dtype.kind == "f":
@@ -32,10 +31,7 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
 
 @dataclass(frozen=True)
 class PeriodicLabels:
-    """A label for every `every` steps, of a recording of `steps` steps.
-
-    The last label may be for fewer.
-    """
+    """A label for every `every` steps of a recording; the last one may be for fewer."""
 
     labels: Rows
     every: int
@@ -57,15 +53,18 @@ class PeriodicLabels:
         spread = labels[owner - start // self.every]
         if self.at == "all":
             return spread
-        found = missing_like(spread.shape, labels)
+        result = missing_like(spread.shape, labels)
         last = ((step + 1) % self.every == 0) | (step == self.steps - 1)
-        found[last] = spread[last]
-        return found
+        result[last] = spread[last]
+        return result
 
 
 @dataclass(frozen=True)
 class IntervalLabels:
-    """A label for each of some intervals `[start, stop)` of steps, in order, without overlap; no label between them."""
+    """A label for each interval `[start, stop)` of steps, in order, without overlap.
+
+    Steps between intervals have no label.
+    """
 
     where: str
     starts: Array
@@ -79,35 +78,35 @@ class IntervalLabels:
 
     def read(self, start: int, stop: int) -> Array:
         step = np.arange(start, min(stop, self.steps))
-        found = missing_like((len(step), *self.labels.shape[1:]), self.labels)
+        result = missing_like((len(step), *self.labels.shape[1:]), self.labels)
         if not len(self.starts):
-            return found
+            return result
         owner = np.searchsorted(self.starts, step, side="right") - 1
         inside = (owner >= 0) & (step < self.stops[owner])
         if self.at == "last":
             inside &= step == self.stops[owner] - 1
-        found[inside] = self.labels[owner[inside]]
-        return found
+        result[inside] = self.labels[owner[inside]]
+        return result
 
 
 def periodic_labels(name: str, labels: Rows, count: Any, steps: int, at: At) -> PeriodicLabels:
     """Checked labels for every `count` steps.
 
     Raises:
-        DataError: there are more or fewer labels than the steps want.
+        DataError: the number of labels does not fit that of the steps.
     """
     check_at(name, at)
     count = count.item() if isinstance(count, np.integer) else count
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise DataError(
-            f"recording '{name}': target_every={count!r}, expected how many steps a label is for, at"
-            " least 1"
+            f"recording '{name}': target_every={count!r}, expected how many steps a label is for,"
+            " at least 1"
         )
-    wanted = -(-steps // count)
-    if len(labels) != wanted:
+    expected = -(-steps // count)
+    if len(labels) != expected:
         raise DataError(
             f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of"
-            f" {steps} steps, expected {wanted}"
+            f" {steps} steps, expected {expected}"
         )
     return PeriodicLabels(labels, count, steps, at)
 
@@ -119,7 +118,7 @@ def interval_labels(
 
     Raises:
         DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
-            first such one is named.
+            message names the first.
     """
     check_at(name, at)
     begin, end, label = (np.asarray(values) for values in (starts, stops, labels))
@@ -172,9 +171,9 @@ def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int)
 
 
 def check_at(name: str, at: Any) -> None:
-    """Refuses anything but the two words."""
+    """Refuse anything but the two words."""
     if at not in ("all", "last"):
         raise DataError(
-            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries its"
-            " label) or 'last'"
+            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
+            " its label) or 'last'"
         )

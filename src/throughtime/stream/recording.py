@@ -1,4 +1,4 @@
-"""Recordings: one source sequence each, read only where and when it is needed.
+"""Recordings: one source sequence each, read lazily.
 
 Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` static features.
 """
@@ -20,7 +20,10 @@ from throughtime.stream.rows import ArrayRows, ColumnRows, Rows, concat_rows
 
 
 class Steps(NamedTuple):
-    """Some consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`, and `static` `(S,)` of all of them."""
+    """Consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`.
+
+    `static` `(S,)` belongs to all of them.
+    """
 
     inputs: Array
     targets: Array | None
@@ -29,11 +32,11 @@ class Steps(NamedTuple):
 
 @runtime_checkable
 class Recording(Protocol):
-    """What `tt.Stream` plays: anything with a name, a length and a lazy `read`."""
+    """The protocol of what `tt.Stream` plays: a name, a length and a lazy `read`."""
 
     @property
     def name(self) -> str:
-        """How error messages and reports call it."""
+        """The name in error messages and reports."""
         ...
 
     def __len__(self) -> int:
@@ -47,7 +50,7 @@ class Recording(Protocol):
 
 @dataclass(frozen=True)
 class TableRecording:
-    """A recording made of rows: of arrays, of columns of files, or of several of them."""
+    """A recording of rows: of arrays, of columns of files, or of several of them."""
 
     name: str
     inputs: Rows
@@ -108,24 +111,26 @@ def windows(recordings: Sequence[Recording], length: int) -> list[Part]:
 
 
 def as_recording(source: Any, index: int) -> Recording:
-    """A recording from whatever a user has: a mapping of arrays or files, a path, or a Recording.
+    """A recording from a mapping of arrays or files, a path, or a Recording.
 
     Args:
         source: a path of a file with an `inputs` (and `targets`) column or array; anything with the
             Recording protocol; or a mapping with
 
-            `inputs`: `(T, D)` or `(T,)`, an array, a tensor, the path of a file, or a list of them,
-            side by side; `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the
-            whole recording; with `target_every`, one for every so many steps;
+            `inputs`: `(T, D)` or `(T,)`: an array, a tensor, the path of a file, or a list of them,
+            side by side;
+            `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the whole
+            recording; with `target_every`, one for every so many steps;
             `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with
             these columns, in order and without overlap;
-            `target_at`: "all" steps of such a span carry its label, or only the "last"; default: all of an
-            interval, the last of others; `static`: `(S,)` numbers of the recording, given at every
-            step after the inputs; `name`: how messages and reports call it.
+            `target_at`: "all" steps of such a span carry its label, or only the "last"; default:
+            all of an interval, the last of others;
+            `static`: `(S,)` numbers of the recording, appended to the inputs of every step;
+            `name`: the name in messages and reports.
         index: names a recording that has no name of its own.
 
     Raises:
-        DataError: nothing of the kind, or inputs and targets of different lengths.
+        DataError: another kind of source, or inputs and targets of different lengths.
     """
     if isinstance(source, Mapping):
         return _from_mapping(source, str(source.get("name", index)))
@@ -143,61 +148,61 @@ _KEYS = ("inputs", "targets", "target_every", "intervals", "target_at", "static"
 
 
 def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
-    given = {key: value for key, value in source.items() if value is not None}
+    values = {key: value for key, value in source.items() if value is not None}
     unknown = sorted(set(source) - set(_KEYS))
-    if "inputs" not in given or unknown:
+    if "inputs" not in values or unknown:
         near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
         hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else ""
         raise DataError(
             f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally"
             f" {', '.join(_KEYS[1:])}{hint}"
         )
-    if "targets" in given and "intervals" in given:
+    if "targets" in values and "intervals" in values:
         raise DataError(
             f"recording '{name}' has targets and intervals, expected one of them: a step has one"
             " target"
         )
-    inputs = concat_rows(name, [_rows(part, name, "inputs") for part in _several(given["inputs"])])
+    inputs = concat_rows(name, [_rows(part, name, "inputs") for part in _several(values["inputs"])])
     return TableRecording(
-        name, inputs, _targets(given, name, len(inputs)), _static(given.get("static"), name)
+        name, inputs, _targets(values, name, len(inputs)), _static(values.get("static"), name)
     )
 
 
 def _several(inputs: Any) -> Sequence[Any]:
-    """What is to stand side by side: a list of files and arrays, or the one thing that is there."""
+    """The parts to put side by side: those of a list of files and arrays, or the only one."""
     listed = isinstance(inputs, (list, tuple)) and all(
         isinstance(i, (str, Path, np.ndarray, torch.Tensor)) for i in inputs
     )
     return inputs if listed and inputs else [inputs]
 
 
-def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
-    if "intervals" in given:
-        where, starts, stops, labels = _interval_columns(given["intervals"], name)
+def _targets(values: Mapping[str, Any], name: str, steps: int) -> Rows | None:
+    if "intervals" in values:
+        where, starts, stops, labels = _interval_columns(values["intervals"], name)
         return interval_labels(
-            name, where, starts, stops, labels, steps, given.get("target_at", "all")
+            name, where, starts, stops, labels, steps, values.get("target_at", "all")
         )
     for key in ("target_every", "target_at"):
-        if key in given and "targets" not in given:
+        if key in values and "targets" not in values:
             raise DataError(
                 f"recording '{name}' has '{key}' and no targets that it could belong to"
             )
-    if "targets" not in given:
+    if "targets" not in values:
         return None
-    if np.ndim(given["targets"]) == 0 and not isinstance(given["targets"], (str, Path)):
-        label = ArrayRows("targets", np.asarray(given["targets"]).reshape(1))
+    if np.ndim(values["targets"]) == 0 and not isinstance(values["targets"], (str, Path)):
+        label = ArrayRows("targets", np.asarray(values["targets"]).reshape(1))
         return periodic_labels(
-            name, label, given.get("target_every", steps), steps, given.get("target_at", "last")
+            name, label, values.get("target_every", steps), steps, values.get("target_at", "last")
         )
-    targets = _rows(given["targets"], name, "targets")
-    if "target_every" in given:
+    targets = _rows(values["targets"], name, "targets")
+    if "target_every" in values:
         return periodic_labels(
-            name, targets, given["target_every"], steps, given.get("target_at", "last")
+            name, targets, values["target_every"], steps, values.get("target_at", "last")
         )
-    if "target_at" in given:
+    if "target_at" in values:
         raise DataError(
-            f"recording '{name}' has 'target_at' and a target for every step; it belongs to 'target_every',"
-            " 'intervals' or a single target"
+            f"recording '{name}' has 'target_at' and a target for every step; it belongs to"
+            " 'target_every', 'intervals' or a single target"
         )
     if len(targets) != steps:
         raise DataError(
@@ -208,7 +213,7 @@ def _targets(given: Mapping[str, Any], name: str, steps: int) -> Rows | None:
 
 
 def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
-    """Where they are, starts, stops and labels."""
+    """The name of the source, starts, stops and labels."""
     if isinstance(source, (str, Path)):
         return str(source), *interval_columns(formats.open_table(Path(source)))
     if not isinstance(source, (list, tuple)) or len(source) != 3:
@@ -289,13 +294,13 @@ def _from_path(path: Path) -> Recording:
 
 
 def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
-    """Recordings without a single interval say nothing of the kind of their labels: they take that of the others."""
+    """Recordings whose label types agree: one without any interval takes the type of the others."""
     labels = [
         r.targets.labels
         for r in recordings
         if isinstance(r, TableRecording) and isinstance(r.targets, IntervalLabels)
     ]
-    sample = next((found for found in labels if len(found)), None)
+    sample = next((values for values in labels if len(values)), None)
     if sample is None:
         return tuple(recordings)
 
@@ -318,7 +323,7 @@ def columns(
     targets: formats.Table | None = None,
     target_columns: Sequence[str] = (),
 ) -> TableRecording:
-    """A checked recording from tables: the columns exist, the lengths agree, there is at least one step."""
+    """A recording from tables, checked: the columns exist, the lengths agree, and are not 0."""
     _check_columns(inputs, input_columns, "inputs")
     if targets is not None:
         _check_columns(targets, target_columns, "targets")
@@ -340,14 +345,14 @@ def columns(
     )
 
 
-def _check_columns(table: formats.Table, wanted: Sequence[str], role: str) -> None:
-    missing = [c for c in wanted if c not in table.columns]
-    if not missing and wanted:
+def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> None:
+    missing = [c for c in names if c not in table.columns]
+    if not missing and names:
         return
     near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
     hint = f"; did you mean '{near[0]}'?" if near else ""
     if len(table.columns) == 1 and ";" in table.columns[0]:
         hint = "; its fields seem to be separated by ';', expected ','"
     raise DataError(
-        f"{table.path}: {role} {list(wanted)} asked for, the file has {list(table.columns)}{hint}"
+        f"{table.path}: {role} {list(names)} asked for, the file has {list(table.columns)}{hint}"
     )

@@ -1,5 +1,4 @@
-"""Rows: numbers with one row per step, read where they are needed, from arrays, from columns of
-files, or side by side.
+"""Numbers with one row per step: arrays, columns of files, or several of them side by side.
 
 Shapes: `n` steps read, `D` columns.
 """
@@ -17,15 +16,15 @@ from throughtime.stream.formats.table import Array
 
 
 class Rows(Protocol):
-    """Something with a row per step."""
+    """One row per step, read lazily."""
 
     @property
     def where(self) -> str:
-        """How messages call it."""
+        """The name of the source in messages."""
         ...
 
     def __len__(self) -> int:
-        """Its number of rows."""
+        """The number of rows."""
         ...
 
     def read(self, start: int, stop: int) -> Array:
@@ -35,7 +34,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """An array at hand, in memory or memory-mapped and then read only where it is played."""
+    """The rows of an array; only those that are read leave a memory-mapped one."""
 
     where: str
     array: Array
@@ -49,7 +48,7 @@ class ArrayRows:
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Columns of a table, always `(n, D)`; a single one is `(n,)` on request."""
+    """Columns of a table, `(n, D)`; with `flat` a single one is `(n,)`."""
 
     table: formats.Table
     columns: tuple[str, ...]
@@ -69,7 +68,7 @@ class ColumnRows:
 
 @dataclass(frozen=True)
 class ConcatRows:
-    """The columns of several, each as a matrix."""
+    """The columns of several rows, side by side."""
 
     parts: tuple[Rows, ...]
 
@@ -87,17 +86,17 @@ class ConcatRows:
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
-    """Refuses inputs of different lengths, each told by where it is and how many rows it has."""
-    for (first, many), (second, others) in pairwise(parts):
-        if many != others:
+    """Refuse inputs of different lengths; each is a name for messages and its number of rows."""
+    for (first, length), (second, other) in pairwise(parts):
+        if length != other:
             raise DataError(
-                f"recording '{name}': {first} has {many} rows and {second} has {others}; all inputs"
-                " of a recording need one row per step"
+                f"recording '{name}': {first} has {length} rows and {second} has {other}; all"
+                " inputs of a recording need one row per step"
             )
 
 
 def concat_rows(name: str, parts: Sequence[Rows]) -> Rows:
-    """One, or several of equal length side by side.
+    """One source of rows, or several of equal length side by side.
 
     Raises:
         DataError: their lengths differ.

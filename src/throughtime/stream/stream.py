@@ -108,7 +108,8 @@ class Stream:
         ranks: int | None = None,
     ) -> None:
         # a user's 1e3 is a float
-        integers = all(isinstance(value, int) for value in (lanes, chunk, warm_up, offset))  # pyright: ignore[reportUnnecessaryIsInstance]
+        counts: tuple[Any, ...] = (lanes, chunk, warm_up, offset)
+        integers = all(isinstance(value, int) for value in counts)
         if not integers or chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
             raise DataError(
                 f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1,"
@@ -177,8 +178,8 @@ class Stream:
     def _make_reader(self, workers: Workers) -> Reader:
         if workers == "thread":
             return ThreadReader(self._sync_reader)
-        # a user's "threads"
-        if not isinstance(workers, int) or workers is True or workers < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        count: Any = workers  # a user's "threads"
+        if not isinstance(count, int) or count is True or count < 0:
             raise DataError(
                 f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'"
             )
@@ -187,8 +188,9 @@ class Stream:
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
         self._epoch, self._position = epoch, 0
         self._block, self._block_start, self._missing = None, 0, NONE_MISSING
-        # an order, not a secret
-        order = None if self.seed is None else random.Random(f"{self.seed}:{epoch}")
+        order = None
+        if self.seed is not None:
+            order = random.Random(f"{self.seed}:{epoch}")  # noqa: S311  an order, not a secret
         offsets = None
         if self.offset and order is not None:
             offsets = [
@@ -228,11 +230,11 @@ class Stream:
             self._block = self._block.to(device)
 
     def _hand_over(self, state: State, net: object) -> None:
-        """Store the states with which this net enters the coming epoch, by the lanes that play it."""
+        """Store the states with which this net enters the coming epoch, lane by lane."""
         self._entering = (weakref.ref(net), self._epoch, state)
 
     def _entering_state(self, net: object) -> State:
-        """The state of `_hand_over` for this net and epoch; `None` if there is none, as in a first epoch.
+        """The state of `_hand_over` for this net and epoch; `None` before the first epoch.
 
         Raises:
             DataError: another loop has played an epoch of this stream since.

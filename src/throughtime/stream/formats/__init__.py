@@ -1,4 +1,4 @@
-"""File formats, one short file each, behind one protocol: length, columns, lazy `read`."""
+"""File formats, one module each, behind one protocol: length, columns, lazy `read`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +23,13 @@ from throughtime.stream.formats.table import FileStamp, GuardedTable, Table
 __all__ = ["SUFFIXES", "Table", "open_table"]
 
 
-def _itself(path: Path) -> tuple[Path, ...]:
+def _same(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
 class _Format(NamedTuple):
     open: Callable[[Path], Table]
-    files: Callable[[Path], tuple[Path, ...]] = _itself  # what must not change while it is read
+    files: Callable[[Path], tuple[Path, ...]] = _same  # those that must not change while it is read
     folder: bool = False
 
 
@@ -54,40 +54,38 @@ SUFFIXES = tuple(_FORMATS)
 
 
 def open_table(path: Path, *, rows: bool = False) -> Table:
-    """Opens a recording's file by its suffix; reads no more than its header where the format
-    allows.
+    """Open the file of a recording by its suffix; where the format allows, read its header only.
 
-    The table notices a file that is written to after it was opened. It can be pickled, and then
-    reopens its file.
+    The table refuses to read a file that was written to after it was opened. It can be pickled; the
+    copy reopens the file.
 
     Args:
         path: a file, or a folder that is one recording (`.zarr`).
-        rows: of a CSV file, each line is a signal and time runs along it; the columns are then `0`,
-            `1`, ..., and `-1`, `-2`,
-            ... from the last line.
+        rows: each line of a CSV file is a signal, and time runs along it. The columns are then
+            `0`, `1`, ..., or `-1`, `-2`, ... from the last line.
 
     Raises:
         DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
         MissingExtraError: the format needs an extra that is not installed.
     """
-    found = _FORMATS.get(path.suffix.lower())
-    if path.is_dir() and not (found is not None and found.folder):
+    form = _FORMATS.get(path.suffix.lower())
+    if path.is_dir() and not (form is not None and form.folder):
         raise DataError(f"{path}: is a folder, expected one file")
-    if found is None:
-        text = (
+    if form is None:
+        hint = (
             "; text is read as tokens: throughtime.stream.text(path)"
             if path.suffix.lower() == ".txt"
             else ""
         )
         raise DataError(
             f"{path}: the format '{path.suffix}' is unknown, expected one of"
-            f" {', '.join(SUFFIXES)}{text}"
+            f" {', '.join(SUFFIXES)}{hint}"
         )
-    if not path.exists() or not (path.is_dir() if found.folder else path.is_file()):
-        raise DataError(f"{path}: no such {'folder' if found.folder else 'file'}")
+    if not path.exists() or not (path.is_dir() if form.folder else path.is_file()):
+        raise DataError(f"{path}: no such {'folder' if form.folder else 'file'}")
     if rows and path.suffix.lower() != ".csv":
         raise DataError(
             f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
         )
-    stamps = tuple(FileStamp.of(file) for file in found.files(path))
-    return GuardedTable(open_csv_rows(path) if rows else found.open(path), stamps)
+    stamps = tuple(FileStamp.of(file) for file in form.files(path))
+    return GuardedTable(open_csv_rows(path) if rows else form.open(path), stamps)

@@ -1,6 +1,6 @@
-"""Sliced: files of named arrays that a library slices, such as HDF5, Zarr and netCDF.
+"""Files of named arrays that a library slices: HDF5, Zarr and netCDF.
 
-The longest of them are the columns.
+The longest arrays are the columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ Arrays = Mapping[str, FileArray]
 
 @dataclass(frozen=True)
 class ArrayFileTable:
-    """Columns that are read by slices of rows; a matrix is one column as wide as it is."""
+    """Columns that are read by slices of rows; a matrix is one wide column."""
 
     path: Path
     handle: Handle[Arrays]
@@ -81,10 +81,9 @@ class ArrayFileTable:
 
 
 def open_array_file(path: Path, opener: Callable[[Path], Arrays]) -> ArrayFileTable:
-    """The table of the numeric vectors and matrices of a file, as far as they are as long as the
-    longest of them.
+    """The table of the longest numeric vectors and matrices of a file.
 
-    Shorter ones (means, names of channels) and those of more dimensions are no columns.
+    Shorter arrays (means, names of channels) and those of more dimensions are no columns.
 
     Raises:
         DataError: there is none.
@@ -97,11 +96,13 @@ def open_array_file(path: Path, opener: Callable[[Path], Arrays]) -> ArrayFileTa
         if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"
     }
     if not lengths:
-        found = (
+        contents = (
             ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
             or "no array"
         )
-        raise DataError(f"{path}: holds {found}, expected arrays of numbers with one row per step")
+        raise DataError(
+            f"{path}: holds {contents}, expected arrays of numbers with one row per step"
+        )
     longest = max(lengths.values())
     return ArrayFileTable(
         path, handle, tuple(name for name, length in lengths.items() if length == longest), longest

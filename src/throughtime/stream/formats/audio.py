@@ -1,4 +1,4 @@
-"""Sound files through soundfile: the header when opened, then seek and read."""
+"""Sound files, by soundfile: the header when opened, then seek and read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats._handle import Handle
 from throughtime.stream.formats.table import Array, rows_between
 
-# samples: the longest block of Vorbis. Right after a seek it decodes up to one block wrongly
-# (libsndfile 1.2.2)
+# The longest block of Vorbis, in samples. After a seek libsndfile 1.2.2 decodes up to one wrongly.
 WARM_UP = 8192
 
 
 def open_audio(path: Path) -> "AudioTable":
-    """WAV, FLAC or Ogg Vorbis: channels are the columns `0`, `1`, ...; samples are float32 in [-1,
-    1).
+    """WAV, FLAC or Ogg Vorbis: channels are the columns `0`, `1`, ...
+
+    Samples are float32 in [-1, 1).
 
     Raises:
         MissingExtraError: soundfile is not installed.
         DataError: the file is no sound file, holds fewer samples than its header promises, or
             cannot be read from the middle.
 
-    Cost: in Ogg, going to a place decodes 8192 samples before it, so that it gives the samples that
-    reading from the start gives.
+    Cost: after a seek in Ogg, 8192 samples before are decoded too, so that the samples are those of
+    reading from the start.
     """
     handle = Handle(path, _opened)
     file = handle.get()
@@ -65,19 +65,19 @@ def _opened(path: Path) -> Any:
 
 
 def _refuse_cut_short(path: Path) -> None:
-    """Libsndfile plays what is left of a file cut short.
+    """Refuse a file that is cut short: libsndfile reads what is left.
 
-    A RIFF header tells how long it was, and the last page of Ogg that it is one.
+    A RIFF header holds the size, and the last page of Ogg is marked.
     """
     with path.open("rb") as file:
         header = file.read(8)
         file.seek(-min(path.stat().st_size, 2**16 + 2**10), 2)
         tail = file.read()
-    promised = 8 + int.from_bytes(header[4:8], "little")
+    expected = 8 + int.from_bytes(header[4:8], "little")
     streamed = 8 + 0xFFFFFFFF  # written by programs that could not seek back
-    if header[:4] == b"RIFF" and path.stat().st_size < promised != streamed:
+    if header[:4] == b"RIFF" and path.stat().st_size < expected != streamed:
         raise DataError(
-            f"{path}: holds {path.stat().st_size} bytes, its header promises {promised}; the file"
+            f"{path}: holds {path.stat().st_size} bytes, its header promises {expected}; the file"
             " is cut short"
         )
     if header[:4] == b"OggS" and not _ends_a_stream(tail):
@@ -85,7 +85,7 @@ def _refuse_cut_short(path: Path) -> None:
 
 
 def _ends_a_stream(tail: bytes) -> bool:
-    """Whether the last Ogg page in these bytes is whole and marked as the last of its stream (RFC 3533, section 6)."""
+    """Whether the last Ogg page is whole and marked as that of its stream (RFC 3533, section 6)."""
     page = tail[max(0, tail.rfind(b"OggS")) :]
     if len(page) < 27 or not page[5] & 4 or len(page) < 27 + page[26]:
         return False
@@ -94,7 +94,7 @@ def _ends_a_stream(tail: bytes) -> bool:
 
 @dataclass
 class AudioTable:
-    """One open file; reading seeks only where a lane does not go on from its last position."""
+    """One open file; reading seeks only where it does not continue from its last position."""
 
     path: Path
     handle: Handle[Any]

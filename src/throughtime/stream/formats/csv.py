@@ -23,13 +23,14 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
 from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
+from throughtime.stream.formats.arrow import concat
 from throughtime.stream.formats.table import Array, FileStamp, rows_between
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 FIELD = 131_072  # characters: the limit of the csv module
 LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
-WIDE = 256  # columns: beyond, pyarrow takes longer for its columns than for their values
+WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
 _QUOTED_FIELD = re.compile(rb'(?<![^,\n])"[^"\r\n]*"(?=[,\r\n]|\Z)')
 
 
@@ -98,9 +99,7 @@ class CsvTable:
                 batch = self._batch(file, block)
                 parts.append(_select(batch, start - first, end - first, slots))
             start, block = end, block + 1
-        if not parts:
-            return np.empty((0, len(slots)))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return concat(parts, len(slots))
 
     def _batch(self, file: CsvFile, block: int) -> Any:
         if file.cache is None:
@@ -174,9 +173,7 @@ class _Parser:
         from pyarrow import csv as arrow_csv
 
         names = list(self.slots)
-        if len(names) > WIDE:
-            return self._wide(data)
-        if len(self.faults) == len(names):
+        if len(names) > WIDE or len(self.faults) == len(names):
             return None
         kinds = [pa.string() if text else pa.float64() for text in self.text]
         try:
@@ -197,15 +194,6 @@ class _Parser:
             return None
         values = {name: table.column(name) for name in table.column_names}
         return self._batch(values, table.num_rows)
-
-    def _wide(self, data: bytes) -> Any:
-        """Numbers alone, parsed as a single column; None where they are not, or a line is short."""
-        width = len(self.slots)
-        lines = list(filter(None, data.replace(b"\r\n", b"\n").split(b"\n")))
-        if any(self.text) or self.faults or {line.count(b",") for line in lines} != {width - 1}:
-            return None
-        values = parse_numbers(b"\n".join(lines).replace(b",", b"\n"))
-        return None if values is None else self._record_batch(values.reshape(-1, width), [])
 
     def by_python(self, rows: list[list[str]], lines: Sequence[int]) -> Any:
         """A batch of records, each with the number of its line for the message of a fault."""

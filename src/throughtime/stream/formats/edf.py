@@ -1,4 +1,4 @@
-"""EDF through edfio: the header when opened, then the data records that are played."""
+"""EDF, by edfio: the header when opened, then the data records that are read."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ from throughtime.stream.formats.table import Array, rows_between
 
 
 def open_edf(path: Path) -> "EdfTable":
-    """Signals are columns by their labels, in their physical units (float64); a label that comes
-    again is `label (2)`.
+    """Signals are columns by their labels, in their physical units (float64).
 
-    The steps are those of the first signal. A signal of another sampling rate is listed and refused
-    when it is read with others, for it has no value at each step: leave it out, or resample the
-    file.
+    A label that comes again is `label (2)`. The steps are those of the first signal. A signal of
+    another sampling rate is listed, and refused when it is read: it has no value at each step.
+    Leave it out, or resample the file.
 
     Raises:
         MissingExtraError: edfio is not installed.
@@ -34,12 +33,14 @@ def open_edf(path: Path) -> "EdfTable":
     return EdfTable(path, handle, tuple(opened.signals), rates, length)
 
 
-class _Opened(NamedTuple):
+class EdfFile(NamedTuple):
+    """The signals by column, and the number of data records."""
+
     signals: dict[str, Any]
     records: int
 
 
-def _opened(path: Path) -> _Opened:
+def _opened(path: Path) -> EdfFile:
     try:
         import edfio
     except ImportError as error:
@@ -48,9 +49,8 @@ def _opened(path: Path) -> _Opened:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "error", UserWarning
-            )  # edfio warns of a file cut short and plays the rest
+            # edfio warns of a file cut short and reads the rest
+            warnings.simplefilter("error", UserWarning)
             file = edfio.read_edf(path, lazy_load_data=True, header_encoding="latin-1")
             continuous = file.is_continuous
     except (
@@ -71,15 +71,15 @@ def _opened(path: Path) -> _Opened:
     for signal in file.signals:
         again = sum(other.label == signal.label for other in signals.values())
         signals[f"{signal.label} ({again + 1})" if again else signal.label] = signal
-    return _Opened(signals, file.num_data_records)
+    return EdfFile(signals, file.num_data_records)
 
 
 @dataclass(frozen=True)
 class EdfTable:
-    """Signals, of which the rows asked for are read and turned to physical units."""
+    """Signals, read row by row in physical units."""
 
     path: Path
-    handle: Handle[_Opened]
+    handle: Handle[EdfFile]
     columns: tuple[str, ...]
     rates: tuple[float, ...]
     length: int
@@ -99,9 +99,9 @@ class EdfTable:
             if name in columns and rate != self.rates[0]
         ]
         if others:
-            said = ", ".join(f"'{name}' has {rate:g} samples per second" for name, rate in others)
+            rates = ", ".join(f"'{name}' has {rate:g} samples per second" for name, rate in others)
             raise DataError(
-                f"{self.path}: {said}, the first signal '{self.columns[0]}' {self.rates[0]:g};"
+                f"{self.path}: {rates}, the first signal '{self.columns[0]}' {self.rates[0]:g};"
                 " choose columns of one rate, or resample it"
             )
         if start == stop:
@@ -112,9 +112,8 @@ class EdfTable:
 
 def _physical(signal: Any, start: int, stop: int) -> Array:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # without a physical range the digital values are given
+        # without a physical range the digital values are returned
+        warnings.simplefilter("ignore", UserWarning)
         return signal.get_data_slice(
             start / signal.sampling_frequency, stop / signal.sampling_frequency
         )

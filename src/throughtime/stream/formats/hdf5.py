@@ -1,4 +1,4 @@
-"""HDF5 through h5py: the datasets' names and shapes when opened, then slices of rows."""
+"""HDF5, by h5py: the names and shapes of datasets when opened, then slices of rows."""
 
 from pathlib import Path
 
@@ -9,11 +9,10 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def open_hdf5(path: Path) -> ArrayFileTable:
-    """Every vector or matrix of numbers, at any depth, is a column named by its path: `u`,
-    `group/y`.
+    """Every vector or matrix of numbers is a column named by its path: `u`, `group/y`.
 
-    All columns have the length of the longest dataset; shorter ones are none. Each process opens
-    the file for itself.
+    All columns have the length of the longest dataset; shorter datasets are no columns. Each
+    process opens the file for itself.
 
     Raises:
         MissingExtraError: h5py is not installed.
@@ -23,23 +22,22 @@ def open_hdf5(path: Path) -> ArrayFileTable:
 
 
 def refuse_cut_short(path: Path) -> None:
-    """Compares a file with the end that its superblock names (HDF5 File Format Specification,
-    II.A).
+    """Refuse a file that ends before its superblock says (HDF5 File Format Specification, II.A).
 
-    The library does so too, but not where it has the same file open already.
+    The library checks this too, but not where it has the same file open already.
     """
     with path.open("rb") as file:
         head = file.read(96)
     if head[:8] != SIGNATURE:
-        return  # none, or one behind a block of the user's: the library looks for it
+        return  # no HDF5, or after a block of the user's: the library searches for it
     if len(head) < 96:
         raise DataError(
             f"{path}: not a readable HDF5 file, for it ends after {len(head)} bytes; the file is"
             " cut short"
         )
     version = head[8]
-    width, at = (head[13], 24 + 4 * version) if version < 2 else (head[9], 12)
-    end = int.from_bytes(head[at + 2 * width : at + 3 * width], "little")
+    width, start = (head[13], 24 + 4 * version) if version < 2 else (head[9], 12)
+    end = int.from_bytes(head[start + 2 * width : start + 3 * width], "little")
     if path.stat().st_size < end:
         raise DataError(
             f"{path}: holds {path.stat().st_size} bytes, its header promises {end}; the file is cut"
@@ -57,13 +55,13 @@ def _opened(path: Path) -> Arrays:
     refuse_cut_short(path)
     arrays: dict[str, h5py.Dataset] = {}
 
-    def note(name: str, found: object) -> None:
-        if isinstance(found, h5py.Dataset) and found.shape is not None:
-            _ = found.dtype  # raises TypeError for a type that NumPy does not know
-            arrays[name] = found
+    def add(name: str, member: object) -> None:
+        if isinstance(member, h5py.Dataset) and member.shape is not None:
+            _ = member.dtype  # raises TypeError for a type that NumPy does not have
+            arrays[name] = member
 
     try:
-        h5py.File(path, "r").visititems(note)  # the datasets keep the file open
+        h5py.File(path, "r").visititems(add)  # the datasets keep the file open
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not a readable HDF5 file ({error}); is it cut short?") from error
     return arrays

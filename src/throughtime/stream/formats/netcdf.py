@@ -1,4 +1,4 @@
-"""netCDF through netCDF4: the variables' names and shapes when opened, then slices of steps."""
+"""netCDF, by netCDF4: the names and shapes of variables when opened, then slices of steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +9,16 @@ import numpy as np
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
 from throughtime.stream.formats.hdf5 import refuse_cut_short
-from throughtime.stream.formats.netcdf_classic import promised
+from throughtime.stream.formats.netcdf_classic import expected_size
 from throughtime.stream.formats.table import Array
 
 
 def open_netcdf(path: Path) -> ArrayFileTable:
-    """Every variable `(time,)` or `(time, features)` of numbers is a column; packed values are
-    unpacked, missing ones are NaN.
+    """Every variable `(time,)` or `(time, features)` of numbers is a column.
 
-    Time is the first dimension of the longest variable; coordinates, which say when and where, are
-    no columns.
+    Packed values are unpacked, missing ones are NaN.
+
+    Time is the first dimension of the longest variable; coordinates are no columns.
 
     Raises:
         MissingExtraError: netCDF4 is not installed.
@@ -29,7 +29,7 @@ def open_netcdf(path: Path) -> ArrayFileTable:
 
 @dataclass(frozen=True)
 class _Variable:
-    """A variable that reads what is sliced, unpacks it, and gives the same type with and without gaps."""
+    """A variable that unpacks its slices, always to the same type."""
 
     variable: Any
 
@@ -39,7 +39,7 @@ class _Variable:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Floating where values are packed or may be missing."""
+        """Floating if values are packed or may be missing."""
         stored = np.dtype(self.variable.dtype)
         marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(
             self.variable.ncattrs()
@@ -59,7 +59,7 @@ def _refuse_cut_short(path: Path) -> None:
             refuse_cut_short(path)
             return
         try:
-            end = promised(file)
+            end = expected_size(file)
         except ValueError as error:
             raise DataError(
                 f"{path}: not a readable netCDF file ({error}); is it cut short?"

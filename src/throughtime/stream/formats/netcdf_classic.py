@@ -1,4 +1,4 @@
-"""How long a classic netCDF file must be: netCDF-C reads zeros where one is cut short.
+"""The size that a classic netCDF file must have: netCDF-C reads zeros from one that is cut short.
 
 The header is that of the netCDF Classic Format Specification (versions 1, 2 and 5): counts, then
 lists of dimensions, attributes and variables, big-endian, all padded to four bytes.
@@ -22,17 +22,15 @@ _SIZES = {
 }  # bytes of the types byte, char, short, int, ...
 
 
-def promised(file: BinaryIO) -> int:
-    """The bytes that the header, just after its three letters `CDF`, promises.
+def expected_size(file: BinaryIO) -> int:
+    """The size of the file by its header, read from just after the three letters `CDF`.
 
     Raises:
-        ValueError: it ends before it should, or is none.
+        ValueError: the header is cut short or is not that of a netCDF file.
     """
     header = _Header(file)
     records = header.number()
-    streamed = (
-        records == 2 ** (8 * header.count) - 1
-    )  # whoever wrote it could not go back to say how many
+    streamed = records == 2 ** (8 * header.count) - 1  # the writer could not go back to count them
     dimensions = header.dimensions()
     header.attributes()
     ends, recorded = [0], list[tuple[int, int]]()
@@ -65,10 +63,10 @@ class _Header:
         self.count, self._offset = (8 if version == 5 else 4), (4 if version == 1 else 8)
 
     def _take(self, size: int) -> bytes:
-        taken = self._file.read(size)
-        if len(taken) < size:
+        data = self._file.read(size)
+        if len(data) < size:
             raise ValueError("its header ends early")
-        return taken
+        return data
 
     def _integer(self, size: int) -> int:
         return int.from_bytes(self._take(size), "big")
@@ -77,7 +75,7 @@ class _Header:
         return self._integer(self.count)
 
     def entries(self) -> int:
-        """How many there are in the list that begins here."""
+        """The number of entries of the list that begins here."""
         self._take(4)
         return self.number()
 

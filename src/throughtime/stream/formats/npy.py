@@ -1,4 +1,7 @@
-"""NumPy files, memory-mapped: `.npy`, and the members of `.npz` that are stored as they are; compressed members are read whole."""
+"""NumPy files, memory-mapped: `.npy`, and uncompressed members of `.npz`.
+
+Compressed members are read whole.
+"""
 
 import io
 import mmap
@@ -7,15 +10,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle
+from throughtime.stream.formats._handle import Handle, MappedFile
 from throughtime.stream.formats.table import Array, rows_between
 
-RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -28,27 +30,27 @@ _UNREADABLE = (
 )
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """The arrays of a file, and its mapping."""
+class NpyFile(NamedTuple):
+    """The arrays of a file, as views of its mapped memory; that of an `.npy` file has no name."""
 
     arrays: dict[str, Array]
-    mapping: mmap.mmap
+    file: MappedFile
 
 
-def open_npy(path: Path) -> "MappedTable":
+def open_npy(path: Path) -> "NpyTable":
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     handle = Handle(path, _map_npy)
     matrix = handle.get().arrays[""]
-    return MappedTable(path, handle, tuple(map(str, range(matrix.shape[1]))), len(matrix))
+    return NpyTable(path, handle, tuple(map(str, range(matrix.shape[1]))), len(matrix))
 
 
-def open_npz(path: Path) -> "MappedTable":
-    """Every array is a column under its own name, a matrix one as wide as it is; all need the same
-    number of rows.
+def open_npz(path: Path) -> "NpyTable":
+    """Every array is a column under its own name; a matrix is one wide column.
 
-    Members that `np.savez` stored are memory-mapped where they lie; those of `np.savez_compressed`
-    are read whole and kept.
+    All arrays need the same number of rows.
+
+    Members that `np.savez` stored are memory-mapped; those of `np.savez_compressed` are read whole
+    and stay in memory.
     """
     handle = Handle(path, _map_npz)
     lengths = {name: len(array) for name, array in handle.get().arrays.items()}
@@ -56,22 +58,18 @@ def open_npz(path: Path) -> "MappedTable":
         raise DataError(
             f"{path}: arrays of different lengths, {lengths}; all need one row per step"
         )
-    return MappedTable(path, handle, tuple(lengths), next(iter(lengths.values()), 0))
+    return NpyTable(path, handle, tuple(lengths), next(iter(lengths.values()), 0))
 
 
-@dataclass
-class MappedTable:
-    """Memory-mapped arrays.
-
-    The pages that were read are given back to the system, so that memory stays flat.
-    """
+@dataclass(frozen=True)
+class NpyTable:
+    """Rows of memory-mapped arrays."""
 
     path: Path
-    handle: Handle[Mapped]
+    handle: Handle[NpyFile]
     columns: tuple[str, ...]
     length: int
     rate: float | None = None
-    _held: int = 0
 
     def __len__(self) -> int:
         return self.length
@@ -89,56 +87,41 @@ class MappedTable:
                 for array in (mapped.arrays[c] for c in columns)
             ]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        self._held += (stop - start) * (
-            _row_bytes(matrix)
-            if matrix is not None
-            else sum(map(_row_bytes, mapped.arrays.values()))
-        )
-        if self._held > RELEASE_AFTER:
-            self._release(mapped.mapping)
+        arrays = mapped.arrays.values()
+        mapped.file.count_read((stop - start) * sum(_width(a) * a.itemsize for a in arrays))
         return rows
-
-    def _release(self, mapping: mmap.mmap) -> None:
-        """Arrays handed out before stay valid: the system reads their pages again where they are touched."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            mapping.madvise(mmap.MADV_DONTNEED)
-        self._held = 0
 
 
 def _width(array: Array) -> int:
     return int(np.prod(array.shape[1:]))
 
 
-def _row_bytes(array: Array) -> int:
-    return _width(array) * array.itemsize
-
-
-def _map_npy(path: Path) -> Mapped:
+def _map_npy(path: Path) -> NpyFile:
     try:
+        mapped = MappedFile(path)
         with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            array = _array(file, 0, mapping)
+            array = _array(file, 0, mapped.mapping)
     except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable .npy file ({error}); is it cut short?") from error
     _check(path, "the array", array)
     if array.ndim > 2:
         raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    return Mapped({"": array if array.ndim == 2 else array.reshape(-1, 1)}, mapping)
+    return NpyFile({"": array if array.ndim == 2 else array.reshape(-1, 1)}, mapped)
 
 
-def _map_npz(path: Path) -> Mapped:
+def _map_npz(path: Path) -> NpyFile:
     try:
+        mapped = MappedFile(path)
         with path.open("rb") as file, zipfile.ZipFile(file) as members:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             arrays = {
-                info.filename.removesuffix(".npy"): _member(file, members, info, mapping)
+                info.filename.removesuffix(".npy"): _member(file, members, info, mapped.mapping)
                 for info in members.infolist()
             }
     except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable .npz file ({error}); is it cut short?") from error
     for name, array in arrays.items():
         _check(path, f"array '{name}'", array)
-    return Mapped(arrays, mapping)
+    return NpyFile(arrays, mapped)
 
 
 def _member(
@@ -171,9 +154,9 @@ def _array(file: BinaryIO, offset: int, mapping: mmap.mmap, size: int | None = N
     if dtype.hasobject:
         raise ValueError("holds Python objects")
     begin, needed = file.tell(), int(np.prod(shape, dtype=object)) * dtype.itemsize
-    held = len(mapping) - begin if size is None else size - (begin - offset)
-    if held < needed or needed < 0:
-        raise ValueError(f"its header promises {needed} bytes of shape {shape}, it holds {held}")
+    size = len(mapping) - begin if size is None else size - (begin - offset)
+    if size < needed or needed < 0:
+        raise ValueError(f"its header promises {needed} bytes of shape {shape}, it holds {size}")
     return np.ndarray(shape, dtype, buffer=mapping, offset=begin, order="F" if fortran else "C")
 
 

@@ -1,4 +1,4 @@
-"""Parquet through pyarrow: the footer when opened, then the row groups that are played."""
+"""Parquet: the footer when opened, then the row groups that are read."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -7,29 +7,23 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
-from throughtime.stream.formats.arrow import stacked
+from throughtime.stream.formats.arrow import concat, stack_columns
 from throughtime.stream.formats.table import Array, rows_between
 
-BATCH_BYTES = (
-    2**17
-)  # of decoded rows that are kept as one block; small, so that those of many lanes are
-CURSORS = 64  # places in large row groups that are read on from, of one file
+BATCH_BYTES = 2**17  # of decoded rows cached as one block; small, so that many lanes fit
+CURSORS = 64  # positions in large row groups to read on from, of one file
 
 
 def open_parquet(path: Path) -> "ParquetTable":
     """Opens the file's footer.
 
     Raises:
-        MissingExtraError: pyarrow is not installed.
         DataError: the file is no Parquet file, or cut short.
 
-    Cost: a row group is decoded from its start, a piece at a time, and read on from where it
-    stands: whoever goes on reads each row once, whoever goes to a place in the middle of a large
-    row group decodes what lies before it.
+    Cost: a row group is decoded from its start, a batch at a time. Reading on decodes each row
+    once; reading from the middle of a large row group decodes the rows before it.
     """
     handle = Handle(path, _opened)
     file = handle.get()
@@ -38,28 +32,27 @@ def open_parquet(path: Path) -> "ParquetTable":
     if len(set(columns)) < len(columns):
         raise DataError(f"{path}: has the columns {list(columns)}, expected distinct names")
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    gaps = {
+    nullable = {
         c.path_in_schema
         for c in chunks
         if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count
     }
     return ParquetTable(
-        path, handle, columns, (0, *accumulate(group.num_rows for group in groups)), frozenset(gaps)
+        path,
+        handle,
+        columns,
+        (0, *accumulate(group.num_rows for group in groups)),
+        frozenset(nullable),
     )
 
 
 def _opened(path: Path) -> Any:
+    import pyarrow as pa
+    from pyarrow import parquet
+
     try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: Parquet needs pyarrow; pip install 'throughtime[arrow]'"
-        ) from error
-    try:
-        return parquet.ParquetFile(
-            path, pre_buffer=False, buffer_size=2**18
-        )  # or a column of a row group is read whole
+        # without a buffer size a column of a row group is read whole
+        return parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"{path}: not a readable Parquet file ({error}); is it cut short?"
@@ -68,16 +61,13 @@ def _opened(path: Path) -> Any:
 
 @dataclass
 class ParquetTable:
-    """Batches of rows, decoded one after another.
-
-    Several lanes read on from places of their own.
-    """
+    """Batches of rows, decoded one after another; each lane reads on from its own cursor."""
 
     path: Path
     handle: Handle[Any]
     columns: tuple[str, ...]
     starts: tuple[int, ...]
-    gaps: frozenset[str]
+    nullable: frozenset[str]
     rate: float | None = None
     cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
     _cursors: "OrderedDict[tuple[Any, ...], Iterator[Any]]" = field(
@@ -101,9 +91,7 @@ class ParquetTable:
             for batch in range(low // size, -(-high // size)):
                 rows = self._batch(group, batch, size, tuple(columns))
                 parts.append(rows[max(0, low - batch * size) : high - batch * size])
-        if not parts:
-            return np.empty((0, len(columns)))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return concat(parts, len(columns))
 
     def _batch(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
         return BLOCK_CACHE.get(
@@ -112,12 +100,12 @@ class ParquetTable:
         )
 
     def _decoded(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
-        """Goes on from the cursor that stands at this batch, or from the start of the group."""
+        """Read on from the cursor at this batch, or from the start of the group."""
         file = self.handle.get()
-        at, cursor = batch, self._cursors.pop((id(file), group, batch, columns), None)
+        begin, cursor = batch, self._cursors.pop((id(file), group, batch, columns), None)
         if cursor is None:
-            at, cursor = 0, self._rows(file, group, size, columns)
-        for _ in range(at, batch):
+            begin, cursor = 0, self._rows(file, group, size, columns)
+        for _ in range(begin, batch):
             next(cursor, None)
         rows = next(cursor, None)
         expected = min(size, self.starts[group + 1] - self.starts[group] - batch * size)
@@ -130,7 +118,7 @@ class ParquetTable:
             self._cursors[id(file), group, batch + 1, columns] = cursor
         while len(self._cursors) > CURSORS:
             self._cursors.popitem(last=False)
-        return stacked(self.path, rows, columns, self.gaps)
+        return stack_columns(self.path, rows, columns, self.nullable)
 
     def _rows(self, file: Any, group: int, size: int, columns: tuple[str, ...]) -> Iterator[Any]:
         import pyarrow as pa

@@ -1,7 +1,4 @@
-"""Table: named columns of equal length, read by rows.
-
-And the guard that notices a file that changed meanwhile.
-"""
+"""Tables: named columns of equal length, read by rows; and the check that a file did not change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +13,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class Table(Protocol):
-    """What a format gives: the file's columns, and any rows of them.
+    """The columns of a file, and any rows of them.
 
-    Every table can be pickled: it reopens its file.
+    A table can be pickled: the copy reopens the file.
     """
 
     @property
@@ -30,7 +27,7 @@ class Table(Protocol):
     def columns(self) -> tuple[str, ...]:
         """The names of the columns, in the order of the file.
 
-        A name `in` it can be read, also one that it does not list.
+        Every name that is `in` it can be read, also one that it does not list.
         """
         ...
 
@@ -44,12 +41,12 @@ class Table(Protocol):
         ...
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        """Rows `start` to before `stop` of `columns`: `(n, len(columns))`, a wide column taking its width. Not to be written to."""
+        """Rows `start` to before `stop` of `columns`, side by side: `(n, D)`, read-only."""
         ...
 
 
 class FileStamp(NamedTuple):
-    """What tells that a file is still the one that was opened: its size, and when it was last written."""
+    """The size and modification time of a file: they show whether it changed."""
 
     path: Path
     size: int
@@ -63,16 +60,16 @@ class FileStamp(NamedTuple):
             DataError: the file is gone.
         """
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError as error:
             raise DataError(
                 f"{path}: is gone since it was opened ({error.strerror}); do not move a recording"
                 " while it is played"
             ) from error
-        return cls(path, found.st_size, found.st_mtime_ns)
+        return cls(path, status.st_size, status.st_mtime_ns)
 
     def check(self) -> None:
-        """Refuses a file that was written since.
+        """Refuse a file that was written since.
 
         Raises:
             DataError: its size or its time differ, or it is gone.
@@ -90,7 +87,7 @@ class FileStamp(NamedTuple):
 
 @dataclass(frozen=True)
 class GuardedTable:
-    """A table whose files must stay as they were when it was opened; checked at every read."""
+    """A table that checks at every read that its files are as they were when it was opened."""
 
     table: Table
     stamps: tuple[FileStamp, ...]
@@ -117,10 +114,7 @@ class GuardedTable:
 
 
 def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
-    """The rows asked for, as far as there are such.
-
-    Refused where they count from the end, which no table does.
-    """
+    """The rows `start` to before `stop`, cut to those that exist; negative ones are refused."""
     if start < 0 or stop < 0:
         raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
     return min(start, length), max(min(start, length), min(stop, length))

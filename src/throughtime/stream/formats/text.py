@@ -1,10 +1,9 @@
-"""Plain text as tokens to predict: the symbol at each step, and as its target the one that follows.
+"""Plain text as tokens to predict: the target of each symbol is the one that follows.
 
 Shapes: `n` symbols read.
 """
 
 import codecs
-import mmap
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -14,18 +13,18 @@ from typing import Literal, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.npy import RELEASE_AFTER
+from throughtime.stream.formats._handle import Handle, MappedFile
 from throughtime.stream.formats.table import Array, FileStamp, rows_between
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import Steps
 
-PIECE = 64 * 1024  # bytes between two noted places of a text of several bytes a character
+PIECE = 64 * 1024  # bytes between two known positions in a text of characters
 
 
 def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "Text":
-    """A recording of a text file: inputs and targets are indices of symbols, `(n,)` int64; the last
-    target is missing.
+    """A recording of a text file: inputs and targets are indices of symbols, `(n,)` int64.
+
+    The target of the last symbol is missing.
 
     Args:
         path: a file, in UTF-8 if the unit is characters.
@@ -47,7 +46,8 @@ def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "T
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "abra.txt"
         >>> _ = path.write_text("abracadabra")
         >>> recording = text(path, unit="characters")
-        >>> recording.symbols, recording.read(0, 4).inputs.tolist(), recording.read(0, 4).targets.tolist()
+        >>> steps = recording.read(0, 4)
+        >>> recording.symbols, steps.inputs.tolist(), steps.targets.tolist()
         ('abcdr', [0, 1, 4, 0], [1, 4, 0, 2])
     """
     path = Path(path)
@@ -75,7 +75,7 @@ class Symbols(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> Array:
-        """Those from `start` to before `stop`, `(n,)`."""
+        """The numbers from `start` to before `stop`, `(n,)`."""
         ...
 
 
@@ -101,19 +101,18 @@ class Text:
     def read(self, start: int, stop: int) -> Steps:
         self.stamp.check()
         start, stop = rows_between(start, stop, len(self))
-        found = np.full(stop - start + 1, IGNORE_INDEX, dtype=np.int64)
+        tokens = np.full(stop - start + 1, IGNORE_INDEX, dtype=np.int64)
         values = self.source.read(start, min(stop + 1, len(self)))
-        found[: len(values)] = values
-        return Steps(found[:-1], found[1:].copy())
+        tokens[: len(values)] = values
+        return Steps(tokens[:-1], tokens[1:].copy())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bytes:
-    """A memory-mapped file, whose pages are given back after they were read."""
+    """A text of bytes, memory-mapped."""
 
-    handle: Handle[mmap.mmap]
+    handle: Handle[MappedFile]
     length: int
-    _held: int = 0
 
     @property
     def symbols(self) -> bytes:
@@ -123,18 +122,18 @@ class Bytes:
         return self.length
 
     def read(self, start: int, stop: int) -> Array:
-        mapped = self.handle.get()
-        values = np.frombuffer(mapped[start:stop], np.uint8)
-        self._held += len(values)
-        if self._held > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED)
-            self._held = 0
+        file = self.handle.get()
+        values = np.frombuffer(file.mapping[start:stop], np.uint8)
+        file.count_read(len(values))
         return values
 
 
 @dataclass(frozen=True)
 class Characters:
-    """Places of every 64 kB: `starts[i]` characters come before byte `offsets[i]`; a piece of ASCII is not decoded."""
+    """A text of characters, indexed every 64 kB: `starts[i]` characters precede byte `offsets[i]`.
+
+    A piece of ASCII is not decoded.
+    """
 
     content: Bytes
     symbols: str
@@ -165,16 +164,15 @@ def _codes(characters: str) -> Array:
     return np.frombuffer(characters.encode("utf-32-le"), np.uint32)
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path) -> MappedFile:
     try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return MappedFile(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
 
 
-def _characters(handle: Handle[mmap.mmap]) -> Characters:
-    size = len(handle.get())
+def _characters(handle: Handle[MappedFile]) -> Characters:
+    size = len(handle.get().mapping)
     content = Bytes(handle, size)
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, offsets, distinct = array("q", [0]), array("q", [0]), set[str]()
@@ -183,9 +181,9 @@ def _characters(handle: Handle[mmap.mmap]) -> Characters:
         try:
             decoded = decoder.decode(content.read(begin, end).tobytes(), final=end == size)
         except UnicodeDecodeError as error:
-            place = f"between the bytes {begin} and {end}"
+            piece = f"between the bytes {begin} and {end}"
             raise DataError(
-                f"{handle.path}: is not UTF-8 {place} ({error.reason}), expected text; or take"
+                f"{handle.path}: is not UTF-8 {piece} ({error.reason}), expected text; or take"
                 " unit='bytes'"
             ) from error
         distinct.update(decoded)

@@ -1,4 +1,4 @@
-"""WFDB records (PhysioNet) through wfdb: the header when opened, then the samples that are played."""
+"""WFDB records (PhysioNet), by wfdb: the header when opened, then the samples that are read."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ _DAMAGED = (
 
 
 def open_wfdb(path: Path) -> "WfdbTable":
-    """Signals of a `.hea` header are columns by name, in physical units (float64); an invalid
-    sample is NaN.
+    """Signals of a `.hea` header are columns by name, in physical units (float64).
+
+    An invalid sample is NaN.
 
     Raises:
         MissingExtraError: wfdb is not installed.
@@ -60,14 +61,14 @@ def open_wfdb(path: Path) -> "WfdbTable":
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """What is watched for changes: the header, and the signal files that it names."""
+    """The files that must not change: the header, and the signal files that it names."""
     lines = [
         line.split()
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if line[:1] not in ("", "#")
     ]
-    named = [path.parent / words[0] for words in lines[1:] if words]
-    return (path, *dict.fromkeys(file for file in named if file.is_file()))
+    files = [path.parent / words[0] for words in lines[1:] if words]
+    return (path, *dict.fromkeys(file for file in files if file.is_file()))
 
 
 def _library(path: Path) -> Any:
@@ -82,13 +83,13 @@ def _library(path: Path) -> Any:
 
 
 def _quiet() -> Any:
-    """Wfdb 4.3 uses what pandas 3 warns of."""
+    """Without the warnings that pandas 3 gives for wfdb 4.3."""
     return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
 
 
 @dataclass(frozen=True)
 class WfdbTable:
-    """A record by name: wfdb opens its files for each read, so that there is nothing to keep or to reopen."""
+    """A record by name; wfdb opens its files at each read."""
 
     path: Path
     columns: tuple[str, ...]

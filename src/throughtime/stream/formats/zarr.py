@@ -1,4 +1,4 @@
-"""Zarr folders through zarr: the arrays' names and shapes when opened, then the pieces in which the rows lie."""
+"""Zarr folders: the names and shapes of arrays when opened, then the pieces with the rows."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 def open_zarr(path: Path) -> ArrayFileTable:
-    """Every vector or matrix of numbers, at any depth, is a column named by its path; a single
-    array is the column `0`.
+    """Every vector or matrix of numbers is a column named by its path; a single array is `0`.
 
-    All columns have the length of the longest array; shorter ones (coordinates of features) are
-    none. A piece that is not there reads as the array's fill value: so the format means it, and so
-    a lost piece cannot be told from an empty one.
+    All columns have the length of the longest array; shorter arrays (coordinates of features) are
+    no columns. A piece without a file reads as the array's fill value, as the format defines it: a
+    lost piece cannot be told from an empty one.
 
     Raises:
         MissingExtraError: zarr is not installed.
@@ -28,13 +27,13 @@ def open_zarr(path: Path) -> ArrayFileTable:
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """What is watched for changes: the metadata of the group, and of the arrays directly in it; their values are not."""
-    found = (
+    """The files that must not change: the metadata of the group and of its own arrays."""
+    metadata = (
         folder / name
         for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir()))
         for name in METADATA
     )
-    return tuple(file for file in found if file.is_file())
+    return tuple(file for file in metadata if file.is_file())
 
 
 def _opened(path: Path) -> Arrays:
