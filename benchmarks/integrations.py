@@ -1,22 +1,19 @@
-"""What each integration costs beside the plain loop over `tt.updates`, and beside a loop by hand
-without throughtime.
+"""The cost of each integration, compared with the plain loop over `tt.updates` and one by hand.
 
-    python benchmarks/integrations.py [--rounds 5] [--chunks 3000] [--out
-    benchmarks/results/integrations.json] python benchmarks/integrations.py --table [--out
-    benchmarks/results/integrations.json]
+    python benchmarks/integrations.py [--rounds 5] [--chunks 3000] [--out PATH]
+    python benchmarks/integrations.py --table [--out PATH]
 
 LSTM of 50 units with a linear readout, one lane, chunks of 100 steps, an update after each,
-float32, mean squared error, clipping, Adam, one thread: small enough that what surrounds the
-network shows. First an epoch of each side is checked to end with the weights of the plain loop.
-Then all sides play at once in one process, one at a time: each in a thread that stops after every
-100 updates and waits for its next turn, so that a machine that is busy now and idle then is so for
-all of them. The ratio is that of 100 updates to the 100 of the plain loop in the same round of
-turns. Whole epochs are given as well, with all that a `fit` of a bare Trainer (no logger, progress
-bar or checkpoints) or a `run` does before and after its updates.
+float32, mean squared error, clipping, Adam, one thread: small enough that the cost around the
+network shows. First an epoch of each implementation is checked to end with the weights of the plain
+loop. Then all take turns in one process, each in a thread that stops after every 100 updates: a
+machine that is busy now is busy for all of them. The ratio is that of 100 updates to the 100 of the
+plain loop in the same round of turns. Whole epochs are reported as well, with all that a `fit` of a
+bare Trainer (no logger, progress bar or checkpoints) or a `run` does before and after its updates.
 
 Ignite's own function cannot clip: here its optimizer does, before a step. The recording of an old
 Lightning module or an Ignite script is one batch, since both drop the state between batches.
-`--table` prints what is there.
+`--table` prints the results of the file.
 """
 
 import argparse
@@ -55,9 +52,8 @@ QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
 State = tuple[Tensor, Tensor]
-Times = dict[
-    str, list[tuple[float, float]]
-]  # of each side, turn by turn: by the clock, and of the processor
+# By implementation and turn: seconds by the clock, and of processor time.
+Times = dict[str, list[tuple[float, float]]]
 
 
 class Net(nn.Module):
@@ -73,7 +69,7 @@ class Net(nn.Module):
         return self.readout(y), after
 
 
-class Side(NamedTuple):
+class Implementation(NamedTuple):
     """One way of training: its network, the optimizer that steps, and an epoch."""
 
     net: nn.Module
@@ -82,7 +78,7 @@ class Side(NamedTuple):
 
 
 class Task:
-    """A recording, and for each side a network with its optimizer, all alike."""
+    """A recording, and equal networks and optimizers for all implementations."""
 
     def __init__(self, chunks: int) -> None:
         torch.manual_seed(1)
@@ -99,7 +95,7 @@ class Task:
         return net, torch.optim.Adam(net.parameters(), lr=1e-4)
 
 
-def by_hand(task: Task) -> Side:
+def by_hand(task: Task) -> Implementation:
     """A loop as a careful user writes it, without throughtime."""
     net, optimizer = task.net()
 
@@ -113,10 +109,10 @@ def by_hand(task: Task) -> Side:
             optimizer.zero_grad()
             state = h.detach(), c.detach()
 
-    return Side(net, optimizer, epoch)
+    return Implementation(net, optimizer, epoch)
 
 
-def plain(task: Task) -> Side:
+def plain(task: Task) -> Implementation:
     """The loop over `tt.updates`."""
     net, optimizer = task.net()
     carried, stream = tt.carry(net), task.stream()
@@ -127,39 +123,39 @@ def plain(task: Task) -> Side:
             optimizer.step()
             optimizer.zero_grad()
 
-    return Side(net, optimizer, epoch)
+    return Implementation(net, optimizer, epoch)
 
 
-class Streamed(StreamModule):
+class StreamExample(StreamModule):
     """Its optimizer stays the same in every fit."""
 
-    kept: torch.optim.Optimizer
+    optimizer_: torch.optim.Optimizer
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.kept
+        return self.optimizer_
 
 
-def lightning_stream(task: Task, chunks: int) -> Side:
+def lightning_stream(task: Task, chunks: int) -> Implementation:
     """A StreamModule, so many chunks in a training step."""
     net, optimizer = task.net()
     module, loader = (
-        Streamed(tt.carry(net), LOSS, gradient=GRADIENT, clip=NORM),
+        StreamExample(tt.carry(net), LOSS, gradient=GRADIENT, clip=NORM),
         Loader(task.stream(), chunks),
     )
-    module.kept = optimizer
-    return Side(
+    module.optimizer_ = optimizer
+    return Implementation(
         net,
         optimizer,
         lambda: pl.Trainer(max_epochs=1, accelerator="cpu", **QUIET).fit(module, loader),
     )
 
 
-class Old(LightningModule):
+class OldExample(LightningModule):
     """A module as it was written for Lightning 1.9."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self.net, self.kept = net, optimizer
+        self.net, self.optimizer_ = net, optimizer
         self.truncated_bptt_steps = CHUNK
 
     def training_step(self, batch: Any, batch_idx: int, hiddens: State | None) -> dict[str, Any]:
@@ -169,17 +165,17 @@ class Old(LightningModule):
         return {"loss": LOSS(y, target.transpose(0, 1)), "hiddens": after}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.kept
+        return self.optimizer_
 
 
-def lightning_old(task: Task) -> Side:
-    """What 1.9 had: a batch split by the trainer, a step of the optimizer for each split."""
+def lightning_old(task: Task) -> Implementation:
+    """As in 1.9: the trainer splits a batch and steps the optimizer for each split."""
     net, optimizer = task.net()
     module, batches = (
-        Old(net, optimizer),
+        OldExample(net, optimizer),
         DataLoader(TensorDataset(task.x.transpose(0, 1), task.y.transpose(0, 1))),
     )
-    return Side(
+    return Implementation(
         net,
         optimizer,
         lambda: pl.Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=NORM, **QUIET).fit(
@@ -188,7 +184,7 @@ def lightning_old(task: Task) -> Side:
     )
 
 
-def ignite_stream(task: Task, chunks: int) -> Side:
+def ignite_stream(task: Task, chunks: int) -> Implementation:
     """An engine on a stream, so many chunks in an iteration."""
     net, optimizer = task.net()
     trainer, stream = (
@@ -197,17 +193,17 @@ def ignite_stream(task: Task, chunks: int) -> Side:
         ),
         task.stream(),
     )
-    return Side(net, optimizer, lambda: trainer.run(stream, max_epochs=1))
+    return Implementation(net, optimizer, lambda: trainer.run(stream, max_epochs=1))
 
 
-def ignite_batches(task: Task) -> Side:
+def ignite_batches(task: Task) -> Implementation:
     """The function that takes the place of Ignite's."""
     net, optimizer = task.net()
     trainer = create_supervised_tbptt_trainer(net, optimizer, LOSS, CHUNK, max_norm=NORM)
-    return Side(net, optimizer, lambda: trainer.run([(task.x, task.y)], max_epochs=1))
+    return Implementation(net, optimizer, lambda: trainer.run([(task.x, task.y)], max_epochs=1))
 
 
-def ignite_upstream(task: Task) -> Side:
+def ignite_upstream(task: Task) -> Implementation:
     """Ignite's own."""
     net, optimizer = task.net()
 
@@ -216,10 +212,10 @@ def ignite_upstream(task: Task) -> Side:
 
     optimizer.register_step_pre_hook(clip)
     trainer = upstream_trainer(net, optimizer, LOSS, CHUNK)
-    return Side(net, optimizer, lambda: trainer.run([(task.x, task.y)], max_epochs=1))
+    return Implementation(net, optimizer, lambda: trainer.run([(task.x, task.y)], max_epochs=1))
 
 
-def under_accelerate(task: Task) -> Side:
+def under_accelerate(task: Task) -> Implementation:
     """The loop under an accelerator."""
     accelerator = accelerated.Accelerator(cpu=True)
     net, bare = task.net()
@@ -232,10 +228,10 @@ def under_accelerate(task: Task) -> Side:
             optimizer.step()
             optimizer.zero_grad()
 
-    return Side(net, bare, epoch)
+    return Implementation(net, bare, epoch)
 
 
-SIDES: dict[str, Callable[[Task], Side]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Task], Implementation]] = {
     "by hand, without throughtime": by_hand,
     PLAIN: plain,
     "Lightning, 1 chunk a step": lambda task: lightning_stream(task, 1),
@@ -250,73 +246,77 @@ SIDES: dict[str, Callable[[Task], Side]] = {
 }
 
 
-def deviation(side: Side, other: Side) -> float:
+def deviation(implementation: Implementation, other: Implementation) -> float:
     """The largest difference of a weight."""
-    pairs = zip(side.net.parameters(), other.net.parameters(), strict=True)
+    pairs = zip(implementation.net.parameters(), other.net.parameters(), strict=True)
     return max((a - b).detach().abs().max().item() for a, b in pairs)
 
 
-def check_alike(sides: dict[str, Side], when: str) -> dict[str, float]:
-    """How far the weights of each side are from those of the plain loop.
+def check_alike(implementations: dict[str, Implementation], when: str) -> dict[str, float]:
+    """The largest difference of each implementation's weights from those of the plain loop.
 
-    Ends where they are not the same to 1e-6.
+    Exits if it is above 1e-6.
     """
-    apart = {name: deviation(side, sides[PLAIN]) for name, side in sides.items()}
-    if not all(far <= 1e-6 for far in apart.values()):
+    deviations = {
+        name: deviation(implementation, implementations[PLAIN])
+        for name, implementation in implementations.items()
+    }
+    if not all(value <= 1e-6 for value in deviations.values()):
         raise SystemExit(
-            f"{when} the weights differ from those of the plain loop, nothing to compare: {apart}"
+            f"{when} the weights differ from those of the plain loop, nothing to compare:"
+            f" {deviations}"
         )
-    return apart
+    return deviations
 
 
-class Player:
-    """A side in a thread of its own, which stops after every `BLOCK` updates and where an epoch ends, until it is its turn again."""
+class TurnThread:
+    """A thread for an implementation: it stops after every `BLOCK` updates and each epoch."""
 
-    def __init__(self, side: Side, epochs: int) -> None:
-        self.side, self.epochs, self.done = side, epochs, 0
+    def __init__(self, implementation: Implementation, epochs: int) -> None:
+        self.implementation, self.epochs, self.count = implementation, epochs, 0
         self.error: BaseException | None = None
-        self.mine, self.over = threading.Semaphore(0), threading.Semaphore(0)
-        side.optimizer.register_step_post_hook(self.stepped)
-        threading.Thread(target=self.play, daemon=True).start()
+        self.may_run, self.turn_done = threading.Semaphore(0), threading.Semaphore(0)
+        implementation.optimizer.register_step_post_hook(self.after_step)
+        threading.Thread(target=self.train, daemon=True).start()
 
-    def play(self) -> None:
-        self.mine.acquire()
+    def train(self) -> None:
+        self.may_run.acquire()
         try:
             for _ in range(self.epochs):
-                self.side.epoch()
-                self.stop()
-        except BaseException as error:  # whatever it is, the turn tells it
+                self.implementation.epoch()
+                self.wait_for_turn()
+        except BaseException as error:  # noqa: BLE001  # `turn` raises it
             self.error = error
-            self.over.release()
+            self.turn_done.release()
 
-    def stepped(self, *_: object) -> None:
-        self.done += 1
-        if self.done % BLOCK == 0:
-            self.stop()
+    def after_step(self, *_: object) -> None:
+        self.count += 1
+        if self.count % BLOCK == 0:
+            self.wait_for_turn()
 
-    def stop(self) -> None:
-        self.over.release()
-        self.mine.acquire()
+    def wait_for_turn(self) -> None:
+        self.turn_done.release()
+        self.may_run.acquire()
 
     def turn(self) -> tuple[float, float]:
-        """Lets it run; its seconds by the clock, and of the processor."""
-        began, busy = time.perf_counter(), time.process_time()
-        self.mine.release()
-        self.over.acquire()
-        taken = time.perf_counter() - began, time.process_time() - busy
+        """Run one turn; its seconds by the clock, and of processor time."""
+        clock, processor = time.perf_counter(), time.process_time()
+        self.may_run.release()
+        self.turn_done.acquire()
+        seconds = time.perf_counter() - clock, time.process_time() - processor
         if self.error is not None:
             raise self.error
-        return taken
+        return seconds
 
 
-def epoch_of(players: dict[str, Player], blocks: int) -> Times:
-    """The seconds of an epoch of each: `blocks` turns, each of them begun by another side, and one to come to the end."""
-    times: Times = {name: [] for name in players}
-    names = list(players)
+def epoch_of(threads: dict[str, TurnThread], blocks: int) -> Times:
+    """The seconds of an epoch: `blocks` turns, with a rotating first, and one for the rest."""
+    times: Times = {name: [] for name in threads}
+    names = list(threads)
     for turn in range(blocks + 1):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(players[name].turn())
+            times[name].append(threads[name].turn())
     return times
 
 
@@ -331,34 +331,39 @@ def ratio(times: Iterable[float], to: Iterable[float]) -> dict[str, float]:
 
 
 def row(epochs: list[Times], name: str) -> dict[str, Any]:
-    """What is told of a side: of its blocks, and of its whole epochs."""
-    mine, base = ([turn for times in epochs for turn in times[side][:-1]] for side in (name, PLAIN))
-    whole, of = (
-        [sum(seconds for seconds, _ in times[side]) for times in epochs] for side in (name, PLAIN)
+    """One row of the results: of its blocks of updates, and of its whole epochs."""
+    own, base = ([turn for times in epochs for turn in times[key][:-1]] for key in (name, PLAIN))
+    own_epochs, base_epochs = (
+        [sum(seconds for seconds, _ in times[key]) for times in epochs] for key in (name, PLAIN)
     )
     return {
-        "us_per_update": round(statistics.median(seconds for seconds, _ in mine) / BLOCK * 1e6, 1),
-        "ratio": ratio([seconds for seconds, _ in mine], [seconds for seconds, _ in base]),
-        "processor_ratio": ratio([busy for _, busy in mine], [busy for _, busy in base]),
+        "us_per_update": round(statistics.median(seconds for seconds, _ in own) / BLOCK * 1e6, 1),
+        "ratio": ratio([seconds for seconds, _ in own], [seconds for seconds, _ in base]),
+        "processor_ratio": ratio([used for _, used in own], [used for _, used in base]),
         "whole_epoch_ratio": round(
-            statistics.median(a / b for a, b in zip(whole, of, strict=True)), 4
+            statistics.median(a / b for a, b in zip(own_epochs, base_epochs, strict=True)), 4
         ),
     }
 
 
-def measured(chunks: int, rounds: int) -> dict[str, Any]:
-    """All that goes to the results."""
+def measure(chunks: int, rounds: int) -> dict[str, Any]:
+    """The results."""
     task, load = Task(chunks), os.getloadavg()[0]
-    sides = {name: make(task) for name, make in SIDES.items()}
-    players = {name: Player(side, rounds + 1) for name, side in sides.items()}
-    epoch_of(players, chunks // BLOCK)
-    check_alike(sides, "after an epoch")
+    implementations = {name: make(task) for name, make in IMPLEMENTATIONS.items()}
+    threads = {
+        name: TurnThread(implementation, rounds + 1)
+        for name, implementation in implementations.items()
+    }
+    epoch_of(threads, chunks // BLOCK)
+    check_alike(implementations, "after an epoch")
     epochs: list[Times] = []
     for turn in range(rounds):
-        epochs.append(epoch_of(players, chunks // BLOCK))
+        epochs.append(epoch_of(threads, chunks // BLOCK))
         print(f"epoch {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-    apart = check_alike(sides, "at the end")
-    rows = {name: row(epochs, name) | {"weights_apart": apart[name]} for name in sides}
+    deviations = check_alike(implementations, "at the end")
+    rows = {
+        name: row(epochs, name) | {"weights_apart": deviations[name]} for name in implementations
+    }
     return {
         "rounds": rounds,
         "chunks": chunks,
@@ -382,19 +387,19 @@ def surroundings() -> dict[str, Any]:
 
 
 def table(path: Path) -> None:
-    """Prints the Markdown table."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    """Print the Markdown table."""
+    results = json.loads(path.read_text(encoding="utf-8"))
     print(
         "| loop | us per update | beside the plain loop | quartiles | in processor time | whole"
         " epochs |"
     )
     print("|---|---|---|---|---|---|")
-    for name, told in found["result"].items():
-        of, busy = told["ratio"], told["processor_ratio"]["median"]
-        spread = f"{of['lower_quartile']:.2f} to {of['upper_quartile']:.2f}"
+    for name, values in results["result"].items():
+        clock, processor = values["ratio"], values["processor_ratio"]["median"]
+        spread = f"{clock['lower_quartile']:.2f} to {clock['upper_quartile']:.2f}"
         print(
-            f"| {name} | {told['us_per_update']:.0f} | {of['median']:.2f} | {spread} | {busy:.2f} |"
-            f" {told['whole_epoch_ratio']:.2f} |"
+            f"| {name} | {values['us_per_update']:.0f} | {clock['median']:.2f} | {spread} |"
+            f" {processor:.2f} | {values['whole_epoch_ratio']:.2f} |"
         )
 
 
@@ -402,7 +407,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="epochs of each side")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs of each")
     parser.add_argument("--chunks", type=int, default=3000, help="of an epoch; a multiple of 100")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/integrations.json"))
     parser.add_argument("--table", action="store_true")
@@ -413,8 +418,8 @@ def main() -> None:
         warnings.filterwarnings(
             "ignore", module="lightning"
         )  # it advises a bare Trainer to load with more workers
-        found = surroundings() | measured(options.chunks, options.rounds)
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        results = surroundings() | measure(options.chunks, options.rounds)
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     table(options.out)
 
 

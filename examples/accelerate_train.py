@@ -1,8 +1,7 @@
-"""Trains under Hugging Face Accelerate, and goes on from its newest checkpoint: one process, or
-those that a launcher starts.
+"""Train under Hugging Face Accelerate; a second start resumes from the newest checkpoint.
 
-accelerate launch --multi_gpu examples/accelerate_train.py        (on CPUs: torchrun
---nproc-per-node 2 examples/accelerate_train.py --cpu)
+accelerate launch --multi_gpu examples/accelerate_train.py
+torchrun --nproc-per-node 2 examples/accelerate_train.py --cpu
 """
 
 import argparse
@@ -19,7 +18,7 @@ LANES = 4  # of all processes together
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """A folder has its name only when all of it is there."""
+    """Write a checkpoint; its folder gets its name when it is complete."""
     unfinished = folder.with_suffix(".unfinished")
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
@@ -28,15 +27,14 @@ def save(accelerator: Accelerator, folder: Path) -> None:
 
 
 def train(accelerator: Accelerator, checkpoints: Path, last: int, every: int) -> tt.Carried:
-    """Makes updates up to number `last`, with a checkpoint every so many."""
+    """Make updates up to number `last`, with a checkpoint after every `every` of them."""
     torch.manual_seed(0)  # the same recordings and the same weights in every process
     recordings = [
         {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
         for n in (700, 90, 400, 35, 555, 210)
     ]
-    stream = tt.Stream(
-        recordings, lanes=LANES // accelerator.num_processes, chunk=50
-    )  # after Accelerator(), and not prepared
+    # after Accelerator(), and not prepared
+    stream = tt.Stream(recordings, lanes=LANES // accelerator.num_processes, chunk=50)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=last)
@@ -46,9 +44,9 @@ def train(accelerator: Accelerator, checkpoints: Path, last: int, every: int) ->
     )
     accelerator.register_for_checkpointing(run)
     done = 0
-    if found := sorted(checkpoints.glob("update-[0-9]*[0-9]")):
-        accelerator.load_state(str(found[-1]))
-        done = int(found[-1].name.removeprefix("update-"))
+    if saved := sorted(checkpoints.glob("update-[0-9]*[0-9]")):
+        accelerator.load_state(str(saved[-1]))
+        done = int(saved[-1].name.removeprefix("update-"))
     while done < last:
         for update in run:  # an epoch, or the rest of one
             accelerator.clip_grad_norm_(net.parameters(), 1.0)
@@ -70,10 +68,10 @@ if __name__ == "__main__":
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="updates between two checkpoints")
     parser.add_argument("--cpu", action="store_true", help="where there are GPUs too")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     train(
-        Accelerator(cpu=given.cpu, gradient_accumulation_steps=2),
-        given.checkpoints,
-        given.updates,
-        given.every,
+        Accelerator(cpu=arguments.cpu, gradient_accumulation_steps=2),
+        arguments.checkpoints,
+        arguments.updates,
+        arguments.every,
     )

@@ -1,5 +1,4 @@
-"""Trains a net whose weights, gradients and optimizer state `fully_shard` spreads over the ranks,
-and goes on from its checkpoint.
+"""Train a net that `fully_shard` shards over the ranks; a second start resumes.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py --updates 200
 """
@@ -24,21 +23,23 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save(
     net: tt.Carried, optimizer: torch.optim.Optimizer, updates: tt.Updates, done: int, path: Path
 ) -> None:
-    """Leaves the old file or the new one; every rank takes part, the first one writes."""
+    """Replace the file in one step; every rank takes part, the first one writes."""
     weights, moments = get_state_dict(net, optimizer, options=WHOLE)
-    places: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(places, updates.state_dict())
+    positions: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(positions, updates.state_dict())
     if distributed.get_rank() == 0:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with temporary.open("wb") as file:
-            torch.save({"net": weights, "optimizer": moments, "done": done, "places": places}, file)
+            torch.save(
+                {"net": weights, "optimizer": moments, "done": done, "positions": positions}, file
+            )
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
 
 
 def train(path: Path, last: int, every: int) -> None:
-    """Makes updates up to number `last`, with a checkpoint every so many."""
+    """Make updates up to number `last`, with a checkpoint after every `every` of them."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)  # the same recordings and the same weights on every rank
     recordings = [
@@ -64,7 +65,7 @@ def train(path: Path, last: int, every: int) -> None:
             net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
         )
         if saved is not None:
-            updates.load_state_dict(saved["places"][rank])
+            updates.load_state_dict(saved["positions"][rank])
             saved = None
         for _ in updates:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -82,8 +83,8 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="updates between two checkpoints")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     distributed.init_process_group("gloo")
-    train(given.checkpoint, given.updates, given.every)
+    train(arguments.checkpoint, arguments.updates, arguments.every)
     distributed.barrier()  # nobody leaves while another one still writes
     distributed.destroy_process_group()

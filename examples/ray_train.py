@@ -1,8 +1,8 @@
-"""Trains on the workers of Ray Train; started again under the same name, or after a failure, it
-goes on from its newest checkpoint.
+"""Train on the workers of Ray Train; a second start, or a failure, resumes from a checkpoint.
 
-python examples/ray_train.py --storage runs --name first --workers 2 --updates 200        (several
-machines: a storage that all of them see)
+    python examples/ray_train.py --storage runs --name first --workers 2 --updates 200
+
+On several machines the storage must be one that all of them share.
 """
 
 import argparse
@@ -21,18 +21,18 @@ import throughtime as tt
 LANES = 4  # of all workers together
 
 
-def report(loss: float, done: int, place: dict[str, Any], model: dict[str, Any]) -> None:
-    """A checkpoint of what all workers share, from the first of them, and of the place of each; Ray puts their files together."""
+def report(loss: float, done: int, position: dict[str, Any], model: dict[str, Any]) -> None:
+    """Report a checkpoint: shared values from the first worker, and the position of each."""
     rank = ray.train.get_context().get_world_rank()
     with tempfile.TemporaryDirectory() as name:
-        torch.save(place, Path(name, f"place-{rank}.pt"))
+        torch.save(position, Path(name, f"position-{rank}.pt"))
         if rank == 0:
             torch.save({**model, "done": done}, Path(name, "model.pt"))
         ray.train.report({"loss": loss, "update": done}, checkpoint=Checkpoint.from_directory(name))
 
 
 def read(kind: str) -> Any:
-    """A file of the newest checkpoint; `None` where there is no checkpoint yet."""
+    """A file of the newest checkpoint; `None` if there is no checkpoint yet."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None
@@ -41,13 +41,13 @@ def read(kind: str) -> Any:
 
 
 def parts(lanes: int) -> tuple[tt.Stream, tt.Carried, torch.optim.Optimizer]:
-    """What every worker makes alike."""
+    """Stream, net and optimizer, equal on every worker."""
     torch.manual_seed(0)  # the same recordings and the same weights
     recordings = [
         {"inputs": torch.randn(n, 3), "targets": torch.randn(n)}
         for n in (700, 90, 400, 35, 555, 210)
     ]
-    stream = tt.Stream(recordings, lanes, chunk=50)  # of which it plays its share
+    stream = tt.Stream(recordings, lanes, chunk=50)  # each worker reads its share
     net = tt.carry(nn.Sequential(nn.LSTM(3, 16), nn.Linear(16, 1))).to(
         get_device()
     )  # bare: prepare_model would add gradients up too
@@ -55,10 +55,10 @@ def parts(lanes: int) -> tuple[tt.Stream, tt.Carried, torch.optim.Optimizer]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Makes updates up to number `config["updates"]`, with a checkpoint every so many: what each worker runs."""
+    """The training function of each worker: updates up to number `config["updates"]`."""
     context, done = ray.train.get_context(), 0
     stream, net, optimizer = parts(LANES // context.get_world_size())
-    model, place = read("model"), read(f"place-{context.get_world_rank()}")
+    model, position = read("model"), read(f"position-{context.get_world_rank()}")
     if model is not None:
         net.load_state_dict(model["net"])
         optimizer.load_state_dict(model["optimizer"])
@@ -67,9 +67,9 @@ def train(config: dict[str, Any]) -> None:
         updates = tt.updates(
             net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
         )
-        if place is not None:
-            updates.load_state_dict(place)
-            place = None
+        if position is not None:
+            updates.load_state_dict(position)
+            position = None
         for update in updates:
             optimizer.step()
             optimizer.zero_grad()
@@ -108,7 +108,14 @@ if __name__ == "__main__":
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="updates between two checkpoints")
     parser.add_argument("--gpu", action="store_true", help="one for each worker")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print(
-        fit(given.storage, given.name, given.workers, given.updates, given.every, given.gpu).metrics
+        fit(
+            arguments.storage,
+            arguments.name,
+            arguments.workers,
+            arguments.updates,
+            arguments.every,
+            arguments.gpu,
+        ).metrics
     )

@@ -1,5 +1,4 @@
-"""Trains on the ranks that torchrun starts, and goes on from its last checkpoint after whatever
-ended it.
+"""Train on the ranks that torchrun starts; a restart resumes from the last checkpoint.
 
 torchrun --nproc-per-node 2 examples/torchrun.py --updates 200
 """
@@ -22,7 +21,7 @@ LANES = 4  # of all ranks together
 
 
 def save(content: object, path: Path) -> None:
-    """Leaves the old file or the new one, whole, whenever the process ends."""
+    """Replace the file in one step: it is the old one or the new one, whenever the process ends."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         torch.save(content, file)
@@ -31,23 +30,22 @@ def save(content: object, path: Path) -> None:
     temporary.replace(path)
 
 
-def meet(limit: timedelta) -> None:
-    """Joins the ranks, where none that has ended left its address: torchrun's store outlives a
-    restart, and gloo would wait for them.
+def join_group(limit: timedelta) -> None:
+    """Join the process group under a key of its own for each restart.
 
-    Every machine counts restarts for itself; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has
-    torchrun open a store for each start.
+    torchrun's store outlives a restart, and gloo would wait for the addresses of ranks that have
+    ended. Every machine counts its own restarts; on several machines set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so that torchrun opens a store for each start.
     """
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=limit
-    )  # "nccl" where every rank has a GPU
+    # "nccl" if every rank has a GPU
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
 
 
 def train(path: Path, last: int, gradient: Any, every: int) -> None:
-    """Makes updates up to number `last`, with a checkpoint every so many."""
+    """Make updates up to number `last`, with a checkpoint after every `every` of them."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)  # the same recordings and the same weights on every rank
     recordings = [
@@ -67,22 +65,22 @@ def train(path: Path, last: int, gradient: Any, every: int) -> None:
     while done < last:
         updates = tt.updates(net, stream, nn.MSELoss(), gradient=gradient)
         if saved is not None:
-            updates.load_state_dict(saved["places"][rank])
+            updates.load_state_dict(saved["positions"][rank])
             saved = None
         for _ in updates:
             optimizer.step()
             optimizer.zero_grad()
             done += 1
             if done % every == 0 or done == last:
-                places: list[Any] = [None] * ranks
-                distributed.all_gather_object(places, updates.state_dict())
+                positions: list[Any] = [None] * ranks
+                distributed.all_gather_object(positions, updates.state_dict())
                 if rank == 0:
                     save(
                         {
                             "net": net.state_dict(),
                             "optimizer": optimizer.state_dict(),
                             "done": done,
-                            "places": places,
+                            "positions": positions,
                         },
                         path,
                     )
@@ -96,8 +94,8 @@ if __name__ == "__main__":
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="updates between two checkpoints")
     parser.add_argument("--gradient", choices=POLICIES, default="truncated")
-    given = parser.parse_args()
-    meet(timedelta(minutes=5))
-    train(given.checkpoint, given.updates, POLICIES[given.gradient], given.every)
+    arguments = parser.parse_args()
+    join_group(timedelta(minutes=5))
+    train(arguments.checkpoint, arguments.updates, POLICIES[arguments.gradient], arguments.every)
     distributed.barrier()  # nobody leaves while another one still writes
     distributed.destroy_process_group()

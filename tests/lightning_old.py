@@ -1,4 +1,4 @@
-"""A module as users of Lightning 1.9 wrote it, batches, and a Trainer that is quiet."""
+"""A module as users of Lightning 1.9 wrote it, batches, and a quiet Trainer."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,8 +78,8 @@ class Batches:
 
 
 def batches(count: int = BATCHES, steps: int = T, lanes: int = B) -> list[Batch]:
-    made = torch.Generator().manual_seed(5)
-    double: dict[str, Any] = {"dtype": torch.double, "generator": made}
+    generator = torch.Generator().manual_seed(5)
+    double: dict[str, Any] = {"dtype": torch.double, "generator": generator}
     return [
         (torch.randn(lanes, steps, 2, **double), torch.randn(lanes, steps, **double))
         for _ in range(count)
@@ -123,7 +123,7 @@ def close(a: Weights, b: Weights) -> bool:
 
 
 class Mixed(TBPTT, PlainModule):
-    """Without the ready-made class, and 5 said on the class."""
+    """Without the ready-generator class, and 5 said on the class."""
 
     truncated_bptt_steps = K
 

@@ -1,4 +1,4 @@
-"""What tests/test_lightning_ranks.py starts, alone or as several ranks: trains, saves in the middle, goes on, writes weights."""
+"""The script of tests/test_lightning_ranks.py, alone or as ranks: train, save, resume, write."""
 
 import logging
 import sys
@@ -53,14 +53,14 @@ def loader(ranks: int, seed: int = 0) -> Loader:
 
 def trainer(folder: Path, ranks: int, **options: Any) -> Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **quiet,
         "max_epochs": 3,
         "devices": ranks,
         "strategy": "ddp" if ranks > 1 else "auto",
         **options,
     }
-    return Trainer(accelerator="cpu", default_root_dir=folder, **given)
+    return Trainer(accelerator="cpu", default_root_dir=folder, **settings)
 
 
 def weights(net: nn.Module) -> Tensor:
@@ -69,14 +69,14 @@ def weights(net: nn.Module) -> Tensor:
 
 def main(folder: Path, ranks: int) -> None:
     """Weights and losses by name."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in POLICIES:
         net, fit = module(name), trainer(folder, ranks, enable_checkpointing=False)
         fit.fit(net, loader(ranks), loader(ranks, seed=3))
-        found[name] = {
+        results[name] = {
             "weights": weights(net),
             "updates": fit.global_step,
-            "told": {k: v.item() for k, v in fit.callback_metrics.items()},
+            "logged": {k: v.item() for k, v in fit.callback_metrics.items()},
         }
     saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer(folder, ranks, callbacks=[saver], max_steps=21).fit(module("horizon"), loader(ranks))
@@ -84,8 +84,8 @@ def main(folder: Path, ranks: int) -> None:
     trainer(folder, ranks, enable_checkpointing=False).fit(
         again, loader(ranks), loader(ranks, seed=3), ckpt_path=folder / "step=21.ckpt"
     )
-    found["resumed"] = {"weights": weights(again)}
-    torch.save(found, folder / f"{torch.distributed.get_rank() if ranks > 1 else 0}.pt")
+    results["resumed"] = {"weights": weights(again)}
+    torch.save(results, folder / f"{torch.distributed.get_rank() if ranks > 1 else 0}.pt")
 
 
 if __name__ == "__main__":

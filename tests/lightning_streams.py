@@ -1,4 +1,4 @@
-"""What the tests of Lightning on a stream share: a net, its stream, module and trainer, and the same loop by hand."""
+"""Shared by the tests of Lightning on a stream: net, stream, module, trainer, loop by hand."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from strategies import recordings
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer  # noqa: E402
 
-from throughtime.integrations.lightning import Loader, StreamModule
+from throughtime.integrations.lightning import Loader, StreamModule  # noqa: E402
 
 EXPECTED = [
     pytest.mark.filterwarnings(
@@ -78,8 +78,8 @@ def trainer_of(folder: Path, **options: Any) -> Trainer:
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    given: dict[str, Any] = {**quiet, "max_epochs": 2, **options}
-    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **given)
+    settings: dict[str, Any] = {**quiet, "max_epochs": 2, **options}
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **settings)
 
 
 def weights(net: nn.Module) -> Tensor:

@@ -102,7 +102,7 @@ def accelerated(
 
 
 def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
-    """The same by plain autograd: the squares of so many strides over their valid steps, states detached between strides."""
+    """The same by plain autograd, with states detached between strides."""
     net, optimizer, scheduler = parts()
     played, done = tt.Stream(recordings(LENGTHS, outputs=1), 4, STRIDE), 0
     while done < COUNT:
@@ -132,12 +132,12 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("several", [1, 4])
 def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: int) -> None:
-    found, expected = (
+    result, expected = (
         accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several)),
         by_hand(several),
     )
-    assert apart(found["weights"], expected["weights"]) < 1e-12
-    assert found["lr"] == expected["lr"] == [0.5 * 0.7**5]
+    assert apart(result["weights"], expected["weights"]) < 1e-12
+    assert result["lr"] == expected["lr"] == [0.5 * 0.7**5]
     wrong = by_hand(several, weighed=False) if several > 1 else by_hand(2)
     assert apart(wrong["weights"], expected["weights"]) > 1e-4
 
@@ -160,13 +160,13 @@ def half(*, autocast: bool) -> dict[str, Tensor]:
 
 
 def test_mixed_precision_is_that_of_torch_autocast() -> None:
-    found = accelerated(
+    result = accelerated(
         Accelerator(cpu=True, mixed_precision="bf16"),
         dtype=torch.float32,
         gradient=tt.Truncated(STRIDE, 15),
     )
-    assert apart(found["weights"], half(autocast=True)) < 1e-6
-    assert apart(found["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
+    assert apart(result["weights"], half(autocast=True)) < 1e-6
+    assert apart(result["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
 
 
 def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 def stretch(
     accelerator: Accelerator, folder: Path, lanes: int, first: int, last: int
 ) -> dict[str, Tensor]:
-    """Weights after update number `last`, in new objects that go on from the folder if it is there; else it is written."""
+    """Weights after update `last`, in new objects that resume from the folder, or write it."""
     accelerator.free_memory()
     accelerator._custom_objects.clear()  # what a new process would not have
     net, optimizer, scheduler = prepare(accelerator, *parts())
@@ -340,7 +340,7 @@ def nothing_before() -> None:
 
 
 def bare_places(accelerator: Accelerator, folder: Path) -> str:
-    """What is said where Accelerate writes only the place of the first process, as it does with whatever is registered."""
+    """Accelerate writes only the first process's state of a registered object."""
     net, _, _ = prepare(accelerator, *parts())
     run = tt.updates(net, stream(2), LOSS, gradient=tt.Truncated(STRIDE))
     accelerator.register_for_checkpointing(run)
@@ -385,32 +385,32 @@ def ranks_work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
 
 
 @cache
-def found() -> list[dict[str, Any]]:
+def results() -> list[dict[str, Any]]:
     return in_processes(2, nothing_before, ranks_work)
 
 
 @pytest.mark.parametrize("several", [1, 4])
 def test_two_processes_give_the_weights_and_the_schedule_of_one(several: int) -> None:
     expected = accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several))
-    for told in found():
-        assert told["processes"] == 2
-        assert apart(told[f"by {several}"]["weights"], expected["weights"]) < 1e-12
-        assert told[f"by {several}"]["lr"] == expected["lr"]
+    for values in results():
+        assert values["processes"] == 2
+        assert apart(values[f"by {several}"]["weights"], expected["weights"]) < 1e-12
+        assert values[f"by {several}"]["lr"] == expected["lr"]
 
 
 def test_a_schedule_that_steps_for_every_process_is_found() -> None:
-    for told in found():
-        assert told["mutant"]["lr"] == [pytest.approx(0.5 * 0.7**10)]
-        assert apart(told["mutant"]["weights"], told["by 1"]["weights"]) > 1e-4
+    for values in results():
+        assert values["mutant"]["lr"] == [pytest.approx(0.5 * 0.7**10)]
+        assert apart(values["mutant"]["weights"], values["by 1"]["weights"]) > 1e-4
 
 
 def test_two_processes_resume_to_the_bit() -> None:
-    for told in found():
-        assert apart(told["resumed"], told["whole"]) == 0
+    for values in results():
+        assert apart(values["resumed"], values["whole"]) == 0
 
 
 def test_a_place_that_only_the_first_process_wrote_would_be_refused() -> None:
-    first, second = found()
+    first, second = results()
     assert first["bare"] == "nothing was refused"
     assert "rank is 0 there and 1 here" in second["bare"]
 

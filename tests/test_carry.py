@@ -1,4 +1,4 @@
-"""The carry contract: what is carried computes what the whole sequence computes.
+"""The carry contract: chunks with the state carried compute what the whole sequence computes.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -40,10 +40,10 @@ EXACT = 1e-12
 UNEVEN = (1, 7, 2, 13, 5, 23)
 
 
-def played(
+def run_net(
     net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """Outputs, final state, and the gradient of a loss that weighs every output and the final state."""
+    """Outputs, final state, and gradients of a loss of every output and the final state."""
     net.zero_grad()
     y, state = in_chunks(net, x, lengths, resets=resets)
     loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + sum(
@@ -55,18 +55,18 @@ def played(
 
 @every_net
 def test_every_net_remembers_fifty_steps(row: Row) -> None:
-    """What makes the other tests bite: the gradient at lag 50 is not small beside the one at lag 0."""
+    """The other tests rely on this: the gradient at lag 50 is not much smaller than at lag 0."""
     net, x = row.net(), inputs(51, 1).mul(0.1).requires_grad_()
     y, _ = net(x, start(net, x))
-    blame = torch.autograd.grad(y[-1].sum(), x)[0].norm(dim=2)
-    assert blame[0].item() > 0.02 * blame[-1].item() > 0
+    grads = torch.autograd.grad(y[-1].sum(), x)[0].norm(dim=2)
+    assert grads[0].item() > 0.02 * grads[-1].item() > 0
 
 
 @every_net
 def test_chunks_with_the_state_carried_equal_the_whole(row: Row) -> None:
     net, x = row.net(), inputs(sum(UNEVEN), 3)
-    y, state, gradient = played(net, x, UNEVEN)
-    whole, end, full = played(net, x, (len(x),))
+    y, state, gradient = run_net(net, x, UNEVEN)
+    whole, end, full = run_net(net, x, (len(x),))
     assert (y - whole).abs().max() < EXACT
     assert states_apart(state, end) < EXACT
     assert apart(gradient, full) < EXACT
@@ -75,9 +75,9 @@ def test_chunks_with_the_state_carried_equal_the_whole(row: Row) -> None:
 
 @every_net
 def test_chunks_without_the_state_carried_do_not_equal_the_whole(row: Row) -> None:
-    """The mutant: a state that is forgotten at every chunk, or detached, must fail the law above."""
+    """The mutant: a state that every chunk forgets or detaches must fail the law above."""
     net, x = row.net(), inputs(sum(UNEVEN), 3)
-    whole, _, full = played(net, x, (len(x),))
+    whole, _, full = run_net(net, x, (len(x),))
     forgotten = torch.cat([net(part, start(net, part))[0] for part in x.split(7)])
     assert (forgotten - whole).abs().max() > 1e-3
     net.zero_grad()
@@ -102,8 +102,8 @@ def test_any_cuts_give_the_whole(row: Row, lengths: list[int], lanes: int, steps
     assert states_apart(state, end) < EXACT
 
 
-def torch_itself(module: nn.Module, x: Tensor) -> Tensor:
-    """What torch.nn gives, called as its documentation says."""
+def torch_outputs(module: nn.Module, x: Tensor) -> Tensor:
+    """The outputs of torch.nn, called as its documentation says."""
     if isinstance(module, nn.RNNBase):
         y, _ = module(x.transpose(0, 1) if module.batch_first else x)
         return y.transpose(0, 1) if module.batch_first else y
@@ -115,9 +115,9 @@ def torch_itself(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @some_nets("lstm", "lstm-2-batch-first-proj", "gru", "rnn", "lstm-cell", "gru-cell", "rnn-cell")
-def test_carried_layer_equals_torch_itself(row: Row) -> None:
+def test_carried_layer_equals_torch_outputs(row: Row) -> None:
     x, net = inputs(20, 3), row.net()
-    assert torch.equal(net(x, start(net, x))[0], torch_itself(row.module(), x))
+    assert torch.equal(net(x, start(net, x))[0], torch_outputs(row.module(), x))
 
 
 @some_nets(
@@ -135,7 +135,7 @@ def test_carried_user_module_equals_the_module_itself(row: Row) -> None:
 
 
 @some_nets("hides-layer", "hides-cell")
-def test_hidden_module_stays_usable_by_itself(row: Row) -> None:
+def test_user_module_stays_usable_by_itself(row: Row) -> None:
     module, x = row.module(), inputs(20, 3)
     before = module(x)
     net = tt.carry(module)
@@ -143,8 +143,8 @@ def test_hidden_module_stays_usable_by_itself(row: Row) -> None:
     assert torch.equal(module(x), before)
 
 
-def recordings_apart(net: tt.Carried, x: Tensor, resets: Tensor) -> Tensor:
-    """The oracle: every lane's recordings, cut at its resets, each played alone from the initial state."""
+def run_separately(net: tt.Carried, x: Tensor, resets: Tensor) -> Tensor:
+    """The oracle: each lane's recordings, cut at its resets, run alone from the initial state."""
     lanes: list[Tensor] = []
     for lane in range(x.shape[1]):
         bounds = [0, *resets[1:, lane].nonzero().flatten().add(1).tolist(), len(x)]
@@ -159,10 +159,10 @@ def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
     resets = torch.zeros(30, 3, dtype=torch.bool)
     resets[0] = True
     resets[11, 0] = resets[17, 1] = resets[17, 2] = resets[18, 1] = resets[29, 2] = True
-    y, _, gradient = played(net, x, (30,), resets)
-    pieces, _, same = played(net, x, (5, 6, 13), resets)
+    y, _, gradient = run_net(net, x, (30,), resets)
+    pieces, _, same = run_net(net, x, (5, 6, 13), resets)
     net.zero_grad()
-    oracle = recordings_apart(net, x, resets)
+    oracle = run_separately(net, x, resets)
     assert (y - oracle).abs().max() < EXACT
     assert (pieces - oracle).abs().max() < EXACT
     assert apart(gradient, same) < EXACT
@@ -177,14 +177,14 @@ def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
     lengths=piece_lengths,
 )
 @some_nets("lstm", "hides-cell", "dict-state", "learnt-start")
-def test_any_resets_equal_recordings_played_apart(
+def test_any_resets_equal_separate_recordings(
     row: Row, seed: int, lanes: int, steps: int, lengths: list[int]
 ) -> None:
     net, x = row.net(), inputs(steps, lanes)
     resets = torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.3
     with torch.no_grad():
         y, _ = in_chunks(net, x, lengths, resets=resets)
-        assert (y - recordings_apart(net, x, resets)).abs().max() < EXACT
+        assert (y - run_separately(net, x, resets)).abs().max() < EXACT
 
 
 @every_net
@@ -193,10 +193,10 @@ def test_gradient_does_not_cross_a_reset(row: Row) -> None:
     resets = torch.zeros(30, 2, dtype=torch.bool)
     resets[12, 0] = True
     y, _ = net(x, start(net, x), resets)
-    blame = torch.autograd.grad(y[12:].sum(), x)[0]
-    assert blame[:12, 0].abs().max() == 0
-    assert blame[:12, 1].norm(dim=1).min() > 1e-4
-    assert blame[12:, 0].norm(dim=1).min() > 1e-4
+    grads = torch.autograd.grad(y[12:].sum(), x)[0]
+    assert grads[:12, 0].abs().max() == 0
+    assert grads[:12, 1].norm(dim=1).min() > 1e-4
+    assert grads[12:, 0].norm(dim=1).min() > 1e-4
 
 
 def test_learnt_start_gets_gradient_from_every_reset() -> None:
@@ -206,7 +206,7 @@ def test_learnt_start_gets_gradient_from_every_reset() -> None:
     y, _ = net(x, tt.state.detach(start(net, x)), resets)
     y.sum().backward()
     by_hand = torch.autograd.grad(
-        recordings_apart(net, x, resets).sum(), net.get_parameter("module.start")
+        run_separately(net, x, resets).sum(), net.get_parameter("module.start")
     )[0]
     assert torch.allclose(gradients(net)["module.start"], by_hand, atol=EXACT)
     assert by_hand.abs().max() > 0.1
@@ -307,12 +307,12 @@ def test_carrying_twice_is_carrying_once(row: Row) -> None:
 
 @some_nets("lstm-cell", "gru-cell", "rnn-cell")
 def test_cell_loop_is_linear_in_time(row: Row) -> None:
-    """Indexing `x[t]` gives one `SelectBackward0` per step, each of which allocates a gradient for all of x."""
+    """Indexing `x[t]` makes a `SelectBackward0` per step, each with a gradient for all of x."""
 
     def nodes(steps: int, *, mutant: bool = False) -> tuple[int, set[str]]:
         module, x = row.module(), inputs(steps, 2).requires_grad_()
         net = tt.carry(module)
-        y = torch_itself(module, x) if mutant else net(x, start(net, x))[0]
+        y = torch_outputs(module, x) if mutant else net(x, start(net, x))[0]
         return _graph(y)
 
     short, names = nodes(10)
@@ -325,14 +325,14 @@ def test_cell_loop_is_linear_in_time(row: Row) -> None:
 
 def _graph(y: Tensor) -> tuple[int, set[str]]:
     """How many nodes the graph of `y` has, and their kinds."""
-    waiting, seen, kinds = [y.grad_fn], set[Any](), set[str]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+    pending, visited, kinds = [y.grad_fn], set[Any](), set[str]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
             kinds.add(node.name())
-            waiting += [parent for parent, _ in node.next_functions]
-    return len(seen), kinds
+            pending += [parent for parent, _ in node.next_functions]
+    return len(visited), kinds
 
 
 def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(

@@ -1,4 +1,4 @@
-"""What cannot be carried, or does not fit, is refused with the reason and the line to write."""
+"""Errors of carry: each states the reason and the line to write."""
 
 import copy
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Packs(nn.Module):
 
 
 class Returns(nn.Module):
-    """Returns whatever `pick` makes of what a layer returned."""
+    """Returns `pick` of the outputs and state of a layer."""
 
     def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -176,16 +176,16 @@ def test_module_that_cannot_be_carried_is_refused_with_the_reason(
 ) -> None:
     x = inputs(7, 2)
 
-    def play_twice() -> None:
+    def run_twice() -> None:
         net = tt.carry(remembering(make()))
         for _ in range(2):
             net(x, start(net, x))
 
     with pytest.raises((ModelError, StateError), match=reason):
-        play_twice()
+        run_twice()
 
 
-def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None:
+def test_layers_that_disagree_about_batch_first_are_refused_without_a_setting() -> None:
     module = nn.Module()
     module.add_module("a", nn.GRU(FEATURES, HIDDEN, batch_first=True))
     module.add_module("b", nn.GRU(HIDDEN, HIDDEN))
@@ -194,7 +194,7 @@ def test_layers_that_disagree_about_batch_first_are_refused_until_told() -> None
     assert isinstance(tt.carry(module, batch_first=True), tt.Carried)
 
 
-def test_layout_must_be_shown_once_to_a_module_without_initial_state() -> None:
+def test_layout_needs_inputs_once_for_a_module_without_initial_state() -> None:
     net, x = named("dict-state").net(), inputs(3, 2)
     with pytest.raises(
         StateError, match=r"known after a trial: net.initial_state\(lanes, like=inputs\)"
@@ -219,7 +219,7 @@ class Noisy(TensorState):
         return super().forward(self.parts(x), state)
 
 
-def test_trial_leaves_no_trace() -> None:
+def test_trial_changes_nothing() -> None:
     net, x = (
         tt.carry(
             nn.Sequential(
@@ -276,7 +276,7 @@ class Explained(nn.Module):
         return self.layer(x, state)
 
 
-def test_a_hiding_module_keeps_no_graph_after_its_forward() -> None:
+def test_a_module_with_hooks_keeps_no_graph_after_its_forward() -> None:
     net = tt.carry(Hidden())
     net(torch.randn(5, 2, 3), net.initial_state(2))
     copy.deepcopy(net)  # refused by torch while a graph hangs on the module
@@ -319,7 +319,7 @@ def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
 
 
 class LearntLevel(nn.Module):
-    """A sum with a learnt start and gain: one without resets reaches its start from every window that begins at step 0."""
+    """A sum with a learned start and gain; only windows that begin at step 0 reach the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,22 +340,22 @@ def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
 ) -> None:
     net = tt.carry(LearntLevel())
     x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
-    found: list[float] = []
+    grads: list[float] = []
     for _ in tt.updates(
         net, [tt.Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
     ):
         start = net.module.get_parameter("start")
-        found.append(0.0 if start.grad is None else start.grad.item())
+        grads.append(0.0 if start.grad is None else start.grad.item())
         net.zero_grad()
     y = net(x, net.initial_state(2))[0]
     expected = [
         2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0
         for at in range(0, 16, 4)
     ]
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert grads == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_module_that_stands_in_a_chain_twice_runs_twice() -> None:
+def test_a_module_that_is_in_a_chain_twice_runs_twice() -> None:
     act, gru = nn.Tanh(), nn.GRU(3, 3)
     x = torch.randn(7, 2, 3)
     net = tt.carry(nn.Sequential(nn.Linear(3, 3), act, gru, nn.Linear(3, 3), act))
@@ -367,7 +367,7 @@ def test_a_module_that_stands_in_a_chain_twice_runs_twice() -> None:
     assert not torch.equal(state["0"], state["1"])
 
 
-def test_a_module_replaced_after_carry_is_noticed() -> None:
+def test_a_module_replaced_after_carry_is_refused() -> None:
     chain = tt.carry(nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 2)))
     hidden = tt.carry(Hidden())
     chain.module.add_module("1", nn.Linear(8, 5))
@@ -425,8 +425,8 @@ def test_threads_that_share_a_net_do_not_share_their_states() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
-            for found, whole in zip(pool.map(play, xs), expected, strict=True):
-                torch.testing.assert_close(found, whole)
+            for outputs, whole in zip(pool.map(play, xs), expected, strict=True):
+                torch.testing.assert_close(outputs, whole)
 
 
 def test_a_parameter_called_initial_state_is_no_method() -> None:

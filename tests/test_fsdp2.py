@@ -57,11 +57,11 @@ def sharded(*, parts: bool = False, **options: Any) -> tt.Carried:
 
 
 def whole(net: nn.Module) -> dict[str, Tensor]:
-    found = cast(
+    weights = cast(
         "dict[str, Tensor]",
         get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)),
     )
-    return {name: weight.detach().clone() for name, weight in found.items()}
+    return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
 def trained(
@@ -98,11 +98,11 @@ def trained(
 
 
 def gaps() -> list[dict[str, Any]]:
-    """Four recordings of one length, two of them with few targets: as many chunks on every rank, and other valid steps."""
-    found = recordings((70, 70, 70, 70), outputs=1)
-    for i, one in enumerate(found):
+    """Four recordings of one length with gaps: ranks have equal chunks, but other valid steps."""
+    result = recordings((70, 70, 70, 70), outputs=1)
+    for i, one in enumerate(result):
         one["targets"][: 10 * i] = np.nan
-    return found
+    return result
 
 
 def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def by_updates(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
 
 
 def placed() -> tuple[bool, bool, float]:
-    """Whether weights and gradients are spread between updates, and the steps of Adam's state that a rank holds."""
+    """Whether weights and gradients are sharded between updates, and the steps in Adam's state."""
     net = sharded(parts=True)
     optimizer = torch.optim.Adam(net.parameters())
     next(
@@ -171,12 +171,12 @@ def resumed(stop: int) -> bool:
             optimizer.step()
             optimizer.zero_grad()
             if done == at:
-                place, stream = (
+                position, stream = (
                     run.state_dict(),
                     tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
                 )
                 run = tt.updates(net, stream, LOSS, gradient=tt.Truncated(3, 8))
-                run.load_state_dict(place)
+                run.load_state_dict(position)
         ends.append(whole(net))
     return apart(ends[0], ends[1]) == 0
 

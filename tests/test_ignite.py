@@ -40,12 +40,14 @@ def note(engine, name):
     state = engine.state
     log.append((name, state.epoch, state.iteration, state.output, model.training, weight))
 
-trainer = create_supervised_tbptt_trainer(model, optimizer, loss_fn, {step}, {dim}, "cpu", True, prepare)
+options = {step}, {dim}, "cpu", True, prepare
+trainer = create_supervised_tbptt_trainer(model, optimizer, loss_fn, *options)
 for event in [*Events, *Tbptt_Events]:
     if event not in (Events.EXCEPTION_RAISED, Events.TERMINATE_SINGLE_EPOCH):
         trainer.add_event_handler(event, note, str(event.value))
 RunningAverage(output_transform=lambda x: x).attach(trainer, "average")
-trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: log.append(engine.state.metrics["average"]))
+add = trainer.add_event_handler
+add(Events.EPOCH_COMPLETED, lambda engine: log.append(engine.state.metrics["average"]))
 trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: model.eval())
 final = trainer.run(data, max_epochs=2)
 log.append(final.output)
@@ -361,9 +363,10 @@ def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry:
 
 def test_a_state_that_is_none_stays_none() -> None:
     class Stateless(nn.Linear):
-        # the name of torch
-        # another model
-        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self,
+            input: Tensor,  # noqa: A002  # torch's name
+        ) -> tuple[Tensor, None]:
             return super().forward(input), None
 
     ends: list[list[Tensor]] = []
@@ -376,11 +379,11 @@ def test_a_state_that_is_none_stays_none() -> None:
 
 def test_detach_hidden_cuts_the_graph_and_nothing_else() -> None:
     h = torch.ones(2, requires_grad=True) * 3
-    found = _detach_hidden({"a": (h, None), "b": Memory(h)})
-    assert torch.equal(found["a"][0], h)
-    assert found["a"][1] is None
-    assert not found["a"][0].requires_grad
-    assert not found["b"].h.requires_grad
+    result = _detach_hidden({"a": (h, None), "b": Memory(h)})
+    assert torch.equal(result["a"][0], h)
+    assert result["a"][1] is None
+    assert not result["a"][0].requires_grad
+    assert not result["b"].h.requires_grad
 
 
 class Speaking(nn.Module):

@@ -1,4 +1,4 @@
-"""What Ignite's trainer was given besides: carried state, resets, a horizon, clipping, mixed precision; against plain loops."""
+"""Additions to Ignite's trainer against plain loops: state, resets, horizon, clipping, AMP."""
 
 from pathlib import Path
 from typing import Any
@@ -296,7 +296,7 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(
         trainer, kept = begun()
         Checkpoint.load_objects(kept, str(saved))
         if cold:
-            getattr(trainer, "state").hidden = None  # a state takes any attribute
+            getattr(trainer, "state").hidden = None  # noqa: B009  # a state takes any attribute
         trainer.run(
             data[2:]
         )  # a loader goes on where it was, which is the user's business in Ignite

@@ -1,4 +1,4 @@
-"""Ignite on two ranks: real processes over gloo come to the weights and the metrics of one process that plays all lanes."""
+"""Ignite on two ranks over gloo: the weights and metrics of one process with all lanes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.slow
 
 def recordings() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
-    found = [
+    results = [
         {
             "inputs": torch.randn(n, 3, generator=draw).double(),
             "targets": torch.randn(n, generator=draw).double(),
         }
         for n in (90, 61, 47)
     ]
-    found[1]["targets"][::3] = torch.nan  # ranks with unequal numbers of valid steps
-    return found
+    results[1]["targets"][::3] = torch.nan  # ranks with unequal numbers of valid steps
+    return results
 
 
 def trained(lanes: int) -> dict[str, Any]:

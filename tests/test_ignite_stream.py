@@ -1,4 +1,4 @@
-"""An Ignite engine on a stream: the numbers of `tt.updates`, Ignite's own handlers, resumed to the bit; and evaluation."""
+"""Ignite engines on a stream: updates as in `tt.updates`, handlers, resuming, evaluation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -343,7 +343,7 @@ def test_an_update_whose_step_did_not_come_is_made_again(lost: int) -> None:
 
 
 def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
-    """With an offset the epochs differ in length, and Ignite keeps the number of iterations of the first."""
+    """With an offset epochs differ in length; Ignite keeps the iterations of the first."""
     whole, parts = trainer_of(), trainer_of()
     whole[0].run(stream(offset=30, chunk=5), max_epochs=4)
     played, lengths = stream(offset=30, chunk=5), set[int]()
@@ -398,7 +398,8 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
     assert same(weights(later[1]), weights(whole[1]))
     assert later[0].state.iteration == whole[0].state.iteration
     # a state takes any attribute
-    assert getattr(later[0].state, "updates") == getattr(whole[0].state, "updates")
+    counts = [getattr(run[0].state, "updates") for run in (later, whole)]  # noqa: B009
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("lost", ["edge", "stream"])
@@ -498,8 +499,8 @@ def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixtu
     ProgressBar(persist=True).attach(trainer, ["loss"])
     rates: list[float] = []
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    # bare, it would be given the engine as its epoch
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())
+    # without the lambda it would get the engine as its epoch
+    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())  # noqa: PLW0108
     trainer.add_event_handler(
         StreamEvents.UPDATE_COMPLETED, lambda: rates.append(optimizer.param_groups[0]["lr"])
     )
@@ -513,13 +514,13 @@ def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def labelled(missing: float, seed: int = 1) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(seed)
-    found: list[dict[str, Tensor]] = []
+    result: list[dict[str, Tensor]] = []
     for n in LENGTHS:
         targets = torch.randint(0, 2, (n,), generator=draw)
         targets[torch.rand(n, generator=draw) < missing] = -100
         targets[: n // 2 if missing else 0] = -100  # whole chunks without any
-        found.append({"inputs": torch.randn(n, 3, generator=draw).double(), "targets": targets})
-    return found
+        result.append({"inputs": torch.randn(n, 3, generator=draw).double(), "targets": targets})
+    return result
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.4])
@@ -536,9 +537,9 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
     evaluator = create_stream_evaluator(
         net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()}
     )
-    found = evaluator.run(data()).metrics
-    assert abs(found["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
-    assert abs(found["accuracy"] - expected.metrics["accuracy"]) < 1e-6
+    result = evaluator.run(data()).metrics
+    assert abs(result["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
+    assert abs(result["accuracy"] - expected.metrics["accuracy"]) < 1e-6
     assert all(module.training for module in net.modules())
     again = evaluator.run(data(chunk=3)).metrics  # other chunks, and another number of them
     assert abs(again["loss"] - expected.loss) < 1e-6
@@ -551,8 +552,8 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
 
 def test_one_column_is_not_broadcast_against_its_targets() -> None:
     net = net_of()
-    found = create_stream_evaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
-    assert abs(found - tt.evaluate(net, stream(), nn.MSELoss()).loss) < 1e-6
+    result = create_stream_evaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
+    assert abs(result - tt.evaluate(net, stream(), nn.MSELoss()).loss) < 1e-6
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing() -> None:

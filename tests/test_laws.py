@@ -1,4 +1,4 @@
-"""`check_carry` passes on what may be carried and fails on every mutant."""
+"""`check_carry` passes on every carried net and fails on every mutant."""
 
 from collections.abc import Callable
 
@@ -36,16 +36,16 @@ class HiddenBeside(TensorState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: Tensor | None = None
+        self.memory: Tensor | None = None
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         beside = (
-            self.kept
-            if self.kept is not None and self.kept.shape[0] == x.shape[1]
+            self.memory
+            if self.memory is not None and self.memory.shape[0] == x.shape[1]
             else self.zeros(x)
         )
         y, h = super().forward(x, state)
-        self.kept = h.detach()
+        self.memory = h.detach()
         return y + beside.sum(1, keepdim=True), h
 
 
@@ -82,15 +82,15 @@ class ChangesInPlace(TensorState):
 
 
 class IgnoresItsState(Rotation):
-    """Goes on from an attribute, which `initial_state` sets to zero: right in chunks, wrong for one lane alone."""
+    """Continues from an attribute that `initial_state` zeroes: wrong for one lane alone."""
 
     def initial_state(self, lanes: int) -> Tensor:
-        self.kept = self.turn.new_zeros(lanes, HIDDEN)
-        return self.kept.clone()
+        self.memory = self.turn.new_zeros(lanes, HIDDEN)
+        return self.memory.clone()
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y, h = self.play(x, self.kept + 0 * state)
-        self.kept = h.detach()
+        y, h = self.play(x, self.memory + 0 * state)
+        self.memory = h.detach()
         return y, h
 
 
@@ -114,8 +114,8 @@ def test_check_carry_fails_on_mutants(make: Callable[[], nn.Module], law: str) -
         check_carry(remembering(make()), inputs(28, 3))
 
 
-def test_check_carry_fails_on_a_module_that_looks_across_a_reset() -> None:
-    """A causal convolution that keeps no state: right as a whole, wrong in chunks and after a reset."""
+def test_check_carry_fails_on_a_module_that_mixes_across_a_reset() -> None:
+    """A causal convolution without a state: wrong in chunks and after a reset."""
 
     class Causal(HidesLayer):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lightning with the strategy "ddp" on real processes: the weights of one process, resumed to the bit."""
+"""Lightning's strategy "ddp" on real processes: the weights of one, resumed to the bit."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ NAMES = ("horizon", "exact", "accumulated")
 
 
 @cache
-def found(ranks: int) -> list[dict[str, Any]]:
+def results(ranks: int) -> list[dict[str, Any]]:
     """What each rank wrote."""
     launch = (
         []
@@ -45,24 +45,24 @@ def found(ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_give_the_weights_of_one_process(name: str) -> None:
-    (alone,) = found(1)
-    for told in found(2):
-        assert told[name]["updates"] == alone[name]["updates"] > 20
-        assert (told[name]["weights"] - alone[name]["weights"]).abs().max() < 1e-10
+    (alone,) = results(1)
+    for values in results(2):
+        assert values[name]["updates"] == alone[name]["updates"] > 20
+        assert (values[name]["weights"] - alone[name]["weights"]).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_logged_on_ranks_are_those_of_all_recordings(name: str) -> None:
-    (alone,) = found(1)
-    for told in found(2):
-        assert told[name]["told"] == pytest.approx(alone[name]["told"], rel=1e-6)
+    (alone,) = results(1)
+    for values in results(2):
+        assert values[name]["values"] == pytest.approx(alone[name]["values"], rel=1e-6)
 
 
 def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
-    for told in found(2):
-        assert torch.equal(told["resumed"]["weights"], told["horizon"]["weights"])
+    for values in results(2):
+        assert torch.equal(values["resumed"]["weights"], values["horizon"]["weights"])
 
 
 def test_policies_give_weights_of_their_own() -> None:
-    (alone,) = found(1)
+    (alone,) = results(1)
     assert (alone["horizon"]["weights"] - alone["exact"]["weights"]).abs().max() > 1e-4

@@ -27,9 +27,9 @@ from lightning_streams import (
 from throughtime.errors import RunError
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
 
-from throughtime.integrations.lightning import Loader
+from throughtime.integrations.lightning import Loader  # noqa: E402
 
 pytestmark = EXPECTED
 UPDATES = 24  # of an epoch, in 12 training steps
@@ -44,7 +44,7 @@ def resumed(
     max_epochs: int = 2,
     **settings: Any,
 ) -> Tensor:
-    """Trained to the end of the epoch of update `at`, saved there, and gone on with in another module and trainer."""
+    """Train to the end of the epoch of update `at`, save, continue in a new module and trainer."""
     saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
     module, trainer = (
         kind(net_of(0.3), **settings),
@@ -142,11 +142,11 @@ def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
     def made(optimizer: Any) -> dict[str, Any]:
         return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
 
-    found = [
+    runs = [
         resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3)
         for kind in (Module, Overriding)
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*runs)
     trainer = trainer_of(tmp_path)
     trainer.fit(Overriding(), Loader(stream_of(), 4), loader_of_validation())
     assert "val_loss" in trainer.callback_metrics

@@ -1,6 +1,6 @@
-"""What of a batch is split along time for a module of Lightning 1.9, what is passed whole, and what is refused."""
+"""How a batch is split along time for a module of Lightning 1.9, and what is refused."""
 
-# hooks take what Lightning gives them
+# ruff: noqa: ARG002  # hooks take what Lightning passes
 
 import sys
 from collections.abc import Sequence
@@ -25,13 +25,16 @@ class Pair(NamedTuple):
 
 def test_the_default_split_is_that_of_1_9() -> None:
     x, y = torch.arange(24.0).view(2, 6, 2), torch.arange(12).view(2, 6)
-    found = LightningModule().tbptt_split_batch((x, y, [list("abcdef"), list("ghijkl")]), 4)
-    assert all(type(split) is list for split in found)
+    splits = LightningModule().tbptt_split_batch((x, y, [list("abcdef"), list("ghijkl")]), 4)
+    assert all(type(split) is list for split in splits)
     torch.testing.assert_close(
-        [split[:2] for split in found], [[x[:, :4], y[:, :4]], [x[:, 4:], y[:, 4:]]]
+        [split[:2] for split in splits], [[x[:, :4], y[:, :4]], [x[:, 4:], y[:, 4:]]]
     )
-    assert [split[2] for split in found] == [[list("abcd"), list("ghij")], [list("ef"), list("kl")]]
-    assert found[0][0].data_ptr() == x.data_ptr()
+    assert [split[2] for split in splits] == [
+        [list("abcd"), list("ghij")],
+        [list("ef"), list("kl")],
+    ]
+    assert splits[0][0].data_ptr() == x.data_ptr()
 
 
 def test_what_has_no_time_is_passed_whole() -> None:
@@ -45,15 +48,15 @@ def test_what_has_no_time_is_passed_whole() -> None:
         "info": info,
         "scalar": torch.zeros(()),
     }
-    found = LightningModule().tbptt_split_batch(
+    splits = LightningModule().tbptt_split_batch(
         {"x": x, "deep": {"y": x, "lengths": lengths}, **static}, 4
     )
-    assert [(split["x"].shape[1], split["deep"]["y"].shape[1]) for split in found] == [
+    assert [(split["x"].shape[1], split["deep"]["y"].shape[1]) for split in splits] == [
         (4, 4),
         (2, 2),
     ]
-    assert all(split[name] is item for split in found for name, item in static.items())
-    assert all(split["deep"]["lengths"] is lengths for split in found)
+    assert all(split[name] is item for split in splits for name, item in static.items())
+    assert all(split["deep"]["lengths"] is lengths for split in splits)
     positional = LightningModule().tbptt_split_batch(
         (7, x, lengths), 4
     )  # 1.9 gave x's slice for 7, or failed

@@ -1,5 +1,4 @@
-"""Training on a stream under Lightning: the plain loop's weights to the bit, whatever a training
-step spans.
+"""Training on a stream under Lightning gives the plain loop's weights to the bit.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -34,16 +33,16 @@ from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import (
+from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-from throughtime.integrations.lightning import Loader
+from throughtime.integrations.lightning import Loader  # noqa: E402
 
 pytestmark = EXPECTED
 
@@ -109,15 +108,15 @@ def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) ->
         module, Loader(stream_of(), 4), [loader_of_validation(), Loader(stream_of(3, seed=4), 1)]
     )
     assert torch.equal(weights(module.net), plain())
-    told = trainer.callback_metrics
+    logged = trainer.callback_metrics
     for index, (lanes, seed) in enumerate(((1, 3), (3, 4))):
         expected = tt.evaluate(
             module.net, stream_of(lanes, seed=seed), nn.MSELoss(), metrics=tt.metrics.Regression()
         )
-        assert told[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(
+        assert logged[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(
             expected.loss, rel=1e-6
         )
-        assert told[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(
+        assert logged[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(
             expected.metrics["rmse"], rel=1e-6
         )
 
@@ -137,8 +136,8 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
 
 def test_test_and_prediction_are_those_of_evaluate_and_predict(tmp_path: Path) -> None:
     module, trainer = Module(), trainer_of(tmp_path)
-    (told,) = trainer.test(module, loader_of_validation(), verbose=False)
-    assert told["test_loss"] == pytest.approx(
+    (values,) = trainer.test(module, loader_of_validation(), verbose=False)
+    assert values["test_loss"] == pytest.approx(
         tt.evaluate(module.net, stream_of(1, seed=3), nn.MSELoss()).loss, rel=1e-6
     )
     one = recordings([60])[0]
@@ -151,14 +150,14 @@ def test_test_and_prediction_are_those_of_evaluate_and_predict(tmp_path: Path) -
 
 def test_schedulers_step_after_updates_or_batches_or_epochs(tmp_path: Path) -> None:
     def rates(interval: str, frequency: int = 1, **options: Any) -> list[float]:
-        def made(optimizer: Any) -> dict[str, Any]:
+        def scheduler_of(optimizer: Any) -> dict[str, Any]:
             return {
                 "scheduler": ExponentialLR(optimizer, 0.5),
                 "interval": interval,
                 "frequency": frequency,
             }
 
-        module = Module(scheduler=made, **options)
+        module = Module(scheduler=scheduler_of, **options)
         fitted(tmp_path, module, max_epochs=2)
         return [math.log2(LR / rate) for rate in module.rates]
 
@@ -171,20 +170,20 @@ def test_schedulers_step_after_updates_or_batches_or_epochs(tmp_path: Path) -> N
     assert rates("epoch") == pytest.approx([i // 24 for i in range(48)])
 
 
-def test_plateau_is_told_what_was_logged(tmp_path: Path) -> None:
-    def made(optimizer: Any) -> dict[str, Any]:
+def test_plateau_follows_the_logged_value(tmp_path: Path) -> None:
+    def scheduler_of(optimizer: Any) -> dict[str, Any]:
         return {
             "scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9),
             "interval": "epoch",
         }
 
-    module = Module(scheduler=made, monitor="train_loss_epoch")
+    module = Module(scheduler=scheduler_of, monitor="train_loss_epoch")
     fitted(tmp_path, module, max_epochs=3)
     assert module.rates[::24] == [LR, LR / 2, LR / 4]
     with pytest.raises(
         ConfigError, match=r"monitor='val_loss' is not logged; logged are train_loss"
     ):
-        fitted(tmp_path, Module(scheduler=made))
+        fitted(tmp_path, Module(scheduler=scheduler_of))
 
 
 def test_callbacks_and_loggers_work(tmp_path: Path) -> None:
@@ -254,17 +253,17 @@ def test_progress_bar_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
     trainer_of(tmp_path, max_epochs=1, enable_progress_bar=True).fit(
         Module(), Loader(stream_of(), 4)
     )
-    told = capsys.readouterr()
-    assert "6/6" in told.out + told.err
-    assert "train_loss" in told.out + told.err
+    captured = capsys.readouterr()
+    assert "6/6" in captured.out + captured.err
+    assert "train_loss" in captured.out + captured.err
 
 
 def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"hands out a Chunk, expected a batch of a stream.*Loader\(tt\.Stream\(recordings, lanes,"
-            r" chunk\), chunks=20\)"
+            r"hands out a Chunk, expected a batch of a stream.*Loader\(tt\.Stream\(recordings,"
+            r" lanes, chunk\), chunks=20\)"
         ),
     ):
         trainer_of(tmp_path).fit(Module(), stream_of())
@@ -326,9 +325,9 @@ class Lines(Module):
 
 
 def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
-    for kind, told in ((Two, "SGD, SGD"), (Lines, "LBFGS")):
+    for kind, names in ((Two, "SGD, SGD"), (Lines, "LBFGS")):
         with pytest.raises(
-            ConfigError, match=rf"configure_optimizers gave {told}, expected one that steps"
+            ConfigError, match=rf"configure_optimizers gave {names}, expected one that steps"
         ):
             fitted(tmp_path, kind())
     averaged = StochasticWeightAveraging(1e-2)
@@ -359,10 +358,10 @@ def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> No
         trainer_of(tmp_path, num_sanity_val_steps=0).fit(
             module, Loader(stream, 4), Loader(stream, 4)
         )
-    (told,) = trainer_of(tmp_path).validate(
+    (values,) = trainer_of(tmp_path).validate(
         module, Loader(stream, 4), verbose=False
     )  # after the fit it may be played
-    assert told["val_loss"] > 0
+    assert values["val_loss"] > 0
 
 
 def test_lightnings_own_clipping_is_refused_by_lightning(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Modules written for Lightning 1.9 train on 2.6 as the loop by hand does: same weights, same counts."""
+"""Modules of Lightning 1.9 train on 2.6 as the loop by hand: same weights, same counts."""
 
-# hooks take what Lightning gives them
+# ruff: noqa: ARG002  # hooks take what Lightning passes
 
 import os
 from collections.abc import Iterator, Sequence
@@ -83,10 +83,10 @@ def seeded(**kwargs: Any) -> Any:
 def test_an_old_module_trains_as_the_loop_by_hand_to_the_bit(tmp_path: Path) -> None:
     expected = by_hand(batches(), epochs=2)
     assert expected.steps == 50
-    found = fitted(seeded(), batches(), tmp_path, max_epochs=2)
-    assert same(found, expected.weights)
+    result = fitted(seeded(), batches(), tmp_path, max_epochs=2)
+    assert same(result, expected.weights)
     for fault in ("carries across batches", "forgets"):
-        assert not same(found, by_hand(batches(), epochs=2, fault=fault).weights)
+        assert not same(result, by_hand(batches(), epochs=2, fault=fault).weights)
 
 
 class ByProperty(Mixed):
@@ -140,8 +140,8 @@ def test_every_way_to_write_such_a_module_trains_the_same(kind: type[Any], tmp_p
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_clipping_is_per_split(fault: bool, tmp_path: Path) -> None:
-    found = fitted(seeded(), batches(), tmp_path, gradient_clip_val=None if fault else 0.1)
-    assert same(found, by_hand(batches(), clip=0.1).weights) is not fault
+    result = fitted(seeded(), batches(), tmp_path, gradient_clip_val=None if fault else 0.1)
+    assert same(result, by_hand(batches(), clip=0.1).weights) is not fault
 
 
 # torch says so whenever oneDNN is switched
@@ -154,9 +154,9 @@ def test_mixed_precision_is_autocast_and_scaler_per_split(
     scaler = torch.amp.GradScaler("cpu") if dtype == torch.half else None
     plugin = MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler)
     with torch.backends.mkldnn.flags(enabled=False):  # it has no LSTM in half precision
-        found = fitted(seeded().float(), data, tmp_path, plugins=[plugin], gradient_clip_val=0.1)
-        assert same(found, by_hand(data, autocast=dtype, clip=0.1).weights)
-        assert not same(found, by_hand(data, clip=0.1).weights)
+        result = fitted(seeded().float(), data, tmp_path, plugins=[plugin], gradient_clip_val=0.1)
+        assert same(result, by_hand(data, autocast=dtype, clip=0.1).weights)
+        assert not same(result, by_hand(data, clip=0.1).weights)
 
 
 class Counting(Mixed):
@@ -241,14 +241,14 @@ def test_no_splitting_is_lightning_as_it_is(tmp_path: Path) -> None:
 
 
 class Gradients(Mixed):
-    """Notes what the optimizer is given, and leaves the weights as they are."""
+    """Records the gradients that reach the optimizer, and leaves the weights as they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Weights] = []
+        self.recorded: list[Weights] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.found.append(
+        self.recorded.append(
             {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
         )
 
@@ -282,16 +282,16 @@ def accumulated(data: Sequence[Batch], count: int, fault: str) -> Weights:
 
 @pytest.mark.parametrize("kind", [Gradients, GradientsOtherHooks])
 def test_accumulation_loses_no_gradient(kind: type[Gradients], tmp_path: Path) -> None:
-    """Two full groups of two batches, and one of the batch that is left: both the first of its group and the one that steps."""
+    """Two full groups of two batches, and a last group of one, which is both first and last."""
     torch.manual_seed(1)
     module, data = kind(), batches()
     running = trainer(tmp_path, accumulate_grad_batches=2)
     running.fit(module, Batches(data))
-    assert running.global_step == len(module.found) == 3
-    for found, group in zip(module.found, (data[:2], data[2:4], data[4:]), strict=True):
-        assert close(found, accumulated(group, 2, ""))
+    assert running.global_step == len(module.recorded) == 3
+    for result, group in zip(module.recorded, (data[:2], data[2:4], data[4:]), strict=True):
+        assert close(result, accumulated(group, 2, ""))
         for fault in ("last split only", "splits count the same"):
-            assert not close(found, accumulated(group, 2, fault))
+            assert not close(result, accumulated(group, 2, fault))
 
 
 def test_accumulation_over_another_layout_asks_for_the_steps_of_a_split(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_accumulation_over_another_layout_asks_for_the_steps_of_a_split(tmp_path
     torch.manual_seed(1)
     module = WithSteps()
     fitted(module, turned, tmp_path, accumulate_grad_batches=2)
-    assert close(module.found[0], accumulated(data, 2, ""))
+    assert close(module.recorded[0], accumulated(data, 2, ""))
 
 
 def test_manual_optimization_plays_one_split_per_call(tmp_path: Path) -> None:
@@ -345,10 +345,10 @@ def test_a_closure_that_is_called_again_starts_from_the_same_hiddens(tmp_path: P
     class Twice(Counting):
         def __init__(self) -> None:
             super().__init__()
-            self.given: list[Any] = []
+            self.batches_seen: list[Any] = []
 
         def training_step(self, batch: Batch, batch_idx: int, hiddens: Any) -> Any:
-            self.given.append(hiddens)
+            self.batches_seen.append(hiddens)
             return super().training_step(batch, batch_idx, hiddens)
 
         def configure_optimizers(self) -> Any:
@@ -363,9 +363,9 @@ def test_a_closure_that_is_called_again_starts_from_the_same_hiddens(tmp_path: P
 
     module = Twice()
     fitted(module, batches(1), tmp_path)
-    assert len(module.given) == 2 * SPLITS
-    assert all(module.given[i] is module.given[i + 1] for i in range(0, 10, 2))
-    assert module.given[2] is not module.given[4]
+    assert len(module.batches_seen) == 2 * SPLITS
+    assert all(module.batches_seen[i] is module.batches_seen[i + 1] for i in range(0, 10, 2))
+    assert module.batches_seen[2] is not module.batches_seen[4]
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -389,9 +389,9 @@ def test_a_logged_mean_is_over_all_splits(between: bool, tmp_path: Path) -> None
     module, running = Logging(), trainer(tmp_path, max_epochs=2)
     running.fit(module, Batches(batches()))
     seen = module.losses[25:]
-    found = float(running.callback_metrics["train_loss_epoch"])
-    assert found == pytest.approx(sum(seen) / 25, rel=1e-6)
-    assert found != pytest.approx(
+    result = float(running.callback_metrics["train_loss_epoch"])
+    assert result == pytest.approx(sum(seen) / 25, rel=1e-6)
+    assert result != pytest.approx(
         sum(seen[4:]) / 21, rel=1e-3
     )  # the splits before the last of the first batch forgotten
     assert float(running.callback_metrics["train_loss_step"]) == pytest.approx(seen[-1], rel=1e-6)
@@ -461,7 +461,7 @@ def ranked(rank: int, _: None) -> Iterator[tuple[str, Any]]:
     torch.manual_seed(1)
     module = Gradients()
     fitted(module, data[:2], Path(), accumulate_grad_batches=2, **settings)
-    yield "gradient", module.found[0]
+    yield "gradient", module.recorded[0]
 
 
 @pytest.mark.slow

@@ -41,9 +41,9 @@ def stream_of(lanes: int = 2, **options: Any) -> tt.Stream:
 
 @every_net
 def test_every_net_leaks_nothing_on_a_stream(row: Row) -> None:
-    checked = check_no_leak(stream_of(), row.net())
-    assert len(checked) == 3
-    for report in checked:
+    reports = check_no_leak(stream_of(), row.net())
+    assert len(reports) == 3
+    for report in reports:
         assert (report.deviation, report.others) == (0.0, 4)
         assert report.own_deviation > 1e-3
         assert report.followers > 0
@@ -97,7 +97,7 @@ class KeepsState(TensorState):
 
 
 class MixesLanes(TensorState):
-    """A mutant: the mean over lanes is taken from the inputs, as BatchNorm in training mode does."""
+    """A mutant: subtracts the mean over lanes, as BatchNorm in training mode does."""
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return super().forward(x - x.mean(1, keepdim=True), state)
@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
 
 
 @pytest.mark.parametrize(("make", "lanes", "cause"), list(MUTANTS.values()), ids=list(MUTANTS))
-def test_net_that_leaks_is_found_with_recordings_place_size_and_cause(
+def test_leak_is_reported_with_recordings_position_size_and_cause(
     make: Callable[[], tt.Carried], lanes: int, cause: str
 ) -> None:
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_net_that_leaks_is_found_with_recordings_place_size_and_cause(
     assert cause in str(e.value)
 
 
-def test_leak_is_told_at_the_first_step_it_reaches() -> None:
+def test_leak_is_reported_at_its_first_step() -> None:
     stream = tt.Stream(recordings([9, 6]), 1, 4, seed=None)
     with pytest.raises(
         LawError, match=r"'r0' leaks into 'r1'.*first at its step 0 \(lane 0, step 9 of the epoch\)"
@@ -149,7 +149,7 @@ def test_leak_is_told_at_the_first_step_it_reaches() -> None:
     )  # what comes last leaks nowhere
 
 
-def test_leak_below_the_tolerance_is_allowed_and_told() -> None:
+def test_leak_below_the_tolerance_is_allowed_and_reported() -> None:
     reports = check_no_leak(stream_of(1), ignoring(), tolerance=1e6)
     assert all(0 < report.deviation <= report.tolerance for report in reports)
 
@@ -232,7 +232,7 @@ def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
     assert check_no_leak(stream, named("gru").net(), recordings=[0])[0].deviation == 0
 
 
-def test_only_the_first_steps_are_looked_at_on_request() -> None:
+def test_only_the_first_steps_are_used_on_request() -> None:
     stream = tt.Stream(recordings([9, 30]), 1, 4, seed=None)
     (report,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
     assert report == LeakReport(
@@ -248,7 +248,7 @@ def test_only_the_first_steps_are_looked_at_on_request() -> None:
 
 
 class Blind(nn.Module):
-    """A net that looks at nothing."""
+    """A net that ignores its inputs."""
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return x.new_zeros(*x.shape[:2], 1), x.new_zeros(x.shape[1], 1) if state is None else state
@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize(("kind", "call", "reason"), list(REFUSED.values()), ids=list(REFUSED))
-def test_what_proves_nothing_is_refused(
+def test_a_check_without_meaning_is_refused(
     kind: type[Exception], call: Callable[[], object], reason: str
 ) -> None:
     with pytest.raises(kind, match=reason):

@@ -1,4 +1,4 @@
-"""Ray Train, through `examples/ray_train.py`: the weights of one process, a training started again, a worker that is killed."""
+"""Ray Train through `examples/ray_train.py`: weights, a second start, a killed worker."""
 
 import importlib.util
 import json
@@ -40,7 +40,7 @@ def example() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def cluster() -> Generator[None]:
-    """Two processors of this machine, on loopback, with a token and a folder of their own, ended with the tests."""
+    """Ray on two processors of this machine, on loopback, with a token and folder of its own."""
     import ray
 
     settings = {
@@ -67,16 +67,16 @@ def cluster() -> Generator[None]:
 def fitting(
     example: ModuleType, storage: Path, name: str, updates: int = UPDATES, every: int = UPDATES
 ) -> Future[Any]:
-    """A training on two workers that goes on in a thread, so that a test can give up on it, or look what it does."""
+    """A training on two workers, in a thread, so that a test can watch it or give up on it."""
     pool = ThreadPoolExecutor(1)
     started = pool.submit(example.fit, storage, name, 2, updates, every)
     pool.shutdown(wait=False)
     return started
 
 
-def weights(found: Future[Any]) -> dict[str, Tensor]:
+def weights(training: Future[Any]) -> dict[str, Tensor]:
     """Those of the last checkpoint, once the training has ended."""
-    result = found.result(timeout=PATIENCE)
+    result = training.result(timeout=PATIENCE)
     saved = torch.load(Path(result.checkpoint.path) / "model.pt")
     assert saved["done"] == result.metrics["update"]
     return saved["net"]
@@ -85,7 +85,7 @@ def weights(found: Future[Any]) -> dict[str, Tensor]:
 def alone(
     example: ModuleType, lanes: int, cold_after: int = UPDATES
 ) -> tuple[dict[str, Tensor], float]:
-    """The weights and the last loss of a plain loop in this process, which forgets its place after so many updates."""
+    """Weights and last loss of a plain loop that drops its position after so many updates."""
     with mock.patch.object(
         example, "get_device", return_value=torch.device("cpu")
     ):  # which Ray tells its workers alone
@@ -157,4 +157,4 @@ def test_after_a_kill_and_when_it_is_started_again_a_training_goes_on_to_the_bit
     assert apart(weights(fitting(example, tmp_path, "again")), whole) == 0
     assert (
         apart(alone(example, 4, cold_after=30)[0], whole) > 1e-4
-    )  # a mutant: the weights without the place
+    )  # a mutant: the weights without the position

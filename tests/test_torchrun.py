@@ -17,7 +17,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Never
+from typing import Any, Never, cast
 from unittest import mock
 
 import psutil
@@ -61,8 +61,8 @@ def launched(
     checkpoint: Path, *flags: str, updates: int = UPDATES, gradient: str = "truncated"
 ) -> list[str]:
     """The command: torchrun, two ranks, on loopback."""
-    given = ["--checkpoint", str(checkpoint), "--updates", str(updates), "--gradient", gradient]
-    return [*torchrun(2, *flags), str(EXAMPLE), *given]
+    arguments = ["--checkpoint", str(checkpoint), "--updates", str(updates), "--gradient", gradient]
+    return [*torchrun(2, *flags), str(EXAMPLE), *arguments]
 
 
 def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated") -> dict[str, Any]:
@@ -74,7 +74,7 @@ def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated"
 
 
 def on_two_forked(checkpoint: Path, updates: int) -> dict[str, Any]:
-    """The same in a second instead of eight: agent and ranks are forked where torch is loaded already."""
+    """The same in one second instead of eight: agent and ranks fork a process that has torch."""
     python, _, module, *arguments = launched(
         checkpoint, "--run-path", "--start-method", "fork", updates=updates
     )
@@ -103,15 +103,15 @@ def alone(
 def test_the_two_ranks_that_an_agent_of_torchrun_starts_give_the_weights_of_one_process(
     tmp_path: Path,
 ) -> None:
-    found, expected = (
+    result, expected = (
         on_two_forked(tmp_path / "two.pt", 10),
         alone(tmp_path / "one.pt", "truncated", updates=10),
     )
-    assert found["done"] == expected["done"] == 10
-    assert apart(found["net"], expected["net"]) < 1e-6
-    assert len(found["places"]) == 2
+    assert result["done"] == expected["done"] == 10
+    assert apart(result["net"], expected["net"]) < 1e-6
+    assert len(result["positions"]) == 2
     assert (
-        apart(found["net"], alone(tmp_path / "half.pt", "truncated", 2, 10)["net"]) > 1e-3
+        apart(result["net"], alone(tmp_path / "half.pt", "truncated", 2, 10)["net"]) > 1e-3
     )  # a mutant: half of the lanes
 
 
@@ -120,15 +120,15 @@ def test_the_two_ranks_that_an_agent_of_torchrun_starts_give_the_weights_of_one_
 def test_two_ranks_of_torchrun_give_the_weights_of_one_process(
     gradient: str, tmp_path: Path
 ) -> None:
-    found, expected = (
+    result, expected = (
         on_two(tmp_path / "two.pt", gradient=gradient),
         alone(tmp_path / "one.pt", gradient),
     )
-    assert found["done"] == expected["done"] == UPDATES
-    assert apart(found["net"], expected["net"]) < 1e-6
-    assert len(found["places"]) == 2
+    assert result["done"] == expected["done"] == UPDATES
+    assert apart(result["net"], expected["net"]) < 1e-6
+    assert len(result["positions"]) == 2
     assert (
-        apart(found["net"], alone(tmp_path / "half.pt", gradient, lanes=2)["net"]) > 1e-3
+        apart(result["net"], alone(tmp_path / "half.pt", gradient, lanes=2)["net"]) > 1e-3
     )  # a mutant: half of the lanes
 
 
@@ -193,9 +193,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], object], running: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not there():
+    while not condition():
         assert running.poll() is None, "the process ended before it was to be killed"
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -203,7 +203,7 @@ def wait_for(there: Callable[[], object], running: subprocess.Popen[str]) -> Non
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
-    """The checkpoint of two ranks of which the second was killed in the middle, and how each ended."""
+    """The checkpoint of two ranks, the second killed in the middle, and the exit of each."""
     checkpoint = tmp_path_factory.mktemp("killed") / "checkpoint.pt"
     command = [
         sys.executable,
@@ -213,10 +213,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[i
         "--updates",
         "1000000",
     ]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        started(command, RANK="0", **place) as first,
-        started(command, RANK="1", **place) as second,
+        started(command, RANK="0", **variables) as first,
+        started(command, RANK="1", **variables) as second,
     ):
         wait_for(checkpoint.exists, first)
         second.send_signal(signal.SIGKILL)
@@ -236,15 +236,15 @@ def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(
     )  # what gloo said, kept as the cause
 
 
-def test_only_what_the_process_group_says_is_told_as_a_lost_rank() -> None:
+def test_only_errors_of_the_process_group_are_reported_as_a_lost_rank() -> None:
     with (
         pytest.raises(
             RunError, match=r"another rank did not answer.*\(Connection closed\)"
-        ) as told,
+        ) as caught,
         rank_errors(),
     ):
         raise RuntimeError("Connection closed\nby peer")
-    assert isinstance(told.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(ZeroDivisionError), rank_errors():
         _ = 1 // 0
 
@@ -291,7 +291,7 @@ def addresses_after(store: HashStore, restarts: int, machines: int) -> int:
         mock.patch.dict(os.environ, counted),
         mock.patch.object(example, "rendezvous", return_value=iter([(store, 0, 1)])),
     ):
-        example.meet(timedelta(seconds=60))
+        example.join_group(timedelta(seconds=60))
     distributed.destroy_process_group()
     return store.num_keys()
 
@@ -398,7 +398,7 @@ def counting(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     yield (
         "mutant",
         messages(POLICIES["horizon"], 4, EQUAL, every_backward=True),
-    )  # of unequal lengths the ranks would not even meet
+    )  # of unequal lengths the ranks would not even join_group
 
 
 def test_gradients_are_added_up_once_per_update_however_many_backward_passes_made_them() -> None:
@@ -431,16 +431,15 @@ def stream() -> tt.Stream:
 def check_refused(kind: str) -> None:
     refused = rf"is wrapped in {kind}: .*ranks of tt.updates add gradients up themselves"
     with group_of_one():
+        net = wrapped(kind, tt.carry(lstm()))
         for make in (
             lambda: tt.carry(wrapped(kind, lstm())),
             lambda: tt.carry(nn.Sequential(wrapped(kind, nn.LSTM(3, 4)), nn.Linear(4, 1))),
-            lambda: tt.updates(
-                wrapped(kind, tt.carry(lstm())), stream(), nn.MSELoss(), gradient=tt.Truncated(10)
-            ),  # pyright: ignore[reportArgumentType]  # what is refused
+            lambda: tt.updates(cast("Any", net), stream(), nn.MSELoss(), gradient=tt.Truncated(10)),
         ):
-            with pytest.raises(ModelError, match=refused) as told:
+            with pytest.raises(ModelError, match=refused) as caught:
                 make()
-            assert "Hand the bare module: net = tt.carry(wrapped.module)" in str(told.value)
+            assert "Hand the bare module: net = tt.carry(wrapped.module)" in str(caught.value)
         bare = wrapped(kind, net := tt.carry(lstm())).module
         assert bare is net
 

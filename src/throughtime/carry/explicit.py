@@ -31,11 +31,13 @@ class ExplicitAdapter(Adapter):
 
     module: nn.Module
     batch_first: bool
-    _learned: tuple[torch.dtype | None, LaneLayout] | None = field(default=None, init=False)
+    # by the dtype of the weights, since a module may be converted
+    _layouts: dict[torch.dtype | None, LaneLayout] = field(init=False, repr=False)
     _weight: Tensor | None = field(init=False, repr=False)
     _takes_resets: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._layouts = {}
         self._weight = next(self.module.parameters(), None)
         self._takes_resets = "resets" in inspect.signature(self.module.forward).parameters
 
@@ -48,7 +50,7 @@ class ExplicitAdapter(Adapter):
         return layout.zeros(lanes, None if weight is None else weight.device)
 
     def needs_trial(self) -> bool:
-        return self._cached_layout() is None and custom_initial_state(self.module) is None
+        return self._dtype() not in self._layouts and custom_initial_state(self.module) is None
 
     def takes_resets(self, x: Tensor | None) -> bool | None:
         del x
@@ -75,23 +77,17 @@ class ExplicitAdapter(Adapter):
     def _dtype(self) -> torch.dtype | None:
         return None if self._weight is None else self._weight.dtype
 
-    def _cached_layout(self) -> LaneLayout | None:
-        """The layout learned before, unless the module has changed its dtype since."""
-        if self._learned is None or self._learned[0] != self._dtype():
-            return None
-        return self._learned[1]
-
     def _layout(self, like: Tensor | None) -> LaneLayout:
-        layout = self._cached_layout()
-        if layout is None:
+        dtype = self._dtype()
+        if dtype not in self._layouts:
             custom = custom_initial_state(self.module)
-            if custom is None:
-                layout = self._learn_layout(like)
-            else:
-                with torch.no_grad():
-                    layout = LaneLayout.compare(custom(2), custom(3))
-            self._learned = (self._dtype(), layout)
-        return layout
+            with torch.no_grad():
+                self._layouts[dtype] = (
+                    self._learn_layout(like)
+                    if custom is None
+                    else LaneLayout.compare(custom(2), custom(3))
+                )
+        return self._layouts[dtype]
 
     def _learn_layout(self, like: Tensor | None) -> LaneLayout:
         """Learn the layout from trials with two and three lanes."""

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,10 @@ class OptimizerStep:
                 f"amp_mode={self.amp_mode!r}: expected None or 'amp', which runs the forward pass"
                 " under torch.autocast"
             )
-        # Ignite takes True for a scaler
-        known = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not known or (self.scaler is not None and self.amp_mode is None):
+        scaler: Any = self.scaler  # Ignite takes True as well
+        if scaler is not None and (
+            self.amp_mode is None or not isinstance(scaler, torch.amp.GradScaler)
+        ):
             raise ConfigError(
                 f"scaler={self.scaler!r} with amp_mode={self.amp_mode!r}: expected a"
                 " torch.amp.GradScaler and amp_mode='amp'; a scaler of your own can be saved:"

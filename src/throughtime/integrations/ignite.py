@@ -156,7 +156,9 @@ class StreamTrainer(Engine):
         self.add_event_handler(Events.EPOCH_STARTED, self._reset_count)
 
     # the order of the limits differs between releases
-    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, data: Any = None, max_epochs: int | None = None, **limits: int | None
+    ) -> State:
         """Train on `data`, a `tt.Stream` or a `Loader` of one, for `max_epochs` epochs.
 
         `limits` are those of `Engine.run`.
@@ -308,7 +310,9 @@ class StreamEvaluator(Engine):
         self._net = net
 
     # the order of the limits differs between releases
-    def run(self, data: Any = None, max_epochs: int | None = None, **limits: int | None) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, data: Any = None, max_epochs: int | None = None, **limits: int | None
+    ) -> State:
         """Evaluate one epoch of `data`, a `tt.Stream` of its own.
 
         Raises:

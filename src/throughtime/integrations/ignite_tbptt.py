@@ -167,8 +167,8 @@ def _check_arguments(
     horizon: int | None,
 ) -> None:
     faults: list[str] = []
-    # a user's 1e2 is a float
-    if not isinstance(tbtt_step, int) or tbtt_step < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    steps: Any = tbtt_step  # a user's 1e2 is a float
+    if not isinstance(steps, int) or steps < 1:
         faults.append(f"tbtt_step={tbtt_step!r}: expected a number of steps, at least 1")
     if isinstance(static, str):
         faults.append(f"static={static!r} is a string, expected several: static=({static!r},)")

@@ -63,14 +63,14 @@ class Loader:
     """
 
     def __init__(self, stream: tt.Stream, chunks: int = 1) -> None:
-        # users bring DataLoaders
-        if not isinstance(stream, tt.Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got: Any = stream  # users bring DataLoaders
+        if not isinstance(got, tt.Stream):
             raise DataError(
-                f"the loader got a {type(stream).__name__}, expected a tt.Stream(recordings,"
+                f"the loader got a {type(got).__name__}, expected a tt.Stream(recordings,"
                 " lanes, chunk)"
             )
-        # a user's 1e3 is a float
-        if not isinstance(chunks, int) or chunks < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        count: Any = chunks  # a user's 1e3 is a float
+        if not isinstance(count, int) or count < 1:
             raise DataError(
                 f"chunks={chunks!r}: expected a whole number of chunks in each batch, at least 1"
             )

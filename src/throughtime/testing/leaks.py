@@ -98,7 +98,9 @@ def check_no_leak(
         ('day 50', 2, 0.0)
     """
     require_carried(net)
-    excerpt = Excerpt.survey(stream, stream.steps if steps is None else min(steps, stream.steps))
+    excerpt = EpochExcerpt.survey(
+        stream, stream.steps if steps is None else min(steps, stream.steps)
+    )
     perturbations = [
         Perturbation(stream, net, excerpt, index, tolerance, seed)
         for index in excerpt.choose(stream, recordings)
@@ -112,7 +114,7 @@ def check_no_leak(
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class EpochExcerpt:
     """The first steps of an epoch: their recordings, and statistics of their inputs."""
 
     steps: int
@@ -122,7 +124,7 @@ class Excerpt:
     tokens: Tensor
 
     @classmethod
-    def survey(cls, stream: Stream, steps: int) -> "Excerpt":
+    def survey(cls, stream: Stream, steps: int) -> "EpochExcerpt":
         if steps < 1:
             raise DataError(f"steps={steps}: expected at least 1 step to look at")
         lanes: list[list[int]] = [[] for _ in range(stream.lanes)]
@@ -192,7 +194,7 @@ class Perturbation:
         self,
         stream: Stream,
         net: Carried,
-        excerpt: Excerpt,
+        excerpt: EpochExcerpt,
         index: int,
         tolerance: float,
         seed: int,

@@ -317,7 +317,8 @@ class _StreamHooks(pl.Callback):
     ) -> None:
         """Clip, now that the gradient has its true scale."""
         if isinstance(pl_module, StreamModule) and pl_module.clip is not None:
-            pl_module.clip_gradients(optimizer, pl_module.clip, "norm")  # pyright: ignore[reportArgumentType]
+            wrapped: Any = optimizer
+            pl_module.clip_gradients(wrapped, pl_module.clip, "norm")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
