@@ -170,7 +170,7 @@ def _whole(net: Carried, train: list[Recording]) -> Whole:
     seconds = time.perf_counter() - began
     net.zero_grad()
     chunk = stream.steps if update.adjoint_stats is None else update.adjoint_stats.chunk
-    edges = size.of(stream.steps, chunk, kept=True)
+    edges = size.total(stream.steps, chunk, stored=True)
     return Whole(stream.steps, seconds, chunk, round(edges), round(size.step * stream.steps))
 
 

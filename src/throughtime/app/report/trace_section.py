@@ -41,20 +41,21 @@ def gradient_over_time(trace: RunTrace, config: Config) -> Figure:
     maxima = "; ".join(
         f"{x.name} at most {x.largest:.2g} at step {x.at:,}" for x in trace.lifetimes
     )
+    caption = _caption(trace, config)
     svg = heat(
         rows,
         bins,
         title="Gradient over time and layer",
         description=(
-            f"Norm of the gradient with respect to each state and gate at {location},"
-            f" {_updates_in_words(trace)}: {maxima}."
+            f"Norm of the gradient with respect to each state and gate at {location}: {maxima}."
+            f" {caption}"
         ),
         x_label="step of the recording",
         decades=_decades([value for _, values in rows for value in values if value > 0]),
         cuts=("an update ends", trace.edges if len(trace.edges) <= _MOST_CUTS else ()),
         above=Series("signal", [step + 0.5 for step in range(trace.start, stop)], trace.signal),
     )
-    return Figure(svg, f"Each row is a state or a gate, {location}. {_caption(trace, config)}")
+    return Figure(svg, f"Each row is a state or a gate, {location}. {caption}")
 
 
 def _bins(trace: RunTrace) -> list[int]:
@@ -73,15 +74,6 @@ def _decades(values: Sequence[float]) -> int:
 def _largest(norms: Sequence[float]) -> float:
     """The largest finite norm; an infinite one has no colour."""
     return max((norm for norm in norms if math.isfinite(norm)), default=math.nan)
-
-
-def _updates_in_words(trace: RunTrace) -> str:
-    if not trace.edges:
-        return "no update ends among them"
-    updates = f"an update every {trace.stride:,} steps"
-    if trace.horizon > trace.stride:
-        return f"{updates}, credit back through at most {trace.horizon:,}"
-    return f"{updates}, where credit is cut"
 
 
 def _caption(trace: RunTrace, config: Config) -> str:
