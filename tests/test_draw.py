@@ -376,7 +376,7 @@ def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
     assert len(walk(loss, net).chunks) == 1
     found = walk(loss, net, state=state)
     assert [chunk.steps for chunk in found.chunks] == [1, 1]
-    assert "state given" in found.overdue[0].why
+    assert "state passed" in found.overdue[0].why
     assert not walk(net.chunk(1, detached(state))[0], net, state=detached(state)).overdue
 
 
@@ -514,12 +514,9 @@ def test_what_is_deep_is_held_level_by_level() -> None:
     walk(loss)
     node, depth, held = loss.grad_fn, 0, dict[int, list[Any]]()
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        held |= (
-            {depth: node.metadata["throughtime.held"]}
-            if "throughtime.held" in node.metadata
-            else {}
-            # torch's stubs say it is a method
-        )  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
+        metadata: Any = node.metadata  # torch's stubs call it a method
+        if "throughtime.held" in metadata:
+            held[depth] = metadata["throughtime.held"]
         node, depth = node.next_functions[0][0], depth + 1
     assert list(held) == [0, 500, 1000]
     assert all(len(nodes) == 1 for nodes in held.values())

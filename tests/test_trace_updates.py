@@ -19,7 +19,7 @@ import throughtime as tt
 from processes import PATIENCE
 from recurrences import needs_kernels
 from test_whole import LAYERS, by_graph, calls, make, recordings
-from throughtime.diagnose._trace_record import Sampling
+from throughtime.diagnose._trace_record import PassSampler
 from throughtime.diagnose.trace import SAMPLED, BackwardRecord, Trace, trace
 from throughtime.errors import RunError
 
@@ -404,11 +404,11 @@ def test_of_so_many_backward_passes_of_a_loop_one_is_traced(kind: str, chunks: i
 def test_a_decision_at_every_forward_call_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: calls are counted, not backward passes."""
 
-    def decide(self: Sampling) -> bool:
+    def decide(self: PassSampler) -> bool:
         self._index += 1
         return self.active
 
-    monkeypatch.setattr(Sampling, "decide", decide)
+    monkeypatch.setattr(PassSampler, "decide", decide)
     with pytest.raises(AssertionError):
         test_of_so_many_backward_passes_of_a_loop_one_is_traced("torch", 3)
 

@@ -1,21 +1,19 @@
-"""The graph behind a loss, folded into chunks: which chunk's graph hangs on which state.
+"""The autograd graph behind a loss, divided into chunks and the states that connect them.
 
-Nothing has to be recorded for it: autograd keeps what is needed. A weight that is used again and
-again, each use depending on the one before, is the clock: its uses are the steps. A chunk ends
-where
+Nothing is recorded for it: autograd keeps all that is needed. The clock is a weight whose every use
+depends on the one before; its uses are the steps. A chunk ends where
 
-1. a use depends on no earlier one: the state, or this part of it, was cut there, or starts
-(certain); 2. what an earlier backward has freed ends (certain);
-3. the weights have since been changed in place: autograd counts their versions (certain);
-4. the state begins that the caller names as the one that entered a chunk (certain);
+1. a use depends on no earlier one: this part of the state starts or was cut there (certain);
+2. an earlier backward pass has freed the graph (certain);
+3. the weights have been changed in place since, by autograd's version counter (certain);
+4. the state begins that the caller passes as the one that entered a chunk (certain);
 5. one call of a fused layer ends (certain);
-6. more autograd nodes than usual were made between two steps, by their sequence numbers: of a loss,
-   say. Where these nodes do not belong to the graph looked at, the past was used for something
-   else, and the state should have been cut (a good guess: it takes chunks of three steps at least,
-   and takes whatever else was recorded between two steps for the end of a chunk).
+6. autograd made more nodes between two steps than between their neighbours, for a loss, say. If
+   these nodes do not belong to this graph, the past was used for something else, and the state
+   should have been cut. This is a good guess: it needs chunks of three steps or more, and it takes
+   anything else recorded between two steps for the end of a chunk.
 
-A crossing at 1 to 4 should have been cut, and so should one at 5 and 6 where nodes that are not
-looked at lie between.
+A crossing at 1 to 4 should have been cut; at 5 and 6, if nodes outside of this graph lie between.
 """
 
 from bisect import bisect_right
@@ -42,16 +40,16 @@ WHY = {
     "weights": (
         "the weights were changed in place since the steps before, so backward refuses or is wrong"
     ),
-    "given": "the state given as entering here still hangs on the graph before",
-    "unseen": (
+    "passed": "the state passed as entering here still belongs to the graph before",
+    "foreign": (
         "something else, such as another loss, was recorded in between, and the state was not cut"
     ),
-    "seen": "one graph: what lies in between belongs to it",
+    "own": "one graph: all nodes in between belong to it",
 }
 
 
 @dataclass(frozen=True)
-class Leaf:
+class GraphLeaf:
     """A tensor at which the graph ends and gradients arrive.
 
     Attributes:
@@ -73,13 +71,13 @@ class Span:
     """The graph of one chunk.
 
     Attributes:
-        steps: uses of the clock, or the steps of a fused call; 0 if nothing recurs.
+        steps: uses of the clock, or the steps of a fused call; 0 if nothing is recurrent.
         nodes: of autograd.
-        enters: how the state comes in: with a graph, without any, from a leaf, or computed from
+        enters: how the state enters: with a graph, without one, as a leaf, or computed from
             something else; empty if unknown.
-        freed: an earlier backward has freed it.
-        stale: the weights have been changed in place since.
-        to_loss: its outputs go into what is drawn; else only its state does.
+        freed: whether an earlier backward pass has freed it.
+        stale: whether the weights have been changed in place since.
+        to_loss: whether its outputs contribute to the losses; otherwise only its state does.
     """
 
     steps: int
@@ -91,7 +89,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Link:
+class Crossing:
     """A state that crosses from one chunk into a later one with its graph.
 
     Attributes:
@@ -99,7 +97,7 @@ class Link:
         target: the chunk it enters.
         edges: of autograd.
         overdue: whether it should have been cut.
-        why: what that is known from.
+        why: the evidence.
     """
 
     source: int
@@ -111,18 +109,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Graph:
-    """What `walk` found. Every node is in a chunk, of the loss, on the way to a leaf, or a leaf."""
+    """The result of `walk`: each node belongs to a chunk, the loss or a leaf, or is a leaf's view."""
 
     chunks: tuple[Span, ...]
-    links: tuple[Link, ...]
-    leaves: tuple[Leaf, ...]
+    links: tuple[Crossing, ...]
+    leaves: tuple[GraphLeaf, ...]
     losses: int
     loss_nodes: int
     leaf_views: int
 
     @property
     def nodes(self) -> int:
-        """All nodes, leaves among them."""
+        """All nodes, leaves included."""
         return (
             sum(chunk.nodes for chunk in self.chunks)
             + self.loss_nodes
@@ -131,7 +129,7 @@ class Graph:
         )
 
     @property
-    def overdue(self) -> tuple[Link, ...]:
+    def overdue(self) -> tuple[Crossing, ...]:
         """The crossings that should have been cut."""
         return tuple(link for link in self.links if link.overdue)
 
@@ -155,15 +153,15 @@ class Graph:
 def walk(
     losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, state: State = None
 ) -> Graph:
-    """The graph behind a loss, or several, folded into chunks; nothing is changed.
+    """The graph behind one loss or several, divided into chunks.
 
-    Saved tensors of the clock's uses are unpacked, which runs the hooks of whoever packed them,
-    such as activation checkpointing.
+    Nothing is changed. Saved tensors of the clock's uses are unpacked, which runs the unpack hooks,
+    such as those of activation checkpointing.
 
     Args:
-        losses: a tensor with a graph, or several; whatever else hangs on the graph is not seen.
+        losses: a tensor with a graph, or several. Nodes that depend on the graph are not included.
         module: names the weights.
-        state: the state that entered the chunk of the loss, if it is at hand.
+        state: the state that entered the chunk of the loss, if available.
 
     Raises:
         DataError: a loss without a graph.
@@ -175,31 +173,31 @@ def walk(
         >>> cell, h = torch.nn.GRUCell(2, 3), torch.zeros(1, 3)
         >>> for x in torch.randn(10, 1, 2):
         ...     h = cell(x, h)
-        >>> found = walk(h.sum(), cell)
-        >>> len(found.chunks), found.chunks[0].steps, found.leaves[0].name
+        >>> graph = walk(h.sum(), cell)
+        >>> len(graph.chunks), graph.chunks[0].steps, graph.leaves[0].name
         (1, 10, 'weight_ih')
     """
     roots = [losses] if isinstance(losses, Tensor) else list(losses)
     for i, loss in enumerate(roots):
         if loss.grad_fn is None:
             raise DataError(
-                f"loss {i + 1} of {len(roots)} has no graph: it was made under torch.no_grad(),"
-                " detached, or is a leaf. Draw the loss before it is detached, or turned into a"
+                f"loss {i + 1} of {len(roots)} has no graph: it was computed under torch.no_grad(),"
+                " detached, or is a leaf. Draw the loss before it is detached or converted to a"
                 " number"
             )
     if not roots:
         raise DataError(
-            "got no loss, expected one tensor at least: a graph is looked at from its loss"
+            "got no loss, expected one tensor at least: the graph is that behind a loss"
         )
     nodes = Nodes([loss.grad_fn for loss in roots if loss.grad_fn is not None], module)
-    return _Folded(
+    return _ChunkBuilder(
         nodes,
         {t.grad_fn for t in trees.tensors(() if state is None else state) if t.grad_fn is not None},
     ).graph()
 
 
-class _Folded:
-    """The nodes sorted into chunks."""
+class _ChunkBuilder:
+    """Assigns the nodes to chunks."""
 
     def __init__(self, nodes: Nodes, entering: set[Node]) -> None:
         self.nodes = nodes
@@ -220,7 +218,10 @@ class _Folded:
         self.chunk = self._labels()
 
     def _depends(self) -> tuple[list[int], list[int]]:
-        """The latest use of the clock that each node depends on, itself included, and for each use the one before it; -1: none."""
+        """For each node the latest use of the clock that it depends on, itself included; -1: none.
+
+        And for each use the one before it.
+        """
         own = {i: k for k, i in enumerate(self.uses)}
         best, before = [-1] * len(self.nodes.nodes), [-1] * len(self.uses)
         for i in reversed(self.nodes.inner):
@@ -231,25 +232,25 @@ class _Folded:
         return best, before
 
     def _boundaries(self, entering: set[Node]) -> dict[int, str]:
-        """The uses of the clock with which chunks begin, and what that is known from.
+        """The uses of the clock with which chunks begin, and the evidence.
 
-        Weaker evidence first, stronger over it.
+        Stronger evidence replaces weaker.
         """
-        found: dict[int, str] = {}
+        starts: dict[int, str] = {}
         chains = self._chains()
         self.main = {k for chain in chains for k in chain}
         for chain in chains:
-            found |= self._by_distance(chain)
-            found |= dict.fromkeys(self._after(chain, entering), "given")
+            starts |= self._by_distance(chain)
+            starts |= dict.fromkeys(self._after(chain, entering), "passed")
             for a, b in pairwise(chain):
                 if self.age[a] != self.age[b]:
-                    found[b] = "freed" if "freed" in {self.age[a], self.age[b]} else "weights"
-        return found | {chain[0]: "cut" for chain in chains}
+                    starts[b] = "freed" if "freed" in {self.age[a], self.age[b]} else "weights"
+        return starts | {chain[0]: "cut" for chain in chains}
 
     def _chains(self) -> list[list[int]]:
         """Unbroken runs of uses, one after another.
 
-        A run beside another, as of a second input through the same net, is left out.
+        A run parallel to another is left out, such as that of a second input to the same net.
         """
         chain_of, chains = list[int](), list[list[int]]()
         for k, before in enumerate(self.before):
@@ -264,41 +265,42 @@ class _Folded:
         return main
 
     def _by_distance(self, chain: Sequence[int]) -> dict[int, str]:
-        """Where more was recorded between two uses than between their neighbours."""
+        """The uses before which more nodes were made than around their neighbours."""
         seq = [self.nodes.seq[self.uses[k]] for k in chain]
         wide = [b - a for a, b in pairwise(seq)]
         known = [
             bisect_right(self.recorded, b) - bisect_right(self.recorded, a)
             for a, b in pairwise(seq)
         ]
-        unseen = [all_made - seen for all_made, seen in zip(wide, known, strict=True)]
+        foreign = [total - own for total, own in zip(wide, known, strict=True)]
         if any(self.nodes.fused(self.uses[k]) > 1 for k in chain):
-            return {chain[i + 1]: "unseen" if unseen[i] else "seen" for i in range(len(wide))}
-        odd = [i for i in range(len(wide)) if len(wide) > 1 and wide[i] > max(_beside(wide, i))]
-        # So many exceptions are the rule: a step that uses the weight twice, or steps that differ.
+            return {chain[i + 1]: "foreign" if foreign[i] else "own" for i in range(len(wide))}
+        odd = [i for i in range(len(wide)) if len(wide) > 1 and wide[i] > max(_neighbours(wide, i))]
+        # Too many to be chunk ends: a step uses the weight twice, or steps differ.
         if 3 * len(odd) > len(wide):
             return {}
         return {
-            chain[i + 1]: "unseen" if unseen[i] > max(_beside(unseen, i)) else "seen" for i in odd
+            chain[i + 1]: "foreign" if foreign[i] > max(_neighbours(foreign, i)) else "own"
+            for i in odd
         }
 
     def _after(self, chain: Sequence[int], entering: set[Node]) -> list[int]:
-        """The first use after the state given was made."""
-        made = [
+        """The first use after the passed state was computed."""
+        numbers = [
             self.nodes.seq[self.nodes.number[node]]
             for node in entering
             if node in self.nodes.number
         ]
-        at = bisect_right([self.nodes.seq[self.uses[k]] for k in chain], max(made, default=-1))
-        return [chain[at]] if made and 0 < at < len(chain) else []
+        at = bisect_right([self.nodes.seq[self.uses[k]] for k in chain], max(numbers, default=-1))
+        return [chain[at]] if numbers and 0 < at < len(chain) else []
 
     def _tail(self) -> set[int]:
-        """The nodes that only add losses up."""
-        nodes, tail, held = self.nodes, set[int](), set[int]()
+        """The nodes that only add up losses."""
+        nodes, tail, consumed = self.nodes, set[int](), set[int]()
         for i in nodes.inner:
-            made_of = [j for j in nodes.nexts[i] if j >= 0]
-            ends = i in nodes.roots or i not in held
-            summed = bool(made_of) and all(nodes.leaf[j] < 0 and nodes.scalar(j) for j in made_of)
+            inputs = [j for j in nodes.nexts[i] if j >= 0]
+            ends = i in nodes.roots or i not in consumed
+            summed = bool(inputs) and all(nodes.leaf[j] < 0 and nodes.scalar(j) for j in inputs)
             if (
                 ends
                 and i not in self.recurrent
@@ -306,11 +308,14 @@ class _Folded:
             ):
                 tail.add(i)
             else:
-                held.update(made_of)
+                consumed.update(inputs)
         return tail
 
     def _labels(self) -> list[int]:
-        """The chunk of every inner node: of the latest use it depends on; of what comes before the first use, that of its consumer."""
+        """The chunk of every inner node: that of the latest use of the clock it depends on.
+
+        A node before the first use has the chunk of its consumer.
+        """
         nodes, firsts = self.nodes, sorted(self.starts)
         begin = [nodes.seq[self.uses[k]] for k in firsts[1:]]
         chunk = [len(firsts)] * len(nodes.nodes)
@@ -327,9 +332,9 @@ class _Folded:
         return chunk
 
     def _crossings(self) -> Iterator[tuple[int, int, bool]]:
-        """Edges from a chunk into a later one or the loss: source, target, and whether the state goes there."""
+        """Edges from a chunk to a later one or the loss: source, target, whether they carry state."""
         nodes = self.nodes
-        feeds = set(self.recurrent)  # what a later step depends on
+        feeds = set(self.recurrent)  # nodes that a later step depends on
         for i in nodes.inner:
             inner = [j for j in nodes.nexts[i] if j >= 0 and nodes.leaf[j] < 0]
             if i in feeds:
@@ -362,9 +367,9 @@ class _Folded:
         )
         return Graph(tuple(spans), tuple(joined), leaves, len(nodes.roots), len(self.tail), views)
 
-    def _leaf(self, leaf: int) -> Leaf:
+    def _leaf(self, leaf: int) -> GraphLeaf:
         uses = self.nodes.uses[leaf]
-        return Leaf(
+        return GraphLeaf(
             *self.nodes.names[leaf],
             tuple(sorted({self.chunk[i] for i in uses if i not in self.tail})),
             len(uses),
@@ -379,66 +384,71 @@ class _Folded:
         )
 
     def _enters(self, k: int, entered: bool) -> Entry:
-        """What stands where the steps after it have their state."""
+        """How the state enters the first step of a chunk."""
         if self.before[k] >= 0:
             return "graph"
         own = self.nodes.nexts[self.uses[k]]
         last = (
             own[1:2] if self.nodes.ours(self.uses[k]) else own[-1:]
         )  # of a fused call of torch, the state comes last
-        found = [own[s] for s in self.slots if s < len(own)] if self.slots else last
-        if any(j >= 0 and self.nodes.leaf[j] < 0 for j in found):
+        states = [own[s] for s in self.slots if s < len(own)] if self.slots else last
+        if any(j >= 0 and self.nodes.leaf[j] < 0 for j in states):
             return "computed"
-        return (
-            "leaf" if any(j >= 0 for j in found) else "graph" if entered and not found else "none"
-        )
+        if any(j >= 0 for j in states):
+            return "leaf"
+        return "graph" if entered and not states else "none"
 
     def _link(
         self, firsts: Sequence[int], source: int, target: int, edges: int, to_loss: bool
-    ) -> Link:
+    ) -> Crossing:
         known = [self.starts[firsts[c]] for c in range(target, source, -1)]
-        fine = (
-            {"seen", "unseen"} if to_loss else {"seen"}
-        )  # a past whose outputs count in this very loss has not ended
-        evidence = next((one for one in known if one not in fine), "seen")
-        return Link(source, target, edges, evidence != "seen", WHY[evidence])
+        # if the outputs of the source contribute to this loss, its chunk has not ended
+        fine = {"own", "foreign"} if to_loss else {"own"}
+        evidence = next((one for one in known if one not in fine), "own")
+        return Crossing(source, target, edges, evidence != "own", WHY[evidence])
 
 
-def _beside(values: Sequence[int], i: int) -> list[int]:
+def _neighbours(values: Sequence[int], i: int) -> list[int]:
     return [*values[max(0, i - 1) : i], *values[i + 1 : i + 2]]
 
 
 def _clock(nodes: Nodes) -> tuple[set[int], int]:
-    """The uses of all weights that recur, and the weight that recurs most often, among equals the one cut most often."""
+    """The uses of all recurrent weights, and the clock.
+
+    The clock is the weight with the most uses; among equals, the one cut most often.
+    """
     weights = {leaf: 1 << k for k, leaf in enumerate(nodes.weights())}
     own: Counter[int] = Counter()  # bits of the weights that a node uses, summed
     for leaf, bit in weights.items():
         own.update(dict.fromkeys(nodes.uses[leaf], bit))
-    seen, linked, recurring = [0] * len(nodes.nodes), Counter[int](), 0
+    reached, linked, recurring = [0] * len(nodes.nodes), Counter[int](), 0
     for i in reversed(nodes.inner):
         for j in nodes.nexts[i]:
-            seen[i] |= seen[j] if j >= 0 else 0
-        again = own[i] if nodes.fused(i) else seen[i] & own[i]
+            reached[i] |= reached[j] if j >= 0 else 0
+        again = own[i] if nodes.fused(i) else reached[i] & own[i]
         recurring |= again
-        if seen[i] & own[i]:
-            linked.update(leaf for leaf, bit in weights.items() if seen[i] & own[i] & bit)
-        seen[i] |= own[i]
-    found = [leaf for leaf, bit in weights.items() if recurring & bit]
-    if not found:
+        if reached[i] & own[i]:
+            linked.update(leaf for leaf, bit in weights.items() if reached[i] & own[i] & bit)
+        reached[i] |= own[i]
+    recurrent = [leaf for leaf, bit in weights.items() if recurring & bit]
+    if not recurrent:
         return set(), -1
 
     def rank(leaf: int) -> tuple[int, int, int]:
         uses = nodes.uses[leaf]
         return len(uses), len(uses) - linked[leaf], -min(nodes.seq[i] for i in uses)
 
-    return {i for leaf in found for i in nodes.uses[leaf]}, max(found, key=rank)
+    return {i for leaf in recurrent for i in nodes.uses[leaf]}, max(recurrent, key=rank)
 
 
 def _filled(ages: Sequence[str]) -> list[str]:
-    """A step that keeps no weights, since nothing before it asks for a gradient, is as old as the one after it, or before it."""
-    found = list(ages)
-    for i in reversed(range(len(found) - 1)):
-        found[i] = found[i] or found[i + 1]
-    for i in range(1, len(found)):
-        found[i] = found[i] or found[i - 1]
-    return found
+    """The ages, with that of a neighbour where a step saves no weights.
+
+    A step saves none if nothing before it requires a gradient.
+    """
+    filled = list(ages)
+    for i in reversed(range(len(filled) - 1)):
+        filled[i] = filled[i] or filled[i + 1]
+    for i in range(1, len(filled)):
+        filled[i] = filled[i] or filled[i - 1]
+    return filled

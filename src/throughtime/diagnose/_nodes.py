@@ -1,4 +1,4 @@
-"""The nodes of a graph behind a loss, by number: what each is made of, which leaf it uses, when it was made and with which weights."""
+"""The autograd nodes behind a loss: their inputs, leaves, order, and versions of the weights."""
 
 import re
 from collections import Counter
@@ -14,14 +14,14 @@ _FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
 _OURS = (
     "_RecurrentBackward",
     "TracedStepsBackward",
-)  # layers of tt.nn, and those that tt.trace plays: inputs first, then h
+)  # layers of tt.nn, and layers under tt.trace: inputs first, then h
 _STALE = re.compile(
     r"\[[\w.]+ \[([\d, ]*)\]\].*is at version \d+; expected version (\d+)", re.DOTALL
 )
 
 
 class Nodes:
-    """All nodes by number, consumers before what they are made of, and which of them use which leaf."""
+    """All nodes by number, consumers before their inputs, and the uses of each leaf."""
 
     def __init__(self, roots: Sequence[Node], module: nn.Module | None) -> None:
         self.nodes = _ordered(roots)
@@ -31,7 +31,7 @@ class Nodes:
             [-1 if node is None else self.number[node] for node, _ in other.next_functions]
             for other in self.nodes
         ]
-        # no other number says when a node was made
+        # the only number that gives the order in which nodes were made
         self.seq = [node._sequence_nr() for node in self.nodes]
         self.variables = {
             i: cast("Any", node).variable
@@ -45,10 +45,7 @@ class Nodes:
         self.names = _names(self.variables, module)
 
     def _leaves(self) -> list[int]:
-        """The leaf that a node is, or shows another way (a transpose of a weight, say).
-
-        -1 for all others.
-        """
+        """The leaf that a node is, or of which it is a view, such as a transpose; -1: none."""
         leaf = [-1] * len(self.nodes)
         roots = set(self.roots)
         for i in reversed(range(len(self.nodes))):
@@ -66,11 +63,11 @@ class Nodes:
         return uses
 
     def _hold(self) -> None:
-        """Lets every node of one level hold those of the level `_LEVEL` nodes further down.
+        """Let the nodes of one level hold those of the level `_LEVEL` nodes further down.
 
-        Torch frees a node that Python has looked at by recursion, which overflows the stack some
-        60,000 nodes deep (2.13). A held node ends the recursion, and goes when those that hold it
-        are gone, so nothing outlives the graph.
+        Torch frees nodes that Python has accessed by recursion, which overflows the stack some
+        60,000 nodes deep (2.13). A held node ends the recursion. It is freed with the nodes that
+        hold it, so nothing outlives the graph.
         """
         depth, levels = [0] * len(self.nodes), dict[int, list[Node]]()
         for i in self.inner:
@@ -86,36 +83,38 @@ class Nodes:
     def fused(self, i: int) -> int:
         """The steps of a fused layer's call; 0 for any other node."""
         node: Any = self.nodes[i]
-        shape = self._made(i)[0].shape if self._made(i) else ()
+        shape = self._outputs(i)[0].shape if self._outputs(i) else ()
         if self.ours(i):
             return shape[0] if len(shape) > 2 else 1
         if not node.name().startswith(_FUSED):
             return 0
-        # oneDNN makes time first whatever it was asked for, cuDNN what it was asked for.
-        # said nowhere else
-        turned = not node.name().startswith("Mkldnn") and node._saved_batch_first
-        return shape[1 if turned else 0] if len(shape) > 2 else 1
+        # oneDNN always puts time first, cuDNN as the layer does.
+        swapped = not node.name().startswith("Mkldnn") and node._saved_batch_first
+        return shape[1 if swapped else 0] if len(shape) > 2 else 1
 
     def ours(self, i: int) -> bool:
-        """Whether it is a call of a layer that is an autograd.Function of ours."""
+        """Whether it is a call of a layer by an autograd.Function of this package."""
         return self.nodes[i].name() in _OURS
 
     def scalar(self, i: int) -> bool:
-        """Whether it makes a single number."""
-        made = self._made(i)
-        return len(made) == 1 and tuple(made[0].shape) in {(), (1,)}
+        """Whether its output is a single number."""
+        outputs = self._outputs(i)
+        return len(outputs) == 1 and tuple(outputs[0].shape) in {(), (1,)}
 
-    def _made(self, i: int) -> Sequence[Any]:
+    def _outputs(self, i: int) -> Sequence[Any]:
         # shapes without unpacking what was saved
         return cast("Any", self.nodes[i])._input_metadata
 
     def weights(self) -> list[int]:
-        """The leaves that are weights; all of them where none is."""
+        """The leaves that are weights; all leaves if there are none."""
         named = [i for i in self.variables if self.names[i][1]]
         return named or list(self.variables)
 
     def age(self, i: int) -> str:
-        """`freed`, or the version of the weights that a node was made with, `now` for the present one; empty if it keeps none."""
+        """`freed`, `now`, or an earlier version of the weights that the node has saved.
+
+        Empty if it saves none.
+        """
         node, age = self.nodes[i], ""
         sizes = [
             sorted(self.variables[leaf].shape)
@@ -124,7 +123,7 @@ class Nodes:
         ]
         for name in _saved(type(node)):
             try:
-                kept = getattr(node, name)
+                saved = getattr(node, name)
             except RuntimeError as error:
                 if "already been freed" in str(error):
                     return "freed"
@@ -132,16 +131,16 @@ class Nodes:
                 if changed and sorted(int(n) for n in changed[1].split(",") if n.strip()) in sizes:
                     return changed[2]
             else:
-                kept = [kept] if isinstance(kept, Tensor) else kept
-                if isinstance(kept, (list, tuple)) and any(
-                    isinstance(t, Tensor) and sorted(t.shape) in sizes for t in kept
+                saved = [saved] if isinstance(saved, Tensor) else saved
+                if isinstance(saved, (list, tuple)) and any(
+                    isinstance(t, Tensor) and sorted(t.shape) in sizes for t in saved
                 ):
                     age = "now"
         return age
 
 
 def _ordered(roots: Sequence[Node]) -> list[Node]:
-    """Every node once, after all that are made of it."""
+    """Every node once, after all its consumers."""
     waits: Counter[Node] = Counter()
     seen, todo = set(roots), list(roots)
     while todo:
@@ -151,31 +150,31 @@ def _ordered(roots: Sequence[Node]) -> list[Node]:
                 if node not in seen:
                     seen.add(node)
                     todo.append(node)
-    ready, found = [node for node in dict.fromkeys(roots) if not waits[node]], list[Node]()
+    ready, ordered = [node for node in dict.fromkeys(roots) if not waits[node]], list[Node]()
     while ready:
-        found.append(ready.pop())
-        for node, _ in found[-1].next_functions:
+        ordered.append(ready.pop())
+        for node, _ in ordered[-1].next_functions:
             if node is not None:
                 waits[node] -= 1
                 if not waits[node]:
                     ready.append(node)
-    return found
+    return ordered
 
 
 def _names(variables: dict[int, Tensor], module: nn.Module | None) -> dict[int, tuple[str, bool]]:
-    """What each leaf is called, and whether it is a weight, in the module's order."""
+    """The name of each leaf, and whether it is a weight, in the module's order."""
     known = (
         {} if module is None else {id(weight): name for name, weight in module.named_parameters()}
     )
-    found: dict[int, tuple[str, bool]] = {}
+    names: dict[int, tuple[str, bool]] = {}
     order = {key: k for k, key in enumerate(known)}
     for i, leaf in sorted(variables.items(), key=lambda pair: order.get(id(pair[1]), len(order))):
         weight = id(leaf) in known or isinstance(leaf, nn.Parameter)
-        found[i] = (
+        names[i] = (
             known.get(id(leaf), f"{'weight' if weight else 'leaf'} {tuple(leaf.shape)}"),
             weight,
         )
-    return found
+    return names
 
 
 @cache

@@ -311,11 +311,11 @@ class History:
     Args:
         keep: the number of passes.
         tensors: whether gradients are kept besides their norms.
-        sampling: notified of every backward pass.
+        sampler: notified of every backward pass.
     """
 
-    def __init__(self, keep: int, tensors: bool, sampling: "Sampling") -> None:
-        self.tensors, self.sampling, self.count = tensors, sampling, 0
+    def __init__(self, keep: int, tensors: bool, sampler: "PassSampler") -> None:
+        self.tensors, self.sampler, self.count = tensors, sampler, 0
         self._passes = deque[BackwardRecord](maxlen=keep)
         # A run is held by its callback in the engine; a pass that fails leaves nothing behind.
         self._running: WeakValueDictionary[int, RunRecord] = WeakValueDictionary()
@@ -323,7 +323,7 @@ class History:
 
     def calls_of(self, track: "Track") -> dict[int, CallRecord]:
         """The calls of a track in the engine's present run, by their first step."""
-        self.sampling.saw_backward()
+        self.sampler.note_backward()
         task = backward_task()
         run = self._running.get(task)
         if run is None:
@@ -380,7 +380,7 @@ class Track:
         self.history.calls_of(self)[call.start] = call
 
 
-class Sampling:
+class PassSampler:
     """Which backward passes are traced: the first one of every `every`.
 
     The decision is taken at a forward pass after a backward pass has run, since one backward pass
@@ -400,7 +400,7 @@ class Sampling:
         """Whether the pass in progress is traced."""
         return self._index % self.every == 0
 
-    def saw_backward(self) -> None:
+    def note_backward(self) -> None:
         """A backward pass is running."""
         self._ended = backward_task()
 
@@ -424,9 +424,9 @@ class Sampling:
             self._index += 1
         return self.active
 
-    def end_update(self, made: bool) -> None:
+    def end_update(self, counts: bool) -> None:
         """The next forward call or update belongs to another pass, if an update was made."""
-        self._in_update, self._ended = False, OUTSIDE if made else None
+        self._in_update, self._ended = False, OUTSIDE if counts else None
 
 
 def backward_task() -> int:
@@ -439,5 +439,6 @@ def is_batched(gradients: Iterable[Tensor | None]) -> bool:
 
     They are not the gradient of a loss.
     """
-    test: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    functorch: Any = torch._C._functorch
+    test = functorch.is_legacy_batchedtensor
     return any(test(gradient) for gradient in gradients if gradient is not None)

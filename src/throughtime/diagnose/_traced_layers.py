@@ -1,4 +1,4 @@
-"""Layers and cells under a trace: the forward pass of the layer, the backward pass of the reference.
+"""Layers and cells under a trace: forward by the layer itself, backward by the reference.
 
     forward:    y, s_T = layer(x, s_0)                        as untraced, without a graph
     backward:   run `kernels/reference.py` on x and s_0 step by step, with a graph;
@@ -81,7 +81,7 @@ class TracedForward:
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], history: History) -> None:
-        self.module, self._run, self._sampling = module, run, history.sampling
+        self.module, self._run, self._sampler = module, run, history.sampler
         previous = module.__dict__.get("forward")
         if isinstance(previous, TracedForward) and previous.open:
             raise ConfigError(
@@ -117,17 +117,17 @@ class TracedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.open or not torch.is_grad_enabled():
             return self._inner(*args, **kwargs)
-        if self._sampling.decide():
+        if self._sampler.decide():
             return self._run(self._inner, *args, **kwargs)
         result = self._inner(*args, **kwargs)
         for tensor in tensors_in(result):
             if tensor.requires_grad:
-                tensor.register_hook(self._saw_backward)
+                tensor.register_hook(self._note_backward)
         return result
 
-    def _saw_backward(self, gradient: Tensor | None) -> None:
+    def _note_backward(self, gradient: Tensor | None) -> None:
         if not is_batched([gradient]):
-            self._sampling.saw_backward()
+            self._sampler.note_backward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copy of the net is not traced."""

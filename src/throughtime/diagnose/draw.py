@@ -1,4 +1,4 @@
-"""The graph behind a loss as a picture: which chunk's graph hangs on which state, time running downwards."""
+"""A picture of the autograd graph behind a loss: chunks, and the states between them."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from throughtime._svg import (
     shorten,
     text_at,
 )
-from throughtime.diagnose._graph import Graph, Leaf, Link, Span, walk
+from throughtime.diagnose._graph import Graph, GraphLeaf, Crossing, Span, walk
 from throughtime.errors import ConfigError
 from throughtime.state import State
 
@@ -43,12 +43,12 @@ _THIN = 'fill="none" stroke-opacity=".45"'
 _ENTERS = {
     "none": "the state enters without a graph: it is initial, or was cut",
     "leaf": "the state enters as a leaf: gradients end there",
-    "computed": "the state is computed from what is no step",
+    "computed": "the state is computed from nodes before the first step",
 }
 _REST = {
     "none": "the rest of the state enters without a graph",
     "leaf": "the rest of the state enters as a leaf",
-    "computed": "the rest of the state is computed from what is no step",
+    "computed": "the rest of the state is computed from nodes before the first step",
 }
 
 
@@ -58,26 +58,26 @@ class Drawing:
 
     Attributes:
         svg: the picture, self-contained.
-        graph: what it shows, in numbers.
+        graph: the same in numbers.
     """
 
     svg: str = field(repr=False)
     graph: Graph
 
     def save(self, path: str | Path) -> Path:
-        """Writes the picture into a file, whole or not at all.
+        """Write the picture to a file, atomically.
 
         Raises:
-            ConfigError: a name that does not end in `.svg`.
+            ConfigError: the name does not end in `.svg`.
         """
-        to = Path(path)
-        if to.suffix.lower() != ".svg":
+        target = Path(path)
+        if target.suffix.lower() != ".svg":
             raise ConfigError(
-                f"{to}: the picture is SVG, got '{to.suffix}'. Write"
-                f" drawing.save('{to.with_suffix('.svg')}')"
+                f"{target}: the picture is SVG, got '{target.suffix}'. Write"
+                f" drawing.save('{target.with_suffix('.svg')}')"
             )
-        write_atomically(to, self.svg.encode())
-        return to
+        write_atomically(target, self.svg.encode())
+        return target
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -89,37 +89,37 @@ class Drawing:
 def draw(
     losses: Tensor | Iterable[Tensor], module: nn.Module | None = None, *, state: State = None
 ) -> Drawing:
-    """A picture of the graph behind a loss: its chunks, the states that join them, the weights, and
-    in red what should have been cut.
+    """Draw the graph behind a loss: chunks, states that connect them, weights; overdue cuts in red.
 
-    Call it before `loss.backward()`, on any PyTorch loop; nothing needs to have been recorded, and
-    no result changes. For losses of throughtime's own updates there is no need: no graph outlives
-    them. `tt.audit` says what a cut costs.
+    Call it before `loss.backward()` in any PyTorch loop. It needs no recording and changes no
+    result. Losses of `tt.updates` need no picture: no graph outlives an update. `tt.audit` measures
+    what a cut costs.
 
-    What is certain: a state, or a part of it, that enters without a graph; a graph that an earlier
-    backward has freed; weights that were changed in place since; the state you give. Else a chunk's
-    end is guessed from autograd's numbering of nodes, where more was recorded between two steps
-    than between their neighbours, and a crossing is red if what was recorded there does not belong
-    to the losses drawn and the steps before do not count in them. So of chunks of one or two steps,
-    and of steps that differ in length, give `state`. A state that was cut cannot be told from an
-    initial one; nor, where the same net is run anew and reads what came out the first time, the
-    reading from a state that was cut in part. A memory that is no recurrence, as a Transformer's,
-    is one chunk.
+    Certain are: a state, or a part of it, that enters without a graph; a graph that an earlier
+    backward pass has freed; weights changed in place since; the state you pass. All other ends of
+    chunks are guessed from autograd's sequence numbers: more nodes were made between two steps than
+    between their neighbours. Such a crossing is red if these nodes do not belong to the losses
+    drawn and the steps before do not contribute to them. So pass `state` if chunks have one or two
+    steps, or if steps differ in length.
+
+    Three cases look alike: a state that was cut and an initial one; where a net runs again on its
+    own outputs, these and a state that was cut in part; and a memory without recurrence, as a
+    Transformer's, is one chunk.
 
     Args:
-        losses: a tensor with a graph, or several that hang on one graph.
+        losses: a tensor with a graph, or several with one graph.
         module: names the weights by their attribute paths.
-        state: the state that entered the chunk of the loss, if it is at hand: any nested tensors.
+        state: the state that entered the chunk of the loss, if available: any nested tensors.
 
     Returns:
-        The picture, of bounded size: of more than nine chunks those in the middle are folded into
-        one.
+        The picture, of bounded size: if there are more than nine chunks, those in the middle are
+        drawn as one.
 
     Raises:
         DataError: a loss without a graph.
 
     Cost: about 12 microseconds for each node of the graph, on one CPU core, without recursion.
-    Saved tensors are unpacked, which runs again what activation checkpointing would run.
+        Saved tensors are unpacked, which recomputes checkpointed activations.
 
     Example:
         >>> import torch, throughtime as tt
@@ -138,7 +138,7 @@ def draw(
 
 @dataclass(frozen=True)
 class _Row:
-    """One chunk, or several folded into one: the first, the last, and where their box is."""
+    """A box: one chunk, or several from the first to the last, with its position."""
 
     first: int
     last: int
@@ -172,13 +172,13 @@ def _picture(graph: Graph) -> str:
     paper = (
         f'<rect width="{short(WIDTH)}" height="{short(height)}" style="fill:var(--paper,#fff)"/>'
     )
-    # Colours of its own: a notebook or a viewer may be dark around a picture that is not.
+    # The picture sets its own colours, since a notebook or viewer may be dark.
     inside = ['<g style="color:var(--ink,#191c20)">', paper, head, *leaves, *loss, *body, "</g>"]
-    return chart(height, "The graph behind the loss", _said(graph), inside)
+    return chart(height, "The graph behind the loss", _description(graph), inside)
 
 
-def _said(graph: Graph) -> str:
-    """The picture in words."""
+def _description(graph: Graph) -> str:
+    """The picture as text."""
     spans = [f"chunk {i}: {_size(span)}" for i, span in enumerate(graph.chunks[:_MOST], 1)]
     more = [f"and {len(graph.chunks) - _MOST} more"] if len(graph.chunks) > _MOST else []
     crossings = [
@@ -196,7 +196,7 @@ def _size(span: Span) -> str:
 
 
 def _rows(graph: Graph, top: float) -> tuple[list[_Row], float]:
-    """Where each chunk stands, and where the last one ends."""
+    """The position of each box, and the end of the last one."""
     count = len(graph.chunks)
     if count > _MOST:
         ranges = (
@@ -216,7 +216,7 @@ def _rows(graph: Graph, top: float) -> tuple[list[_Row], float]:
 
 
 def _lines(graph: Graph, first: int, last: int) -> list[str]:
-    """What stands in a box below its name."""
+    """The lines in a box below its name."""
     spans = graph.chunks[first : last + 1]
     if first == last:
         notes = [
@@ -236,28 +236,28 @@ def _box(graph: Graph, row: _Row) -> str:
     many = row.first != row.last
     name = f"chunks {row.first + 1:,} to {row.last + 1:,}" if many else f"chunk {row.first + 1}"
     lines = _lines(graph, row.first, row.last)
-    place = (
+    position = (
         f'x="{short(_BOX)}" y="{short(row.top)}" width="{short(_WIDE)}"'
         f' height="{short(row.height)}" rx="6"'
     )
     frame = (
-        f'<rect {place} style="fill:var(--wash,#f5f6f7)" stroke="currentColor"'
+        f'<rect {position} style="fill:var(--wash,#f5f6f7)" stroke="currentColor"'
         f" {_LINE['cut'] if many else ''}/>"
     )
     texts = [faint_text_at(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(lines)]
-    return f'<g class="chunk">{frame}{text_at(_BOX + 14, row.top + 22, name, _BOLD)}{"".join(texts)}</g>'
+    title = text_at(_BOX + 14, row.top + 22, name, _BOLD)
+    return f'<g class="chunk">{frame}{title}{"".join(texts)}</g>'
 
 
-def _entering(graph: Graph, target: int) -> tuple[Link | None, list[Link]]:
+def _entering(graph: Graph, target: int) -> tuple[Crossing | None, list[Crossing]]:
     """The crossing from the chunk before, and those from further back."""
-    found = [link for link in graph.links if link.target == target]
-    return next((link for link in found if link.source == target - 1), None), [
-        link for link in found if link.source < target - 1
-    ]
+    links = [link for link in graph.links if link.target == target]
+    near = next((link for link in links if link.source == target - 1), None)
+    return near, [link for link in links if link.source < target - 1]
 
 
 def _words(graph: Graph, target: int) -> list[tuple[str, bool]]:
-    """What is said beside the arrows into a chunk, line by line, and whether in red."""
+    """The text beside the arrows into a chunk, line by line, and whether it is red."""
     near, far = _entering(graph, target)
     said: list[tuple[str, bool]] = []
     if near is not None:
@@ -279,7 +279,7 @@ def _words(graph: Graph, target: int) -> list[tuple[str, bool]]:
 
 
 def _into(graph: Graph, row: _Row) -> list[str]:
-    """The arrows into a chunk from above, and what they are."""
+    """The arrows into a chunk from above, with their text."""
     words = _words(graph, row.first)
     near, far = _entering(graph, row.first)
     start, parts = row.top - 10 - 18 * max(1, len(words)), list[str]()
@@ -304,19 +304,19 @@ def _into(graph: Graph, row: _Row) -> list[str]:
     return [
         *parts,
         *(
-            _said_at(_BOX + 58, start + 12 + 18 * i, line, red)
+            _text_line(_BOX + 58, start + 12 + 18 * i, line, red)
             for i, (line, red) in enumerate(words)
         ),
     ]
 
 
-def _said_at(x: float, y: float, line: str, red: bool) -> str:
+def _text_line(x: float, y: float, line: str, red: bool) -> str:
     halo = HALO.replace('style="', f'style="fill:{_ALARM};') if red else HALO
     return text_at(x, y, line, halo)
 
 
 def _arrow(x: float, start: float, stop: float, kind: str) -> str:
-    """Downwards; one that should have been cut has a bar across, too."""
+    """An arrow downwards; one that should have been cut has a bar across as well."""
     tip = (
         f"M{short(x - 4)} {short(stop - 7)}L{short(x)} {short(stop)}L{short(x + 4)}"
         f" {short(stop - 7)}"
@@ -328,9 +328,8 @@ def _arrow(x: float, start: float, stop: float, kind: str) -> str:
         else ""
     )
     line = f"M{short(x)} {short(start)}V{short(stop)}"
-    head = (
-        f'<path d="{tip}" fill="none" stroke="currentColor"/>' if kind == "cut" else ""
-    )  # its line is dashed, its tip is not
+    # the line of a cut is dashed, its tip is not
+    head = f'<path d="{tip}" fill="none" stroke="currentColor"/>' if kind == "cut" else ""
     drawn = line if kind == "cut" else line + tip + bar
     return (
         f'<path class="{kind}" d="{drawn}" fill="none" stroke="currentColor" {_LINE[kind]}/>{head}'
@@ -363,14 +362,14 @@ def _leaves(graph: Graph, rows: Sequence[_Row], top: float) -> tuple[list[str], 
     return parts, y
 
 
-def _leaf(leaf: Leaf, y: float) -> str:
+def _leaf(leaf: GraphLeaf, y: float) -> str:
     return text_at(0, y, shorten(leaf.name, 24)) + faint_text_at(
         _LEFT - 12, y, f"{leaf.uses:,}", END
     )
 
 
 def _loss(graph: Graph, rows: Sequence[_Row], bottom: float) -> tuple[list[str], float]:
-    """The loss at the lower right, with a line from every chunk whose outputs count in it."""
+    """The loss at the lower right, with a line from every chunk whose outputs contribute to it."""
     name = "loss" if graph.losses == 1 else f"{graph.losses} losses"
     y, using = (
         bottom + 28,

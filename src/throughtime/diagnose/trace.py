@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.carry.carried import Carried
-from throughtime.diagnose._trace_record import BackwardRecord, History, Sampling
+from throughtime.diagnose._trace_record import BackwardRecord, History, PassSampler
 from throughtime.diagnose._traced_layers import TracedForward, traced_module
 from throughtime.errors import ConfigError, ModelError, RunError
 from throughtime.gradient.schedule import check_whole
@@ -111,8 +111,7 @@ def trace(
     check_whole("every", every, 1)
     thresholds = Thresholds(vanished, exploded)
     module = net.module if isinstance(net, Carried) else net
-    sampling = Sampling(every)
-    history = History(keep, tensors, sampling)
+    history = History(keep, tensors, PassSampler(every))
     forwards: list[TracedForward] = []
     try:
         for name, part, leaves in _traced_parts(module, names or {}):
@@ -158,7 +157,7 @@ class Trace:
         self, forwards: Sequence[TracedForward], history: History, thresholds: "Thresholds"
     ) -> None:
         self._forwards, self._history, self._thresholds = forwards, history, thresholds
-        if history.sampling.every > 1:
+        if history.sampler.every > 1:
             SAMPLED.add(self)
 
     def __enter__(self) -> Self:
@@ -251,18 +250,18 @@ class Trace:
         if not any(forward.module in modules for forward in self._forwards):
             yield
             return
-        sampling = self._history.sampling
-        active = sampling.begin_update()
+        sampler = self._history.sampler
+        active = sampler.begin_update()
         removed = [f for f in self._forwards if not active and f.open and f.remove()]
-        made = False  # an epoch ends with a call that makes no update
+        complete = False  # an epoch ends with a call that makes no update
         try:
             yield
-            made = True
+            complete = True
         finally:
             for forward in removed:
                 if forward.open:  # the trace may have been closed meanwhile
                     forward.install()
-            sampling.end_update(made)
+            sampler.end_update(complete)
 
 
 SAMPLED: WeakSet[Trace] = WeakSet()  # open traces with `every` above 1
