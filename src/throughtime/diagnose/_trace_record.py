@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd import Variable
 
 from throughtime.errors import ConfigError
@@ -439,6 +440,6 @@ def is_batched(gradients: Iterable[Tensor | None]) -> bool:
 
     They are not the gradient of a loss.
     """
-    functorch: Any = torch._C._functorch
-    test = functorch.is_legacy_batchedtensor
+    module: Any = _functorch
+    test = module.is_legacy_batchedtensor
     return any(test(gradient) for gradient in gradients if gradient is not None)

@@ -21,7 +21,7 @@ from throughtime._svg import (
     shorten,
     text_at,
 )
-from throughtime.diagnose._graph import Graph, GraphLeaf, Crossing, Span, walk
+from throughtime.diagnose._graph import Crossing, Graph, GraphLeaf, Span, walk
 from throughtime.errors import ConfigError
 from throughtime.state import State
 
