@@ -45,8 +45,8 @@ MAX_STEPS = 65  # optimizer steps remembered
 
 
 @dataclass
-class GraphSize:
-    """The size of a retained graph at its backward."""
+class RetainedGraph:
+    """A retained graph at its backward: its size, and what came before."""
 
     reach: int  # earlier chunks in it
     nodes: int
@@ -61,7 +61,7 @@ class GrowthRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.retained: dict[SourceLine, list[GraphSize]] = {}
+        self.retained: dict[SourceLine, list[RetainedGraph]] = {}
         self.searches: dict[Instruction, int] = {}
         self.start = 0.0
         self.steps = 0  # of any optimizer
@@ -87,7 +87,7 @@ class GrowthRule(Rule):
                 oldest = min(oldest, sequence(node))
         reach = sum(size.root >= oldest for size in sizes)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        sizes.append(GraphSize(reach, nodes, memory, sequence(root), self.steps))
+        sizes.append(RetainedGraph(reach, nodes, memory, sequence(root), self.steps))
 
     def after_backward(self, backward: BackwardCall) -> None:
         if sizes := self.retained.get(backward.line):
