@@ -82,7 +82,7 @@ def main() -> None:
     print("| trained on | " + " | ".join(COLUMNS) + " |")
     print("|---|" + "---|" * len(COLUMNS))
     for way in WAYS:
-        mine = [run["figures"] for run in runs if run["way"] == way]
+        mine = [run["metrics"] for run in runs if run["way"] == way]
         print(
             f"| {way} | "
             + " | ".join(spread([figures[c] for figures in mine]) for c in COLUMNS)

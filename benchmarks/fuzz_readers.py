@@ -21,12 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from throughtime.app.form import Form
-from throughtime.app.manifest import find
-from throughtime.app.opened import open_recordings
+from throughtime.app.recordings import DataLayout, open_recordings
 from throughtime.errors import ThroughtimeError
 from throughtime.stream.formats import Table, csv_rows, open_table
 from throughtime.stream.formats import csv as csv_format
+from throughtime.stream.manifest import find_recordings
 
 HANG = 10  # seconds for one file
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -195,10 +194,16 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     try:
         if manifest:
             outcome = attempt(
-                lambda: f"manifest of {len(open_recordings(find(path), Form('regress')))} read"
+                lambda: (
+                    f"manifest of {len(open_recordings(find_recordings(path), DataLayout('regress')))} read"
+                )
             )
         else:
-            attempt(lambda: str(open_recordings(find(path), Form("regress", targets=("n0",)))))
+            attempt(
+                lambda: str(
+                    open_recordings(find_recordings(path), DataLayout("regress", targets=("n0",)))
+                )
+            )
             attempt(lambda: read_rows(path))
             outcome = attempt(lambda: compare(open_table(path), data))
     except BaseException:

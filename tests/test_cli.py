@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from pyarrow import parquet
 
 import throughtime as tt
 from throughtime.app.cli import main
-from throughtime.app.folder import Folder
 from throughtime.app.model import load_model
+from throughtime.app.run_folder import RunFolder
 
 STEPS = 600
 
@@ -124,7 +125,7 @@ def test_every_format_trains_and_is_scored(
     said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
     assert "frames/s" in said
     assert "scores on the unbroken recordings of 'valid'" in said
-    rows = Folder(tmp_path / "run").read_metrics()
+    rows = RunFolder(tmp_path / "run").read_metrics()
     assert rows[0]["kind"] == "data"
     assert rows[-1]["kind"] == "valid"
     assert np.isfinite(rows[-1]["rmse"])
@@ -324,17 +325,29 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
                 "regress",
                 "--targets",
                 "x",
-                "--exact",
+                "--gradient",
+                "exact",
                 "--horizon",
                 "5",
                 "--inputs",
                 "note",
             ],
-            "exact and horizon=5 are both given: the exact gradient cuts no credit",
+            "gradient='exact' and horizon=5 are both given: the exact gradient cuts no credit",
         ),
         (
-            ["train", "{data}", "--task", "regress", "--targets", "x", "--exact", "--stride", "5"],
-            "the exact gradient has no stride",
+            [
+                "train",
+                "{data}",
+                "--task",
+                "regress",
+                "--targets",
+                "x",
+                "--gradient",
+                "exact",
+                "--stride",
+                "5",
+            ],
+            "credit, so it has no stride",
         ),
         (["train", "{data}.missing.csv", "--task", "regress"], "no such file"),
         (
@@ -363,7 +376,6 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
             ["eval", "{run}", "{data}", "--split", "tst"],
             "no recordings in split 'tst'; there are train (1), valid (1)",
         ),
-        (["eval", "{run}", "{data}", "--missing", "drop"], "missing='drop': expected one of"),
         (["predict", "{run}", "{other}"], "inputs ['x'] asked for, the file has ['y']"),
         (
             ["predict", "{run}", "{data}", "--out", "p.txt"],
@@ -392,13 +404,26 @@ def test_bad_input_gets_one_message_that_says_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_choice_is_checked_and_its_case_does_not_matter(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    code, _, complained = ended("eval", *trained, "--missing", "drop")
+    assert code == 2
+    assert "'drop' is not one of 'error', 'mask'" in re.sub(r"[\s│]+", " ", complained)
+    said = run("train", "--help").replace("|", " ")
+    assert re.search(r"lstm\W+gru\W+rnn", said)
+    data, columns = as_csv(tmp_path)
+    run("train", data, *columns, *SMALL, "--model", "GRU", "--out", tmp_path / "run")
+    assert RunFolder(tmp_path / "run").read_config().model == "gru"
+
+
 def test_flags_win_over_the_config_file_and_both_are_kept(tmp_path: Path) -> None:
     data, _ = as_npz(tmp_path)
     (tmp_path / "run.toml").write_text(
         f'data = "{data}"\ntask = "regress"\nhidden = 7\nupdates = 5\nlanes = 1\n', encoding="utf-8"
     )
     run("train", "--config", tmp_path / "run.toml", "--hidden", "6", "--out", tmp_path / "run")
-    config = Folder(tmp_path / "run").read_config()
+    config = RunFolder(tmp_path / "run").read_config()
     assert (config.hidden, config.updates, config.lanes, config.data) == (
         6,
         5,

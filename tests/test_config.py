@@ -1,5 +1,7 @@
 """Settings: written, read back, and refused by name."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,8 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
         ({"inputs": 3}, "inputs=3: expected a list of column names"),
         ({"data": None}, "'data' is missing"),
         ({"strategy": "fsdp"}, "strategy='fsdp': expected one of 'single', 'ddp'"),
-        ({"devices": 2}, "devices=2: of several processes; add strategy='ddp' (--strategy ddp)"),
-        ({"devices": 2, "nodes": 3}, "devices=2 and nodes=3: of several processes"),
+        ({"devices": 2}, "devices=2: several processes need strategy='ddp' (--strategy ddp)"),
+        ({"devices": 2, "nodes": 3}, "devices=2 and nodes=3: several processes need"),
         ({"strategy": "ddp", "devices": 0}, "devices=0: expected at least 1"),
         (
             {"strategy": "ddp", "devices": 2, "nodes": 2, "lanes": 6},
@@ -63,8 +65,8 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
         (
             {"strategy": "ddp", "devices": 3, "lanes": 2},
             (
-                "3 ranks (devices=3 on each of nodes=1) play equally many: expected a multiple of"
-                " 3, such as 3"
+                "each of 3 ranks (devices=3 on each of nodes=1) plays the same number: expected a"
+                " multiple of 3, such as 3"
             ),
         ),
         (
@@ -87,3 +89,10 @@ def test_all_wrong_settings_are_listed_at_once() -> None:
         ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'task' is missing"
     ):
         make_config({"data": "d", "out": "o", "strid": 1, "hiden": 2})
+
+
+def test_help_needs_no_torch_and_ranks_no_lightning() -> None:
+    code = "import sys, throughtime.app.cli; assert not {'torch', 'numpy', 'rich'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    ranks = "import sys, throughtime.app.distributed; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", ranks], check=True)

@@ -124,7 +124,7 @@ def test_every_page_that_is_linked_exists() -> None:
 def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     import typer
 
-    from throughtime.app.cli.app import app
+    from throughtime.app.cli import app
     from throughtime.app.config import Config
 
     # a click group

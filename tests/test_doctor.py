@@ -436,12 +436,7 @@ def test_the_command_runs_a_script_with_its_arguments_and_prints_what_it_found(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    line = (
-        "import typer; from throughtime.app.cli.doctor import SCRIPT, doctor; app ="
-        " typer.Typer(pretty_exceptions_enable=False);"
-    )
-    line += "app.command(context_settings=SCRIPT)(doctor); app()"
-    words = [sys.executable, "-c", line, "train.py", "--steps", "10"]
+    words = [sys.executable, "-m", "throughtime", "doctor", "train.py", "--steps", "10"]
     result = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )

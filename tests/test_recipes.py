@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from throughtime.app.cli import main
-from throughtime.app.cli.app import app
+from throughtime.app.cli import app, main
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes"

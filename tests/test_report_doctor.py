@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from test_cli import run
+from test_cli import ended, run
 from throughtime.app.report import doctor_page
 from throughtime.app.report.page import Code, Page, Section, WebLink, render
 from throughtime.doctor import CODES, Doctor, doctor
@@ -115,8 +115,11 @@ def test_failing_script_has_its_page_even_from_another_folder(
     script = "import os\nos.chdir('else')\n" + FAULTY + "raise ValueError('the disk is <full>')\n"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    with pytest.raises(ValueError, match="full"):
-        run("doctor", "--report", "page.html", "train.py", "10")
+    code, printed, complained = ended("doctor", "--report", "page.html", "train.py", "10")
+    assert code == 1
+    assert complained.startswith('Traceback (most recent call last):\n  File "train.py", line')
+    assert complained.endswith("ValueError: the disk is <full>\n")
+    assert (printed + complained).count("every chunk starts from a zero state") == 1
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "The loop ended with ValueError: the disk is &lt;full&gt;" in page
     assert marked(page) == ["y, h = gru(x)"]

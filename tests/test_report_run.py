@@ -11,16 +11,16 @@ import pytest
 from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.audit_report import AuditReport
-from throughtime.app.folder import Folder
 from throughtime.app.report import audit_section
 from throughtime.app.report.run_page import write_report
+from throughtime.app.run_folder import RunFolder
 from throughtime.diagnose import Reach
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that has been audited."""
     path = tmp_path_factory.mktemp("reported")
     folder = finish(
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder
 
 
-def page_of(folder: Folder) -> str:
+def page_of(folder: RunFolder) -> str:
     return write_report(folder).read_text(encoding="utf-8")
 
 
@@ -40,7 +40,7 @@ def descriptions(page: str) -> dict[str, str]:
     return dict(pictures)
 
 
-def test_the_page_is_one_well_formed_file_that_sends_no_request(folder: Folder) -> None:
+def test_the_page_is_one_well_formed_file_that_sends_no_request(folder: RunFolder) -> None:
     page = page_of(folder)
     assert ET.fromstring(page).tag == "html"
     assert not re.search(
@@ -50,7 +50,7 @@ def test_the_page_is_one_well_formed_file_that_sends_no_request(folder: Folder) 
     assert len(ids) == len(set(ids))
 
 
-def test_every_chart_has_a_description(folder: Folder) -> None:
+def test_every_chart_has_a_description(folder: RunFolder) -> None:
     page = page_of(folder)
     charts = descriptions(page)
     assert {
@@ -64,7 +64,7 @@ def test_every_chart_has_a_description(folder: Folder) -> None:
     assert page.count("<svg") == len(charts)
 
 
-def test_settings_are_described_in_words(folder: Folder) -> None:
+def test_settings_are_described_in_words(folder: RunFolder) -> None:
     page, config = page_of(folder), folder.read_config()
     for words in (
         f"{config.model.upper()} with 1 layer of {config.hidden} units",
@@ -76,7 +76,7 @@ def test_settings_are_described_in_words(folder: Folder) -> None:
         assert words in page
 
 
-def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path) -> None:
+def test_the_throughput_is_that_of_the_log_lines(folder: RunFolder, tmp_path: Path) -> None:
     """Ten frames per second between any two lines without a validation between them."""
     rows = folder.read_metrics()
     paced = [
@@ -87,7 +87,7 @@ def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path)
         }
         for i, row in enumerate(rows)
     ]
-    copied = Folder(tmp_path / "run")
+    copied = RunFolder(tmp_path / "run")
     copied.path.mkdir()
     for path in (folder.config, folder.model):
         (copied.path / path.name).write_bytes(path.read_bytes())
@@ -103,8 +103,8 @@ def test_the_throughput_is_that_of_the_log_lines(folder: Folder, tmp_path: Path)
     assert any(row["kind"] == "valid" for row in rows)
 
 
-def test_missing_measurements_are_omitted(folder: Folder, tmp_path: Path) -> None:
-    copied = Folder(tmp_path / "run")
+def test_missing_measurements_are_omitted(folder: RunFolder, tmp_path: Path) -> None:
+    copied = RunFolder(tmp_path / "run")
     copied.path.mkdir()
     for path in (folder.config, folder.model):
         (copied.path / path.name).write_bytes(path.read_bytes())
@@ -119,11 +119,11 @@ def test_missing_measurements_are_omitted(folder: Folder, tmp_path: Path) -> Non
     assert "Where the gradient goes" not in page
 
 
-def reach_of(folder: Folder) -> Reach:
+def reach_of(folder: RunFolder) -> Reach:
     return AuditReport.read(folder.audit).reach
 
 
-def test_window_of_training_is_marked(folder: Folder) -> None:
+def test_window_of_training_is_marked(folder: RunFolder) -> None:
     page = page_of(folder)
     assert (
         page.count("window of training, 10") == 2
@@ -132,7 +132,7 @@ def test_window_of_training_is_marked(folder: Folder) -> None:
     assert "window of training" not in audit_section.gradient_by_lag(reach_of(folder)).svg
 
 
-def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> None:
+def test_the_share_beyond_the_window_is_that_of_the_norms(folder: RunFolder) -> None:
     """With equal norms, half of the sum lies beyond half of the lags and none beyond the last."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
     assert audit_section.gradient_by_lag(flat, 20).caption.endswith(
@@ -142,7 +142,7 @@ def test_the_share_beyond_the_window_is_that_of_the_norms(folder: Folder) -> Non
     assert "Training truncated" not in audit_section.gradient_by_lag(flat).caption
 
 
-def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> None:
+def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: RunFolder) -> None:
     reach = reach_of(folder)
     drawn = ET.fromstring(audit_section.gradient_by_part(reach).svg)
     labels = [e.text for e in drawn.iter(f"{SVG}text")]
@@ -155,7 +155,7 @@ def test_the_heat_map_has_a_row_for_each_part_of_the_state(folder: Folder) -> No
     )  # the curve says it already
 
 
-def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: Folder) -> None:
+def test_the_cells_of_the_heat_map_are_the_means_of_their_lags(folder: RunFolder) -> None:
     """A part with a gradient at a single lag is coloured there only."""
     lags = tuple(range(1, 41))
     spike = tuple(1.0 if lag == 30 else 0.0 for lag in lags)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import Look, Question, look_at
+from throughtime.app.audit import AuditJob, AuditOptions, open_audit
 from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config, make_config
-from throughtime.app.folder import Folder
 from throughtime.app.report import trace_section
+from throughtime.app.run_folder import RunFolder
 from throughtime.app.trace import (
     FEWEST_STEPS,
     LONGEST_STRIDE,
@@ -36,11 +36,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 GATES = ("h", "c", "i", "f", "g", "o")
 
 
-def audit_job(folder: Folder) -> Look:
-    return look_at(folder, Question(horizons=(10, 40), max_lag=40), None, None, None, None)
+def audit_job(folder: RunFolder) -> AuditJob:
+    return open_audit(folder, AuditOptions(horizons=(10, 40), max_lag=40), None, None, None, None)
 
 
-def traced_run(folder: Path, **more: Any) -> tuple[Look, RunTrace]:
+def traced_run(folder: Path, **more: Any) -> tuple[AuditJob, RunTrace]:
     """A run in float64 and its trace."""
     values = {
         k: v
@@ -75,7 +75,7 @@ def by_hand(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> Iterator
         yield {"h": h, "c": c, "i": i, "f": f, "g": g, "o": o}
 
 
-def oracle(look: Look, run_trace: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
+def oracle(look: AuditJob, run_trace: RunTrace, cut: TracePlan) -> dict[str, Tensor]:
     """The norms by plain autograd, one window at a time, each from a detached state."""
     net = look.net.module
     layer = net.get_submodule("recurrent")
@@ -116,8 +116,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "stride": {},
     "horizon": {"horizon": 35},
     "warm-up": {"warm_up": 7, "stride": 130},
-    "segment": {"exact": True, "stride": None, "segment": 90, "updates": 4},
-    "exact": {"exact": True, "stride": None, "updates": 3},
+    "segment": {"gradient": "exact", "stride": None, "segment": 90, "updates": 4},
+    "exact": {"gradient": "exact", "stride": None, "updates": 3},
     "windows": {"train_on": "windows", "stride": 64},
 }
 
@@ -189,7 +189,7 @@ def test_plan_fits_the_recording_and_truncates_as_the_run(
 ) -> None:
     values = {"data": "d", "task": "classify", "out": "o"}
     own = (
-        {"exact": True, "segment": segment}
+        {"gradient": "exact", "segment": segment}
         if exact
         else {"stride": stride, "horizon": stride + more}
     )
@@ -202,7 +202,7 @@ def test_plan_fits_the_recording_and_truncates_as_the_run(
         assert cut.stride == wanted
         assert cut.edges == tuple(t for t in range(1, cut.shown) if t % wanted == 0)
         assert cut.shown == min(steps, wanted * max(3, math.ceil(FEWEST_STEPS / wanted)))
-        assert cut.stride <= cut.horizon <= max(cut.stride, own.get("horizon") or 0)
+        assert cut.stride <= cut.horizon <= max(cut.stride, 0 if exact else stride + more)
         ahead = cut.steps - cut.shown
         assert ahead == 0 or cut.steps * (cut.stride + ahead) <= MOST_WORK * cut.stride
     else:
@@ -210,7 +210,7 @@ def test_plan_fits_the_recording_and_truncates_as_the_run(
         assert cut.stride == cut.horizon == cut.steps
 
 
-def regression(folder: Path, weight: float, **more: Any) -> tuple[Look, Config]:
+def regression(folder: Path, weight: float, **more: Any) -> tuple[AuditJob, Config]:
     """A linear RNN that rotates its state by a right angle per step, with one loss per stride."""
     data = write_recordings(folder / "data")
     for path in data.glob("*_y.npy"):
@@ -271,7 +271,7 @@ def test_time_constant_follows_from_the_bias_of_the_forget_gate(tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Look, RunTrace]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[AuditJob, RunTrace]:
     return traced_run(tmp_path_factory.mktemp("traced"), horizon=35, layers=2, model="gru")
 
 
@@ -292,7 +292,7 @@ def cuts(picture: ET.Element) -> list[float]:
 
 
 def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layers(
-    traced: tuple[Look, RunTrace],
+    traced: tuple[AuditJob, RunTrace],
 ) -> None:
     look, run_trace = traced
     picture = drawn(run_trace, look.config)
@@ -304,7 +304,7 @@ def test_the_picture_has_a_row_for_each_state_and_gate_in_the_order_of_the_layer
     assert all(name in described for name in rows)
 
 
-def test_every_edge_is_marked_where_an_update_ends(traced: tuple[Look, RunTrace]) -> None:
+def test_every_edge_is_marked_where_an_update_ends(traced: tuple[AuditJob, RunTrace]) -> None:
     look, run_trace = traced
     assert run_trace.edges == tuple(
         range(run_trace.start + 10, run_trace.start + run_trace.steps, 10)
@@ -318,7 +318,7 @@ def test_every_edge_is_marked_where_an_update_ends(traced: tuple[Look, RunTrace]
 
 
 def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
-    traced: tuple[Look, RunTrace],
+    traced: tuple[AuditJob, RunTrace],
 ) -> None:
     look, run_trace = traced
     norms = tuple(1.0 if t == 50 else 1e-9 for t in range(run_trace.steps))
@@ -337,7 +337,7 @@ def test_cells_never_cross_an_edge_and_are_as_full_as_the_largest_in_them(
 
 
 def test_infinite_norm_is_stored_and_has_no_colour(
-    traced: tuple[Look, RunTrace], tmp_path: Path
+    traced: tuple[AuditJob, RunTrace], tmp_path: Path
 ) -> None:
     look, run_trace = traced
     name = next(iter(run_trace.norms))
@@ -356,15 +356,15 @@ def test_infinite_norm_is_stored_and_has_no_colour(
     assert (
         "inf" not in trace_section.gradient_over_time(broken, look.config).svg.split("</desc>")[1]
     )
-    audited = replace(audit_job(Folder(Path(look.config.out))).go(), trace=broken)
+    audited = replace(audit_job(RunFolder(Path(look.config.out))).run(), trace=broken)
     audited.write(tmp_path / "audit.json")
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert AuditReport.read(tmp_path / "audit.json") == audited
 
 
-def test_file_without_a_trace_is_read(traced: tuple[Look, RunTrace], tmp_path: Path) -> None:
+def test_file_without_a_trace_is_read(traced: tuple[AuditJob, RunTrace], tmp_path: Path) -> None:
     look, _ = traced
-    audit_job(Folder(Path(look.config.out))).go().write(tmp_path / "audit.json")
+    audit_job(RunFolder(Path(look.config.out))).run().write(tmp_path / "audit.json")
     content = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
     assert content.pop("trace")
     (tmp_path / "audit.json").write_text(json.dumps(content), encoding="utf-8")
@@ -378,7 +378,7 @@ def test_file_without_a_trace_is_read(traced: tuple[Look, RunTrace], tmp_path: P
         ({}, "Credit is cut at the end of each update"),
         ({"horizon": 35}, "Credit crosses the ends of updates, through at most 35 steps."),
         (
-            {"exact": True, "stride": None, "updates": 2},
+            {"gradient": "exact", "stride": None, "updates": 2},
             "No update of the run ends in between, so nothing is cut here.",
         ),
         (

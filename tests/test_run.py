@@ -19,12 +19,13 @@ import torch
 
 from processes import elsewhere
 from throughtime import state as trees
-from throughtime.app import data as datasets
 from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.app.config import Config, make_config
-from throughtime.app.folder import Folder
+from throughtime.app.dataset import open_dataset, split_recordings
 from throughtime.app.model import load_model
-from throughtime.app.train import begin, prepare
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.statistics import class_name
+from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
 from throughtime.stream.recording import as_recording
 
@@ -74,9 +75,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "throughtime", *arguments]
 
 
-def finish(values: dict[str, Any]) -> Folder:
-    training = begin(make_config(values))
-    for _ in training.go():
+def finish(values: dict[str, Any]) -> RunFolder:
+    training = Training.begin(make_config(values))
+    for _ in training.run():
         pass
     return training.folder
 
@@ -121,7 +122,7 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"recording '1': 1 steps .* step 17, column 1.*--missing mask"
     ):
-        begin(make_config(settings(data, out)))
+        Training.begin(make_config(settings(data, out)))
     assert not out.exists()
     masked = finish(settings(data, out, missing="mask"))
     assert masked.report.parent.is_dir()
@@ -136,7 +137,7 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
         DataError,
         match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2",
     ):
-        begin(make_config(settings(data, tmp_path / "run")))
+        Training.begin(make_config(settings(data, tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
@@ -166,12 +167,12 @@ def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, sa
     data = write_recordings(tmp_path / "data")
     (data / "recordings.csv").write_text(rows, encoding="utf-8")
     with pytest.raises(DataError, match=said):
-        prepare(make_config(settings(data, tmp_path / "run")))
+        open_dataset(make_config(settings(data, tmp_path / "run")))
 
 
 def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lanes=9999 but the recordings have 650 steps"):
-        begin(
+        Training.begin(
             make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999))
         )
 
@@ -180,24 +181,24 @@ def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3)
     finish(values)
     with pytest.raises(RunError, match="holds a run already; continue it with --resume"):
-        begin(make_config(values))
+        Training.begin(make_config(values))
 
 
 def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> None:
     recordings = [
         ("", as_recording({"inputs": np.zeros(n), "name": str(n)}, 0)) for n in (10, 20, 30)
     ]
-    several, _ = datasets.split(recordings, 0.2)
+    several, _ = split_recordings(recordings, 0.2)
     assert [r.name for r in several["valid"]] == ["30"]
-    single, _ = datasets.split(recordings[2:], 0.2)
+    single, _ = split_recordings(recordings[2:], 0.2)
     assert [len(single["train"][0]), len(single["valid"][0])] == [24, 6]
-    everything, remark = datasets.split(recordings, 0.0)
+    everything, remark = split_recordings(recordings, 0.0)
     assert list(everything) == ["train"]
     assert "nothing held out" in remark
 
 
 def test_training_that_diverges_says_so_and_keeps_the_checkpoint(tmp_path: Path) -> None:
-    training = begin(
+    training = Training.begin(
         make_config(
             settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", lr=1e30)
         )
@@ -211,12 +212,12 @@ def test_training_that_diverges_says_so_and_keeps_the_checkpoint(tmp_path: Path)
             r" 1e\+30\)"
         ),
     ):
-        list(training.go())
+        list(training.run())
     assert training.folder.checkpoint.read_bytes() == before
 
 
 def test_balanced_weights_are_inverse_frequencies(tmp_path: Path) -> None:
-    training = begin(
+    training = Training.begin(
         make_config(
             settings(
                 write_recordings(tmp_path / "data"), tmp_path / "run", class_weights="balanced"
@@ -226,7 +227,7 @@ def test_balanced_weights_are_inverse_frequencies(tmp_path: Path) -> None:
     loss = training.loss_fn
     assert isinstance(loss, torch.nn.CrossEntropyLoss)
     assert loss.weight is not None
-    counts = torch.tensor([float(training.prepared.found.classes[c]) for c in "012"])
+    counts = torch.tensor([float(training.dataset.statistics.classes[c]) for c in "012"])
     torch.testing.assert_close(loss.weight * counts, torch.full((3,), counts.sum().item() / 3))
 
 
@@ -236,7 +237,7 @@ def test_a_regression_model_answers_in_the_units_of_its_targets(tmp_path: Path) 
     )
     folder = finish(values)
     net, spec = load_model(folder.model)
-    assert spec.task == "regress"
+    assert spec.layout.task == "regress"
     shift = net.module.get_buffer("units.shift")
     assert shift.item() == pytest.approx(1.0, abs=0.05)  # the classes 0, 1, 2 as numbers
 
@@ -246,7 +247,7 @@ RESUMED = [
     {"train_on": "stream", "horizon": 25, "model": "gru", "layers": 2},
     {"train_on": "windows", "updates": 90},
     {"epochs": 3, "updates": None, "warm_up": 5, "dtype": "float64"},
-    {"exact": True, "segment": 25, "stride": None},
+    {"gradient": "exact", "segment": 25, "stride": None},
 ]
 
 
@@ -259,21 +260,21 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
 
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole", **more))
-    stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.go():
+    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for moment in stopped.run():
         if moment.update >= stop_at:
             stopped.stop()
     assert not stopped.finished
     torch.manual_seed(999)
     resumed = Training.resume(stopped.folder.path)
     assert resumed.count == stop_at
-    for _ in resumed.go():
+    for _ in resumed.run():
         pass
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
 
 
-def _lines(folder: Folder) -> list[dict[str, Any]]:
+def _lines(folder: RunFolder) -> list[dict[str, Any]]:
     timing = {"seconds", "waiting", "peak_memory"}
     return [{k: v for k, v in row.items() if k not in timing} for row in folder.read_metrics()]
 
@@ -286,7 +287,7 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     process = subprocess.Popen(
         command(*flags(values)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    folder = Folder(tmp_path / "killed")
+    folder = RunFolder(tmp_path / "killed")
     seen = _wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -299,7 +300,7 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     assert _lines(whole) == _lines(folder)
 
 
-def _wait_for_checkpoint(folder: Folder, process: "subprocess.Popen[bytes]") -> bool:
+def _wait_for_checkpoint(folder: RunFolder, process: "subprocess.Popen[bytes]") -> bool:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         if folder.checkpoint.is_file() and len(folder.read_metrics()) > 3:
@@ -328,7 +329,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """The system itself refuses the write: the process may write files of so many bytes and no more."""
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", hidden=64)
-    training = begin(make_config(values))
+    training = Training.begin(make_config(values))
     training.save()
     before = training.folder.checkpoint.read_bytes()
     limit = len(before) // 2
@@ -350,7 +351,7 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
     from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
-    training = begin(make_config(settings(data, tmp_path / "run")))
+    training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.save()
     write_recordings(data, (400, 260, 330))
     with pytest.raises(DataError, match=r"a statistic of the training split, was .* and is now"):
@@ -362,7 +363,7 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
-    Folder.create(
+    RunFolder.create(
         Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run"))
     )
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
@@ -375,11 +376,11 @@ def test_a_run_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) ->
 
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole"))
-    ended = begin(make_config(settings(data, tmp_path / "ended")))
-    next(ended.go())
+    ended = Training.begin(make_config(settings(data, tmp_path / "ended")))
+    next(ended.run())
     (ended.folder.path / "model.safetensors.123.tmp").write_bytes(b"left by a kill")
     resumed = Training.resume(ended.folder.path)
-    assert list(resumed.go())
+    assert list(resumed.run())
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
     assert not list(resumed.folder.path.glob("*.tmp"))
@@ -390,7 +391,7 @@ def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path, changed: str) -> N
     from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
-    training = begin(make_config(settings(data, tmp_path / "run")))
+    training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.save()
     labels, inputs = np.load(data / "0_y.npy"), np.load(data / "0_x.npy")
     if changed == "another class by name":
@@ -411,18 +412,20 @@ def test_a_value_that_is_missing_in_held_out_data_is_found_before_training(tmp_p
     inputs[3, 1] = np.inf
     np.save(data / "2_x.npy", inputs)
     with pytest.raises(DataError, match=r"recording '2': 1 steps .* step 3, column 1"):
-        begin(make_config(settings(data, tmp_path / "run")))
+        Training.begin(make_config(settings(data, tmp_path / "run")))
 
 
 def test_infinite_targets_are_refused(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     np.save(data / "0_y.npy", np.where(np.arange(400) == 17, np.inf, 0.0))
     with pytest.raises(DataError, match="recording '0': 1 targets are infinite from step 17 on"):
-        begin(make_config(settings(data, tmp_path / "run", task="regress")))
+        Training.begin(make_config(settings(data, tmp_path / "run", task="regress")))
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    training = begin(make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run")))
+    training = Training.begin(
+        make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
+    )
     training.save()
     before = training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes()
     with torch.no_grad():
@@ -436,14 +439,16 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
     """Two updates of Adam with a tight clip, against the same by hand."""
     import throughtime as tt
 
-    training = begin(
+    training = Training.begin(
         make_config(
-            settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, clip=1e-3)
+            settings(
+                write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, max_norm=1e-3
+            )
         )
     )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
-    stream = training._stream()
+    stream = training._make_stream(training.dataset)
     for update, _ in zip(
         tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)),
         range(2),
@@ -454,14 +459,14 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
         assert norm > 1e-3
         optimizer.step()
         optimizer.zero_grad()
-    list(training.go())
+    list(training.run())
     assert all(
         torch.equal(a, b) for a, b in zip(net.parameters(), training.net.parameters(), strict=True)
     )
 
 
 def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
-    training = begin(
+    training = Training.begin(
         make_config(
             settings(write_recordings(tmp_path / "data"), tmp_path / "run", train_on="windows")
         )
@@ -472,29 +477,29 @@ def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
         chunk.resets[0].sum() == (chunk.recording[0] >= 0).sum() and not chunk.resets[1:].any()
         for chunk in training.stream
     )
-    carried = begin(make_config(settings(tmp_path / "data", tmp_path / "carried")))
+    carried = Training.begin(make_config(settings(tmp_path / "data", tmp_path / "carried")))
     assert sum(int(chunk.resets.sum()) for chunk in carried.stream) == 2
 
 
 def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
-    from throughtime.app.assess import assess
+    from throughtime.app.evaluate import evaluate_run
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=25))
-    assert assess(folder, None, "valid", None)[1].steps == 330 - 25
-    assert assess(folder, None, "all", None)[1].steps == 980 - 3 * 25
+    assert evaluate_run(folder, None, "valid", None)[1].steps == 330 - 25
+    assert evaluate_run(folder, None, "all", None)[1].steps == 980 - 3 * 25
 
 
 def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
     tmp_path: Path,
 ) -> None:
-    from throughtime.app.assess import assess
+    from throughtime.app.evaluate import evaluate_run
     from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     short = finish(settings(data, tmp_path / "run", valid_every=0))
-    assess(short, None, "valid", None)
+    evaluate_run(short, None, "valid", None)
     training = Training.resume(short.path, updates=90)
-    assert list(training.go())
+    assert list(training.run())
     assert not short.scores("valid").is_file()  # scores of the model as it was
     whole = finish(settings(data, tmp_path / "whole", updates=90, valid_every=0))
     assert whole.model.read_bytes() == short.model.read_bytes()
@@ -506,14 +511,16 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
     for name in ("0", "1", "2"):
         inputs = np.load(data / f"{name}_x.npy")
         np.save(data / f"{name}_x.npy", np.column_stack([inputs[:, 0], np.arange(len(inputs))]))
-    said = "; ".join(prepare(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
+    said = "; ".join(open_dataset(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
     assert "splits as in the manifest (train 2, valid 1)" in said
     assert (
         "cut into 5 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
         " whole)" in said
     )
     assert "input 1 only ever rises: a clock?" in said
-    quiet = prepare(make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run")))
+    quiet = open_dataset(
+        make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run"))
+    )
     assert quiet.remarks == ("splits as in the manifest (train 2, valid 1)",)
 
 
@@ -529,7 +536,7 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
     ],
 )
 def test_classes_are_called_by_one_name(label: object, name: str) -> None:
-    assert datasets.class_name(label) == name
+    assert class_name(label) == name
 
 
 def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_path: Path) -> None:
@@ -543,7 +550,7 @@ def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_pat
         )
     for path in folder.glob("*.npy"):
         path.unlink()
-    said = "; ".join(prepare(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks)
+    said = "; ".join(open_dataset(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks)
     assert (
         "cut into 9 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
         " whole)" in said
@@ -555,29 +562,29 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     before = folder.model.read_bytes(), folder.metrics.read_bytes()
-    assert list(Training.resume(folder.path).go()) == []
+    assert list(Training.resume(folder.path).run()) == []
     assert before == (folder.model.read_bytes(), folder.metrics.read_bytes())
 
 
 def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
-    training = begin(
+    training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000))
     )
     with pytest.raises(DataError, match="without a single step that counts"):
-        list(training.go())
+        list(training.run())
 
 
 def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
-    from throughtime.app.assess import assess
+    from throughtime.app.evaluate import evaluate_run
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    split, found = assess(folder, None, "valid", None)
+    split, found = evaluate_run(folder, None, "valid", None)
     assert split == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
-    assert content["figures"] == pytest.approx(found.metrics, nan_ok=True)
+    assert content["metrics"] == pytest.approx(found.metrics, nan_ok=True)
     assert list(content["recordings"]) == ["2"]
     with pytest.raises(DataError, match="no recordings in split 'tset'; there are train"):
-        assess(folder, None, "tset", None)
+        evaluate_run(folder, None, "tset", None)
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import Look, Question, look_at
+from throughtime.app.audit import AuditJob, AuditOptions, open_audit
 from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config, make_config
-from throughtime.app.folder import Folder
-from throughtime.app.model import StandardisedMSE
-from throughtime.app.threads import one_thread
-from throughtime.app.train import begin, prepare
+from throughtime.app.dataset import open_dataset
+from throughtime.app.model import StandardisedMSE, one_thread
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import Training
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import Decay
 from throughtime.errors import ConfigError, DataError, RunError
@@ -29,7 +29,7 @@ QUICK = ("--horizons", "10,40", "--max-lag", "40")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run with class weights that are not all one, and a report."""
     place = tmp_path_factory.mktemp("audited")
     data = write_recordings(place / "data")
@@ -39,12 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def look(
-    folder: Folder, question: Question, data: Path | None = None, split: str | None = None
-) -> Look:
-    return look_at(folder, question, data, split, None, None)
+    folder: RunFolder, question: AuditOptions, data: Path | None = None, split: str | None = None
+) -> AuditJob:
+    return open_audit(folder, question, data, split, None, None)
 
 
-def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
+def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     said = run("audit", folder.path, *QUICK, "--stride", "10")
     assert (
         "auditing the first 320 of 400 steps of 2 lanes of split 'train': horizons 10, 40,"
@@ -78,13 +78,13 @@ def test_an_audit_is_printed_kept_and_drawn(folder: Folder) -> None:
         assert words.replace("'", "&#39;") in page
 
 
-def test_the_figures_are_those_of_training(folder: Folder) -> None:
+def test_the_figures_are_those_of_training(folder: RunFolder) -> None:
     """The first steps of the stream that training played, and its weighted loss."""
-    found = look(folder, Question(horizons=(10, 40))).go().audit
+    found = look(folder, AuditOptions(horizons=(10, 40))).run().audit
     config = folder.read_config()
-    training = begin(replace(config, out=str(folder.path / "again")))
-    stream = tt.Stream(training.prepared.train, lanes=2, chunk=7, seed=config.seed)
-    net = look(folder, Question(horizons=(10, 40))).net
+    training = Training.begin(replace(config, out=str(folder.path / "again")))
+    stream = tt.Stream(training.dataset.train, lanes=2, chunk=7, seed=config.seed)
+    net = look(folder, AuditOptions(horizons=(10, 40))).net
     expected = tt.audit(net, stream, training.loss_fn, horizons=(10, 40), steps=320)
     assert found == expected
     unweighted = tt.audit(net, stream, torch.nn.CrossEntropyLoss(), horizons=(10, 40), steps=320)
@@ -101,17 +101,17 @@ def test_the_loss_of_a_regression_is_that_of_training(tmp_path: Path) -> None:
             dtype="float64",
         )
     )
-    loss_fn = look(folder, Question()).loss_fn
+    loss_fn = look(folder, AuditOptions()).loss_fn
     assert isinstance(loss_fn, StandardisedMSE)
     np.testing.assert_array_equal(
-        loss_fn.scale.numpy(), prepare(folder.read_config()).found.targets.scale
+        loss_fn.scale.numpy(), open_dataset(folder.read_config()).statistics.targets.scale
     )
 
 
 def test_the_section_stays_when_the_run_is_evaluated_or_goes_on(
-    folder: Folder, tmp_path: Path
+    folder: RunFolder, tmp_path: Path
 ) -> None:
-    folder = Folder(shutil.copytree(folder.path, tmp_path / "run"))
+    folder = RunFolder(shutil.copytree(folder.path, tmp_path / "run"))
     run("audit", folder.path, *QUICK)
     run("eval", folder.path, "--split", "valid")
     page = folder.report.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_the_section_stays_when_the_run_is_evaluated_or_goes_on(
     assert "with the weights of update 70." in folder.report.read_text(encoding="utf-8")
 
 
-def test_an_audit_leaves_the_run_as_it_is(folder: Folder) -> None:
+def test_an_audit_leaves_the_run_as_it_is(folder: RunFolder) -> None:
     before = [
         path.read_bytes()
         for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)
@@ -137,29 +137,29 @@ def test_an_audit_leaves_the_run_as_it_is(folder: Folder) -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_the_usual_horizons_are_as_long_as_an_epoch_allows(folder: Folder) -> None:
-    usual = look(folder, Question())
+def test_the_usual_horizons_are_as_long_as_an_epoch_allows(folder: RunFolder) -> None:
+    usual = look(folder, AuditOptions())
     assert (usual.horizons, usual.steps) == (
         (10, 50, 200),
         400,
     )  # 10 is the run's own, 800 is longer than half of 400
-    assert look(folder, Question(stride=20)).horizons == (50, 200)
-    assert look(folder, Question(lanes=130)).horizons == (
+    assert look(folder, AuditOptions(stride=20)).horizons == (50, 200)
+    assert look(folder, AuditOptions(lanes=130)).horizons == (
         2,
     )  # five steps a lane: nothing usual is short enough, half of them is
-    assert look(folder, Question(horizons=(40, 10, 10))).horizons == (10, 40)
-    assert look(folder, Question(horizons=(10, 40))).steps == 320
-    assert look(folder, Question(horizons=(10,), steps=33)).steps == 33
+    assert look(folder, AuditOptions(horizons=(40, 10, 10))).horizons == (10, 40)
+    assert look(folder, AuditOptions(horizons=(10, 40))).steps == 320
+    assert look(folder, AuditOptions(horizons=(10,), steps=33)).steps == 33
 
 
-def test_other_recordings_are_those_that_eval_would_score(folder: Folder) -> None:
+def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> None:
     data = Path(folder.read_config().data)
-    assert look(folder, Question()).split == "train"
+    assert look(folder, AuditOptions()).split == "train"
     with pytest.raises(
         DataError, match=r"no recordings in split 'test'; there are train \(2\), valid \(1\)"
     ):
-        look(folder, Question(), data)
-    other = look(folder, Question(), data, "valid")
+        look(folder, AuditOptions(), data)
+    other = look(folder, AuditOptions(), data, "valid")
     assert (other.stream.lanes, other.stream.steps) == (1, 330)  # one recording stays whole
 
 
@@ -176,7 +176,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: Folder) -> Non
         (
             ["--horizons", "500"],
             (
-                "horizon 500 is not shorter than the 400 steps looked at, so it would cut nothing."
+                "horizon 500 is not shorter than the 400 steps audited, so it would cut nothing."
                 " Take fewer --lanes"
             ),
         ),
@@ -190,12 +190,11 @@ def test_other_recordings_are_those_that_eval_would_score(folder: Folder) -> Non
         ),
         (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
         (["--tolerance", "1.5"], "tolerance=1.5: expected a relative bias between 0 and 1"),
-        (["--missing", "drop"], "missing='drop': expected one of"),
         (["--device", "meta"], "device=meta: holds no numbers"),
     ],
 )
 def test_bad_questions_get_one_message_that_says_what_to_do(
-    folder: Folder, arguments: list[str], said: str
+    folder: RunFolder, arguments: list[str], said: str
 ) -> None:
     before = folder.audit.read_bytes() if folder.audit.is_file() else None
     complained = run("audit", folder.path, *arguments, ok=False)
@@ -220,7 +219,7 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
             r" read: .*data"
         ),
     ):
-        look(folder, Question(), other, "train")
+        look(folder, AuditOptions(), other, "train")
 
 
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -290,9 +289,13 @@ CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
         (
             audited(truncation(50, 0.4)),
             CONFIG,
-            "Audit longer ones, --horizons 200,800, or train with the exact gradient, --exact",
+            "Audit longer ones, --horizons 200,800, or train with the exact gradient, --gradient exact",
         ),
-        (audited(truncation(60_000, 0.4)), CONFIG, "Train with the exact gradient, --exact"),
+        (
+            audited(truncation(60_000, 0.4)),
+            CONFIG,
+            "Train with the exact gradient, --gradient exact",
+        ),
         (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is long enough"),
         (
             audited(truncation(50, 0.02), memory_used=False),
@@ -314,7 +317,7 @@ def test_the_advice_follows_from_the_figures(found: AuditReport, config: Config,
 @pytest.mark.parametrize(
     "config",
     [
-        replace(CONFIG, exact=True),
+        replace(CONFIG, stride=None, gradient="exact"),
         replace(CONFIG, train_on="windows"),
         replace(CONFIG, horizon=400),
         replace(CONFIG, stride=50),
@@ -378,7 +381,7 @@ def test_a_question_out_of_range_is_refused() -> None:
     }
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=name):
-            Question(**{name: value})
+            AuditOptions(**{name: value})
 
 
 def test_one_thread_for_the_small_and_as_many_as_before_afterwards(

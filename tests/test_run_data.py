@@ -7,7 +7,6 @@ weight.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from torch import Tensor
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app import tensors
-from throughtime.app.assess import assess
 from throughtime.app.config import Config, make_config
-from throughtime.app.folder import Folder
+from throughtime.app.dataset import open_dataset
+from throughtime.app.evaluate import evaluate_run
 from throughtime.app.model import load_model
-from throughtime.app.prepared import prepare
-from throughtime.app.survey import survey
-from throughtime.app.train import Training, begin
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.statistics import collect_statistics
+from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream._prefetch import ProcessReader, ThreadReader
 from throughtime.stream.formats.table import Array
@@ -80,10 +78,12 @@ Y = {"targets": ["y"]}
 def chunks(data: Path, **more: Any) -> list[tuple[Tensor, ...]]:
     """What the training stream of a run gives, the targets that do not count left out."""
     out = data.parent / f"run{next(counter)}"
-    training = begin(make_config(settings(data, out, **{"updates": 1, "dtype": "float64", **more})))
+    training = Training.begin(
+        make_config(settings(data, out, **{"updates": 1, "dtype": "float64", **more}))
+    )
     played = [
         *training.stream,
-        *tt.Stream(training.prepared.valid, 1, 50, seed=None, dtype=torch.float64),
+        *tt.Stream(training.dataset.valid, 1, 50, seed=None, dtype=torch.float64),
     ]
     assert all(chunk.targets is not None for chunk in played)
     return [
@@ -151,7 +151,7 @@ def test_intervals_are_the_targets_of_the_steps_they_cover(
         plain = chunks(
             per_step(tmp_path / "plain", steps, {n: reshaped(signal(n), frame) for n in NAMES}), **Y
         )
-    more = {"label_at": at, "outside": outside, "frame": frame}
+    more = {"target_at": at, "background_class": outside, "frame_size": frame}
     assert fed_the_same(plain, chunks(with_spans(tmp_path / "spans"), **more))
     if frame == 1:
         assert not fed_the_same(plain, chunks(with_spans(tmp_path / "moved", moved=1), **more))
@@ -175,8 +175,8 @@ def reshaped(rows: Array, frame: int) -> Array:
 
 def test_an_interval_without_at_covers_all_of_its_steps(tmp_path: Path) -> None:
     data = with_spans(tmp_path / "spans")
-    assert fed_the_same(chunks(data), chunks(data, label_at="all"))
-    assert not fed_the_same(chunks(data), chunks(data, label_at="last"))
+    assert fed_the_same(chunks(data), chunks(data, target_at="all"))
+    assert not fed_the_same(chunks(data), chunks(data, target_at="last"))
 
 
 @pytest.mark.parametrize("at", [None, "all", "last"])
@@ -199,7 +199,7 @@ def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(
             labels[i // every] if at == "all" or ends[i] else None for i in range(steps)
         ]
     write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}_y.npy" for n in NAMES])
-    got = chunks(folder, label_every=25, label_at=at, frame=frame)
+    got = chunks(folder, target_every=25, target_at=at, frame_size=frame)
     inputs = {n: reshaped(signal(n), frame) for n in NAMES}
     assert fed_the_same(chunks(per_step(tmp_path / "plain", expected, inputs), **Y), got)
     late = {name: [labels[0], *list(labels)[:-1]] for name, labels in expected.items()}
@@ -224,10 +224,10 @@ def test_a_label_is_the_target_of_the_last_step_of_its_recording_or_of_all(
         "id,split,inputs,label",
         [f"{n},{SPLITS[n]},../plain/{n}.npy,{labels[n]}" for n in NAMES],
     )
-    assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task, label_at=at))
+    assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task, target_at=at))
     assert not fed_the_same(
         chunks(plain, task=task, **Y),
-        chunks(labelled, task=task, label_at="last" if at == "all" else "all"),
+        chunks(labelled, task=task, target_at="last" if at == "all" else "all"),
     )
 
 
@@ -239,11 +239,11 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
         np.save(folder / f"{name}.npy", signal(name))
         np.savez(folder / f"{name}.npz", start=[5, 60], stop=[20, 90], label=[3, 7])
     write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.npz" for n in NAMES])
-    assert dict(prepare(make_config(settings(folder, tmp_path / "r"))).found.classes) == {
+    assert dict(open_dataset(make_config(settings(folder, tmp_path / "r"))).statistics.classes) == {
         "3": 30,
         "7": 60,
     }
-    found = prepare(make_config(settings(folder, tmp_path / "r", task="regress"))).found
+    found = open_dataset(make_config(settings(folder, tmp_path / "r", task="regress"))).statistics
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
     assert found.missing_targets == ROWS["a"] + ROWS["b"] - 90
 
@@ -261,15 +261,15 @@ def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
     )
     folders = [
         finish(settings(d, tmp_path / f"r{i}", **m, **Y))
-        for i, (d, m) in enumerate([(whole, {"frame": frame}), (apart, {}), (starts, {})])
+        for i, (d, m) in enumerate([(whole, {"frame_size": frame}), (apart, {}), (starts, {})])
     ]
     (one, spec), (other, _), (wrong, _) = (load_model(folder.model) for folder in folders)
-    assert spec.frame == frame
+    assert spec.layout.frame_size == frame
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert not all(
         torch.equal(a, b) for a, b in zip(one.parameters(), wrong.parameters(), strict=True)
     )
-    scores = [assess(folder, None, "valid", None)[1] for folder in folders[:2]]
+    scores = [evaluate_run(folder, None, "valid", None)[1] for folder in folders[:2]]
     assert scores[0] == scores[1]
     assert scores[0].steps == ROWS["c"] // frame
     for folder, data in zip(folders[:2], (whole, apart), strict=True):
@@ -277,13 +277,15 @@ def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
         run("audit", folder.path, "--horizons", "5", "--steps", "20", "--max-lag", "5")
     assert np.array_equal(*(np.load(folder.path / "p.npy") for folder in folders[:2]))
     assert "10 rows left out: at the end of their recordings they fill no frame of 10" in "; ".join(
-        begin_remarks(whole, tmp_path, frame=10, **Y)
+        begin_remarks(whole, tmp_path, frame_size=10, **Y)
     )
     assert not any("left out" in remark for remark in begin_remarks(whole, tmp_path, **Y))
 
 
 def begin_remarks(data: Path, out: Path, **more: Any) -> tuple[str, ...]:
-    return begin(make_config(settings(data, out / f"run{next(counter)}", **more))).prepared.remarks
+    return Training.begin(
+        make_config(settings(data, out / f"run{next(counter)}", **more))
+    ).dataset.remarks
 
 
 def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> None:
@@ -300,7 +302,10 @@ def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> N
         write(folder, "id,split,inputs,targets", rows)
         assert fed_the_same(chunks(plain, **Y), chunks(folder, **Y))
         assert not fed_the_same(chunks(plain, **Y), chunks(folder, inputs=swapped.split(","), **Y))
-        assert prepare(make_config(settings(folder, tmp_path / "r", **Y))).spec.inputs == names
+        assert (
+            open_dataset(make_config(settings(folder, tmp_path / "r", **Y))).spec.layout.inputs
+            == names
+        )
     trained, whole = (
         finish(settings(folder, tmp_path / "r1", updates=3, **Y)),
         finish(settings(plain, tmp_path / "r2", updates=3, **Y)),
@@ -334,8 +339,12 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
     one = finish(settings(plain, tmp_path / "r1", static=["age", "weight"], **Y))
     other = finish(settings(columns, tmp_path / "r2", **Y))
     _, spec = load_model(one.model)
-    assert (spec.features, spec.inputs, spec.static) == (4, ("0", "1"), ("age", "weight"))
-    assert assess(one, None, "valid", None)[1] == assess(other, None, "valid", None)[1]
+    assert (spec.features, spec.layout.inputs, spec.layout.static) == (
+        4,
+        ("0", "1"),
+        ("age", "weight"),
+    )
+    assert evaluate_run(one, None, "valid", None)[1] == evaluate_run(other, None, "valid", None)[1]
     run(
         "predict",
         one.path,
@@ -358,7 +367,7 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
         ok=False,
     )
     assert (
-        "trained on the static features age, weight, got weight; say --static"
+        "trained on the static features age, weight, got weight; write --static"
         " age=NUMBER,weight=NUMBER" in said
     )
     assert "leave out --static" in run(
@@ -414,10 +423,10 @@ def test_rows_of_a_csv_are_its_columns_turned(tmp_path: Path) -> None:
 
 def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     data = per_step(tmp_path / "data", {n: labels_of(n) for n in NAMES})
-    training = begin(
+    training = Training.begin(
         make_config(settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y))
     )
-    classes = training.prepared.spec.classes
+    classes = training.dataset.spec.classes
     assert classes == ("beat", "pvc", "rest")
     outputs, targets = torch.randn(50, 3), torch.arange(50) % 3
     expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([2.0, 5.0, 1.0]))(outputs, targets)
@@ -426,7 +435,7 @@ def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="there is no class 'pcv'; the training split has beat, pvc, rest"
     ):
-        begin(make_config(settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
+        Training.begin(make_config(settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
     assert not (tmp_path / "no").exists()
     trained = finish(settings(data, tmp_path / "audited", class_weights="pvc=5", updates=3, **Y))
     assert "what cutting" in run("audit", trained.path, "--horizons", "10", "--max-lag", "10")
@@ -435,35 +444,35 @@ def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
 def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"lanes": 5, "updates": None, "epochs": 2, "stride": 50}
-    handed = begin(
+    handed = Training.begin(
         make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
     )
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
-    list(handed.go())
+    list(handed.run())
     assert handed.stream._entering_state(handed.net) is not None
     assert "from the state in which the part before it ended the last epoch" in "; ".join(
-        handed.prepared.remarks
+        handed.dataset.remarks
     )
-    cold = begin(make_config(settings(data, tmp_path / "cold", **more)))
-    list(cold.go())
+    cold = Training.begin(make_config(settings(data, tmp_path / "cold", **more)))
+    list(cold.run())
     assert cold.stream._entering_state(cold.net) is None
     assert not all(
         torch.equal(a, b)
         for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True)
     )
-    moved = begin(make_config(settings(data, tmp_path / "moved", offset=40)))
+    moved = Training.begin(make_config(settings(data, tmp_path / "moved", offset=40)))
     assert moved.stream.offset == 40
     assert sum(int(chunk.mask.sum()) for chunk in moved.stream) < 650
-    assert "hand_off has nothing to hand on" in "; ".join(
-        begin_remarks(data, tmp_path, hand_off=True)
-    )
+    assert "hand_off has no effect" in "; ".join(begin_remarks(data, tmp_path, hand_off=True))
 
 
 @pytest.mark.parametrize("workers", [2, "thread"])
 def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     data = with_spans(tmp_path / "data")
-    more: dict[str, Any] = {"outside": "nothing", "frame": 3, "updates": 20}
-    asked = begin(make_config(settings(data, tmp_path / "asked", workers=workers, **more))).stream
+    more: dict[str, Any] = {"background_class": "nothing", "frame_size": 3, "updates": 20}
+    asked = Training.begin(
+        make_config(settings(data, tmp_path / "asked", workers=workers, **more))
+    ).stream
     assert isinstance(asked._reader, ThreadReader if workers == "thread" else ProcessReader)
     here, ahead = (
         finish(settings(data, tmp_path / "here", **more)),
@@ -476,7 +485,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"horizon": 30}, {"exact": True, "segment": 30, "stride": None}],
+    [{"horizon": 30}, {"gradient": "exact", "segment": 30, "stride": None}],
     ids=["truncated", "exact"],
 )
 @pytest.mark.parametrize("stop_at", [1, 8, 9, 10, 14])
@@ -495,14 +504,14 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
         **more,
     }
     whole = finish(settings(data, tmp_path / "whole", **more))
-    stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.go():
+    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for moment in stopped.run():
         if moment.update >= stop_at:
             stopped.stop()
     assert not stopped.finished
     resumed = Training.resume(stopped.folder.path)
     assert resumed.count == stop_at
-    list(resumed.go())
+    list(resumed.run())
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
@@ -511,7 +520,7 @@ def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Pa
     data = write_recordings(tmp_path / "data")
     more = {"lanes": 5, "stride": 30, "updates": None, "hand_off": True, "valid_every": 0}
     short = finish(settings(data, tmp_path / "run", epochs=2, **more))
-    list(Training.resume(short.path, epochs=4).go())
+    list(Training.resume(short.path, epochs=4).run())
     whole = finish(settings(data, tmp_path / "whole", epochs=4, **more))
     assert whole.model.read_bytes() == short.model.read_bytes()
     cold = finish(settings(data, tmp_path / "cold", epochs=4, **(more | {"hand_off": False})))
@@ -536,11 +545,11 @@ def test_the_time_spent_waiting_for_data_is_told(tmp_path: Path) -> None:
     )
     assert "% of it waiting for data; model, metrics" in said
     assert "  waiting for data " in said
-    rows = Folder(tmp_path / "run").read_metrics()
+    rows = RunFolder(tmp_path / "run").read_metrics()
     shares = [row["waiting"] for row in rows if row["kind"] == "train"]
     assert all(0 < share < 1 for share in shares)
-    training = begin(make_config(settings(data, tmp_path / "other")))
-    next(training.go())
+    training = Training.begin(make_config(settings(data, tmp_path / "other")))
+    next(training.run())
     assert training.waiting == pytest.approx(training.stream.wait_seconds / training.seconds)
 
 
@@ -566,7 +575,7 @@ def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Pat
 def test_all_files_of_a_run_have_one_rate(tmp_path: Path) -> None:
     good = write_sounds(tmp_path / "good", (8000, 8000, 8000))
     folder = finish(settings(good, tmp_path / "run", task="regress", updates=3))
-    assert load_model(folder.model)[1].rate == 8000
+    assert load_model(folder.model)[1].layout.rate == 8000
     for rates, targets, names in (
         ((8000, 8000, 16000), 8000, ("c.wav", "a.wav")),
         ((8000, 8000, 8000), 4000, ("b_y.wav", "a.wav")),
@@ -575,14 +584,14 @@ def test_all_files_of_a_run_have_one_rate(tmp_path: Path) -> None:
         with pytest.raises(
             DataError, match=r"has (16000|4000) rows per second, .* has 8000; resample one of them"
         ) as refused:
-            prepare(make_config(settings(bad, tmp_path / "no", task="regress")))
+            open_dataset(make_config(settings(bad, tmp_path / "no", task="regress")))
         assert all(f"{bad / name}" in str(refused.value) for name in names)
     fast = write_sounds(tmp_path / "fast", (16000, 16000, 16000), 16000)
     with pytest.raises(
         DataError,
         match="has 16000 rows per second, what the model was trained on has 8000; resample",
     ):
-        assess(folder, fast, "valid", None)
+        evaluate_run(folder, fast, "valid", None)
     assert "what the model was trained on has 8000" in run(
         "predict", folder.path, fast / "c.wav", "--out", tmp_path / "p.npy", ok=False
     )
@@ -603,43 +612,31 @@ def test_wide_recordings_are_surveyed_in_pieces_of_few_numbers() -> None:
             reads.append((stop - start) * 800)
             return Steps(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
-    found = survey([Wide()], classify=True)
+    found = collect_statistics([Wide()], classify=True)
     assert (found.steps, found.classes["1"]) == (10_000, 5_000)
     assert max(reads) <= 2**20
     assert found.inputs.count[0] == 10_000
 
 
-def test_models_of_before_frames_and_rates_are_read_and_trained_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
-    kind, new = "throughtime.model/1", ("static", "frame", "csv", "rate")
-    described, weights = tensors.read(folder.model, kind, "")
-    older = {key: value for key, value in described.items() if key not in new}
-    assert len(older) == len(described) - len(new)
-    tensors.write(folder.model, kind, older, weights)
-    assert asdict(load_model(folder.model)[1]) == {
-        key: tuple(v) if isinstance(v, list) else v for key, v in described.items()
-    }
     saved = load_checkpoint(folder.checkpoint)
-    saved["spec"] = {key: value for key, value in saved["spec"].items() if key not in new}
-    del saved["waited"], saved["entering"]
+    saved["spec"]["layout"]["frame_size"] = 3
     save_checkpoint(folder.checkpoint, saved)
-    assert list(Training.resume(folder.path, updates=7).go())
-    saved["spec"]["frame"] = 3
-    save_checkpoint(folder.checkpoint, saved)
-    with pytest.raises(DataError, match="frame were 3 and are now 1"):
+    with pytest.raises(DataError, match="frame_size were 3 and are now 1"):
         Training.resume(folder.path)
 
 
 def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> None:
     data = with_spans(tmp_path / "data")
     flags = [
-        "--outside",
+        "--background-class",
         "nothing",
-        "--label-at",
+        "--target-at",
         "all",
-        "--frame",
+        "--frame-size",
         "2",
         "--workers",
         "thread",
@@ -650,9 +647,9 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
     ]
     small = ["--task", "classify", "--hidden", "4", "--lanes", "2", "--updates", "2"]
     run("train", data, *small, *flags, "--out", tmp_path / "run")
-    kept = Folder(tmp_path / "run").read_config()
+    kept = RunFolder(tmp_path / "run").read_config()
     expected = Config(
-        str(data), "classify", str(tmp_path / "run"), outside="nothing", label_at="all", frame=2, workers="thread", offset=9,
+        str(data), "classify", str(tmp_path / "run"), background_class="nothing", target_at="all", frame_size=2, workers="thread", offset=9,
         class_weights="pvc=3", hidden=4, lanes=2, updates=2,
     )  # fmt: skip
     assert kept == expected

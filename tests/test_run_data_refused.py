@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_run import settings, write_recordings
 from test_run_data import NAMES, ROWS, SPLITS, begin_remarks, signal, write
 from throughtime.app.config import make_config
-from throughtime.app.manifest import Files, find
-from throughtime.app.prepared import prepare
+from throughtime.app.dataset import open_dataset
 from throughtime.errors import ConfigError, DataError
+from throughtime.stream.manifest import ManifestEntry, find_recordings
 
 IDT, IDT_AGE, IDL = (
     "id,split,inputs,targets\n",
@@ -37,19 +37,19 @@ IDT, IDT_AGE, IDL = (
         (IDT_AGE + "a,train,0_x.npy,0_y.npy,old", {"static": ["age"]}, "'a' has age='old'"),
         (IDT_AGE + "a,train,0_x.npy,0_y.npy,nan", {"static": ["age"]}, "'a' has age='nan'"),
         (IDT + "a,train,0_x.npy,0_y.npy", {"static": ["age"]}, "static=age, but there is no column 'age'; its columns are id"),
-        (IDL + "a,train,0_x.npy,x", {"static": ["label"]}, "'label' says something else in a manifest"),
+        (IDL + "a,train,0_x.npy,x", {"static": ["label"]}, "'label' has another meaning in a manifest"),
         ("id,split,inputs,targets,label\na,train,0_x.npy,0_y.npy,x", {}, "'a' has targets and the label 'x', expected one of them"),
         (IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,", {}, "recording 'b' has the label '', expected a class"),
         (IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,2", {"task": "regress"}, "'a' has the label 'x', expected a finite number"),
         (IDL + "a,train,0_x.npy,inf", {"task": "regress"}, "'a' has the label 'inf'"),
-        (IDL + "a,train,0_x.npy,x", {"label_every": 5}, "label_every=5 belongs to a targets file with fewer rows, but its label"),
-        (IDL + "a,train,0_x.npy,x", {"outside": "z"}, "outside=z belongs to a targets file with the columns start,stop,label"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"outside": "z"}, "but its targets are one for each row; leave it out"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"label_at": "all"}, "label_at=all belongs to labels for more than one step"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"label_every": 5}, "0_y.npy has 400 labels, one for every 5 of 400 steps, expected 80"),
-        (IDT + "a,train,0_x.npy,1_y.npy", {}, "has 400 steps and .*1_y.npy has 250; .*--label-every N"),
+        (IDL + "a,train,0_x.npy,x", {"target_every": 5}, "target_every=5 belongs to a targets file with fewer rows, but its label"),
+        (IDL + "a,train,0_x.npy,x", {"background_class": "z"}, "background_class=z belongs to a targets file with the columns start,stop,label"),
+        (IDT + "a,train,0_x.npy,0_y.npy", {"background_class": "z"}, "but its targets are one for each row; leave it out"),
+        (IDT + "a,train,0_x.npy,0_y.npy", {"target_at": "all"}, "target_at=all belongs to labels for more than one step"),
+        (IDT + "a,train,0_x.npy,0_y.npy", {"target_every": 5}, "0_y.npy has 400 labels, one for every 5 of 400 steps, expected 80"),
+        (IDT + "a,train,0_x.npy,1_y.npy", {}, "has 400 steps and .*1_y.npy has 250; .*--target-every N"),
         (IDT + "a,train,0_x.npy;1_x.npy,0_y.npy", {}, "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs of a recording"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"frame": 401}, "has 400 rows, too few for a single frame of 401"),
+        (IDT + "a,train,0_x.npy,0_y.npy", {"frame_size": 401}, "has 400 rows, too few for a single frame of 401"),
         (IDT + "a,train,0_x.npy,0_y.npy\nb,train,1_y.npy,1_y.npy", {}, "'b' has the input columns 0, 'a' has 0, 1; name them"),
         (IDT + "a,test,0_x.npy,0_y.npy", {}, "no recordings in split 'train'; there are test .*write train into"),
         (IDT + "a,valid,0_x.npy,0_y.npy", {}, "no recordings in split 'train'; there are valid"),
@@ -61,7 +61,7 @@ def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(
     data = write_recordings(tmp_path / "data")
     (data / "recordings.csv").write_text(rows, encoding="utf-8")
     with pytest.raises(DataError, match=said):
-        prepare(make_config(settings(data, tmp_path / "run", **more)))
+        open_dataset(make_config(settings(data, tmp_path / "run", **more)))
 
 
 def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
     ]
     (data / "recordings.csv").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(DataError) as refused:
-        prepare(make_config(settings(data, tmp_path / "run")))
+        open_dataset(make_config(settings(data, tmp_path / "run")))
     assert str(refused.value).count("no such file") == 5
     assert str(refused.value).endswith("; and 3 more faults")
     rows = [
@@ -86,7 +86,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
     with pytest.raises(
         DataError, match=r"recording 'a': .*0_x.npy has 400 .*; recording 'b': .*1_x.npy has 250"
     ):
-        prepare(make_config(settings(data, tmp_path / "run")))
+        open_dataset(make_config(settings(data, tmp_path / "run")))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
         ),
         (
             "2,9,1\n20,21,3",
-            "regress --label-every",
-            "label_every=5 belongs to a targets file with fewer rows, but .*a.csv holds intervals",
+            "regress --target-every",
+            "target_every=5 belongs to a targets file with fewer rows, but .*a.csv holds intervals",
         ),
     ],
 )
@@ -127,9 +127,9 @@ def test_intervals_that_do_not_fit_are_refused_with_their_file(
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text(f"start,stop,label\n{spans}\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    more = {"label_every": 5} if "every" in task else {}
+    more = {"target_every": 5} if "every" in task else {}
     with pytest.raises(DataError, match=said):
-        prepare(
+        open_dataset(
             make_config(settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0]))
         )
 
@@ -139,23 +139,26 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("start,stop,label\n0,3,x\n40,60,y\n60,80,x\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
     assert "1 intervals left out: they cover the last row of no frame of 10" in "; ".join(
-        begin_remarks(data, tmp_path, frame=10)
+        begin_remarks(data, tmp_path, frame_size=10)
     )
-    assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame=3))
+    assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame_size=3))
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"frame": 0}, "frame=0: expected at least 1"),
-        ({"label_every": 0}, "label_every=0: expected at least 1"),
+        ({"frame_size": 0}, "frame_size=0: expected at least 1"),
+        ({"target_every": 0}, "target_every=0: expected at least 1"),
         (
-            {"label_every": 250, "frame": 80},
-            "label_every=250 rows are no whole number of frames of 80: expected a multiple",
+            {"target_every": 250, "frame_size": 80},
+            "target_every=250 rows are no whole number of frames of 80: expected a multiple",
         ),
-        ({"label_at": "first"}, "label_at='first': expected one of 'all', 'last'"),
+        ({"target_at": "first"}, "target_at='first': expected one of 'all', 'last'"),
         ({"csv": "lines"}, "csv='lines': expected one of 'columns', 'rows'"),
-        ({"outside": "rest", "task": "regress"}, "outside='rest' belongs to classes"),
+        (
+            {"background_class": "rest", "task": "regress"},
+            "background_class='rest' belongs to classes",
+        ),
         (
             {"class_weights": "balanced", "task": "regress"},
             "class_weights='balanced' belongs to classes",
@@ -163,8 +166,8 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         (
             {"class_weights": "heavy"},
             (
-                "class_weights='heavy': expected none, balanced, or a number above 0 for each of"
-                " some classes"
+                "class_weights='heavy': expected none, balanced, or a number above 0 for some"
+                " classes"
             ),
         ),
         ({"class_weights": "a=0"}, "expected none, balanced, or a number above 0"),
@@ -174,7 +177,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         ({"offset": -1}, "offset=-1: expected at least 0"),
         (
             {"offset": 3, "hand_off": True},
-            "offset=3 moves the edges between parts .* hand_off hands states over at these edges",
+            "offset=3 moves the boundaries between parts .* hand_off passes states on at these boundaries",
         ),
         (
             {"hand_off": True, "train_on": "windows"},
@@ -182,7 +185,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         ),
         ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
         ({"static": 3}, "static=3: expected a list of column names"),
-        ({"label_evry": 3}, "unknown key 'label_evry', did you mean 'label_every'"),
+        ({"target_evry": 3}, "unknown key 'target_evry', did you mean 'target_every'"),
     ],
 )
 def test_settings_of_data_that_do_not_go_together_are_refused(
@@ -195,9 +198,9 @@ def test_settings_of_data_that_do_not_go_together_are_refused(
 def test_static_features_need_a_manifest(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=signal("a"), targets=signal("a")[:, 0])
     with pytest.raises(
-        DataError, match=r"static=age names columns of a manifest .*, and this is none"
+        DataError, match=r"static=age names columns of a manifest .*, but this is not a manifest"
     ):
-        prepare(
+        open_dataset(
             make_config(
                 settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress")
             )
@@ -220,9 +223,9 @@ def test_any_manifest_is_read_or_refused_in_words(lines: list[list[str]]) -> Non
         for name in ("x", "y"):
             np.save(path.with_name(f"{name}.npy"), np.zeros(3))
         path.write_text("id,inputs,label,age\n" + "\n".join(map(",".join, lines)), encoding="utf-8")
-        said, found = "", list[Files]()
+        said, found = "", list[ManifestEntry]()
         try:
-            found = find(path, ["age"])
+            found = find_recordings(path, ["age"])
         except DataError as error:
             said = str(error)
         assert str(path) in said or len({files.name for files in found}) == len(found) > 0
@@ -237,12 +240,12 @@ def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> No
         tmp_path, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES]
     )
     assert (
-        prepare(
-            make_config(settings(data, tmp_path / "r", task="regress", label_every=100))
-        ).spec.rate
+        open_dataset(
+            make_config(settings(data, tmp_path / "r", task="regress", target_every=100))
+        ).spec.layout.rate
         == 8000
     )
     for name in NAMES:
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 16000)
     with pytest.raises(DataError, match=r"a_y.wav has 8000 rows per second, .*a.wav has 16000"):
-        prepare(make_config(settings(data, tmp_path / "r", task="regress", label_every=100)))
+        open_dataset(make_config(settings(data, tmp_path / "r", task="regress", target_every=100)))

@@ -12,7 +12,7 @@ import torch
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.report.run_page import write_report
-from throughtime.app.train import Training, begin
+from throughtime.app.train import Training
 from throughtime.errors import ConfigError
 from throughtime.gradient import Exact
 from throughtime.updates import updates
@@ -21,18 +21,18 @@ from throughtime.updates import updates
 def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """One lane: an update for each recording, each of another length, at the run's own length of piece."""
     data = write_recordings(tmp_path / "data")
-    more = {"exact": True, "stride": None, "lanes": 1, "updates": None, "epochs": 4}
+    more = {"gradient": "exact", "stride": None, "lanes": 1, "updates": None, "epochs": 4}
     whole = finish(settings(data, tmp_path / "whole", **more))
     assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(
         range(1, 9)
     )
-    stopped = begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.go():
+    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for moment in stopped.run():
         if moment.update >= 3:
             stopped.stop()
     resumed = Training.resume(stopped.folder.path)
     assert resumed.count == 3
-    list(resumed.go())
+    list(resumed.run())
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
@@ -44,7 +44,7 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
         targets=np.arange(30_000) // 7 % 3,
     )
     more = {
-        "exact": True,
+        "gradient": "exact",
         "stride": None,
         "segment": 500,
         "lanes": 32,
@@ -54,8 +54,10 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
         "holdout": 0.0,
     }
     whole = finish(settings(tmp_path / "long.npz", tmp_path / "whole", **more))
-    stopped = begin(make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more)))
-    for _ in stopped.go():
+    stopped = Training.begin(
+        make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more))
+    )
+    for _ in stopped.run():
         stopped.stop()
     resumed = Training.resume(stopped.folder.path)
     assert resumed.count == 1
@@ -63,32 +65,37 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
     assert isinstance(resumed.policy, Exact)
     assert isinstance(resumed.policy.chunk, int)
     assert resumed.policy.chunk < 500  # more than one piece, or nothing could differ
-    list(resumed.go())
+    list(resumed.run())
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
 def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
     more = {
-        "exact": True,
+        "gradient": "exact",
         "segment": 150,
         "stride": None,
         "updates": 3,
-        "clip": 1e3,
+        "max_norm": 1e3,
         "dtype": "float64",
     }
-    training = begin(
+    training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
     )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
     for _, _ in zip(
         range(3),
-        updates(net, training._stream(), torch.nn.CrossEntropyLoss(), gradient=Exact(segment=150)),
+        updates(
+            net,
+            training._make_stream(training.dataset),
+            torch.nn.CrossEntropyLoss(),
+            gradient=Exact(segment=150),
+        ),
         strict=False,
     ):
         optimizer.step()
         optimizer.zero_grad()
-    list(training.go())
+    list(training.run())
     for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
@@ -97,17 +104,20 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
     ("more", "said"),
     [
         (
-            {"exact": True, "stride": None, "horizon": 50},
+            {"gradient": "exact", "stride": None, "horizon": 50},
             "the exact gradient cuts no credit, so it has no horizon",
         ),
         (
-            {"exact": True, "stride": None, "train_on": "windows"},
-            "exact and train_on='windows' are both given",
+            {"gradient": "exact", "stride": None, "train_on": "windows"},
+            "gradient='exact' and train_on='windows' are both given",
         ),
-        ({"exact": True, "stride": 20}, "exact and stride=20 are both given.*segment says"),
-        ({"segment": 20}, r"segment=20 belongs to the exact gradient: add exact \(--exact\)"),
-        ({"exact": True, "stride": None, "segment": 0}, "segment=0: expected at least 1"),
-        ({"exact": "yes"}, "exact='yes': expected true or false"),
+        (
+            {"gradient": "exact", "stride": 20},
+            "gradient='exact' and stride=20 are both given.*segment=N makes",
+        ),
+        ({"segment": 20}, r"segment=20 belongs to gradient=exact \(such as --gradient exact\)"),
+        ({"gradient": "exact", "stride": None, "segment": 0}, "segment=0: expected at least 1"),
+        ({"gradient": "exactly"}, "gradient='exactly': expected truncated, exact, adaptive"),
     ],
 )
 def test_what_does_not_go_with_the_exact_gradient_is_refused(
@@ -119,7 +129,7 @@ def test_what_does_not_go_with_the_exact_gradient_is_refused(
 
 def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
     config = make_config(
-        {**settings(Path("d"), Path("o")), "stride": None, "exact": True, "segment": 50}
+        {**settings(Path("d"), Path("o")), "stride": None, "gradient": "exact", "segment": 50}
     )
     assert "stride" not in config.to_toml()
     assert make_config(tomllib.loads(config.to_toml())) == config
@@ -128,9 +138,9 @@ def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
 @pytest.mark.parametrize(
     ("lanes", "more", "expected"),
     [
-        (1, {"exact": True}, 2),
-        (2, {"exact": True}, 1),
-        (2, {"exact": True, "segment": 90}, 5),
+        (1, {"gradient": "exact"}, 2),
+        (2, {"gradient": "exact"}, 1),
+        (2, {"gradient": "exact", "segment": 90}, 5),
         (2, {"stride": 90}, 5),
     ],
 )
@@ -138,11 +148,11 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
     tmp_path: Path, lanes: int, more: dict[str, Any], expected: int
 ) -> None:
     values = {"stride": None, "lanes": lanes, "updates": None, "epochs": 1, **more}
-    training = begin(
+    training = Training.begin(
         make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
     )
     assert training.epoch_updates == expected
-    list(training.go())
+    list(training.run())
     assert training.count == expected
 
 
@@ -150,7 +160,7 @@ def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) ->
     values = settings(
         write_recordings(tmp_path / "data"),
         tmp_path / "run",
-        exact=True,
+        gradient="exact",
         segment=200,
         stride=None,
         updates=4,

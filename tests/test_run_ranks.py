@@ -22,10 +22,10 @@ from test_run import _lines, finish, settings, write_recordings
 from throughtime import state as trees
 from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.app.config import make_config
-from throughtime.app.folder import Folder
+from throughtime.app.distributed import LostRankError, Team, TeamError, _lost_rank_errors
 from throughtime.app.model import load_model
-from throughtime.app.team import LostRankError, Team, TeamError, _heard
-from throughtime.app.train import Training, begin
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError, RunError
 
 SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {
@@ -36,7 +36,7 @@ PATIENCE = 180.0  # seconds; nothing waits for them but a test that fails
 WAYS: dict[str, dict[str, Any]] = {
     "horizon": {"horizon": 25, "updates": 40},
     "hand-off": {"hand_off": True, "updates": None, "epochs": 3},
-    "exact": {"exact": True, "segment": 25, "stride": None, "updates": 30},
+    "exact": {"gradient": "exact", "segment": 25, "stride": None, "updates": 30},
 }
 
 
@@ -48,7 +48,7 @@ def on_two_ranks(folder: Path, name: str, way: str = "horizon") -> dict[str, Any
     return values(folder, name, way) | {"strategy": "ddp", "devices": 2}
 
 
-def apart(one: Folder, other: Folder) -> float:
+def apart(one: RunFolder, other: RunFolder) -> float:
     """The largest difference of a weight."""
     pairs = zip(
         load_model(one.model)[0].parameters(), load_model(other.model)[0].parameters(), strict=True
@@ -64,7 +64,7 @@ def outcome(work: Callable[[], Any]) -> tuple[str, ...]:
     try:
         return "done", repr(work())
     except TeamError as error:
-        return "ended", str(error), "mine" if error.mine else "not mine"
+        return "ended", str(error), "mine" if error.is_origin else "not mine"
     except ZeroDivisionError as error:
         return "raised", str(error)
 
@@ -74,34 +74,32 @@ def raising(error: Exception) -> Any:
 
 
 def talking(rank: int) -> Iterator[tuple[str, Any]]:
-    team = Team.here(torch.device("cpu"))
-    yield "gathered", team.gathered({"rank": rank})
-    yield "first", outcome(lambda: team.first_does(lambda: rank + 10))
-    yield "all", outcome(lambda: team.all_do(lambda: rank + 10))
-    yield "first fails", outcome(lambda: team.first_does(partial(raising, RunError("full"))))
+    team = Team.of_group(torch.device("cpu"))
+    yield "gathered", team.gather({"rank": rank})
+    yield "first", outcome(lambda: team.on_first(lambda: rank + 10))
+    yield "all", outcome(lambda: team.on_all(lambda: rank + 10))
+    yield "first fails", outcome(lambda: team.on_first(partial(raising, RunError("full"))))
     yield (
         "second fails",
-        outcome(lambda: team.all_do(lambda: raising(OSError("gone")) if rank else 3)),
+        outcome(lambda: team.on_all(lambda: raising(OSError("gone")) if rank else 3)),
     )
-    yield "both fail", outcome(lambda: team.all_do(partial(raising, DataError(f"bad on {rank}"))))
+    yield "both fail", outcome(lambda: team.on_all(partial(raising, DataError(f"bad on {rank}"))))
     yield (
         "unforeseen",
-        outcome(lambda: team.all_do(lambda: raising(ZeroDivisionError("by zero")) if rank else 3)),
+        outcome(lambda: team.on_all(lambda: raising(ZeroDivisionError("by zero")) if rank else 3)),
     )
     yield (
         "elsewhere",
         outcome(
-            lambda: team.all_do(lambda: raising(DataError("early"))) if rank else team.gathered(3)
+            lambda: team.on_all(lambda: raising(DataError("early"))) if rank else team.gather(3)
         ),
     )
     yield (
         "within",
-        outcome(
-            lambda: team.all_do(lambda: team.first_does(partial(raising, ConfigError("inner"))))
-        ),
+        outcome(lambda: team.on_all(lambda: team.on_first(partial(raising, ConfigError("inner"))))),
     )
-    yield "settled", outcome(lambda: team.settle(None))
-    yield "agreed", team.agreed(rank == 1, False, True)
+    yield "settled", outcome(lambda: team.raise_together(None))
+    yield "agreed", team.any_of(rank == 1, False, True)
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +147,18 @@ def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(
 def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
     alone = Team()
     assert (
-        alone.first,
-        alone.gathered(3),
-        alone.all_do(lambda: 4),
-        alone.first_does(lambda: 5),
+        alone.is_first,
+        alone.gather(3),
+        alone.on_all(lambda: 4),
+        alone.on_first(lambda: 5),
     ) == (True, [3], 4, 5)
-    assert alone.agreed(False, True) == [False, True]
-    alone.part()
-    for work in (alone.all_do, alone.first_does):
+    assert alone.any_of(False, True) == [False, True]
+    alone.barrier()
+    for work in (alone.on_all, alone.on_first):
         with pytest.raises(ZeroDivisionError):
             work(partial(raising, ZeroDivisionError()))
     with pytest.raises(DataError, match="no"):
-        alone.settle(DataError("no"))
+        alone.raise_together(DataError("no"))
 
 
 def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
@@ -168,11 +166,11 @@ def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
         pytest.raises(
             LostRankError, match=r"another rank has ended.*\(Connection closed\)"
         ) as lost,
-        _heard(),
+        _lost_rank_errors(),
     ):
-        raise RuntimeError("Connection closed. Look for bugs\nby peer")
+        raise RuntimeError("Connection closed. AuditJob for bugs\nby peer")
     assert isinstance(lost.value.__cause__, RuntimeError)
-    with pytest.raises(ZeroDivisionError), _heard():
+    with pytest.raises(ZeroDivisionError), _lost_rank_errors():
         _ = 1 // 0
 
 
@@ -180,7 +178,7 @@ def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
 
 
 def through(training: Training, stop_at: int | None = None) -> Training:
-    for moment in training.go():
+    for moment in training.run():
         if stop_at is not None and moment.update >= stop_at:
             training.stop()
     return training
@@ -188,11 +186,11 @@ def through(training: Training, stop_at: int | None = None) -> Training:
 
 def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     yield from talking(rank)
-    team = Team.here(torch.device("cpu"))
+    team = Team.of_group(torch.device("cpu"))
     for way in WAYS:
-        through(begin(make_config(on_two_ranks(folder, f"whole-{way}", way)), team))
+        through(Training.begin(make_config(on_two_ranks(folder, f"whole-{way}", way)), team))
         stopped = through(
-            begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team),
+            Training.begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team),
             13 if rank else None,
         )
         torch.manual_seed(999 + rank)
@@ -201,27 +199,30 @@ def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
         through(resumed)
         if way == "horizon":
             through(
-                begin(make_config(on_two_ranks(folder, "mutant")), team), 7
+                Training.begin(make_config(on_two_ranks(folder, "mutant")), team), 7
             )  # where the lanes of rank 1 still play
-            if team.first:
-                forget_the_state_of_the_second(Folder(folder / "mutant"))
-            team.part()
+            if team.is_first:
+                forget_the_state_of_the_second(RunFolder(folder / "mutant"))
+            team.barrier()
             through(Training.resume(folder / "mutant", team=team))
-    yield "again", outcome(lambda: begin(make_config(on_two_ranks(folder, "whole-horizon")), team))
+    yield (
+        "again",
+        outcome(lambda: Training.begin(make_config(on_two_ranks(folder, "whole-horizon")), team)),
+    )
     yield "alone", outcome(lambda: Training.resume(folder / "one-horizon", team=team))
     yield (
         "apart",
         outcome(
             lambda: through(
-                begin(make_config(on_two_ranks(folder, "apart") | {"seed": rank}), team)
+                Training.begin(make_config(on_two_ranks(folder, "apart") | {"seed": rank}), team)
             )
         ),
     )
-    broken = begin(make_config(on_two_ranks(folder, "broken")), team)
+    broken = Training.begin(make_config(on_two_ranks(folder, "broken")), team)
     if rank:
         broken.loss_fn = NoNumber()
     yield "broken", outcome(lambda: through(broken))
-    masked = begin(make_config(on_two_ranks(folder, "masked") | {"warm_up": 10_000}), team)
+    masked = Training.begin(make_config(on_two_ranks(folder, "masked") | {"warm_up": 10_000}), team)
     yield "masked", outcome(lambda: through(masked))
 
 
@@ -232,7 +233,7 @@ class NoNumber(nn.Module):
         raise RunError("the loss is nan")
 
 
-def forget_the_state_of_the_second(folder: Folder) -> None:
+def forget_the_state_of_the_second(folder: RunFolder) -> None:
     """A mutant of a checkpoint: what the lanes of rank 1 carried is lost."""
     saved = load_checkpoint(folder.checkpoint)
     place = saved["ranks"][1]["updates"]["policy"]
@@ -247,8 +248,8 @@ class Ran:
     folder: Path
     told: list[dict[str, Any]]
 
-    def of(self, name: str) -> Folder:
-        return Folder(self.folder / name)
+    def of(self, name: str) -> RunFolder:
+        return RunFolder(self.folder / name)
 
 
 @pytest.fixture(scope="module")
@@ -289,18 +290,17 @@ def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, way
     assert apart(ran.of("mutant"), ran.of("whole-horizon")) > 1e-6
 
 
-def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their_places(
+def test_a_checkpoint_holds_the_positions_of_all_ranks(
     ran: Ran,
 ) -> None:
     alone, together = (
         load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
     )
-    places = {"updates", "stream", "entering", "random", "waited"}
-    common = {"net", "optimizer", "counts", "sum", "finished", "spec"}
-    assert set(alone) == common | places
-    assert set(together) == common | {"ranks"}
-    assert [place["stream"]["rank"] for place in together["ranks"]] == [0, 1]
-    assert all(set(place) == places for place in together["ranks"])
+    names = {"net", "optimizer", "ranks", "counts", "seconds", "loss_sum", "finished", "spec"}
+    assert set(alone) == set(together) == names
+    assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
+    for position in (*alone["ranks"], *together["ranks"]):
+        assert set(position) == {"updates", "stream", "random", "waited"}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_one_process_keeps_its_form_and_one_of_ranks_holds_their
         (
             "alone",
             (
-                "holds the places of 1 rank, each in its own share of the recordings, and there are"
+                "holds the positions of 1 rank, each in its own share of the recordings, and there are"
                 " 2 now"
             ),
             0,
@@ -332,7 +332,8 @@ def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(
 
 def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
     with pytest.raises(
-        RunError, match=r"holds the places of 2 ranks.*there is 1 now: go on with as many as before"
+        RunError,
+        match=r"holds the positions of 2 ranks.*there is 1 now: go on with as many as before",
     ):
         Training.resume(ran.of("whole-horizon").path)
 
@@ -356,14 +357,10 @@ class Command:
             )
 
     def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank that it started."""
-        found = [
-            p
-            for p in psutil.Process(self.process.pid).children()
-            if p.environ().get("LOCAL_RANK") == str(rank)
-        ]
-        assert len(found) == 1
-        return found[0]
+        """The process of a rank that the first one started."""
+        children = psutil.Process(self.process.pid).children()
+        ranks = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+        return ranks[rank - 1]
 
     def ended(self) -> int:
         return self.process.wait(PATIENCE)
@@ -423,20 +420,23 @@ def endless(folder: Path, name: str) -> list[str]:
     )
 
 
-def updates_in(folder: Folder) -> int:
+def updates_in(folder: RunFolder) -> int:
     return int(load_checkpoint(folder.checkpoint)["counts"][0])
 
 
 def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
     folder, updates = asked
     values_ = on_two_ranks(folder, f"whole-{updates}") | {"updates": updates}
-    yield str(rank), through(begin(make_config(values_), Team.here(torch.device("cpu")))).count
+    yield (
+        str(rank),
+        through(Training.begin(make_config(values_), Team.of_group(torch.device("cpu")))).count,
+    )
 
 
-def uninterrupted(folder: Path, updates: int) -> Folder:
+def uninterrupted(folder: Path, updates: int) -> RunFolder:
     """The run of two ranks that nothing befell."""
     in_processes(2, partial(tuple, (folder, updates)), whole_run)
-    return Folder(folder / f"whole-{updates}")
+    return RunFolder(folder / f"whole-{updates}")
 
 
 @pytest.fixture
@@ -450,7 +450,7 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
     one = finish(values(data, "one", "horizon"))
     with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "two.log") as command:
         assert command.ended() == 0, command.said
-    two = Folder(data / "two")
+    two = RunFolder(data / "two")
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
     for line in (
@@ -471,7 +471,7 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
 def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_same_bits(
     data: Path,
 ) -> None:
-    folder = Folder(data / "run")
+    folder = RunFolder(data / "run")
     with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
         killed.wait_for(folder.checkpoint.is_file)
         killed.rank(1).kill()
@@ -499,7 +499,7 @@ def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_
 def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(
     data: Path,
 ) -> None:
-    folder = Folder(data / "run")
+    folder = RunFolder(data / "run")
     with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
         stopped.wait_for(lambda: "update " in stopped.said and folder.checkpoint.is_file())
         stopped.process.send_signal(signal.SIGTERM)
@@ -516,7 +516,7 @@ def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits
 
 @pytest.mark.slow
 def test_the_first_rank_killed_leaves_no_rank_waiting(data: Path) -> None:
-    folder = Folder(data / "run")
+    folder = RunFolder(data / "run")
     with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
         killed.wait_for(folder.checkpoint.is_file)
         second = killed.rank(1)
@@ -547,7 +547,7 @@ def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
         started(words, data / "1.log", **common, SLURM_PROCID="1", SLURM_NODEID="1") as second,
     ):
         assert (first.ended(), second.ended()) == (0, 0), first.said + second.said
-    assert apart(one, Folder(data / "two")) < 1e-10
+    assert apart(one, RunFolder(data / "two")) < 1e-10
     assert "2 ranks of 2 lanes" in first.said
     assert "lanes" not in second.said
 
@@ -565,23 +565,6 @@ def test_copies_of_torchrun_that_do_not_know_of_each_other_are_refused_once(data
     assert not (data / "run").exists()
 
 
-def test_ranks_without_lightning_are_refused_with_the_line_to_write(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from test_cli import run
-
-    for name in [
-        name for name in sys.modules if name.startswith("throughtime.integrations.lightning")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    said = run(*flags(on_two_ranks(data, "run")), ok=False)
-    assert "needs Lightning: pip install 'throughtime[lightning]'" in said
-    assert not (data / "run").exists()
-
-
-@pytest.mark.slow  # Lightning is imported
 def test_nodes_that_cannot_meet_and_devices_that_are_not_there_are_refused(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

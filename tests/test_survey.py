@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from throughtime.app.survey import survey
+from throughtime.app.statistics import collect_statistics
 from throughtime.stream.recording import as_recording
 
 
 def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
     random = np.random.default_rng(0)
     parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
-    found = survey(
+    found = collect_statistics(
         [as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)],
         classify=True,
     )
@@ -23,7 +23,7 @@ def test_survey_counts_missing_inputs_and_names_the_first() -> None:
     inputs = np.zeros((100, 3))
     inputs[40, 1] = np.nan
     inputs[70, :] = np.inf
-    found = survey([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
+    found = collect_statistics([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
     assert found.faults == [
         "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
         " column 1"

@@ -8,7 +8,7 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.config import Config
-from throughtime.app.trace import RunTrace, credit_steps, update_steps
+from throughtime.app.trace import RunTrace
 from throughtime.diagnose import Audit, Reach
 from throughtime.diagnose._slice import plain
 from throughtime.diagnose.audit import Truncation
@@ -50,9 +50,9 @@ class AuditReport:
 
     def own(self, config: Config) -> Truncation | None:
         """The truncation that the run was trained with, if it was audited."""
-        if config.exact or config.train_on == "windows":
+        if config.gradient != "truncated" or config.train_on == "windows":
             return None
-        setting = (update_steps(config), credit_steps(config))
+        setting = (config.update_steps(), config.credit_steps())
         return next((row for row in self.audit.rows if (row.stride, row.horizon) == setting), None)
 
     def extent(self) -> str:
@@ -82,8 +82,8 @@ class AuditReport:
         return self._long_enough(self.enough, config)
 
     def _long_enough(self, row: Truncation, config: Config) -> str:
-        stride = update_steps(config)
-        more_updates = not config.exact and stride is not None and stride < row.stride
+        stride = config.update_steps()
+        more_updates = config.gradient == "truncated" and stride is not None and stride < row.stride
         flags = _flags(row)
         if more_updates:
             flags += f", or --stride {stride} --horizon {row.horizon} for more updates"
@@ -100,7 +100,7 @@ class AuditReport:
         return (
             f"No audited horizon is long enough: the longest, {row.horizon} steps, has a bias of"
             f" {row.bias:.2g}, above the tolerance of {self.tolerance:g}. {first} with the exact"
-            " gradient, --exact."
+            " gradient, --gradient exact."
         )
 
     def warning(self) -> str:

@@ -1,63 +1,99 @@
-"""A checkpoint is one file: any nesting of plain values and tensors, as safetensors and JSON, no pickle."""
+"""Safetensors files with a description in JSON, no pickle: models and checkpoints.
 
+A checkpoint holds any nesting of plain values and tensors.
+"""
+
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from throughtime.app import tensors as files
+from throughtime._files import write_atomically
 from throughtime.errors import RunError
 
-_KIND = "throughtime.checkpoint/1"
+_CHECKPOINT = "throughtime.checkpoint/1"
 
 
-def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Writes the content: to a temporary file, synced, then renamed over the previous checkpoint."""
+def save_tensors(path: Path, kind: str, description: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors and a description to a file of this kind, whole or not at all.
+
+    `kind` is the only key of the metadata, since safetensors writes several keys in any order.
+    """
+    metadata = {kind: json.dumps(description)}
+    write_atomically(path, safetensors.torch.save(dict(tensors), metadata=metadata))
+
+
+def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tensor]]:
+    """The description and the tensors of a file of this kind.
+
+    Raises:
+        RunError: no such file, an unreadable one (`hint` says what that may mean), or one of
+            another kind.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            names: list[str] = file.keys()
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); {hint}") from error
+    if kind not in metadata:
+        what = kind.split(".")[1].split("/", maxsplit=1)[0]
+        raise RunError(f"{path}: not a {what} that `throughtime train` wrote")
+    return json.loads(metadata[kind]), tensors
+
+
+def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the content to a temporary file, sync it, and rename it over the previous checkpoint."""
     tensors: dict[str, Tensor] = {}
-    plan = _packed(content, tensors)
-    files.write(path, _KIND, plan, tensors)
+    description = _flatten(content, tensors)
+    save_tensors(path, _CHECKPOINT, description, tensors)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The content as it was saved, tensors on the CPU.
+    """The content that `save_checkpoint` wrote, with tensors on the CPU.
 
     Raises:
         RunError: no such file, or one that is no checkpoint.
     """
-    return _unpacked(
-        *files.read(
-            path, _KIND, "no checkpoint to go on from; begin the run again with another --out"
-        )
-    )
+    hint = "no checkpoint to go on from; begin the run again with another --out"
+    return _unflatten(*load_tensors(path, _CHECKPOINT, hint))
 
 
-def copied(content: Any) -> Any:
-    """The content with its tensors copied to the CPU, each into memory of its own, to be sent to another process."""
+def to_cpu(content: Any) -> Any:
+    """The content with its tensors copied to the CPU, to be sent to another process."""
     if isinstance(content, Tensor):
-        return content.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return _copy(content)
     if isinstance(content, dict):
-        return {key: copied(value) for key, value in content.items()}
+        return {key: to_cpu(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return type(content)(copied(value) for value in content)
+        return type(content)(to_cpu(value) for value in content)
     return content
 
 
-def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in memory of its own: safetensors refuses tensors that share memory."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _flatten(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The value as JSON, each tensor replaced by its number.
 
-    JSON has no tuples and no keys but text.
+    JSON has no tuples, and only text as keys.
     """
     if isinstance(value, Tensor):
         name = str(len(tensors))
-        # A copy of its own: safetensors refuses tensors that share memory, as the two states of a
-        # policy may.
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        tensors[name] = _copy(value)
         return {"tensor": name}
-    if isinstance(value, dict):
-        return {"dict": [[_packed(k, tensors), _packed(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_flatten(k, tensors), _flatten(v, tensors)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_packed(v, tensors) for v in value]}
+        return {type(value).__name__: [_flatten(v, tensors) for v in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise RunError(
@@ -65,15 +101,15 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unpacked(plan: Any, tensors: dict[str, Tensor]) -> Any:
+def _unflatten(plan: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(plan, dict):
         return plan
     ((kind, content),) = plan.items()
     if kind == "tensor":
-        # A copy in torch's own memory: where a tensor lies decides how a kernel rounds, and a
-        # resumed run must round alike.
+        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and
+        # a resumed run must round as before.
         return tensors[content].clone()
     if kind == "dict":
-        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}
-    items = [_unpacked(v, tensors) for v in content]
+        return {_unflatten(k, tensors): _unflatten(v, tensors) for k, v in content}
+    items = [_unflatten(v, tensors) for v in content]
     return tuple(items) if kind == "tuple" else items

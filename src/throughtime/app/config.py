@@ -1,215 +1,332 @@
-"""Config: every setting of a run, from flags or TOML, checked once and written back resolved."""
+"""The settings of a run, each declared once: a flag, its help and choices, a key of TOML, a check.
+
+This module imports no torch, so that `throughtime --help` is instant.
+"""
 
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from throughtime.errors import ConfigError
-from throughtime.stream.formats.csv import is_number
 
-Task = Literal["classify", "regress"]
-_LEAST = {
-    "hidden": 1,
-    "layers": 1,
-    "lanes": 1,
-    "stride": 1,
-    "segment": 1,
-    "warm_up": 0,
-    "frame": 1,
-    "label_every": 1,
-    "offset": 0,
-    "seed": 0,
-    "updates": 1,
-    "epochs": 1,
-    "valid_every": 0,
-    "devices": 1,
-    "nodes": 1,
+DEFAULT_STRIDE = 100
+POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
+# Settings that are short for an argument of a gradient policy, and the policies that have it.
+_SHORT = {
+    "stride": {"truncated", "adaptive", "rtrl"},
+    "horizon": {"truncated"},
+    "segment": {"exact"},
 }
+_CUT_BY_UPDATES = {"truncated", "exact"}  # their credit is cut where an update ends
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
+    """A field of `Config`: its group, its help, its default.
+
+    Args:
+        panel: heading of its group in `throughtime train --help`.
+        help_: what it sets, in a sentence.
+        default: its value unless given; none: it must be given.
+        checks: `minimum=N`, `positive=True` for finite numbers above 0, and `unset="..."`, what
+            `None` means.
+    """
+    return field(default=default, metadata={"panel": panel, "help": help_, **checks})
 
 
 @dataclass(frozen=True)
 class Config:
     """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
 
-    Attributes:
-        data: a CSV, Parquet, NPY, NPZ or WAV file, a folder of them, or a manifest.
-        task: classes or numbers.
-        inputs: columns of the inputs; empty: all that are not targets.
-        targets: columns of the targets; empty: `targets`, or the whole targets file of a manifest.
-        static: columns of the manifest that are numbers of a whole recording, which the net sees at
-            every step.
-        csv: whether the signals of a CSV file are its `columns`, or its `rows`: time then runs
-            along the lines.
-        frame: so many consecutive rows of a file are one step, whose target is that of the last of
-            them.
-        label_every: a targets file has one row for so many rows of the inputs.
-        label_at: whether `all` steps of such a span, of an interval or of a labelled recording
-            count, or only the `last`; default: all of an interval, the last of others.
-        outside: the class of steps outside all intervals; default: they have no target.
-        model: the recurrent layer.
-        hidden: its width.
-        layers: how many of them.
-        lanes: recordings played side by side, those of all ranks together.
-        stride: steps between two updates.
-        horizon: steps that credit may flow back; default: the stride.
-        exact: the exact gradient of each recording or segment, in flat memory, instead of a
-            truncated one; it has neither stride nor horizon.
-        segment: with `exact`, steps between two updates, credit cut between them: the gradient of
-            as long a stride, in flat memory; default: an update where all lanes start a recording,
-            which with several lanes is mostly once an epoch.
-        warm_up: first steps of a recording whose loss does not count.
-        offset: leaves out a random number of first steps of each recording, below this, anew each
-            epoch.
-        hand_off: parts of a recording that is cut go on from the state in which the part before
-            ended the last epoch.
-        workers: processes that read ahead, or `thread`; 0 reads when needed.
-        train_on: the unbroken stream, or shuffled windows of `stride` steps from a zero state, for
-            comparison.
-        updates: how many updates; or give `epochs`.
-        epochs: how often every recording is played; default 1 if `updates` is not given.
-        lr: Adam's learning rate.
-        clip: largest norm of the gradient.
-        class_weights: `balanced` weighs each class by the inverse of its frequency in the training
-            split; `a=5,b=2` as it says, other classes 1.
-        missing: what to do with inputs that are NaN or infinite.
-        holdout: share of recordings (or of the end of a single one) held out as `valid` when
-            nothing says which.
-        valid_every: updates between two evaluations of the valid split; default: a fifth of the
-            run; 0: only at the end.
-        checkpoint_every: seconds between two checkpoints.
-        seed: draws the weights and the order of the recordings.
-        device: where to compute.
-        dtype: of inputs and weights.
-        strategy: `single` is one process; `ddp` several, each with its share of the lanes, started
-            or found by Lightning.
-        devices: with `ddp`, processes on each node: GPUs, or on a CPU just processes.
-        nodes: with `ddp`, how many machines.
-        out: the run folder.
+    `throughtime train --help` and docs/command-line.md list them.
+
+    Raises:
+        ConfigError: values out of range or that exclude each other; all faults are listed.
     """
 
-    data: str
-    task: Task
-    out: str
-    inputs: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    static: tuple[str, ...] = ()
-    csv: Literal["columns", "rows"] = "columns"
-    frame: int = 1
-    label_every: int | None = None
-    label_at: Literal["all", "last"] | None = None
-    outside: str | None = None
-    model: Literal["lstm", "gru", "rnn"] = "lstm"
-    hidden: int = 64
-    layers: int = 1
-    lanes: int = 16
-    stride: int = 100
-    horizon: int | None = None
-    exact: bool = False
-    segment: int | None = None
-    warm_up: int = 0
-    offset: int = 0
-    hand_off: bool = False
-    workers: int | Literal["thread"] = 0
-    train_on: Literal["stream", "windows"] = "stream"
-    updates: int | None = None
-    epochs: int | None = None
-    lr: float = 1e-3
-    clip: float = 1.0
-    class_weights: str = "none"
-    missing: Literal["error", "mask"] = "error"
-    holdout: float = 0.2
-    valid_every: int | None = None
-    checkpoint_every: float = 30.0
-    seed: int = 0
-    device: str = "cpu"
-    dtype: Literal["float32", "float64"] = "float32"
-    strategy: Literal["single", "ddp"] = "single"
-    devices: int = 1
-    nodes: int = 1
+    data: str = _setting(
+        "Data",
+        "A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets"
+        " or label).",
+    )
+    task: Literal["classify", "regress"] = _setting("Data", "What the targets are.")
+    out: str = _setting("Run", "The run folder.", unset="runs/NAME-OF-DATA")
+    inputs: tuple[str, ...] = _setting(
+        "Data", "Input columns, separated by commas.", (), unset="all that are not targets"
+    )
+    targets: tuple[str, ...] = _setting(
+        "Data",
+        "Target columns, separated by commas.",
+        (),
+        unset="'targets', or all of a targets file",
+    )
+    static: tuple[str, ...] = _setting(
+        "Data",
+        "Columns of the manifest with numbers of a whole recording, separated by commas. The net"
+        " receives them at every step.",
+        (),
+    )
+    csv: Literal["columns", "rows"] = _setting(
+        "Data",
+        "Signals of a CSV file: its columns, or its rows (time runs along a line).",
+        "columns",
+    )
+    frame_size: int = _setting(
+        "Data", "Consecutive rows of a file that form one step.", 1, minimum=1
+    )
+    target_every: int | None = _setting(
+        "Data", "Rows of the inputs for each row of the targets file.", None, minimum=1
+    )
+    target_at: Literal["all", "last"] | None = _setting(
+        "Data",
+        "Which steps of a labelled span count.",
+        None,
+        unset="all of an interval, otherwise the last",
+    )
+    background_class: str | None = _setting(
+        "Data", "The class of steps outside all intervals.", None, unset="they have no target"
+    )
+    missing: Literal["error", "mask"] = _setting(
+        "Data", "How to treat inputs that are NaN or infinite.", "error"
+    )
+    holdout: float = _setting(
+        "Data",
+        "Share of the recordings, or of the end of a single one, held out for validation when no"
+        " manifest names splits.",
+        0.2,
+    )
+    model: Literal["lstm", "gru", "rnn"] = _setting("Model", "The recurrent layer.", "lstm")
+    hidden: int = _setting("Model", "Width of the recurrent layers.", 64, minimum=1)
+    layers: int = _setting("Model", "Number of recurrent layers.", 1, minimum=1)
+    dtype: Literal["float32", "float64"] = _setting(
+        "Model", "Type of inputs and weights.", "float32"
+    )
+    gradient: str = _setting(
+        "Gradient",
+        f"How credit flows back: {', '.join(POLICY_NAMES)}, or your own policy as FILE.py:Class.",
+        "truncated",
+    )
+    gradient_args: Mapping[str, Any] = _setting(
+        "Gradient", "An argument of the gradient policy, NAME=VALUE; repeat for more.", None
+    )
+    stride: int | None = _setting(
+        "Gradient",
+        "Steps between two updates (k1).",
+        None,
+        minimum=1,
+        unset=f"{DEFAULT_STRIDE} for truncated and rtrl",
+    )
+    horizon: int | None = _setting(
+        "Gradient",
+        "Truncated: steps that credit flows back (k2), at least the stride.",
+        None,
+        unset="the stride",
+    )
+    segment: int | None = _setting(
+        "Gradient",
+        "Exact: steps between two updates; credit is cut there.",
+        None,
+        minimum=1,
+        unset="an update where all lanes start a recording",
+    )
+    train_on: Literal["stream", "windows"] = _setting(
+        "Gradient",
+        "The unbroken stream, or for comparison shuffled windows of a stride from a zero state.",
+        "stream",
+    )
+    lanes: int = _setting(
+        "Stream", "Recordings played at the same time, on all ranks together.", 16, minimum=1
+    )
+    warm_up: int = _setting(
+        "Stream", "First steps of a recording whose loss does not count.", 0, minimum=0
+    )
+    offset: int = _setting(
+        "Stream",
+        "Leave out a random number of first steps of each recording, below this.",
+        0,
+        minimum=0,
+    )
+    hand_off: bool = _setting(
+        "Stream",
+        "A part of a recording starts from the final state of the part before it, an epoch earlier.",
+        False,
+    )
+    workers: int | Literal["thread"] = _setting(
+        "Stream", "Processes that read ahead, or 'thread'.", 0
+    )
+    updates: int | None = _setting("Training", "Stop after this many updates.", None, minimum=1)
+    epochs: int | None = _setting(
+        "Training", "Stop after this many epochs.", None, minimum=1, unset="1 without --updates"
+    )
+    lr: float = _setting("Training", "Adam's learning rate.", 1e-3, positive=True)
+    max_norm: float = _setting("Training", "Clip the gradient to this norm.", 1.0, positive=True)
+    class_weights: str = _setting(
+        "Training",
+        "Weights of the classes in the loss: none, balanced (by the inverse frequency), or numbers"
+        " such as pvc=5,beat=2 (others 1).",
+        "none",
+    )
+    seed: int = _setting("Training", "Seed of the weights and of the order.", 0, minimum=0)
+    device: str = _setting("Training", "Where to compute: cpu, cuda, ...", "cpu")
+    valid_every: int | None = _setting(
+        "Run",
+        "Updates between two validations; 0: only at the end.",
+        None,
+        minimum=0,
+        unset="a fifth of the run",
+    )
+    checkpoint_every: float = _setting(
+        "Run", "Seconds between two checkpoints.", 30.0, positive=True
+    )
+    strategy: Literal["single", "ddp"] = _setting(
+        "Ranks", "One process, or several that share the lanes.", "single"
+    )
+    devices: int = _setting(
+        "Ranks",
+        "With ddp: processes on each machine, one per GPU with --device cuda.",
+        1,
+        minimum=1,
+    )
+    nodes: int = _setting("Ranks", "With ddp: machines.", 1, minimum=1)
 
     def __post_init__(self) -> None:
-        values = [(name, getattr(self, name), least) for name, least in _LEAST.items()]
-        faults = [
-            f"{name}={value}: expected at least {least}"
-            for name, value, least in values
-            if value is not None and value < least
-        ]
-        faults += [
-            f"{name}={value}: expected a finite number above 0"
-            for name, value in (
-                ("lr", self.lr),
-                ("clip", self.clip),
-                ("checkpoint_every", self.checkpoint_every),
-            )
-            if not (value > 0 and math.isfinite(value))
-        ]
+        object.__setattr__(self, "gradient_args", dict(self.gradient_args or {}))
+        if (
+            self.gradient in {"truncated", "rtrl"}
+            and self.stride is None
+            and "stride" not in self.gradient_args
+        ):
+            object.__setattr__(self, "stride", DEFAULT_STRIDE)
+        faults = (
+            self._range_faults()
+            + self._gradient_faults()
+            + self._label_faults()
+            + self._stream_faults()
+            + self._rank_faults()
+        )
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    def policy_arguments(self) -> dict[str, Any]:
+        """The arguments of the gradient policy: those by name, and the short settings."""
+        short = {name: getattr(self, name) for name in _SHORT}
+        return {k: v for k, v in short.items() if v is not None} | dict(self.gradient_args)
+
+    def update_steps(self) -> int | None:
+        """Steps between two updates (k1); `None` if the policy or the data decide."""
+        arguments = self.policy_arguments()
+        return arguments.get("segment" if self.gradient == "exact" else "stride")
+
+    def credit_steps(self) -> int | None:
+        """Steps that credit flows back (k2); `None` if no fixed number limits them."""
+        horizon = self.policy_arguments().get("horizon")
+        if self.train_on == "windows" or (horizon is None and self.gradient in _CUT_BY_UPDATES):
+            return self.update_steps()
+        return horizon
+
+    def chunk_steps(self) -> int:
+        """Steps of a chunk of the stream, and of a window of `train_on="windows"`."""
+        return self.policy_arguments().get("stride") or DEFAULT_STRIDE
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that have a value."""
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if value is not None and (key != "gradient_args" or value)
+        }
+
+    def to_toml(self) -> str:
+        """The settings as TOML that `read_toml` reads back."""
+        settings = self.settings()
+        arguments = settings.pop("gradient_args", {})
+        if arguments:
+            arguments = {"policy": settings.pop("gradient"), **arguments}
+        return _toml_lines(settings) + ("\n[gradient]\n" + _toml_lines(arguments)) * bool(arguments)
+
+    def _range_faults(self) -> list[str]:
+        faults: list[str] = []
+        for setting in fields(self):
+            value, checks = getattr(self, setting.name), setting.metadata
+            if value is None:
+                continue
+            if "minimum" in checks and value < checks["minimum"]:
+                faults.append(f"{setting.name}={value}: expected at least {checks['minimum']}")
+            if checks.get("positive") and not 0 < value < math.inf:
+                faults.append(f"{setting.name}={value}: expected a finite number above 0")
         if self.seed >= 2**63:
             faults.append(f"seed={self.seed}: expected a number below 2**63")
         if not 0 <= self.holdout < 1:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:
             faults.append("updates and epochs are both given: one of them says when to stop")
-        faults += (
-            self._faults_of_gradient()
-            + self._faults_of_labels()
-            + self._faults_of_stream()
-            + self._faults_of_ranks()
-        )
-        if faults:
-            raise ConfigError("; ".join(faults))
+        return faults
 
-    def _faults_of_gradient(self) -> list[str]:
-        """What the exact gradient does not go together with."""
-        if not self.exact:
-            alone = (
-                f"segment={self.segment} belongs to the exact gradient: add exact (--exact), or say"
-                " stride for a truncated one"
-            )
-            return [alone] if self.segment is not None else []
+    def _gradient_faults(self) -> list[str]:
+        """The policy's name, and settings that do not go with it."""
+        custom = ".py:" in self.gradient
+        if not custom and self.gradient not in POLICY_NAMES:
+            return [
+                f"gradient={self.gradient!r}: expected {', '.join(POLICY_NAMES)}, or FILE.py:Class"
+            ]
         faults: list[str] = []
-        if self.horizon is not None:
+        for name, policies in _SHORT.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name in self.gradient_args:
+                faults.append(f"{name}={value} is given again among the arguments of the gradient")
+            if custom or self.gradient in policies:
+                continue
             faults.append(
-                f"exact and horizon={self.horizon} are both given: the exact gradient cuts no"
-                " credit, so it has no horizon. Leave one of them out"
+                f"gradient='exact' and {name}={value} are both given: the exact gradient cuts no"
+                f" credit, so it has no {name}. Leave one of them out; segment=N makes an update"
+                " every N steps"
+                if self.gradient == "exact"
+                else f"{name}={value} belongs to gradient={' or '.join(sorted(policies))} (such as"
+                f" --gradient {min(policies)}), got gradient={self.gradient!r}: leave one out"
             )
-        if self.train_on == "windows":
+        if self.train_on == "windows" and self.gradient != "truncated":
             faults.append(
-                "exact and train_on='windows' are both given: credit ends where a window does, and"
-                " within one it is exact already. Leave one of them out"
+                f"gradient={self.gradient!r} and train_on='windows' are both given: credit ends"
+                " with a window, and within one the truncated gradient is exact. Leave one of them"
+                " out"
             )
         return faults
 
-    def _faults_of_labels(self) -> list[str]:
-        """What does not go together in saying where targets come from and what they weigh."""
+    def _label_faults(self) -> list[str]:
+        """Contradictions between the settings of targets and class weights."""
         faults: list[str] = []
-        if self.label_every is not None and self.frame > 0 and self.label_every % self.frame:
+        every, frame = self.target_every, self.frame_size
+        if every is not None and frame > 0 and every % frame:
             faults.append(
-                f"label_every={self.label_every} rows are no whole number of frames of"
-                f" {self.frame}: expected a multiple"
+                f"target_every={every} rows are no whole number of frames of {frame}: expected a"
+                " multiple"
             )
         if self.task == "regress":
             faults += [
                 f"{name}={value!r} belongs to classes: leave it out, or is it task='classify'?"
-                for name, value, unset in (
-                    ("outside", self.outside, None),
+                for name, value, default in (
+                    ("background_class", self.background_class, None),
                     ("class_weights", self.class_weights, "none"),
                 )
-                if value != unset
+                if value != default
             ]
         if self.class_weights not in {"none", "balanced"}:
             try:
-                weights_in(self.class_weights)
+                weights_by_class(self.class_weights)
             except ConfigError as error:
                 faults.append(str(error))
         return faults
 
-    def _faults_of_stream(self) -> list[str]:
-        """What does not go together in how recordings are played."""
+    def _stream_faults(self) -> list[str]:
         faults: list[str] = []
         if isinstance(self.workers, int) and self.workers < 0:
             faults.append(
@@ -217,41 +334,29 @@ class Config:
             )
         if self.offset and self.hand_off:
             faults.append(
-                f"offset={self.offset} moves the edges between parts from epoch to epoch, and"
-                " hand_off hands states over at these edges: leave one of them out"
+                f"offset={self.offset} moves the boundaries between parts from epoch to epoch, and"
+                " hand_off passes states on at these boundaries: leave one of them out"
             )
         if self.train_on == "windows":
-            given = [
-                name
-                for name, value in (
-                    (f"offset={self.offset}", self.offset),
-                    ("hand_off", self.hand_off),
-                )
-                if value
-            ]
+            names = [f"offset={self.offset}"] * bool(self.offset) + ["hand_off"] * self.hand_off
             faults += [
                 f"{name} and train_on='windows' are both given: windows start at the same steps,"
                 " from zero"
-                for name in given
+                for name in names
             ]
         return faults
 
-    def _faults_of_ranks(self) -> list[str]:
-        """What several processes do not go together with."""
+    def _rank_faults(self) -> list[str]:
+        """Contradictions between the settings of several processes."""
         if self.strategy == "single":
             several = [
                 f"{name}={value}"
                 for name, value in (("devices", self.devices), ("nodes", self.nodes))
                 if value > 1
             ]
-            return (
-                [
-                    f"{' and '.join(several)}: of several processes; add strategy='ddp' (--strategy"
-                    " ddp)"
-                ]
-                if several
-                else []
-            )
+            return [
+                f"{' and '.join(several)}: several processes need strategy='ddp' (--strategy ddp)"
+            ] * bool(several)
         faults: list[str] = []
         if self.device not in {"cpu", "cuda"}:
             faults.append(
@@ -260,99 +365,75 @@ class Config:
             )
         ranks = self.devices * self.nodes
         if ranks > 0 and self.lanes % ranks:
-            near = [
-                str(n)
-                for n in (self.lanes // ranks * ranks, (self.lanes // ranks + 1) * ranks)
-                if n
-            ]
+            below = self.lanes // ranks * ranks
+            near = [str(n) for n in (below, below + ranks) if n]
             faults.append(
-                f"lanes={self.lanes} are those of all ranks together, and {ranks} ranks"
-                f" (devices={self.devices} on each of nodes={self.nodes}) play equally many:"
+                f"lanes={self.lanes} are those of all ranks together, and each of {ranks} ranks"
+                f" (devices={self.devices} on each of nodes={self.nodes}) plays the same number:"
                 f" expected a multiple of {ranks}, such as {' or '.join(near)}"
             )
         return faults
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that are set and play a part: the exact gradient has no stride."""
-        return {
-            key: value
-            for key, value in asdict(self).items()
-            if value is not None and not (self.exact and key == "stride")
-        }
 
-    def to_toml(self) -> str:
-        """The settings as TOML, those that play no part left out."""
-        rows = (
-            (key, list(value) if isinstance(value, tuple) else value)
-            for key, value in self.settings().items()
-        )
-        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in rows)
-
-
-def weights_in(text: str) -> dict[str, float]:
-    """The weight of each class named in `a=5,b=2`.
-
-    Raises:
-        ConfigError: something else, or a weight that is no finite number above 0.
-
-    Example:
-        >>> weights_in("pvc=5,beat=2")
-        {'pvc': 5.0, 'beat': 2.0}
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.rpartition("="))
-        if (
-            not equals
-            or not name
-            or name in found
-            or not is_number(value)
-            or not 0 < float(value) < math.inf
-        ):
-            raise ConfigError(
-                f"class_weights={text!r}: expected none, balanced, or a number above 0 for each of"
-                " some classes, such as pvc=5,beat=2"
-            )
-        found[name] = float(value)
-    return found
+def _toml_lines(settings: Mapping[str, Any]) -> str:
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, unchecked.
 
+    A table `[gradient]` becomes `gradient`, its key `policy`, and `gradient_args`, its other keys.
+
     Raises:
-        ConfigError: the file is missing or no TOML.
+        ConfigError: the file is missing or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML ({error})") from error
+    table = settings.get("gradient")
+    if isinstance(table, dict):
+        name = table.pop("policy", None)
+        settings |= {"gradient": name, "gradient_args": table}
+        if name is None:
+            raise ConfigError(
+                f'{path}: the table [gradient] has no policy; write policy = "adaptive", or'
+                ' policy = "FILE.py:Class"'
+            )
+    return settings
+
+
+def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file with the flags over them; arguments of another policy are dropped."""
+    merged = {**base, **flags}
+    if "gradient_args" in flags and flags.get("gradient") in {None, base.get("gradient")}:
+        merged["gradient_args"] = {**base.get("gradient_args", {}), **flags["gradient_args"]}
+    elif "gradient" in flags and flags["gradient"] != base.get("gradient"):
+        merged["gradient_args"] = flags.get("gradient_args")
+    return merged
 
 
 def make_config(settings: Mapping[str, Any], *, source: str = "the settings") -> Config:
     """A checked config from settings by name; `None` means the default.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing one, or a value of the
-            wrong kind; all are listed.
+        ConfigError: unknown keys (with the nearest known ones), missing ones, or values of the
+            wrong type; all are listed.
     """
-    kinds = get_type_hints(Config)
-    given = {key: value for key, value in settings.items() if value is not None}
-    faults = [_unknown(key, list(kinds)) for key in given if key not in kinds]
-    required = [
-        f.name for f in fields(Config) if f.name in {"data", "task", "out"} and f.name not in given
+    types = get_type_hints(Config)
+    present = {key: value for key, value in settings.items() if value is not None}
+    faults = [_unknown(key, list(types)) for key in present if key not in types]
+    faults += [
+        f"'{f.name}' is missing"
+        for f in fields(Config)
+        if f.default is MISSING and f.name not in present
     ]
-    faults += [f"'{name}' is missing" for name in required]
     values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in kinds:
-            values[key], fault = _converted(key, value, kinds[key])
-            faults += [fault] if fault else []
-    if given.get("exact") is True and "stride" in given:
-        faults.append(
-            f"exact and stride={given['stride']} are both given: the exact gradient has no stride."
-            " Leave one of them out; segment says how many steps of it an update takes"
-        )
+    for key in present.keys() & types.keys():
+        values[key], fault = convert(key, present[key], types[key])
+        faults += [fault] if fault else []
     if faults:
         raise ConfigError(f"{source}: " + "; ".join(faults))
     return Config(**values)
@@ -365,35 +446,104 @@ def _unknown(key: str, known: list[str]) -> str:
     )
 
 
-def _converted(key: str, value: Any, kind: Any) -> tuple[Any, str]:
-    """The value in the type of the field, and what is wrong with it."""
-    options = get_args(kind)
-    if get_origin(kind) is Literal:
-        return value, (
-            ""
-            if value in options
-            else f"{key}={value!r}: expected one of {', '.join(map(repr, options))}"
+def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
+    """Check a value against a type and convert it.
+
+    Args:
+        name: of the setting, for the message.
+        value: as TOML or a flag gave it.
+        annotation: a type, `Literal`, tuple of names, mapping, or a union of these.
+
+    Returns:
+        The value in its type, and the fault, empty if there is none.
+    """
+    union = get_origin(annotation) is Union or type(annotation).__name__ == "UnionType"
+    options = get_args(annotation) if union else (annotation,)
+    expected: list[str] = []
+    for option in options:
+        origin = get_origin(option)
+        if origin is Literal:
+            if value in get_args(option):
+                return value, ""
+            expected += [repr(word) for word in get_args(option)]
+        elif origin is tuple:
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+                return tuple(items), ""
+            expected.append("a list of column names")
+        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value), ""
+        elif option in _TYPES:
+            if isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+                return value, ""
+            expected.append(_TYPES[option])
+        elif option is NoneType:
+            if value is None:
+                return value, ""
+        else:  # a type that only the policy itself can check
+            return value, ""
+    one_of = "one of " if all(text.startswith("'") for text in expected) else ""
+    joined = (", " if one_of else " or ").join(expected)
+    return value, f"{name}={value!r}: expected {one_of}{joined}"
+
+
+def parse_argument(text: str) -> tuple[str, Any]:
+    """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
+
+    Example:
+        >>> [parse_argument(text) for text in ("min=20", "memory=2GiB", "graphs=auto")]
+        [('min', 20), ('memory', '2GiB'), ('graphs', 'auto')]
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not re.fullmatch(r"\w+", name):
+        raise ConfigError(f"--gradient-arg {text}: expected NAME=VALUE, such as tolerance=0.1")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def named_numbers(text: str) -> dict[str, float]:
+    """The finite number of each name in text.
+
+    Raises:
+        ValueError: something else, or a name that occurs twice.
+
+    Example:
+        >>> named_numbers("age=63,weight=71.5")
+        {'age': 63.0, 'weight': 71.5}
+    """
+    numbers: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.rpartition("="))
+        if not name or name in numbers or "_" in value or not math.isfinite(float(value)):
+            raise ValueError(text)
+        numbers[name] = float(value)
+    return numbers
+
+
+def weights_by_class(text: str) -> dict[str, float]:
+    """The weight of each class named in `a=5,b=2`.
+
+    Raises:
+        ConfigError: other text, or a weight that is not a finite number above 0.
+
+    Example:
+        >>> weights_by_class("pvc=5,beat=2")
+        {'pvc': 5.0, 'beat': 2.0}
+    """
+    try:
+        weights = named_numbers(text)
+    except ValueError:
+        weights = {}
+    if not weights or min(weights.values()) <= 0:
+        raise ConfigError(
+            f"class_weights={text!r}: expected none, balanced, or a number above 0 for some"
+            " classes, such as pvc=5,beat=2"
         )
-    if get_origin(kind) is tuple:
-        items = [value] if isinstance(value, str) else value
-        right = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
-        return tuple(items) if right else (), (
-            "" if right else f"{key}={value!r}: expected a list of column names"
-        )
-    words = [
-        word for option in options if get_origin(option) is Literal for word in get_args(option)
-    ]
-    if value in words:
-        return value, ""
-    plain = next(
-        (o for o in options if o is not type(None) and get_origin(o) is not Literal),
-        None if words else kind,
-    )
-    if plain is None:
-        return value, f"{key}={value!r}: expected one of {', '.join(map(repr, words))}"
-    if plain is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value), ""
-    right = isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool)
-    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    others = "".join(f" or {word!r}" for word in words)
-    return value, "" if right else f"{key}={value!r}: expected {expected[plain]}{others}"
+    return weights
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Column names separated by commas."""
+    return tuple(name.strip() for name in text.split(","))

@@ -1,12 +1,12 @@
 """The demo: rare events that change the labels of thousands of later frames.
 
-A machine is off or on. A pulse of ten frames, one every 2,000 frames or so, switches it; single
-spikes, one every 30 frames or so, mean nothing. Each frame is labelled off or on, and one label in
-twenty is wrong at random: no model can be right more often than 0.95, and one that remembers the
-last pulse is.
+A machine is off or on. A pulse of ten frames, about every 2,000 frames, switches it. Single spikes,
+about every 30 frames, mean nothing. Each frame is labelled off or on, and one label in twenty is
+wrong at random. So no model can reach an accuracy above 0.95, and one that remembers the last pulse
+reaches it.
 
-Windows of 100 frames from a zero state seldom hold a pulse. A network trained on them learns from
-almost nothing what to do with one, and nothing at all about keeping it.
+Windows of 100 frames from a zero state seldom contain a pulse. A network trained on them learns
+little about pulses, and nothing about keeping their effect.
 
 Shapes: `T` frames.
 """
@@ -20,12 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from throughtime.app.audit_report import AuditReport
-from throughtime.app.threads import one_thread
+from throughtime.app.model import one_thread
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach
+from throughtime.errors import ConfigError
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient._memory import measure_graph
 from throughtime.gradient.schedule import in_bytes
@@ -44,30 +47,19 @@ WRONG_LABELS = 0.05
 BEST = 1 - WRONG_LABELS  # reached by naming the mode of the last pulse
 CHANCE = 1 / len(MODES)
 STRIDE, LANES, HIDDEN, RATE = 100, 16, 32, 1e-2
-HORIZONS, AUDITED, LAGS, TOLERANCE = (
-    (10, 25, 50, STRIDE, 400),
-    4_000,
-    1_024,
-    0.1,
-)  # of the audit, in frames, and a bias
-SINCE = (
-    0,
-    30,
-    100,
-    300,
-    1_000,
-    3_000,
-)  # frames since the last pulse, edges of the bins of the picture
+HORIZONS = (10, 25, 50, STRIDE, 400)  # of the audit, in frames
+AUDITED, LAGS, TOLERANCE = 4_000, 1_024, 0.1  # of the audit: frames, frames, a bias
+SINCE = (0, 30, 100, 300, 1_000, 3_000)  # frames since the last pulse: edges of bins
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A recording made by the rules above, with what only its maker knows."""
+    """A generated recording, its labels, and the frames since the last pulse."""
 
     recording: TableRecording
     labels: Array
-    since: Array  # frames since the last pulse
+    since: Array
 
 
 def generate(name: str, frames: int, seed: int) -> Generated:
@@ -94,53 +86,70 @@ def generate(name: str, frames: int, seed: int) -> Generated:
 
 @dataclass
 class Trained:
-    """One network, and how it did on the unbroken test recording."""
+    """One network and its accuracy on the unbroken test recording.
+
+    Attributes:
+        name: what it was trained on.
+        seed: of its weights and the order of its recordings.
+        losses: updates, each with the mean loss before it.
+        accuracy: on the unbroken recording.
+        as_trained: on pieces like those of training: windows, or the stream.
+        by_lag: accuracy by the frames since the last pulse, in the bins of `SINCE`.
+        predicted: the class of every frame.
+    """
 
     name: str
     seed: int
     losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     accuracy: float = float("nan")
-    as_trained: float = float("nan")  # on the pieces it was trained on: windows, or the stream
+    as_trained: float = float("nan")
     by_lag: list[float] = field(default_factory=list[float])
     predicted: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What the exact gradient of all training recordings took, from their first frames to their last."""
+class ExactCost:
+    """The cost of the exact gradient of all training recordings.
 
-    frames: int  # of each recording
+    Attributes:
+        frames: of each recording.
+        seconds: that it took.
+        chunk: frames per forward call.
+        stored: bytes of the states between chunks and of the graph of one chunk.
+        one_graph: bytes that one graph of all frames would take.
+    """
+
+    frames: int
     seconds: float
-    chunk: int  # frames per forward call
-    edges: int  # bytes of the states between chunks, and of the graph of one of them
-    one_graph: int  # bytes that the graph of all frames would have
+    chunk: int
+    stored: int
+    one_graph: int
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found: one network of each way for every seed."""
+    """The results: networks of both kinds for every seed, and measurements of one on the stream."""
 
     updates: int
     test: Generated
     networks: tuple[Trained, ...]
-    audited: AuditReport  # of the first network trained on the stream
-    whole: Whole  # of the same
+    audit_report: AuditReport
+    exact_cost: ExactCost
 
     def of(self, name: str) -> list[Trained]:
-        """The networks trained one way."""
+        """The networks that were trained on windows, or on the stream."""
         return [network for network in self.networks if network.name == name]
 
 
 def run_demo(
-    updates_each: int, seeds: Sequence[int], watch: Callable[[str, int, float], None]
+    updates_each: int, seeds: Sequence[int], on_loss: Callable[[str, int, float], None]
 ) -> Demo:
-    """Trains both ways at the same number of updates, for every seed, and runs all on the same
-    unbroken recording.
+    """Train on windows and on the stream, with every seed, and evaluate on one unbroken recording.
 
     Args:
         updates_each: updates of each network.
         seeds: draw the weights and the order of the recordings.
-        watch: called with what is trained, the update and the loss every 100 updates.
+        on_loss: called with a network's name, the update and the loss every 100 updates.
     """
     train: list[Recording] = [generate(f"train {i}", 20_000, i).recording for i in range(LANES)]
     test = generate("test", 60_000, 999)
@@ -148,72 +157,76 @@ def run_demo(
         WINDOWS: (list(windows(train, STRIDE)), list(windows([test.recording], STRIDE))),
         STREAM: (train, [test.recording]),
     }
+    networks: list[Trained] = []
+    on_stream: Carried | None = None
     with one_thread():
-        found = [
-            _way(Trained(name, seed), *parts, test, updates_each, watch)
-            for seed in seeds
-            for name, parts in pieces.items()
-        ]
-        net = next(net for way, net in found if way.name == STREAM)
-        audited, whole = _audited(net, train, updates_each), _whole(net, train)
-    return Demo(updates_each, test, tuple(way for way, _ in found), audited, whole)
+        for seed in seeds:
+            for name, (to_train, to_score) in pieces.items():
+                network = Trained(name, seed)
+                net = _train(network, to_train, updates_each, on_loss)
+                _evaluate(network, net, to_score, test)
+                networks.append(network)
+                if name == STREAM and on_stream is None:
+                    on_stream = net
+        if on_stream is None:
+            raise ConfigError("seeds is empty: expected one at least")
+        report, cost = _audit(on_stream, train, updates_each), _exact_cost(on_stream, train)
+    return Demo(updates_each, test, tuple(networks), report, cost)
 
 
-def _whole(net: Carried, train: list[Recording]) -> Whole:
-    """One exact gradient of everything; the network is left as it was."""
+def _exact_cost(net: Carried, train: list[Recording]) -> ExactCost:
+    """Measure one exact gradient of everything; the weights do not change."""
     stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
     size = measure_graph(
         net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn)
     )
-    began = time.perf_counter()
+    started = time.perf_counter()
     (update,) = updates(net, stream, loss_fn, gradient=Exact())
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     net.zero_grad()
     chunk = stream.steps if update.adjoint_stats is None else update.adjoint_stats.chunk
-    edges = size.total(stream.steps, chunk, stored=True)
-    return Whole(stream.steps, seconds, chunk, round(edges), round(size.step * stream.steps))
+    stored = size.total(stream.steps, chunk, stored=True)
+    return ExactCost(stream.steps, seconds, chunk, round(stored), round(size.step * stream.steps))
 
 
-def _audited(net: Carried, train: list[Recording], count: int) -> AuditReport:
-    """How far the gradient of a trained network goes, and what cutting it costs."""
-    stream = Stream(train, LANES, STRIDE, seed=None)
-    costs = audit(net, stream, nn.CrossEntropyLoss(), HORIZONS, steps=AUDITED)
-    goes = reach(net, stream, nn.CrossEntropyLoss(), max_lag=LAGS, anchors=2 * LANES, steps=AUDITED)
-    return AuditReport("train", "generated recordings", count, stream.steps, TOLERANCE, costs, goes)
+def _audit(net: Carried, train: list[Recording], count: int) -> AuditReport:
+    """Measure the reach of the gradient of a trained network, and the cost of truncating it."""
+    stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
+    costs = audit(net, stream, loss_fn, HORIZONS, steps=AUDITED)
+    decay = reach(net, stream, loss_fn, max_lag=LAGS, anchors=2 * LANES, steps=AUDITED)
+    return AuditReport(
+        "train", "generated recordings", count, stream.steps, TOLERANCE, costs, decay
+    )
 
 
-def _way(
-    way: Trained,
-    train: list[Recording],
-    as_trained: list[Recording],
-    test: Generated,
-    count: int,
-    watch: Callable[[str, int, float], None],
-) -> tuple[Trained, Carried]:
-    net = _trained(way, train, count, watch)
+def _evaluate(network: Trained, net: Carried, pieces: list[Recording], test: Generated) -> None:
+    """Compute the accuracies of a network."""
     outputs, _ = predict(net, test.recording)
-    way.predicted = outputs.argmax(dim=1).numpy()
-    right = way.predicted == test.labels
-    way.accuracy = float(right.mean())
+    network.predicted = outputs.argmax(dim=1).numpy()
+    correct = network.predicted == test.labels
+    network.accuracy = float(correct.mean())
     bins = [
-        right[(test.since >= low) & (test.since < high)]
-        for low, high in pairwise((*SINCE, len(right) + 1))
+        correct[(test.since >= low) & (test.since < high)]
+        for low, high in pairwise((*SINCE, len(correct) + 1))
     ]
-    way.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
-    pieces = Stream(as_trained, min(LANES, len(as_trained)), STRIDE, seed=None)
-    way.as_trained = evaluate(net, pieces, metrics=Classification(MODES)).metrics["accuracy"]
-    return way, net
+    network.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
+    stream = Stream(pieces, min(LANES, len(pieces)), STRIDE, seed=None)
+    scores = evaluate(net, stream, metrics=Classification(MODES))
+    network.as_trained = scores.metrics["accuracy"]
 
 
-def _trained(
-    way: Trained, train: list[Recording], count: int, watch: Callable[[str, int, float], None]
+def _train(
+    network: Trained,
+    recordings: list[Recording],
+    count: int,
+    on_loss: Callable[[str, int, float], None],
 ) -> Carried:
-    torch.manual_seed(way.seed)
+    torch.manual_seed(network.seed)
     net = carry(
         nn.Sequential(OrderedDict(lstm=nn.LSTM(1, HIDDEN), readout=nn.Linear(HIDDEN, len(MODES))))
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
-    stream = Stream(train, LANES, STRIDE, seed=way.seed)
+    stream = Stream(recordings, LANES, STRIDE, seed=network.seed)
     losses = list[torch.Tensor]()
     for done, update in enumerate(islice(_epochs(net, stream), count), 1):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -221,8 +234,8 @@ def _trained(
         optimizer.zero_grad()
         losses.append(update.loss)
         if done % 100 == 0 or done == count:
-            way.losses.append((done, torch.stack(losses).mean().item()))
-            watch(f"{way.name}, seed {way.seed}", done, way.losses[-1][1])
+            network.losses.append((done, torch.stack(losses).mean().item()))
+            on_loss(f"{network.name}, seed {network.seed}", done, network.losses[-1][1])
             losses.clear()
     return net
 
@@ -234,7 +247,7 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
 
 
 def summary(demo: Demo) -> list[tuple[str, str, str]]:
-    """The table of the demo: what, on the unbroken recording, on the pieces trained on."""
+    """Rows of the table: name, accuracy on the unbroken recording, accuracy on pieces as trained."""
     rows = [
         (
             name,
@@ -251,8 +264,8 @@ def summary(demo: Demo) -> list[tuple[str, str, str]]:
 
 
 def credit(demo: Demo) -> str:
-    """What the audit found, in a sentence."""
-    reach, rows = demo.audited.reach, demo.audited.audit.rows
+    """The reach of the gradient and the cost of truncating it, in a sentence."""
+    reach, rows = demo.audit_report.reach, demo.audit_report.audit.rows
     bias = next(row.bias for row in rows if row.horizon == STRIDE)
     steps, cold = max(reach.contexts.items())
     return (
@@ -263,31 +276,46 @@ def credit(demo: Demo) -> str:
 
 
 def exact(demo: Demo) -> str:
-    """What the exact gradient took, in a sentence."""
-    whole = demo.whole
+    """The cost of the exact gradient, in a sentence."""
+    cost = demo.exact_cost
     return (
-        f"the exact gradient of all {LANES} x {whole.frames:,} frames, credit from the last to the"
-        f" first, took {whole.seconds:.1f} s and {in_bytes(whole.edges)}, {whole.chunk} frames at a"
-        f" time; one graph of them would hold {in_bytes(whole.one_graph)}"
+        f"the exact gradient of all {LANES} x {cost.frames:,} frames, credit from the last to the"
+        f" first, took {cost.seconds:.1f} s and {in_bytes(cost.stored)}, {cost.chunk} frames at a"
+        f" time; one graph of them would hold {in_bytes(cost.one_graph)}"
     )
 
 
 def _spread(values: list[float]) -> str:
-    """The mean, and from where to where."""
+    """The mean and the range."""
     mean = f"{sum(values) / len(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
 
 def facts(demo: Demo) -> dict[str, Any]:
-    """The figures of the demo, for machines."""
-    kept = ("name", "seed", "accuracy", "as_trained", "by_lag")
-    networks = [{key: getattr(network, key) for key in kept} for network in demo.networks]
+    """The results as plain values."""
+    names = ("name", "seed", "accuracy", "as_trained", "by_lag")
+    networks = [{key: getattr(network, key) for key in names} for network in demo.networks]
     return {
         "updates": demo.updates,
         "best": BEST,
         "chance": CHANCE,
         "since": list(SINCE),
         "networks": networks,
-        "audit": demo.audited.facts(),
-        "exact": asdict(demo.whole),
+        "audit": demo.audit_report.facts(),
+        "exact": asdict(demo.exact_cost),
     }
+
+
+def print_demo(results: Demo, out: Console) -> None:
+    """Print the accuracies, what the audit measured, and the cost of the exact gradient."""
+    seeds = {network.seed for network in results.networks}
+    table = Table(
+        title=f"accuracy after {results.updates} updates, {len(seeds)}"
+        f" seed{'' if len(seeds) == 1 else 's: mean (worst to best)'}"
+    )
+    for heading in ("trained on", "on the unbroken recording", "on pieces as trained"):
+        table.add_column(heading, justify="left" if heading == "trained on" else "right")
+    for row in summary(results):
+        table.add_row(*row)
+    for line in (table, credit(results), exact(results)):
+        out.print(line)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import Spec
+from throughtime.app.model import ModelSpec
 from throughtime.carry.carried import Carried
 from throughtime.predict import Predictor
 from throughtime.stream import Recording, Stream
@@ -33,7 +33,7 @@ class SignalExcerpt:
 
 
 def busiest_excerpt(
-    net: Carried, spec: Spec, recording: Recording, config: Config
+    net: Carried, spec: ModelSpec, recording: Recording, config: Config
 ) -> SignalExcerpt:
     """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
     steps = min(len(recording), _SEARCHED)
@@ -42,7 +42,7 @@ def busiest_excerpt(
     parts = [predict(x.to(predict.device)).squeeze(1).cpu() for x in chunk.inputs.split(1024)]
     outputs = torch.cat(parts).numpy()
     targets = np.zeros(steps) if chunk.targets is None else first_column(chunk.targets).numpy()
-    if spec.task == "classify":
+    if spec.classes:
         start, predicted = _busiest(targets), outputs.argmax(axis=1)
     else:
         start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
@@ -51,7 +51,9 @@ def busiest_excerpt(
     return SignalExcerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
 
 
-def one_lane(recordings: Sequence[Recording], chunk: int, spec: Spec, config: Config) -> Stream:
+def one_lane(
+    recordings: Sequence[Recording], chunk: int, spec: ModelSpec, config: Config
+) -> Stream:
     """The recordings in order, on one lane of this process alone."""
     return Stream(
         recordings,

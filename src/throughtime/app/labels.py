@@ -1,9 +1,10 @@
-"""Labels: the targets of a recording as they come, for each row, for every so many, for intervals,
-or for the whole of it.
+"""Targets of a recording: one per row, per N rows, per interval, or one for the whole recording.
 
-What is said in rows of the file becomes steps: `frame` rows are one.
+Targets are given in rows of the file and become steps: `frame_size` rows form one step. A frame is
+complete or dropped. Its target is that of its last row, when the net has read all of it; so an
+interval of rows covers the steps whose last row it covers.
 
-Shapes: `T` steps.
+Shapes: `T` steps, `N` rows per frame, `D` columns.
 """
 
 import math
@@ -12,28 +13,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from throughtime.app.form import Form
-from throughtime.app.framed import FrameEnds
-from throughtime.app.manifest import Files
-from throughtime.app.rates import Rate
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.csv import is_number
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import (
+    At,
     IntervalLabels,
     PeriodicLabels,
     interval_labels,
     periodic_labels,
 )
+from throughtime.stream.manifest import ManifestEntry
 from throughtime.stream.recording import INTERVAL_COLUMNS, columns, interval_columns
 from throughtime.stream.rows import ArrayRows, ColumnRows, Rows
 
 LABEL = ("label",)
 
 
+class Rate(NamedTuple):
+    """Rows per second, and the file or model that says so."""
+
+    source: str
+    value: float
+
+
 class Targets(NamedTuple):
-    """The targets of a recording: what they are called, their rates, and how many intervals are shorter than a frame."""
+    """The targets of a recording, their column names and rates, and the intervals that were lost.
+
+    An interval shorter than a frame is lost.
+    """
 
     rows: Rows
     columns: tuple[str, ...]
@@ -42,8 +51,37 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Labels in the kind in which a step without one can be told: text of classes, floating numbers of a regression."""
+class FrameRows:
+    """PeriodicLabels `frame_size` rows as one step of `N * D` numbers, row after row."""
+
+    rows: Rows
+    frame_size: int
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.frame_size
+
+    def read(self, start: int, stop: int) -> Array:
+        rows = self._read_rows(start, stop)
+        return rows.reshape(len(rows) // self.frame_size, -1)
+
+    def _read_rows(self, start: int, stop: int) -> Array:
+        return self.rows.read(start * self.frame_size, min(stop, len(self)) * self.frame_size)
+
+
+class LastRows(FrameRows):
+    """The last of every `frame_size` rows."""
+
+    def read(self, start: int, stop: int) -> Array:
+        return self._read_rows(start, stop)[self.frame_size - 1 :: self.frame_size]
+
+
+@dataclass(frozen=True)
+class LabelRows:
+    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
 
     rows: Rows
     classify: bool
@@ -56,121 +94,126 @@ class Kind:
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Array:
-        return in_kind(self.rows.read(start, stop), classify=self.classify)
+        return _with_missing_value(self.rows.read(start, stop), classify=self.classify)
 
 
-def in_kind(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text where they are classes, as floating numbers else.
-
-    Others as they are.
-    """
-    return (
-        labels
-        if labels.dtype.kind not in "biu"
-        else labels.astype(np.str_ if classify else np.float64)
-    )
+def _with_missing_value(labels: Array, *, classify: bool) -> Array:
+    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
+    if labels.dtype.kind not in "biu":
+        return labels
+    return labels.astype(np.str_ if classify else np.float64)
 
 
 @dataclass(frozen=True)
-class Filled:
-    """Intervals between which there is a class."""
+class BackgroundRows:
+    """Labels of intervals, and one class for all steps outside them."""
 
-    inner: IntervalLabels
-    outside: str
+    intervals: IntervalLabels
+    background_class: str
 
     @property
     def where(self) -> str:
-        return self.inner.where
+        return self.intervals.where
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self.intervals)
 
     def read(self, start: int, stop: int) -> Array:
-        covered = replace(self.inner, labels=np.ones(len(self.inner.starts)), at="all").read(
-            start, stop
-        )
-        return np.where(np.isnan(covered), self.outside, self.inner.read(start, stop))
+        ones = np.ones(len(self.intervals.starts))
+        covered = replace(self.intervals, labels=ones, at="all").read(start, stop)
+        labels = self.intervals.read(start, stop)
+        return np.where(np.isnan(covered), self.background_class, labels)
 
 
-def whole(files: Files, steps: int, form: Form) -> Targets:
-    """The label of a manifest, one for the recording.
+def label_of_recording(
+    entry: ManifestEntry, steps: int, *, classify: bool, at: At | None
+) -> Targets:
+    """The label that the manifest gives to the whole recording.
 
     Raises:
-        DataError: there is none, or it is no number and a regression needs one.
+        DataError: there is none, or it is no number and the task is regression.
     """
-    label = files.label or ""
-    classify = form.task == "classify"
+    label = entry.label or ""
     if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
         expected = "a class" if classify else "a finite number (or is it --task classify?)"
-        raise DataError(f"recording '{files.name}' has the label {label!r}, expected {expected}")
-    held = ArrayRows("the manifest", np.array([label if classify else float(label)]))
-    return Targets(periodic_labels(files.name, held, steps, steps, form.label_at or "last"), LABEL)
+        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
+    values = ArrayRows("the manifest", np.array([label if classify else float(label)]))
+    return Targets(periodic_labels(entry.name, values, steps, steps, at or "last"), LABEL)
 
 
-def of_intervals(files: Files, table: Table, steps: int, form: Form) -> Targets:
-    """Labels of intervals in rows of the inputs; `steps` counts these rows.
+def labels_of_intervals(
+    name: str,
+    table: Table,
+    rows: int,
+    *,
+    frame_size: int,
+    classify: bool,
+    at: At | None,
+    background_class: str | None,
+) -> Targets:
+    """Labels of intervals in rows of the inputs.
 
     Raises:
         DataError: intervals that are unsorted, overlap or leave the recording, or labels of the
-            wrong kind; the file is named.
+            wrong type.
     """
     starts, stops, labels = interval_columns(table)
-    labels = in_kind(labels, classify=form.task == "classify")
-    if form.task == "regress" and labels.dtype.kind == "U" and len(labels):
+    labels = _with_missing_value(labels, classify=classify)
+    if not classify and labels.dtype.kind == "U" and len(labels):
         wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
         raise DataError(
             f"{table.path}: the label {wrong!r} is no number, and --task regress needs one"
         )
     if labels.dtype.kind == "U":
         labels = np.char.strip(labels)
-    spans = interval_labels(
-        files.name, str(table.path), starts, stops, labels, steps, form.label_at or "all"
-    )
-    if form.frame > 1:
-        spans, lost = _framed(spans, form.frame)
-    else:
-        lost = 0
-    return Targets(spans if form.outside is None else Filled(spans, form.outside), LABEL, lost=lost)
+    spans = interval_labels(name, str(table.path), starts, stops, labels, rows, at or "all")
+    lost = 0
+    if frame_size > 1:
+        first, end = spans.starts // frame_size, spans.stops // frame_size
+        keep = first < end
+        lost = int((~keep).sum())
+        spans = replace(
+            spans,
+            starts=first[keep],
+            stops=end[keep],
+            labels=spans.labels[keep],
+            steps=spans.steps // frame_size,
+        )
+    labelled = spans if background_class is None else BackgroundRows(spans, background_class)
+    return Targets(labelled, LABEL, lost=lost)
 
 
-def _framed(spans: IntervalLabels, frame: int) -> tuple[IntervalLabels, int]:
-    """The steps whose last row an interval covers; one that covers none is lost."""
-    starts, stops = spans.starts // frame, spans.stops // frame
-    kept = starts < stops
-    framed = replace(
-        spans,
-        starts=starts[kept],
-        stops=stops[kept],
-        labels=spans.labels[kept],
-        steps=spans.steps // frame,
-    )
-    return framed, int((~kept).sum())
-
-
-def of_every(files: Files, table: Table, steps: int, count: int, form: Form) -> Targets:
-    """A row of targets for every `count` rows of the inputs; `steps` counts these rows.
+def targets_every(
+    name: str,
+    table: Table,
+    chosen: tuple[str, ...],
+    rows: int,
+    count: int,
+    *,
+    frame_size: int,
+    classify: bool,
+    at: At | None,
+) -> Targets:
+    """A row of targets for every `count` of the `rows` of the inputs.
 
     Raises:
-        DataError: there are more or fewer.
+        DataError: the table has more or fewer rows.
     """
-    chosen = columns(
-        files.name, table, table.columns, table, form.targets or table.columns
-    ).target_columns
-    labels = Kind(ColumnRows(table, chosen, flat=True), form.task == "classify")
-    checked = periodic_labels(files.name, labels, count, steps, form.label_at or "last")
-    rows = PeriodicLabels(labels, count // form.frame, steps // form.frame, checked.at)
-    return Targets(
-        rows, chosen, () if table.rate is None else (Rate(str(table.path), table.rate * count),)
-    )
+    names = columns(name, table, table.columns, table, chosen or table.columns).target_columns
+    labels = LabelRows(ColumnRows(table, names, flat=True), classify)
+    checked = periodic_labels(name, labels, count, rows, at or "last")
+    rates = () if table.rate is None else (Rate(str(table.path), table.rate * count),)
+    per_step = PeriodicLabels(labels, count // frame_size, rows // frame_size, checked.at)
+    return Targets(per_step, names, rates)
 
 
-def of_rows(table: Table, chosen: tuple[str, ...], frame: int) -> Targets:
+def targets_of_rows(table: Table, chosen: tuple[str, ...], frame_size: int) -> Targets:
     """A row of targets for each row of the inputs."""
     rows = ColumnRows(table, chosen, flat=True)
     rates = () if table.rate is None else (Rate(str(table.path), table.rate),)
-    return Targets(rows if frame == 1 else FrameEnds(rows, frame), chosen, rates)
+    return Targets(rows if frame_size == 1 else LastRows(rows, frame_size), chosen, rates)
 
 
-def are_intervals(table: Table, form: Form) -> bool:
-    """Whether a targets file holds intervals: exactly these columns, and none of them is asked for as a target of each row."""
-    return set(table.columns) == set(INTERVAL_COLUMNS) and form.targets in {(), LABEL}
+def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
+    """Whether a targets file holds intervals: these columns, none of them chosen as a row target."""
+    return set(table.columns) == set(INTERVAL_COLUMNS) and chosen in {(), LABEL}

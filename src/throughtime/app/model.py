@@ -1,142 +1,139 @@
-"""The model of a run: standardise, recur, read out; described in its own weights file.
+"""The model of a run: standardise, recur, read out; its description is part of its weights file.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+Shapes: `T` steps, `B` lanes, `D` input features, `C` classes or outputs.
 """
 
+import os
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from throughtime.app import tensors as files
-from throughtime.app.config import Config
-from throughtime.app.form import Form
-from throughtime.app.survey import Survey, sorted_classes
-from throughtime.app.weights import class_weights
+from throughtime.app.checkpoint import load_tensors, save_tensors
+from throughtime.app.config import Config, weights_by_class
+from throughtime.app.recordings import DataLayout, SourceRecording
+from throughtime.app.statistics import Statistics, class_name, sorted_classes
 from throughtime.carry.carried import Carried, carry
+from throughtime.errors import ConfigError
 from throughtime.metrics import Classification, Regression, Score
 
-_KIND = "throughtime.model/1"
+_MODEL = "throughtime.model/1"
+# Products of a step that are worth a second thread, in operations: about 40 microseconds, against
+# about 10 in which the threads wait for each other.
+_WORTH_THREADS = 2e6
 
 
 @dataclass(frozen=True)
-class Spec:
-    """All it takes to build the model again and to feed it: kept in the weights file.
+class ModelSpec:
+    """What it takes to build the model again and to read its inputs; kept in the weights file.
 
-    `static` are columns of a manifest whose numbers follow the inputs at every step; `frame` rows
-    of `inputs` are one step; `rate` is that of the rows, if the files said one. An older file
-    without these has the defaults.
+    Attributes:
+        layout: how to read files for it; its columns are resolved.
+        model: the recurrent layer.
+        hidden: its width.
+        layers: their number.
+        features: inputs of a step, static features included.
+        outputs: classes, or target columns.
+        classes: their names; empty for a regression.
+        dtype: of weights and inputs.
     """
 
-    task: Literal["classify", "regress"]
+    layout: DataLayout
     model: Literal["lstm", "gru", "rnn"]
     hidden: int
     layers: int
     features: int
     outputs: int
     classes: tuple[str, ...]
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
     dtype: Literal["float32", "float64"]
-    static: tuple[str, ...] = ()
-    frame: int = 1
-    csv: Literal["columns", "rows"] = "columns"
-    rate: float | None = None
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        found: Survey,
-        inputs: tuple[str, ...],
-        targets: tuple[str, ...],
-        rate: float | None,
-    ) -> "Spec":
-        """What the configuration asks for on the data that were found."""
-        classes = sorted_classes(found.classes) if config.task == "classify" else ()
+    def from_data(
+        cls, config: Config, statistics: Statistics, sources: Sequence[SourceRecording]
+    ) -> "ModelSpec":
+        """The model that the settings describe, in the shape of the data."""
+        first = sources[0].recording
+        layout = replace(
+            DataLayout.from_config(config),
+            inputs=first.input_columns,
+            targets=first.target_columns,
+            rate=next((rate.value for source in sources for rate in source.rates), None),
+        )
+        classes = sorted_classes(statistics.classes) if layout.classify else ()
         return cls(
-            task=config.task,
-            model=config.model,
-            hidden=config.hidden,
-            layers=config.layers,
-            features=len(found.inputs.mean),
-            outputs=len(classes) if config.task == "classify" else len(found.targets.mean),
-            classes=classes,
-            inputs=inputs,
-            targets=targets,
-            dtype=config.dtype,
-            static=config.static,
-            frame=config.frame,
-            csv=config.csv,
-            rate=rate,
+            layout,
+            config.model,
+            config.hidden,
+            config.layers,
+            len(statistics.inputs.mean),
+            len(classes) if layout.classify else len(statistics.targets.mean),
+            classes,
+            config.dtype,
         )
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "Spec":
-        """What `asdict` gave, read back from JSON."""
-        plain: dict[str, Any] = dict(values)
-        plain |= {
-            key: tuple(plain[key])
-            for key in ("classes", "inputs", "targets", "static")
-            if key in plain
-        }
-        return cls(**plain)
-
-    @property
-    def form(self) -> Form:
-        """How to read the inputs of a file."""
-        return Form(
-            self.task, self.inputs, self.targets, self.static, self.frame, self.csv, rate=self.rate
-        )
+    def from_plain(cls, values: Mapping[str, Any]) -> "ModelSpec":
+        """The inverse of `asdict`, read back from JSON."""
+        return cls(**_tuples({**values, "layout": DataLayout(**_tuples(values["layout"]))}))
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of weights and inputs."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
-    def score(self) -> Score:
-        """An empty score of the right kind."""
-        return Classification(self.classes) if self.task == "classify" else Regression()
+    def metrics(self) -> Score:
+        """Empty metrics of the task."""
+        return Classification(self.classes) if self.classes else Regression()
+
+    def is_small(self, lanes: int) -> bool:
+        """Whether the products of a step are too small for a second thread."""
+        return 8 * lanes * self.hidden**2 < _WORTH_THREADS
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 
 class Affine(nn.Module):
-    """`(x - shift) / scale`, or the way back, with statistics that belong to the model."""
+    """`(x - shift) / scale`, or the inverse, with statistics that belong to the model."""
 
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, width: int, *, back: bool) -> None:
+    def __init__(self, width: int, *, inverse: bool) -> None:
         super().__init__()
-        self.back = back
+        self.inverse = inverse
         self.register_buffer("shift", torch.zeros(width))
         self.register_buffer("scale", torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of `(..., width)`."""
-        return x * self.scale + self.shift if self.back else (x - self.shift) / self.scale
+        """Map `(..., width)`."""
+        return x * self.scale + self.shift if self.inverse else (x - self.shift) / self.scale
 
 
-def build(spec: Spec) -> Carried:
+def build_model(spec: ModelSpec) -> Carried:
     """The net: raw inputs in, logits of the classes or values in the targets' units out."""
     layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[spec.model]
     parts: list[tuple[str, nn.Module]] = [
-        ("standardise", Affine(spec.features, back=False)),
+        ("standardise", Affine(spec.features, inverse=False)),
         ("recurrent", layer(spec.features, spec.hidden, spec.layers)),
         ("readout", nn.Linear(spec.hidden, spec.outputs)),
     ]
-    if spec.task == "regress":
-        parts.append(("units", Affine(spec.outputs, back=True)))
+    if not spec.classes:
+        parts.append(("units", Affine(spec.outputs, inverse=True)))
     return carry(nn.Sequential(OrderedDict(parts)), fused=True).to(spec.torch_dtype)
 
 
-def fit_statistics(net: Carried, found: Survey) -> None:
-    """Puts the training split's means and deviations into the net."""
-    for name, moments in (("standardise", found.inputs), ("units", found.targets)):
-        part = net.module.get_submodule(name) if name in dict(net.module.named_children()) else None
+def set_statistics(net: Carried, statistics: Statistics) -> None:
+    """Copy the means and deviations of the training split into the net."""
+    parts = dict(net.module.named_children())
+    for name, moments in (("standardise", statistics.inputs), ("units", statistics.targets)):
+        part = parts.get(name)
         if isinstance(part, Affine):
             part.shift.copy_(torch.from_numpy(moments.mean))
             part.scale.copy_(torch.from_numpy(moments.scale))
@@ -152,49 +149,107 @@ class StandardisedMSE:
         return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
 
 
-def loss_of(
-    config: Config, spec: Spec, net: Carried, classes: Mapping[str, int]
+def make_loss(
+    config: Config, spec: ModelSpec, net: Carried, counts: Mapping[str, int]
 ) -> nn.Module | StandardisedMSE:
-    """Cross-entropy, with class weights if asked for, or the squared error in units of the
-    statistics that the net holds.
+    """Cross-entropy with the class weights of the settings, or the standardised squared error.
 
     Args:
-        config: says whether classes are weighed.
+        config: says how classes are weighted.
         spec: of the net.
         net: with its statistics, on its device.
-        classes: how often each occurs in the training split; looked at only where they are
-            balanced.
+        counts: how often each class occurs in the training split; used for balanced weights.
 
     Raises:
-        ConfigError: a weight for a class that there is not.
+        ConfigError: a weight for a class that does not exist.
     """
     device = next(net.parameters()).device
-    if spec.task == "regress":
+    if not spec.classes:
         return StandardisedMSE(net.module.get_buffer("units.scale").clone())
-    weights = class_weights(config.class_weights, spec.classes, classes)
+    weights = class_weights(config.class_weights, spec.classes, counts)
     return nn.CrossEntropyLoss(
         weight=None if weights is None else weights.to(device, spec.torch_dtype)
     )
 
 
-def save_model(path: Path, net: Carried, spec: Spec) -> None:
-    """Writes weights, statistics and description into one safetensors file."""
-    tensors = {
-        name: value.detach().cpu().contiguous() for name, value in net.module.state_dict().items()
-    }
-    files.write(path, _KIND, asdict(spec), tensors)
+def class_weights(
+    setting: str, classes: tuple[str, ...], counts: Mapping[str, int]
+) -> Tensor | None:
+    """The weight of each class in the loss, `(C,)`; `None` if all weights are equal.
+
+    Args:
+        setting: `none`; `balanced`, by the inverse frequency; or `a=5,b=2`, others 1.
+        classes: of the model, in its order.
+        counts: how often each occurs; used for `balanced`.
+
+    Raises:
+        ConfigError: a class that the model does not have.
+    """
+    if setting == "none":
+        return None
+    if setting == "balanced":
+        frequencies = torch.tensor([counts[name] for name in classes], dtype=torch.float64)
+        return frequencies.sum() / (len(frequencies) * frequencies)
+    weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
+    unknown = [name for name in weights if name not in classes]
+    if unknown:
+        raise ConfigError(
+            f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split has"
+            f" {', '.join(classes)}"
+        )
+    return torch.tensor([weights.get(name, 1.0) for name in classes], dtype=torch.float64)
 
 
-def load_model(path: Path) -> tuple[Carried, Spec]:
+def check_device(device: str) -> None:
+    """Refuse a device on which nothing can be computed.
+
+    Raises:
+        ConfigError: torch refuses it; the first sentence of its message is quoted.
+    """
+    if device == "meta":
+        raise ConfigError("device=meta: holds no numbers; take --device cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise ConfigError(
+            f"device={device}: cannot be used on this machine ({reason}); take --device cpu"
+        ) from error
+
+
+@contextmanager
+def one_thread(*, when: bool = True) -> Generator[None]:
+    """A single thread, for a net whose steps are tiny; `OMP_NUM_THREADS` overrides it.
+
+    A second thread is useless then, and on a busy machine the two wait for each other at every
+    step: an audit of 64 units took 142 s with two threads and 2 s with one, with two processes
+    beside it on two cores.
+    """
+    before = torch.get_num_threads()
+    if when and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def save_model(path: Path, net: Carried, spec: ModelSpec) -> None:
+    """Write weights, statistics and description into one safetensors file."""
+    state = net.module.state_dict()
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    save_tensors(path, _MODEL, asdict(spec), tensors)
+
+
+def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     """The net and its description from a file that `save_model` wrote.
 
     Raises:
         RunError: no such file, or one that holds no model of throughtime.
     """
-    values, tensors = files.read(
-        path, _KIND, "is it the folder of a run that has reached its first checkpoint?"
-    )
-    spec = Spec.from_plain(values)
-    net = build(spec)
+    hint = "is it the folder of a run that has reached its first checkpoint?"
+    values, tensors = load_tensors(path, _MODEL, hint)
+    spec = ModelSpec.from_plain(values)
+    net = build_model(spec)
     net.module.load_state_dict(tensors)
     return net, spec

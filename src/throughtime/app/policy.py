@@ -1,62 +1,182 @@
-"""How the credit of a run flows back: from its settings to a policy."""
+"""The gradient policy of a run: one of ours by name, or a class in the user's own file."""
 
+import importlib.util
+import inspect
 import math
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 from throughtime import state as trees
-from throughtime.app.config import Config
+from throughtime.app.config import DEFAULT_STRIDE, Config, convert
 from throughtime.carry.carried import Carried
-from throughtime.gradient import Exact, LossFn, Objective, Truncated
+from throughtime.errors import ConfigError, ThroughtimeError
+from throughtime.gradient import RTRL, Adaptive, Exact, LossFn, Objective, Randomized, Truncated
 from throughtime.gradient._memory import MemoryBudget
+from throughtime.gradient.policy import Policy
 from throughtime.stream import Stream
 
+_POLICIES: dict[str, Callable[..., Policy]] = {
+    "truncated": Truncated,
+    "exact": Exact,
+    "adaptive": Adaptive,
+    "randomized": Randomized,
+    "rtrl": RTRL,
+}
+_METHODS = ("init", "update", "state_dict", "load_state_dict")
 
-def policy_of(config: Config) -> Truncated | Exact:
-    """The policy that the settings ask for."""
-    return (
-        Exact(segment=config.segment) if config.exact else Truncated(config.stride, config.horizon)
-    )
 
+def resolve_gradient(config: Config) -> Config:
+    """The config with typed arguments of its gradient policy, and a user's file by its full path.
 
-def settled(
-    policy: Truncated | Exact, net: Carried, stream: Stream, loss_fn: LossFn
-) -> Truncated | Exact:
-    """The policy with pieces of a fixed length, measured on the first steps of the stream, which
-    has not moved yet.
-
-    Where a sweep is cut decides how its sums are rounded, and a run that goes on must round as it
-    did before: what is measured must not depend on where it goes on.
+    Raises:
+        ConfigError: see `make_policy`.
     """
-    if isinstance(policy, Truncated):
+    if ".py:" in config.gradient:
+        file, _, name = config.gradient.rpartition(":")
+        config = replace(config, gradient=f"{Path(file).resolve()}:{name}")
+    make_policy(config)
+    typed = _arguments(config, _policy_class(config.gradient))
+    return replace(config, gradient_args={name: typed[name] for name in config.gradient_args})
+
+
+def make_policy(config: Config) -> Policy:
+    """The policy that the settings describe.
+
+    Raises:
+        ConfigError: no such class, or arguments that it does not take; its own are listed.
+    """
+    policy_class = _policy_class(config.gradient)
+    arguments = _arguments(config, policy_class)
+    try:
+        return policy_class(**arguments)
+    except ThroughtimeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gradient={config.gradient!r} refuses {arguments}: {error}") from error
+
+
+def _policy_class(name: str) -> Callable[..., Policy]:
+    if name in _POLICIES:
+        return _POLICIES[name]
+    file, _, class_name = name.rpartition(":")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ConfigError(f"gradient={name!r}: no such file {path}")
+    module = _load_module(path)
+    policy_class = getattr(module, class_name, None)
+    missing = [method for method in _METHODS if not hasattr(policy_class, method)]
+    if not inspect.isclass(policy_class) or missing:
+        fault = (
+            f"its class {class_name} has no method {missing[0]}"
+            if inspect.isclass(policy_class)
+            else f"{path.name} defines no class {class_name}"
+        )
+        raise ConfigError(f"gradient={name!r}: {fault}; docs/extending.md shows a policy")
+    return cast("type[Any]", policy_class)
+
+
+def _load_module(path: Path) -> Any:
+    """The module in a file, executed once; its classes keep their identity."""
+    name = f"throughtime_user_{path.stem}_{abs(hash(path)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the annotations of their module there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{path}: cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    return module
+
+
+def _arguments(config: Config, policy_class: Callable[..., Policy]) -> dict[str, Any]:
+    """The arguments of the policy in their types.
+
+    Raises:
+        ConfigError: unknown or missing arguments, or values of the wrong type; all are listed.
+    """
+    parameters = _parameters(policy_class)
+    arguments = config.policy_arguments()
+    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
+    if "stride" in required:
+        arguments = {"stride": DEFAULT_STRIDE, **arguments}
+    faults: list[str] = []
+    for name in arguments:
+        if name in parameters:
+            arguments[name], fault = convert(name, arguments[name], parameters[name].annotation)
+            faults += [fault] if fault else []
+        else:
+            faults.append(f"there is no argument '{name}'")
+    faults += [f"'{name}' is missing" for name in required if name not in arguments]
+    if faults:
+        raise ConfigError(
+            f"gradient={config.gradient!r}: {'; '.join(faults)}. Its arguments are"
+            f" {', '.join(map(_describe, parameters.values()))}; write --gradient-arg NAME=VALUE, or"
+            " the table [gradient] of a TOML file"
+        )
+    return arguments
+
+
+def _parameters(policy_class: Callable[..., Policy]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(policy_class, eval_str=True).parameters
+    except NameError as error:
+        raise ConfigError(
+            f"{policy_class.__qualname__}: the type of an argument is not known ({error})"
+        ) from error
+
+
+def _describe(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    return parameter.name + ("" if default is inspect.Parameter.empty else f"={default!r}")
+
+
+def with_fixed_chunk(policy: Policy, net: Carried, stream: Stream, loss_fn: LossFn) -> Policy:
+    """The exact policy with a fixed chunk length, measured on the first steps of the stream.
+
+    Where a pass is cut decides how its sums are rounded, and a resumed run must round as before.
+    So the length must not depend on the step at which a run resumes. Other policies are returned
+    as they are. The stream must not have moved yet.
+    """
+    if not isinstance(policy, Exact):
         return policy
     device = next(net.parameters()).device
     first = stream.read(0, 1).to(device)
     state = trees.detach(net.initial_state(first.lanes, like=first.inputs))
     steps = min(policy.segment or stream.steps, stream.steps)
-    room = MemoryBudget(policy.memory, policy.chunk, policy.offload)
-    return replace(
-        policy,
-        chunk=room.segment_steps(
-            net,
-            steps,
-            lambda n: stream.read(0, min(n, stream.steps)).to(device),
-            state,
-            Objective(loss_fn),
-        ),
+    budget = MemoryBudget(policy.memory, policy.chunk, policy.offload)
+    chunk = budget.segment_steps(
+        net,
+        steps,
+        lambda n: stream.read(0, min(n, stream.steps)).to(device),
+        state,
+        Objective(loss_fn),
     )
+    return replace(policy, chunk=chunk)
 
 
-def updates_per_epoch(policy: Truncated | Exact, stream: Stream) -> int:
-    """How many updates an epoch makes.
+def updates_per_epoch(policy: Policy, stream: Stream) -> int:
+    """The number of updates in an epoch; an estimate if the data or the policy decide."""
+    if isinstance(policy, Exact) and policy.segment is None:
+        if stream.lanes * stream._shard.ranks == 1:
+            return len(stream.recordings)
+        return max(1, round(stream.steps / stream.steps_to_common_reset()))
+    names = ("segment", "stride", "mean_horizon", "min")
+    steps = (getattr(policy, name, None) for name in names)
+    stride = next((n for n in steps if isinstance(n, int) and n > 0), DEFAULT_STRIDE)
+    return math.ceil(stream.steps / stride)
 
-    An estimate where it depends on when the lanes' recordings end.
-    """
-    if isinstance(policy, Truncated):
-        return math.ceil(stream.steps / policy.stride)
-    if policy.segment is not None:
-        return math.ceil(stream.steps / policy.segment)
-    return (
-        len(stream.recordings)
-        if stream.lanes * stream._shard.ranks == 1
-        else max(1, round(stream.steps / stream.steps_to_common_reset()))
-    )
+
+def describe_policy(policy: Policy) -> str:
+    """The policy in words: its own, or those of `repr`."""
+    describe = getattr(policy, "describe", None)
+    return str(describe()) if callable(describe) else repr(policy)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.excerpt import busiest_excerpt, first_column, one_lane
-from throughtime.app.model import Spec
+from throughtime.app.model import ModelSpec
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Timescale, TraceSummary, trace
@@ -36,18 +36,6 @@ FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
 LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
 MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
 VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/trace.md
-
-
-def update_steps(config: Config) -> int | None:
-    """Steps between two updates (k1); `None` if the recordings decide."""
-    return config.segment if config.exact else config.stride
-
-
-def credit_steps(config: Config) -> int | None:
-    """Steps that credit flows back (k2); `None` if the recordings decide."""
-    if config.exact or config.train_on == "windows":
-        return update_steps(config)
-    return config.horizon or config.stride
 
 
 @dataclass(frozen=True)
@@ -69,8 +57,8 @@ class TracePlan:
     @classmethod
     def from_config(cls, config: Config, steps: int) -> "TracePlan":
         """The plan that truncates as the run does, when `steps` are available."""
-        stride = update_steps(config) or steps
-        horizon = max(stride, credit_steps(config) or steps)
+        stride = config.update_steps() or steps
+        horizon = max(stride, config.credit_steps() or steps)
         if stride > LONGEST_STRIDE:
             played = min(LONGEST_STRIDE + FEWEST_STEPS, steps)
             return cls(min(FEWEST_STEPS, steps), played, played, played)
@@ -188,7 +176,7 @@ class RunTrace:
 
 
 def trace_run(
-    net: Carried, spec: Spec, recording: Recording, loss_fn: LossFn, config: Config
+    net: Carried, spec: ModelSpec, recording: Recording, loss_fn: LossFn, config: Config
 ) -> RunTrace | None:
     """Trace the busiest excerpt of a recording; `None` if none of its steps has a loss.
 
@@ -202,7 +190,7 @@ def trace_run(
     longest = TracePlan.from_config(config, len(recording)).steps
     start = min(busiest_excerpt(net, spec, recording, config).start, len(recording) - longest)
     if config.train_on == "windows":
-        start -= start % config.stride
+        start -= start % config.chunk_steps()
     plan = TracePlan.from_config(config, len(recording) - start)
     chunk, state = _read(net, spec, recording, config, start, plan.steps)
     sums: dict[str, Tensor] = {}
@@ -246,15 +234,15 @@ def trace_run(
 
 
 def _read(
-    net: Carried, spec: Spec, recording: Recording, config: Config, start: int, steps: int
+    net: Carried, spec: ModelSpec, recording: Recording, config: Config, start: int, steps: int
 ) -> tuple[Chunk, State]:
     """The steps to trace, counted from zero, and the state that enters them.
 
     The state is carried from the start of the recording; a window starts from the initial state.
     """
     cut = config.train_on == "windows"
-    recordings = list(windows([recording], config.stride)) if cut else [recording]
-    stream = one_lane(recordings, config.stride, spec, config)
+    recordings = list(windows([recording], config.chunk_steps())) if cut else [recording]
+    stream = one_lane(recordings, config.chunk_steps(), spec, config)
     predict, device = Predictor(net), next(net.parameters()).device
     for begin in range(0, 0 if cut else start, 1024):
         predict(stream.read(begin, min(begin + 1024, start)).inputs.to(device))

@@ -105,7 +105,7 @@ def _explanation(demo: Demo) -> list[Part]:
 
 
 def _gradient(demo: Demo) -> list[Part]:
-    report, reach = demo.audited, demo.audited.reach
+    report, reach = demo.audit_report, demo.audit_report.reach
     own = next(row for row in report.audit.rows if row.horizon == STRIDE)
     steps, zero_state_loss = max(reach.contexts.items())
     truncation = (

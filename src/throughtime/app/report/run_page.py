@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
-from throughtime.app.assess import recordings_for
 from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config
+from throughtime.app.dataset import recordings_for
 from throughtime.app.excerpt import busiest_excerpt
-from throughtime.app.folder import Folder
-from throughtime.app.model import Spec, load_model
-from throughtime.app.policy import policy_of
+from throughtime.app.model import ModelSpec, load_model
+from throughtime.app.policy import describe_policy, make_policy
 from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Series, bars, lines, strip
 from throughtime.app.report.page import (
@@ -28,7 +27,7 @@ from throughtime.app.report.page import (
     render,
 )
 from throughtime.app.report.trace_section import trace_parts
-from throughtime.app.trace import credit_steps
+from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 
@@ -39,7 +38,7 @@ _MOST_NAMES = 6  # of classes or outputs
 _METRIC_NAMES = {"rmse": "RMSE", "r2": "R²", "esr": "ESR", "macro_f1": "macro-F1"}
 
 
-def write_report(folder: Folder) -> Path:
+def write_report(folder: RunFolder) -> Path:
     """Write `report.html` from the files of the run folder; return its path.
 
     Scores and audit appear once `eval` and `audit` have made them.
@@ -54,7 +53,7 @@ def write_report(folder: Folder) -> Path:
             " written"
         )
     net, spec = load_model(folder.model)
-    names = tuple(spec.score().compute())
+    names = tuple(spec.metrics().compute())
     split = "valid" if rows[0]["valid"] else "train"
     sections = [
         Section(
@@ -69,7 +68,7 @@ def write_report(folder: Folder) -> Path:
     ]
     how = "unbroken recordings, the state carried"
     if config.train_on == "windows":
-        how = f"windows of {config.stride} steps from a zero state"
+        how = f"windows of {config.chunk_steps()} steps from a zero state"
     lead = f"{spec.model.upper()} trained on {Path(config.data).name}: {how}."
     page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
@@ -93,12 +92,12 @@ def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
     )
 
 
-def _in_words(config: Config, spec: Spec, data: Row) -> str:
+def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     """The model, the data, the gradient setting and the scoring."""
     recordings, lanes = data["train"], config.lanes
     if config.train_on == "windows":
         start = (
-            f"For comparison, they were cut into shuffled windows of {config.stride} steps. Each"
+            f"For comparison, they were cut into shuffled windows of {config.chunk_steps()} steps. Each"
             " starts from a zero state."
         )
     elif lanes > recordings:
@@ -125,21 +124,21 @@ def _in_words(config: Config, spec: Spec, data: Row) -> str:
     return (
         f"{_model_in_words(config, spec)}\n\n{recordings:,} recordings with {steps} steps for"
         f" training, {held_out} held out: {'; '.join(data['remarks'])}. {start}\n\nGradient:"
-        f" {policy_of(config).describe()}. Adam with learning rate {config.lr:g}, gradients clipped"
-        f" to norm {config.clip:g}.{weights}\n\nScores are those of whole recordings, from first to"
-        " last step with the state carried, as the model is deployed.\n\nThe"
+        f" {describe_policy(make_policy(config))}. Adam with learning rate {config.lr:g}, gradients"
+        f" clipped to norm {config.max_norm:g}.{weights}\n\nScores are those of whole recordings,"
+        " from first to last step with the state carried, as the model is deployed.\n\nThe"
         f" {spec.features} inputs are standardised with the mean and deviation of the training"
         " split, which are stored in the model."
     )
 
 
-def _model_in_words(config: Config, spec: Spec) -> str:
+def _model_in_words(config: Config, spec: ModelSpec) -> str:
     layers = f"{config.layers} layer{'' if config.layers == 1 else 's'} of {config.hidden} units"
-    names = spec.classes if spec.task == "classify" else spec.targets
+    names = spec.classes or spec.layout.targets
     listed = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         listed += f" and {len(names) - _MOST_NAMES} more"
-    outputs = f"one of {len(names)} classes ({listed})" if spec.task == "classify" else listed
+    outputs = f"one of {len(names)} classes ({listed})" if spec.classes else listed
     inputs = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
     return (
         f"{spec.model.upper()} with {layers}. At every step it reads {inputs} and predicts"
@@ -191,7 +190,7 @@ def _metric_name(name: str) -> str:
 
 
 def _score_sections(
-    folder: Folder, config: Config, rows: Sequence[Row], names: Sequence[str]
+    folder: RunFolder, config: Config, rows: Sequence[Row], names: Sequence[str]
 ) -> list[Section]:
     """A section for the last validation, and for every split that `eval` has scored."""
     scores: dict[str, list[Part]] = {}
@@ -203,7 +202,7 @@ def _score_sections(
             content = json.loads(path.read_text(encoding="utf-8"))
             split, data = content["split"], Path(content["data"]).name
             scores[split] = _score_parts(
-                split, names, content["figures"], content["recordings"], data
+                split, names, content["metrics"], content["recordings"], data
             )
         except (json.JSONDecodeError, KeyError) as error:
             raise RunError(
@@ -244,7 +243,7 @@ def _score_parts(
     ]
 
 
-def _audit_sections(folder: Folder, config: Config, updates: int) -> list[Section]:
+def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Section]:
     """The results of `audit`, if it has measured the run."""
     if not folder.audit.is_file():
         return []
@@ -258,7 +257,7 @@ def _audit_sections(folder: Folder, config: Config, updates: int) -> list[Sectio
             source += f"; the run has gone on to update {updates:,} since"
     parts = [
         Paragraphs(f"{report.advice(config)}\n\n{report.warning()}\n\n{source}."),
-        *audit_figures(report, report.own(config), credit_steps(config)),
+        *audit_figures(report, report.own(config), config.credit_steps()),
         audit_table(report.audit),
     ]
     sections = [Section("Where the gradient goes", parts)]
@@ -324,10 +323,10 @@ def _memory(rows: Sequence[Row]) -> Figure:
     )
 
 
-def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
+def _excerpt(net: Carried, spec: ModelSpec, config: Config, split: str) -> Part:
     """The busiest part of the first recording of a split, if it can still be read."""
     try:
-        recording = recordings_for(spec, Path(config.data), split, config)[0]
+        recording = recordings_for(spec, Path(config.data), split, config.holdout)[0]
         excerpt = busiest_excerpt(net, spec, recording, config)
     except DataError as error:
         return Paragraphs(
@@ -339,7 +338,7 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
         f"Steps {excerpt.start:,} to {stop:,} of recording {excerpt.recording} ({split} split)"
     )
     title = f"Recording {excerpt.recording}"
-    if spec.task == "classify":
+    if spec.classes:
         labelled = targets >= 0
         wrong = float((predicted != targets)[labelled].mean()) if labelled.any() else 0.0
         svg = strip(
@@ -354,7 +353,7 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
                 " wrong."
             ),
             x_label="step",
-            y_label=f"input {spec.inputs[0]}",
+            y_label=f"input {spec.layout.inputs[0]}",
             classes=spec.classes,
             start=excerpt.start,
         )
@@ -368,7 +367,7 @@ def _excerpt(net: Carried, spec: Spec, config: Config, split: str) -> Part:
             title=title,
             description=f"{location}: the target and its prediction.",
             x_label="step",
-            y_label=f"target {spec.targets[0]}",
+            y_label=f"target {spec.layout.targets[0]}",
         )
     return Figure(svg, f"{location}, the state carried from its first step.")
 

@@ -13,8 +13,6 @@ from throughtime.app.trace import (
     VANISHED,
     GradientLifetime,
     RunTrace,
-    credit_steps,
-    update_steps,
 )
 
 _CELLS = 200  # of a row
@@ -96,7 +94,7 @@ def _caption(trace: RunTrace, config: Config) -> str:
             " the gradient of its own loss alone, the first one that of all losses of the update."
         )
     text += f" Credit crosses the ends of updates, through at most {trace.horizon:,} steps."
-    stride, horizon = update_steps(config), credit_steps(config)
+    stride, horizon = config.update_steps(), config.credit_steps()
     if stride is not None and horizon is not None and trace.ahead < horizon - stride:
         limit = f"up to {trace.ahead:,} steps later" if trace.ahead else "of the steps shown alone"
         text += f" Losses {limit} are included."

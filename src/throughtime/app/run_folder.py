@@ -1,4 +1,4 @@
-"""The folder of a run: which file is what."""
+"""The folder of a run: its files and what they hold."""
 
 import json
 from collections.abc import Mapping
@@ -12,17 +12,21 @@ from throughtime.errors import RunError
 
 
 @dataclass(frozen=True)
-class Folder:
-    """`config.toml`, `model.safetensors`, `checkpoint.safetensors`, `metrics.jsonl`, `scores-SPLIT.json`, `audit.json`, `report.html`."""
+class RunFolder:
+    """The files of a run.
+
+    `config.toml`, `model.safetensors`, `checkpoint.safetensors`, `metrics.jsonl`,
+    `scores-SPLIT.json`, `audit.json`, `report.html`.
+    """
 
     path: Path
 
     @classmethod
-    def check_free(cls, config: Config) -> "Folder":
-        """The folder that the run will have.
+    def check_free(cls, config: Config) -> "RunFolder":
+        """The folder that a new run will have.
 
         Raises:
-            RunError: there is a run already, or a file of that name.
+            RunError: it holds a run already, or is a file.
         """
         folder = cls(Path(config.out))
         if folder.path.exists() and not folder.path.is_dir():
@@ -37,8 +41,8 @@ class Folder:
         return folder
 
     @classmethod
-    def create(cls, config: Config) -> "Folder":
-        """A new folder with the resolved configuration."""
+    def create(cls, config: Config) -> "RunFolder":
+        """A new folder with the resolved settings."""
         folder = cls.check_free(config)
         write_atomically(folder.config, config.to_toml().encode())
         return folder
@@ -55,26 +59,26 @@ class Folder:
 
     @property
     def checkpoint(self) -> Path:
-        """All that is needed to go on: weights, optimizer, carried state, place in the stream, random state."""
+        """All that a run needs to resume: weights, optimizer, state, position, random state."""
         return self.path / "checkpoint.safetensors"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line, as the run went."""
+        """The log: one JSON object a line."""
         return self.path / "metrics.jsonl"
 
     @property
     def report(self) -> Path:
-        """The page to look at."""
+        """The HTML page."""
         return self.path / "report.html"
 
     def scores(self, split: str) -> Path:
-        """What `eval` found on a split."""
+        """The scores that `eval` wrote for a split."""
         return self.path / f"scores-{split}.json"
 
     @property
     def audit(self) -> Path:
-        """What `audit` found."""
+        """The results of `audit`."""
         return self.path / "audit.json"
 
     def read_config(self) -> Config:
@@ -91,31 +95,29 @@ class Folder:
         return make_config(read_toml(self.config), source=str(self.config))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; none before the first."""
+        """The lines of the log; a last line cut short by a kill is dropped."""
         if not self.metrics.is_file():
             return []
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [
-            json.loads(line) for line in lines if line.endswith("\n")
-        ]  # a last line cut short by a kill is none
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def sweep(self) -> None:
-        """Removes temporary files that a kill in the middle of a write has left."""
+    def remove_temporary_files(self) -> None:
+        """Remove files that a kill in the middle of a write has left."""
         for path in self.path.glob("*.tmp"):
             path.unlink()
 
-    def drop_scores(self) -> None:
-        """Removes scores of a model that is about to change."""
+    def remove_scores(self) -> None:
+        """Remove scores of a model that is about to change."""
         for path in self.path.glob("scores-*.json"):
             path.unlink()
 
-    def keep_metrics(self, count: int) -> None:
-        """Drops lines written after the checkpoint that the run goes on from, one that was cut short among them."""
+    def truncate_metrics(self, count: int) -> None:
+        """Drop the lines written after the checkpoint from which the run resumes."""
         if self.metrics.is_file():
             lines = self.metrics.read_bytes().splitlines(keepends=True)
             write_atomically(self.metrics, b"".join(lines[:count]))
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends a line."""
+        """Append a line to the log."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Manifest: which recordings there are, in which files, and what is known of each as a whole."""
+"""The manifest of a data set: its recordings, their entry, and what holds for a whole recording."""
 
 import csv as lines
 import math
@@ -13,24 +13,22 @@ from throughtime.stream.formats.csv import is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
-_FAULTS = 5  # listed at most
-# bytes: the header of a manifest is shorter, the first line of another file may be as long as
-# memory
-_HEADER = 65_536
+_MAX_FAULTS = 5  # listed at most
+_HEADER = 65_536  # bytes: no manifest has a longer header, and another file may be one long line
 
 
 @dataclass(frozen=True)
-class Files:
-    """One recording.
+class ManifestEntry:
+    """The files of one recording.
 
     Attributes:
         name: its id, or the name of its file.
-        split: empty if nothing says.
-        inputs: its files, whose columns stand side by side.
-        targets: the file of its targets, if they have one of their own.
-        label: that of the whole recording; empty where the manifest has labels and none for this
-            one; `None` if it has none at all.
-        static: its static features, in the order asked for.
+        split: empty without a split.
+        inputs: its files; their columns are concatenated.
+        targets: the file of its targets, if they are in a file of their own.
+        label: the label of the whole recording; empty if the manifest has labels but none here;
+            `None` if it has no labels.
+        static: its static features, in the order of the setting.
     """
 
     name: str
@@ -41,29 +39,29 @@ class Files:
     static: tuple[float, ...] = ()
 
 
-def together(faults: Sequence[str]) -> str:
-    """Faults in one message, five at most and how many more there are.
+def join_faults(faults: Sequence[str]) -> str:
+    """Join faults into one message: five at most, and the number of others.
 
     Example:
-        >>> together(["a", "b"]), together(list("abcdefgh"))
+        >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
     """
-    rest = len(faults) - _FAULTS
-    return "; ".join(faults[:_FAULTS]) + (
+    rest = len(faults) - _MAX_FAULTS
+    return "; ".join(faults[:_MAX_FAULTS]) + (
         f"; and {rest} more fault{'s' if rest > 1 else ''}" if rest > 0 else ""
     )
 
 
-def find(data: Path, static: Sequence[str] = ()) -> list[Files]:
-    """The recordings of a file, a folder or a manifest, in order.
+def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
+    """List the recordings of a file, a folder or a manifest, in order.
 
     Args:
-        data: where they are.
+        data: the path.
         static: columns of the manifest that are static features.
 
     Raises:
-        DataError: nothing there, or a manifest with a missing file or column, or a recording listed
-            twice.
+        DataError: the path does not exist, the manifest lacks a file or a column, or it lists a
+            recording twice.
     """
     if not data.exists():
         raise DataError(f"{data}: no such file or folder")
@@ -78,21 +76,21 @@ def find(data: Path, static: Sequence[str] = ()) -> list[Files]:
     if static:
         raise DataError(
             f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
-            f" {', '.join(COLUMNS)}), and this is none"
+            f" {', '.join(COLUMNS)}), but this is not a manifest"
         )
     if not folder:
-        return [Files(data.name, "", (data,))]
+        return [ManifestEntry(data.name, "", (data,))]
     paths = sorted(p for p in data.iterdir() if p.suffix.lower() in formats.SUFFIXES)
     if not paths:
         raise DataError(
             f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no"
             f" {' or '.join(MANIFESTS)}"
         )
-    return [Files(path.name, "", (path,)) for path in paths]
+    return [ManifestEntry(path.name, "", (path,)) for path in paths]
 
 
 def header_of(path: Path) -> tuple[str, ...]:
-    """The fields of the first line of a CSV file; none of another one."""
+    """The fields of the first line of a CSV file; empty for another file."""
     if path.suffix.lower() != ".csv" or not path.is_file():
         return ()
     with path.open("rb") as file:
@@ -107,8 +105,8 @@ def _is_manifest(path: Path) -> bool:
     return {"id", "inputs"} <= set(header_of(path))
 
 
-def _read(path: Path, static: Sequence[str]) -> list[Files]:
-    """A manifest is text: the ids `1` and `001` are two recordings."""
+def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
+    """The entries of a manifest, read as text: the ids `1` and `001` are two recordings."""
     columns = csv.read_columns(path)
     _check_columns(path, list(columns), static)
     rows = [
@@ -120,15 +118,15 @@ def _read(path: Path, static: Sequence[str]) -> list[Files]:
             f"{path}: the manifest lists no recording; write a line for each, such as:"
             " a,train,a.csv"
         )
-    found = [_files(path.parent, row, static) for row in rows]
+    entries = [_entry(path.parent, row, static) for row in rows]
     faults = [
         fault
-        for row, files in zip(rows, found, strict=True)
-        for fault in _faults(row, files, static)
-    ] + _listed_twice(found)
+        for row, entry in zip(rows, entries, strict=True)
+        for fault in _entry_faults(row, entry, static)
+    ] + _duplicates(entries)
     if faults:
-        raise DataError(f"{path}: {together(faults)}")
-    return found
+        raise DataError(f"{path}: {join_faults(faults)}")
+    return entries
 
 
 def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:
@@ -136,7 +134,7 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
     absent = [name for name in static if name not in columns]
     if reserved or absent:
         what = (
-            f"'{reserved[0]}' says something else in a manifest"
+            f"'{reserved[0]}' has another meaning in a manifest"
             if reserved
             else f"there is no column '{absent[0]}'"
         )
@@ -146,7 +144,7 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
     unknown = [c for c in columns if c not in {*COLUMNS, *static}]
     if unknown or not {"id", "inputs"} <= set(columns):
         hint = (
-            "; a number of each recording that the net is to see: --static"
+            "; to feed a number of each recording to the net, write --static"
             f" {','.join((*static, *unknown))}"
             if unknown
             else ""
@@ -157,60 +155,60 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
         )
 
 
-def _files(folder: Path, row: dict[str, str], static: Sequence[str]) -> Files:
+def _entry(folder: Path, row: dict[str, str], static: Sequence[str]) -> ManifestEntry:
     inputs = tuple(folder / part.strip() for part in row["inputs"].split(";"))
     targets = folder / row["targets"] if row.get("targets") else None
     label = row.get("label") if targets is None else None
     features = tuple(float(row[name]) if is_number(row[name]) else math.nan for name in static)
-    return Files(row["id"], row.get("split", ""), inputs, targets, label, features)
+    return ManifestEntry(row["id"], row.get("split", ""), inputs, targets, label, features)
 
 
-def _faults(row: dict[str, str], files: Files, static: Sequence[str]) -> list[str]:
-    """What is wrong with one line."""
-    name = files.name
+def _entry_faults(row: dict[str, str], entry: ManifestEntry, static: Sequence[str]) -> list[str]:
+    """The faults of one line."""
+    name = entry.name
     faults = [] if name else ["a recording has no id"]
     if not all(part.strip() for part in row["inputs"].split(";")):
         return [
             *faults,
             f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'",
         ]
-    paths = [*files.inputs, *([files.targets] if files.targets is not None else [])]
-    faults += [f"'{name}': no such file {path}" for path in paths if not _is_there(path)]
-    if len(set(files.inputs)) < len(files.inputs):
+    paths = [*entry.inputs, *([entry.targets] if entry.targets is not None else [])]
+    faults += [f"'{name}': no such file {path}" for path in paths if not _exists(path)]
+    if len(set(entry.inputs)) < len(entry.inputs):
         faults.append(f"'{name}' names one of its inputs twice: {row['inputs']}")
     if row.get("targets") and row.get("label"):
         faults.append(f"'{name}' has targets and the label {row['label']!r}, expected one of them")
     faults += [
         f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number for"
         " every recording"
-        for feature, value in zip(static, files.static, strict=True)
+        for feature, value in zip(static, entry.static, strict=True)
         if not math.isfinite(value)
     ]
     return faults
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.is_file() or (path.is_dir() and path.suffix.lower() in formats.SUFFIXES)
-    except OSError:  # a name that no file can have
+    except OSError:  # an impossible file name
         return False
 
 
-def _listed_twice(found: Sequence[Files]) -> list[str]:
+def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
     faults: list[str] = []
     names: set[str] = set()
     owners: dict[tuple[Path, ...], str] = {}
-    for files in found:
-        if files.name in names:
-            faults.append(f"'{files.name}' is listed twice")
-        names.add(files.name)
+    for entry in entries:
+        if entry.name in names:
+            faults.append(f"'{entry.name}' is listed twice")
+        names.add(entry.name)
         owner = owners.setdefault(
-            tuple(path.resolve() if _is_there(path) else path for path in files.inputs), files.name
+            tuple(path.resolve() if _exists(path) else path for path in entry.inputs), entry.name
         )
-        if owner != files.name:
-            same = ", ".join(map(str, files.inputs))
+        if owner != entry.name:
+            same = ", ".join(map(str, entry.inputs))
             faults.append(
-                f"'{owner}' and '{files.name}' are the same recording, {same}: list it once, in one"
+                f"'{owner}' and '{entry.name}' are the same recording, {same}: list it once, in one"
                 " split"
             )
     return faults

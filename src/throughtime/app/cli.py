@@ -1,0 +1,515 @@
+"""The commands: train, eval, predict, audit, doctor, demo.
+
+A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
+"""
+
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from throughtime import __version__
+from throughtime.app.config import (
+    Config,
+    make_config,
+    merge_settings,
+    named_numbers,
+    parse_argument,
+    read_toml,
+    split_names,
+)
+from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
+
+if TYPE_CHECKING:
+    from throughtime.doctor import Doctor
+
+_HELP = "Train recurrent networks on one unbroken stream, with the state carried."
+_SYNONYMS = {
+    "learning-rate": "lr",
+    "batch-size": "lanes",
+    "hidden-size": "hidden",
+    "num-layers": "layers",
+    "k1": "stride",
+    "k2": "horizon",
+    "max-grad-norm": "max-norm",
+    "num-workers": "workers",
+    "exact": "gradient exact",
+}
+"""Names of other libraries, each with ours."""
+app = typer.Typer(
+    name="throughtime",
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
+_Data = Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")]
+_Missing = Annotated[
+    Literal["error", "mask"] | None,
+    typer.Option(
+        help="How to treat inputs that are NaN or infinite.", show_default="as in training"
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line; an expected error is one message and exit code 2, no traceback."""
+    _raise_file_limit()
+    try:
+        _check_synonyms(sys.argv[1:])
+        app(prog_name="throughtime")
+    except (ThroughtimeError, OSError) as error:
+        from throughtime.app.distributed import print_start_error
+
+        print_start_error(error)
+        sys.exit(2)
+
+
+def _raise_file_limit() -> None:
+    """A memory-mapped recording keeps a file open, and the usual soft limit is 1,024 files."""
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError, OSError):  # a system may refuse its own hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _check_synonyms(arguments: list[str]) -> None:
+    """Refuse an option of `train` that has another name here."""
+    for argument in arguments if arguments[:1] == ["train"] else ():
+        name = argument.removeprefix("--").partition("=")[0]
+        if argument.startswith("--") and name in _SYNONYMS:
+            raise ConfigError(f"--{name}: no such option; write --{_SYNONYMS[name]}")
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"throughtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def train(context: typer.Context, **options: Any) -> None:
+    """Train a model on recordings."""
+    config, resume = options.pop("config"), options.pop("resume")
+    given = {
+        name: value
+        for name, value in options.items()
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    flags = _settings(given)
+    other = sorted(flags.keys() - {"updates", "epochs"})
+    if resume is not None and (other or config is not None):
+        raise ConfigError(
+            f"--resume goes on with the settings of {resume}; leave out"
+            f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
+            " on to another end."
+        )
+    if resume is not None:
+        from throughtime.app.run_folder import RunFolder
+
+        settings = RunFolder(resume).read_config()
+    else:
+        merged = merge_settings(read_toml(config) if config is not None else {}, flags)
+        if "data" in merged:
+            merged.setdefault("out", f"runs/{Path(str(merged['data'])).resolve().stem}")
+        settings = make_config(merged, source=str(config or "the command line"))
+    from throughtime.app.console import ProgressDisplay, run_training
+    from throughtime.app.distributed import started_team
+    from throughtime.app.train import Training
+
+    with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
+        training = (
+            Training.begin(settings, team, display.phase)
+            if resume is None
+            else Training.resume(
+                resume,
+                updates=flags.get("updates"),
+                epochs=flags.get("epochs"),
+                team=team,
+                on_phase=display.phase,
+            )
+        )
+        run_training(training, display)
+
+
+def _settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags as settings: paths as text, column names apart, numbers of workers as numbers."""
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+    for name in ("inputs", "targets", "static"):
+        if name in settings:
+            settings[name] = split_names(settings[name])
+    if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
+        settings["workers"] = int(settings["workers"])
+    if arguments := settings.pop("gradient_args", None):
+        settings["gradient_args"] = dict(map(parse_argument, arguments))
+    return settings
+
+
+def _parameter(setting: Field[Any], annotation: Any) -> inspect.Parameter:
+    """A flag of `train` from a field of `Config`."""
+    about, default = setting.metadata, setting.default
+    if setting.name == "data":
+        return inspect.Parameter(
+            "data",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None,
+            annotation=Annotated[Path | None, typer.Argument(help=about["help"])],
+        )
+    name, names = setting.name, list[str]()
+    if name == "gradient_args":
+        annotation, names = list[str] | None, ["--gradient-arg"]
+    elif setting.name in {"inputs", "targets", "static", "workers"}:
+        annotation = str | None
+    if default is MISSING or default == ():
+        default, annotation = None, annotation | None
+    elif name == "workers":
+        default = str(default)
+    option = typer.Option(
+        *names,
+        help=about["help"],
+        rich_help_panel=about["panel"],
+        case_sensitive=False,
+        show_default=about.get("unset", default is not None),
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[annotation, option],
+    )
+
+
+def _train_signature() -> inspect.Signature:
+    """The flags of `train`: one for each field of `Config`, and those that name a file."""
+    annotations = get_type_hints(Config)
+    files = {
+        "config": "A TOML file with the same settings as keys; flags win.",
+        "resume": "Go on with the run in this folder, from its last checkpoint.",
+    }
+    parameters = [
+        inspect.Parameter(
+            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        ),
+        *(_parameter(setting, annotations[setting.name]) for setting in fields(Config)),
+        *(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[Path | None, typer.Option(help=text, rich_help_panel="Run")],
+            )
+            for name, text in files.items()
+        ),
+    ]
+    return inspect.Signature(parameters)
+
+
+_signature = _train_signature()
+setattr(train, "__signature__", _signature)  # noqa: B010 (typer reads the flags from it)
+train.__annotations__ = {name: p.annotation for name, p in _signature.parameters.items()}
+app.command()(train)
+
+
+@app.command(name="eval")
+def evaluate(
+    run: _Run,
+    data: _Data = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Which split: train, valid, ..., all.",
+            show_default="test; without named splits valid, or all of other data",
+        ),
+    ] = None,
+    missing: _Missing = None,
+) -> None:
+    """Score a trained model on whole recordings, state carried, and update its report."""
+    from throughtime.app.console import out, print_scores
+    from throughtime.app.evaluate import evaluate_run
+    from throughtime.app.report.run_page import write_report
+    from throughtime.app.run_folder import RunFolder
+
+    folder = RunFolder(run)
+    split, scores = evaluate_run(folder, data, split, missing)
+    print_scores(split, scores.metrics, scores.recordings, folder.scores(split))
+    out.print(f"{scores.steps:,} frames scored; {folder.scores(split)} written")
+    write_report(folder)
+
+
+@app.command()
+def predict(
+    run: _Run,
+    recording: Annotated[
+        str,
+        typer.Argument(
+            help="A file with the input columns of the training, or several: 'a.csv;b.csv'."
+        ),
+    ],
+    to: Annotated[
+        Path,
+        typer.Option("--out", help="The file to write: .npy (T, C), or .csv with a line per step."),
+    ] = Path("predictions.csv"),
+    static: Annotated[
+        str | None, typer.Option(help="Its static features: age=63,weight=71.5.")
+    ] = None,
+    state_in: Annotated[
+        Path | None, typer.Option(help="Start from a state that an earlier call wrote.")
+    ] = None,
+    state_out: Annotated[
+        Path | None, typer.Option(help="Write the state after the last step, to go on later.")
+    ] = None,
+    missing: Annotated[
+        Literal["error", "mask"],
+        typer.Option(help="How to treat inputs that are NaN or infinite."),
+    ] = "error",
+) -> None:
+    """Run a trained model over one whole recording, in memory that does not grow with its length."""
+    from throughtime import state as trees
+    from throughtime.app.console import out
+    from throughtime.app.evaluate import initial_state, open_recording, predict_to_file
+    from throughtime.app.model import load_model, one_thread
+    from throughtime.app.run_folder import RunFolder
+
+    whole = Path(recording).exists()
+    paths = [Path(part.strip()) for part in ([recording] if whole else recording.split(";"))]
+    if to.exists() and any(path.exists() and to.samefile(path) for path in paths):
+        raise ConfigError(f"{to}: is the recording itself; choose another --out")
+    net, spec = load_model(RunFolder(run).model)
+    source = open_recording(paths, spec, None if static is None else _static_features(static))
+    state = trees.load(state_in, initial_state(net)) if state_in is not None else None
+    with one_thread(when=spec.is_small(lanes=1)):
+        after = predict_to_file(net, spec, source, to, state=state, missing=missing)
+    if state_out is not None:
+        trees.save(after, state_out)
+    out.print(f"{len(source):,} frames from {recording} to {to}")
+
+
+def _static_features(text: str) -> dict[str, float]:
+    try:
+        return named_numbers(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"static={text!r}: expected a finite number for each feature, such as"
+            " age=63,weight=71.5"
+        ) from error
+
+
+@app.command()
+def audit(
+    run: _Run,
+    data: _Data = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Which split: train, valid, ..., all.",
+            show_default="train; for other data as eval",
+        ),
+    ] = None,
+    horizons: Annotated[
+        str | None,
+        typer.Option(
+            help="Horizons to audit, separated by commas.",
+            show_default="50,200,800 and the run's own",
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between two updates.", show_default="each horizon is its own stride"
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of every lane.", show_default="8 times the longest horizon"),
+    ] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(help="Recordings played at the same time.", show_default="as in training"),
+    ] = None,
+    max_lag: Annotated[int, typer.Option(help="Steps back that the gradient is traced.")] = 1000,
+    tolerance: Annotated[float, typer.Option(help="Largest acceptable relative bias.")] = 0.1,
+    missing: _Missing = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute: cpu, cuda, ...", show_default="cpu")
+    ] = None,
+) -> None:
+    """Measure what truncating the gradient costs a trained model, and update its report."""
+    from throughtime.app.audit import AuditOptions, open_audit
+    from throughtime.app.console import out, print_audit
+    from throughtime.app.report.run_page import write_report
+    from throughtime.app.run_folder import RunFolder
+
+    folder, numbers = RunFolder(run), None
+    if horizons is not None:
+        try:
+            numbers = tuple(int(part) for part in horizons.split(","))
+        except ValueError as error:
+            raise ConfigError(
+                f"horizons={horizons!r}: expected whole numbers of steps, separated by commas, such"
+                " as 50,200,800"
+            ) from error
+    options = AuditOptions(numbers, stride, steps, lanes, max_lag, tolerance)
+    job = open_audit(folder, options, data, split, device, missing)
+    out.print(job.describe())
+    report = job.run()
+    report.write(folder.audit)
+    print_audit(report, folder.read_config())
+    write_report(folder)
+    out.print(f"{folder.audit} and {folder.report} written")
+
+
+@app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+    }
+)
+def doctor(
+    context: typer.Context,
+    script: Annotated[
+        Path, typer.Argument(help="The script to run; what follows it are its own arguments.")
+    ],
+    ignore: Annotated[
+        str | None,
+        typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first finding.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write the findings to a page, too: a file that ends in .html."),
+    ] = None,
+) -> None:
+    """Run a training script unchanged and name what is wrong with its loop.
+
+    Exit code 1: it found something; 2: the doctor itself failed.
+    """
+    from throughtime.doctor import doctor as open_doctor
+
+    if not script.is_file():
+        raise ConfigError(
+            f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the"
+            " arguments of train.py after it"
+        )
+    watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
+    failed = _run_script(watching, script, context.args, _page_writer(watching, script, report))
+    if watching.internal_error is not None:
+        raise typer.Exit(2)
+    if failed or watching.findings:
+        raise typer.Exit(1)
+
+
+def _page_writer(watching: "Doctor", script: Path, report: Path | None) -> Callable[[str], None]:
+    """A function that writes the page; its paths are resolved before the script changes folders.
+
+    Raises:
+        ConfigError: the name of the page does not end in .html.
+    """
+    if report is None:
+        return lambda _: None
+    if report.suffix.lower() not in {".html", ".htm"}:
+        raise ConfigError(
+            f"report={str(report)!r}: the page is HTML. Write --report"
+            f" {report.with_suffix('.html')}, before the script"
+        )
+    path, base = report.resolve(), Path.cwd()
+
+    def write(ended: str) -> None:
+        from throughtime.app.report import doctor_page
+
+        doctor_page.write_report(watching, path, of=script.name, ended=ended, base=base)
+        print(f"{report} written")
+
+    return write
+
+
+def _run_script(
+    watching: "Doctor", script: Path, arguments: list[str], write_page: Callable[[str], None]
+) -> bool:
+    """Run the script as `python script.py` would; print the findings however it ends.
+
+    Returns:
+        Whether it raised an error; its traceback is printed without our frames at its top.
+    """
+    import runpy
+
+    before, ended = (sys.argv, sys.path[:]), ""
+    sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    try:
+        with watching:
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        if error.code not in {None, 0}:
+            ended = f"exit code {error.code}"
+            raise
+    except DiagnosisError as error:  # under --strict: the findings below say what it says
+        ended = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", [])  # the doctor's is printed with its findings
+        notes[:] = [note for note in notes if not note.startswith("tt.doctor: ")]
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+    except BaseException as error:
+        ended = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        sys.argv, sys.path[:] = before
+        print(watching, flush=True)
+        write_page(ended)
+    return bool(ended)
+
+
+@app.command()
+def demo(
+    short: Annotated[
+        bool, typer.Option("--short", help="One seed only: to see that everything works.")
+    ] = False,
+    updates: Annotated[int, typer.Option(help="Updates of each network.")] = 1_000,
+    to: Annotated[Path, typer.Option("--out", help="The folder of the report.")] = Path(
+        "runs/demo"
+    ),
+) -> None:
+    """Train on windows and on the unbroken stream, on generated data whose best score is known."""
+    from throughtime.app.console import out
+    from throughtime.app.demo import print_demo, run_demo
+    from throughtime.app.report import demo_page
+
+    if updates < 1:
+        raise ConfigError(f"updates={updates}: expected at least 1")
+    to.mkdir(parents=True, exist_ok=True)
+    out.print(
+        "Rare pulses switch a machine off and on; every frame is labelled off or on. The same LSTM,"
+        " trained two ways:"
+    )
+
+    def on_loss(name: str, update: int, loss: float) -> None:
+        if update % 500 == 0 or update == updates:
+            out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}")
+
+    results = run_demo(updates, range(1 if short else 3), on_loss)
+    print_demo(results, out)
+    out.print(f"the pictures are in {demo_page.write_report(results, to)}")

@@ -1,0 +1,316 @@
+"""What the commands print: progress, a training run from start to end, tables of results."""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+
+from throughtime.app.distributed import LostRankError
+from throughtime.app.model import one_thread
+from throughtime.app.report.run_page import write_report
+from throughtime.app.train import Training, TrainProgress
+from throughtime.diagnose.reach import within
+
+if TYPE_CHECKING:
+    from throughtime.app.audit_report import AuditReport
+    from throughtime.app.config import Config
+    from throughtime.app.trace import RunTrace
+    from throughtime.diagnose import Audit, Reach
+
+_MAX_ROWS = 40  # recordings in a table of scores
+_PLAIN_EVERY = 10.0  # seconds between two plain lines
+_ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
+out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns may hold brackets
+
+
+class ProgressDisplay:
+    """Bars for each phase on a terminal, a plain line every ten seconds elsewhere.
+
+    Args:
+        enabled: `False` prints nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        text = TextColumn("{task.fields[text]}", table_column=Column(ratio=1, overflow="fold"))
+        columns = (TextColumn("{task.description}"), BarColumn(20), text)
+        self._bars = Progress(*columns, console=out, expand=True)
+        self._tasks: dict[str, TaskID] = {}
+        self._enabled, self._live = enabled, enabled and out.is_terminal
+        self._printed, self._phase_printed = -math.inf, time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._bars.stop()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` steps of a phase are finished."""
+        if self._live:
+            self._update(name, done, total, f"{done:,}/{total:,} steps")
+            if done >= total:
+                self._bars.remove_task(self._tasks.pop(name))
+        elif self._enabled and time.monotonic() - self._phase_printed >= _PLAIN_EVERY:
+            self._phase_printed = time.monotonic()
+            self._print(f"{name}: {done / total:.0%}")
+
+    def train(self, progress: TrainProgress) -> None:
+        """Show a line of the log: the last one always."""
+        line = progress_line(progress)
+        if self._live:
+            self._update("training", progress.update, progress.updates, line)
+        elif self._enabled and (
+            progress.update >= progress.updates or time.monotonic() - self._printed >= _PLAIN_EVERY
+        ):
+            self._printed = self._phase_printed = time.monotonic()
+            self._print(line)
+
+    def _update(self, name: str, done: int, total: int, text: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, text="")
+        self._bars.update(self._tasks[name], completed=done, total=total, text=text)
+
+    def _print(self, line: str) -> None:
+        out.print(line)
+        sys.stdout.flush()
+
+
+def progress_line(progress: TrainProgress) -> str:
+    """Update, loss, metrics, speed, time left, memory, and the share of time waiting for data.
+
+    Example:
+        >>> from throughtime.app.train import TrainProgress
+        >>> line = progress_line(
+        ...     TrainProgress(50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03)
+        ... )
+        >>> print(line.replace("  ", "\\n"))
+        update 50/200
+        loss 0.2500
+        accuracy 0.500
+        12.5k frames/s
+        1m15s left
+        300 MB peak
+        waiting for data 3%
+    """
+    parts = [f"update {progress.update}/{progress.updates}", f"loss {progress.loss:.4f}"]
+    parts += [f"{name} {value:.3f}" for name, value in list(progress.metrics.items())[:2]]
+    rate = progress.frames_per_second
+    parts.append(f"{rate / 1e3:.1f}k frames/s" if rate >= 1e3 else f"{rate:.0f} frames/s")
+    parts.append(f"{duration(progress.remaining_seconds)} left")
+    if progress.peak_memory is not None:
+        parts.append(f"{progress.peak_memory / 1e6:.0f} MB peak")
+    return "  ".join([*parts, f"waiting for data {progress.waiting:.0%}"])
+
+
+def duration(seconds: float) -> str:
+    """Seconds in units that people use.
+
+    Example:
+        >>> duration(59.6), duration(3725)
+        ('1m00s', '1h02m')
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def run_training(training: Training, display: ProgressDisplay) -> None:
+    """Train to the end, or until Ctrl-C or SIGTERM on any rank, which saves and stops.
+
+    Raises:
+        SystemExit: it was stopped; with code 130.
+        RunError, DataError: why it could not go on.
+    """
+    team, path, finished = training.team, training.folder.path, training.finished
+    if team.is_first:
+        _print_start(training)
+    small = training.dataset.spec.is_small(training.stream.lanes)
+    try:
+        with _stopped_by_signals(training), one_thread(when=small):
+            for progress in training.run():
+                display.train(progress)
+        if not training.finished:
+            if team.is_first:
+                out.print(
+                    f"stopped at update {training.count}; go on with: throughtime train --resume"
+                    f" {path}"
+                )
+            raise SystemExit(130)
+        team.on_first(lambda: _print_end(training, was_finished=finished))
+    except LostRankError as error:
+        raise LostRankError(
+            f"{error}. Start all ranks again from the last checkpoint: throughtime train --resume"
+            f" {path}"
+        ) from error
+
+
+def _print_start(training: Training) -> None:
+    from throughtime.app.policy import describe_policy
+
+    dataset, spec, config = training.dataset, training.dataset.spec, training.config
+    out.print(
+        f"{len(dataset.train)} recordings, {sum(map(len, dataset.train)):,} frames to train on,"
+        f" {len(dataset.valid)} held out; " + "; ".join(dataset.remarks)
+    )
+    layout, lanes = spec.layout, training.stream.lanes
+    inputs = ", ".join((*layout.inputs, *layout.static))
+    if layout.frame_size > 1:
+        inputs += f", {layout.frame_size} rows a step"
+    outputs = (
+        f"classes {', '.join(spec.classes)}"
+        if spec.classes
+        else f"targets {', '.join(layout.targets)}"
+    )
+    ranks = f"; {training.team.count} ranks of {lanes} lane{'' if lanes == 1 else 's'}"
+    out.print(
+        f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden};"
+        f" {describe_policy(training.policy)}{ranks if training.team.count > 1 else ''}"
+    )
+    if config.gradient == "exact" and config.update_steps() is None:
+        count = training.epoch_updates
+        out.print(
+            f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every"
+            " N steps, credit cut between them"
+        )
+    if training.count:
+        out.print(f"resumed at update {training.count}")
+
+
+@contextmanager
+def _stopped_by_signals(training: Training) -> Generator[None]:
+    """Save and stop at the first signal, stop at once at a second one.
+
+    Several signals of one press of a key count as one.
+    """
+    times: list[float] = []
+
+    def stop(*_: object) -> None:
+        times.append(time.monotonic())
+        if times[-1] - times[0] > _ONE_PRESS:
+            raise KeyboardInterrupt
+        training.stop()
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_end(training: Training, *, was_finished: bool) -> None:
+    """Print the scores and where the results are; write the report."""
+    folder, count = training.folder, training.count
+    if was_finished:
+        again = f"throughtime train --resume {folder.path} --updates {2 * count}"
+        out.print(f"already finished at update {count}; to train on: {again}")
+    valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
+    if valid:
+        names = training.dataset.spec.metrics().compute()
+        metrics = {name: valid[-1][name] for name in names if name in valid[-1]}
+        print_scores("valid", metrics, valid[-1]["recordings"], folder.metrics)
+    write_report(folder)
+    out.print(
+        f"{count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting"
+        f" for data; model, metrics and report.html are in {folder.path}"
+    )
+
+
+def print_scores(
+    split: str,
+    metrics: Mapping[str, float],
+    recordings: Mapping[str, Mapping[str, float]],
+    path: Path,
+) -> None:
+    """Print the metrics of each recording, if they are few, and of all steps together."""
+    many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
+    table = Table(title=f"scores on the unbroken recordings of '{split}'{many}")
+    table.add_column("recording")
+    for name in metrics:
+        table.add_column(name, justify="right")
+    for recording, values in () if many else recordings.items():
+        table.add_row(recording, *_cells(values.values()))
+    table.add_section()
+    table.add_row("all steps together", *_cells(metrics.values()))
+    out.print(table)
+
+
+def _cells(values: Iterable[float]) -> Sequence[str]:
+    return ["-" if math.isnan(value) else f"{value:.4f}" for value in values]
+
+
+def print_audit(report: "AuditReport", config: "Config") -> None:
+    """Print the tables of an audit, the losses by context, and which window to take."""
+    out.print(_truncation_table(report.audit))
+    out.print(_reach_table(report.reach))
+    if report.trace is not None:
+        out.print(_trace_table(report.trace))
+    contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
+    out.print(
+        f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
+        f" carried: {report.reach.loss:.4g}"
+    )
+    out.print(report.advice(config))
+    out.print(report.warning())
+
+
+def _truncation_table(audit: "Audit") -> Table:
+    table = Table(title="what cutting the gradient costs, against the exact one")
+    for name in ("horizon", "stride", "updates", "bias", "cosine"):
+        table.add_column(name, justify="right")
+    table.add_column("worst parameter")
+    for row in audit.rows:
+        worst, bias = max(row.by_parameter.items(), key=lambda item: item[1])
+        numbers = (f"{row.bias:.3f}", f"{row.cosine:.3f}", f"{worst} {bias:.3f}")
+        table.add_row(str(row.horizon), str(row.stride), str(row.updates), *numbers)
+    table.add_section()
+    table.add_row("exact", str(audit.steps), "1", "0.000", "1.000", "")
+    return table
+
+
+def _reach_table(reach: "Reach") -> Table:
+    table = Table(
+        title=f"steps back within which the credit of a loss lies, mean of {reach.anchors} losses"
+    )
+    table.add_column("to the")
+    shares = sorted(reach.shares)
+    for share in shares:
+        table.add_column(f"{share:.0%} of it", justify="right")
+    table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
+    for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
+        table.add_row(name, *(str(within(reach.lags, norms, share)) for share in shares))
+    return table
+
+
+def _trace_table(trace: "RunTrace") -> Table:
+    stop, count = trace.start + trace.steps, trace.windows
+    table = Table(
+        title=f"gradient step by step: steps {trace.start} to {stop} of {trace.recording}, {count}"
+        f" window{'' if count == 1 else 's'}"
+    )
+    for name in ("gradient of", "largest", "lives, steps back", "crosses the edge"):
+        table.add_column(name, justify="left" if name == "gradient of" else "right")
+    for row in trace.lifetimes:
+        lived = f"blows up {row.burst:.0f} back" if row.exploded else f"{row.lived:.0f}"
+        edge = "" if row.edge is None else f"{row.edge:.2g}"
+        table.add_row(row.name, f"{row.largest:.2g}", lived, edge)
+    return table

@@ -1,0 +1,367 @@
+"""The data set of a run: recordings by split, checked, and the statistics that the model needs.
+
+Shapes: `T` steps, `C` target columns.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from throughtime.app.config import Config
+from throughtime.app.labels import FrameRows, LabelRows
+from throughtime.app.model import ModelSpec
+from throughtime.app.recordings import DataLayout, SourceRecording, open_recordings
+from throughtime.app.statistics import (
+    Statistics,
+    class_name,
+    collect_statistics,
+    read_blocks,
+    sorted_classes,
+)
+from throughtime.errors import DataError
+from throughtime.stream import Recording
+from throughtime.stream.formats.csv import is_number
+from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
+from throughtime.stream.manifest import ManifestEntry, find_recordings
+from throughtime.stream.recording import Part, Steps, TableRecording
+from throughtime.stream.rows import ColumnRows, Rows
+
+_MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
+_MAX_CLASSES = 1000
+OnPhase = Callable[[str, int, int], None]
+"""Called with a phase of the work, what is done of it, and all of it."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The recordings of a run, in splits.
+
+    Attributes:
+        train: recordings to train on.
+        valid: recordings held out.
+        statistics: of the training split.
+        spec: the model that fits them.
+        remarks: facts that a user should know before training.
+    """
+
+    train: list[Recording]
+    valid: list[Recording]
+    statistics: Statistics
+    spec: ModelSpec
+    remarks: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """The size of the data set and the remarks, as plain values."""
+        return {
+            "train": len(self.train),
+            "valid": len(self.valid),
+            "steps": sum(map(len, self.train)),
+            "remarks": list(self.remarks),
+        }
+
+
+@dataclass(frozen=True)
+class NumericRecording:
+    """A recording whose inputs must be numbers, and the targets of a regression, too."""
+
+    source: TableRecording
+    check_targets: bool
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> Steps:
+        steps = self.source.read(start, stop)
+        self._check("inputs", self.source.inputs, steps.inputs, start)
+        if self.check_targets and self.source.targets is not None and steps.targets is not None:
+            self._check("targets", self.source.targets, steps.targets, start)
+        return steps
+
+    def _check(self, role: str, rows: Rows, values: Array, start: int) -> None:
+        if values.dtype.kind in "biuf":
+            return
+        fields = values.reshape(len(values), -1).tolist()
+        step, text = next(
+            ((i, v) for i, row in enumerate(fields) for v in row if not is_number(v)),
+            (0, fields[0][0]),
+        )
+        raise DataError(
+            f"{rows.where}: the {role} hold text, such as {text!r} at step {start + step},"
+            f" expected numbers; choose columns with --{role} (the file has"
+            f" {', '.join(_columns_of(rows))})"
+        )
+
+
+def _columns_of(rows: Rows) -> tuple[str, ...]:
+    if isinstance(rows, (FrameRows, LabelRows)):
+        return _columns_of(rows.rows)
+    if isinstance(rows, PeriodicLabels):
+        return _columns_of(rows.labels)
+    return rows.table.columns if isinstance(rows, ColumnRows) else ()
+
+
+@dataclass(frozen=True)
+class ClassRecording:
+    """A recording whose targets are class names, read as indices; -100 where there is none."""
+
+    source: Recording
+    classes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> Steps:
+        steps = self.source.read(start, stop)
+        if steps.targets is None:
+            return steps
+        return steps._replace(targets=self._indices(steps.targets, start))
+
+    def _indices(self, targets: Array, start: int) -> Array:
+        if targets.ndim > 1:
+            raise DataError(
+                f"recording '{self.name}': classification needs one column of targets, got"
+                f" {targets.shape[1]}; choose it with --targets"
+            )
+        values, inverse = np.unique(targets, return_inverse=True)
+        index = {name: i for i, name in enumerate(self.classes)}
+        codes = np.array(
+            [
+                IGNORE_INDEX if name == "" else index.get(name, -1)
+                for name in map(class_name, values)
+            ],
+            dtype=np.int64,
+        )
+        if (codes == -1).any():
+            wrong = values[codes == -1][0]
+            step = start + int(np.argmax(targets == wrong))
+            raise DataError(
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step}; the"
+                f" training split has {', '.join(self.classes)}"
+            )
+        return codes[inverse]
+
+
+def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
+    """Open the recordings, read them once for statistics, and derive the shape of the model.
+
+    Args:
+        config: the settings of the run.
+        on_phase: called as recordings are read.
+
+    Raises:
+        DataError: every fault of the files, or else every fault of the values.
+    """
+    listed = find_recordings(Path(config.data), config.static)
+    layout = DataLayout.from_config(config)
+    sources = open_recordings(entries_of(listed, ("train", "valid")), layout)
+    splits, remark = split_recordings(_numeric(sources, layout), config.holdout)
+    train, valid = choose_split(splits, "train"), splits.get("valid", [])
+    total, done = sum(map(len, (*train, *valid))), 0
+
+    def advance(steps: int) -> None:
+        nonlocal done
+        done += steps
+        if on_phase is not None:
+            on_phase("reading recordings", done, total)
+
+    statistics, held_out = (
+        collect_statistics(part, classify=layout.classify, on_steps=advance)
+        for part in (train, valid)
+    )
+    _check_values(config, statistics, held_out)
+    if layout.classify:
+        classes = _classes(statistics)
+        train = [ClassRecording(recording, classes) for recording in train]
+        valid = [ClassRecording(recording, classes) for recording in valid]
+        if set(held_out.classes) - set(statistics.classes):
+            for recording in valid:  # reading names the step of the unknown class
+                for _ in read_blocks(recording):
+                    pass
+    elif not len(statistics.targets.mean) or not statistics.targets.count.all():
+        raise DataError(
+            "a target column of the training split has no value at all; regression needs some"
+        )
+    spec = ModelSpec.from_data(config, statistics, sources)
+    remarks = (
+        remark + _split_counts(listed),
+        *_lane_remarks(config, len(train)),
+        *_statistics_remarks(statistics, spec),
+        *_frame_remarks(sources, config.frame_size),
+    )
+    return Dataset(list(train), list(valid), statistics, spec, remarks)
+
+
+def recordings_for(spec: ModelSpec, data: Path, split: str, holdout: float) -> list[Recording]:
+    """The recordings of a split with the columns and classes of a model.
+
+    Raises:
+        DataError: no such split, or recordings that the model does not fit.
+    """
+    listed = find_recordings(data, spec.layout.static)
+    chosen = listed if split == "all" else entries_of(listed, (split,))
+    numeric = _numeric(open_recordings(chosen, spec.layout), spec.layout)
+    splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
+    recordings = choose_split(splits, split)
+    if not spec.classes:
+        return recordings
+    return [ClassRecording(recording, spec.classes) for recording in recordings]
+
+
+def _numeric(sources: Sequence[SourceRecording], layout: DataLayout) -> list[tuple[str, Recording]]:
+    return [(s.split, NumericRecording(s.recording, not layout.classify)) for s in sources]
+
+
+def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[ManifestEntry]:
+    """The entries of some splits and those without a split; all entries if there are none."""
+    chosen = [entry for entry in entries if entry.split in {*splits, ""}]
+    return chosen or list(entries)
+
+
+def split_recordings(
+    recordings: Sequence[tuple[str, Recording]], holdout: float
+) -> tuple[dict[str, list[Recording]], str]:
+    """Recordings by split, and in words where the splits come from.
+
+    Without a split column the last recordings by name are held out as `valid`; of a single
+    recording, its end.
+    """
+    if any(name for name, _ in recordings):
+        splits: dict[str, list[Recording]] = {}
+        for name, recording in recordings:
+            splits.setdefault(name or "train", []).append(recording)
+        return splits, "splits as in the manifest"
+    everything = [recording for _, recording in recordings]
+    if holdout == 0:
+        remark = "nothing held out (--holdout 0): the scores are those of the training data"
+        return {"train": everything}, remark
+    if len(everything) == 1:
+        whole, cut = everything[0], round(len(everything[0]) * (1 - holdout))
+        if not 0 < cut < len(whole):
+            raise DataError(
+                f"recording '{whole.name}' has {len(whole)} steps, too few to hold out a share of"
+                f" {holdout}; take --holdout 0"
+            )
+        parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
+        return {
+            "train": parts[:1],
+            "valid": parts[1:],
+        }, f"the last {holdout:.0%} of the recording held out"
+    count = max(1, round(len(everything) * holdout))
+    return {
+        "train": everything[:-count],
+        "valid": everything[-count:],
+    }, f"{count} of {len(everything)} recordings held out, the last by name"
+
+
+def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:
+    """The recordings of one split; `all` is every one.
+
+    Raises:
+        DataError: there is no such split.
+    """
+    chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
+    if not chosen:
+        counts = ", ".join(f"{k} ({len(v)})" for k, v in splits.items())
+        hint = (
+            "; write train into the column 'split' of those to train on" if name == "train" else ""
+        )
+        raise DataError(f"no recordings in split '{name}'; there are {counts}{hint}")
+    return chosen
+
+
+def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
+    faults = train.faults + valid.faults if config.missing == "error" else []
+    faults += [
+        f"{fault}; targets must be finite, or NaN where there are none"
+        for fault in train.bad_targets + valid.bad_targets
+    ]
+    if faults:
+        raise DataError(
+            "; ".join(faults) + ". Clean the files, or mask steps without inputs: --missing mask"
+        )
+
+
+def _classes(statistics: Statistics) -> tuple[str, ...]:
+    classes = sorted_classes(statistics.classes)
+    if 2 <= len(classes) <= _MAX_CLASSES:
+        return classes
+    needs = "" if len(classes) > 1 else "; classification needs two or more"
+    names = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
+    raise DataError(
+        f"the training split has {len(classes)} class{'' if len(classes) == 1 else 'es'}"
+        f" ({names}){needs}. Is it --task regress?"
+    )
+
+
+def _split_counts(listed: Sequence[ManifestEntry]) -> str:
+    counts = Counter(entry.split for entry in listed)
+    if len(counts) < 2:
+        return ""
+    return f" ({', '.join(f'{name} {count}' for name, count in counts.items())})"
+
+
+def _lane_remarks(config: Config, recordings: int) -> list[str]:
+    """Whether recordings are cut into parts, and from which state the parts start."""
+    if config.train_on == "windows":
+        return []
+    if recordings >= config.lanes:
+        return [
+            "hand_off has no effect: there are recordings for all lanes, and none is cut"
+        ] * config.hand_off
+    state = (
+        "from the state in which the part before it ended the last epoch"
+        if config.hand_off
+        else "from a zero state"
+    )
+    return [
+        f"cut into {config.lanes} parts, one for each lane, each {state} (--lanes {recordings}"
+        " keeps recordings whole)"
+    ]
+
+
+def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
+    remarks: list[str] = []
+    names = zip(spec.layout.inputs, statistics.rising, strict=False)
+    clocks = [name for name, rises in names if rises]
+    if clocks:
+        remarks.append(
+            f"input {', '.join(clocks)} only ever rises: a clock? name the inputs with --inputs to"
+            " leave it out"
+        )
+    if statistics.missing:
+        remarks.append(f"{statistics.missing} steps masked: their inputs are NaN or infinite")
+    if statistics.missing_targets:
+        remarks.append(f"{statistics.missing_targets} steps masked: they have no target")
+    return remarks
+
+
+def _frame_remarks(sources: Sequence[SourceRecording], frame_size: int) -> list[str]:
+    left, lost = sum(one.left_out for one in sources), sum(one.lost for one in sources)
+    remarks = (
+        f"{left} rows left out: at the end of their recordings they fill no frame of {frame_size}",
+        f"{lost} intervals left out: they cover the last row of no frame of {frame_size}",
+    )
+    return [remark for remark, count in zip(remarks, (left, lost), strict=True) if count]
+
+
+def idle_remarks(share: float) -> tuple[str, ...]:
+    """A remark if lanes have nothing to play for a large share of an epoch."""
+    if share <= _MAX_IDLE:
+        return ()
+    return (
+        f"lanes are idle for {share:.0%} of an epoch: their recordings differ in length (fewer"
+        " --lanes waste less, and so do parts)",
+    )

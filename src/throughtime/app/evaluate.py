@@ -1,0 +1,249 @@
+"""A finished run on recordings: metrics of a split, and predictions of a recording to a file.
+
+Shapes: `T` steps, `C` classes or output columns.
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from throughtime import state as trees
+from throughtime._files import write_atomically
+from throughtime.app.config import Config, make_config
+from throughtime.app.dataset import recordings_for
+from throughtime.app.model import ModelSpec, load_model, one_thread
+from throughtime.app.recordings import (
+    concat_tables,
+    input_recording,
+    open_table,
+    rate_faults,
+    rates_of,
+)
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import EVALUATION_LANES, evaluate_recordings
+from throughtime.carry.carried import Carried
+from throughtime.errors import ConfigError, DataError
+from throughtime.predict import Evaluation, predict
+from throughtime.state import State
+from throughtime.stream import Recording
+from throughtime.stream.formats.table import Array
+from throughtime.stream.manifest import find_recordings
+
+_CHUNK = 1024
+
+
+def default_split(data: Path | None, config: Config) -> str:
+    """The split to take when none is named.
+
+    `test` if the data have named splits; otherwise what was held out, or all of other data.
+    """
+    if any(entry.split for entry in find_recordings(data or Path(config.data), config.static)):
+        return "test"
+    return "valid" if data is None else "all"
+
+
+def with_missing(config: Config, missing: str | None) -> Config:
+    """The settings of a run, with another treatment of inputs that are not finite."""
+    if missing is None:
+        return config
+    return make_config({**config.settings(), "missing": missing}, source="the command line")
+
+
+def evaluate_run(
+    folder: RunFolder, data: Path | None, split: str | None, missing: str | None
+) -> tuple[str, Evaluation]:
+    """Compute the metrics of a run on a split and write `scores-SPLIT.json`.
+
+    Args:
+        folder: of the run.
+        data: recordings; default: those of the run.
+        split: which of them; default: see `default_split`.
+        missing: how to treat inputs that are not finite; default: as in training.
+
+    Returns:
+        The name of the split, and the metrics.
+
+    Raises:
+        RunError: the folder holds no run that reached a checkpoint.
+        DataError: no such split, or recordings that the model does not fit.
+    """
+    config = replace(with_missing(folder.read_config(), missing), device="cpu")
+    net, spec = load_model(folder.model)
+    split = split or default_split(data, config)
+    recordings = recordings_for(spec, data or Path(config.data), split, config.holdout)
+    with one_thread(when=spec.is_small(min(len(recordings), EVALUATION_LANES))):
+        scores = evaluate_recordings(net, spec, recordings, config)
+    content = {
+        "split": split,
+        "data": str(data or config.data),
+        "steps": scores.steps,
+        "metrics": scores.metrics,
+        "recordings": scores.recordings,
+    }
+    write_atomically(folder.scores(split), json.dumps(content, indent=1).encode())
+    return split, scores
+
+
+class _Writer(Protocol):
+    """Writes the outputs of consecutive steps: probabilities of the classes, or values."""
+
+    def write(self, start: int, values: Array) -> None:
+        """Write `(n, C)` values of the steps from `start` on."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class _NpyWriter:
+    """A `.npy` of shape `(T, C)`, appended to; mapping it would keep its pages in memory."""
+
+    def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
+        self._file = path.open("wb")
+        header = {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
+            "fortran_order": False,
+            "shape": (steps, spec.outputs),
+        }
+        np.lib.format.write_array_header_2_0(self._file, header)
+
+    def write(self, start: int, values: Array) -> None:
+        del start
+        self._file.write(np.ascontiguousarray(values).tobytes())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _CsvWriter:
+    """A `.csv` with a line per step: the step, the class if there are classes, and the outputs."""
+
+    def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
+        del steps
+        self._classes = spec.classes
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._rows = csv.writer(self._file)
+        names = (
+            [f"p[{name}]" for name in spec.classes]
+            or [f"y[{name}]" for name in spec.layout.targets]
+            or [f"y[{i}]" for i in range(spec.outputs)]
+        )
+        self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
+
+    def write(self, start: int, values: Array) -> None:
+        for step, row in enumerate(values.tolist(), start):
+            predicted = [self._classes[int(np.argmax(row))]] if self._classes else []
+            self._rows.writerow([step, *predicted, *(f"{value:.6g}" for value in row)])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_WRITERS = {".npy": _NpyWriter, ".csv": _CsvWriter}
+
+
+class _Outputs:
+    """The array that `predict` fills: passes outputs on to a writer, logits as probabilities."""
+
+    def __init__(self, writer: _Writer, spec: ModelSpec) -> None:
+        self._writer, self._spec = writer, spec
+
+    def __setitem__(self, steps: slice, values: Array) -> None:
+        if self._spec.classes:
+            values = torch.from_numpy(values).softmax(dim=1).numpy()
+        self._writer.write(steps.start, values)
+
+
+def open_recording(
+    paths: Sequence[Path], spec: ModelSpec, static: Mapping[str, float] | None = None
+) -> Recording:
+    """The recording in a file, or in several side by side, with the input columns of the model.
+
+    Args:
+        paths: its files.
+        spec: of the model.
+        static: the static features of the recording, by name.
+
+    Raises:
+        DataError: a column or a static feature is missing, the rate differs, or a file cannot be
+            read.
+    """
+    features, expected = dict(static or {}), spec.layout.static
+    if set(features) != set(expected):
+        flag = ",".join(f"{name}=NUMBER" for name in expected)
+        raise DataError(
+            f"the model was trained on the static features {', '.join(expected) or 'none'}, got"
+            f" {', '.join(features) or 'none'}; "
+            + (f"write --static {flag}" if flag else "leave out --static")
+        )
+    tables = [open_table(path, spec.layout) for path in paths]
+    faults = rate_faults(spec.layout, rates_of(tables))
+    if faults:
+        raise DataError("; ".join(faults))
+    name = ";".join(path.name for path in paths)
+    recording = input_recording(
+        name, concat_tables(name, tables), spec.layout, tuple(features[f] for f in expected)
+    )
+    width = recording.read(0, 1).inputs.shape[1] + len(expected)
+    if width != spec.features:
+        raise DataError(
+            f"{name}: has {width} input columns, the model was trained on {spec.features}"
+            f" ({', '.join(spec.layout.inputs)})"
+        )
+    return recording
+
+
+def predict_to_file(
+    net: Carried,
+    spec: ModelSpec,
+    recording: Recording,
+    out: Path,
+    *,
+    state: State = None,
+    missing: Literal["error", "mask"] = "error",
+) -> State:
+    """Run the net over the recording, write its outputs, return the state after the last step.
+
+    The file appears whole or not at all: it is written under another name first. Memory does not
+    grow with the length of the recording.
+
+    Raises:
+        ConfigError: a file name that ends in something else than `.npy` or `.csv`.
+    """
+    writer_class = _WRITERS.get(out.suffix.lower())
+    if writer_class is None:
+        raise ConfigError(
+            f"{out}: predictions are written as {' or '.join(_WRITERS)}; got '{out.suffix}'"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
+    with ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)
+        writer = writer_class(temporary, len(recording), spec)
+        try:
+            _, after = predict(
+                net,
+                recording,
+                chunk=_CHUNK,
+                state=state,
+                out=_Outputs(writer, spec),
+                dtype=spec.torch_dtype,
+                missing=missing,
+            )
+        finally:
+            writer.close()
+        temporary.replace(out)
+    return after
+
+
+def initial_state(net: Carried) -> State:
+    """The state of one lane at the start of a recording, without a graph."""
+    return trees.detach(net.initial_state(1))

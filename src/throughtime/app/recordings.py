@@ -1,0 +1,329 @@
+"""Recordings opened from files: their columns, frames and targets, checked against each other.
+
+Shapes: `T` steps, `D` input features, `S` static features.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from throughtime.app import labels
+from throughtime.app.config import Config
+from throughtime.app.labels import FrameRows, Rate, Targets
+from throughtime.errors import DataError
+from throughtime.stream import formats
+from throughtime.stream.formats import Table
+from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import At
+from throughtime.stream.manifest import ManifestEntry, header_of, join_faults
+from throughtime.stream.recording import INTERVAL_COLUMNS, TableRecording, columns
+from throughtime.stream.rows import check_lengths
+
+_CLOSE = 1e-6  # relative: a rate computed from time stamps is not exact
+_BELONGS = {
+    "target_every": "a targets file with fewer rows",
+    "target_at": "labels for more than one step",
+    "background_class": "a targets file with the columns start,stop,label",
+}
+
+
+@dataclass(frozen=True)
+class DataLayout:
+    """How to read the files of a run; a part of its model. The fields are settings of `Config`.
+
+    Attributes:
+        task: classes or numbers.
+        inputs: columns; empty: all that are not targets.
+        targets: columns; empty: `targets`, or the whole targets file.
+        static: columns of the manifest.
+        frame_size: rows of a file that form one step.
+        csv: whether time runs down the columns of a CSV file, or along its rows.
+        target_every: rows of the inputs for each row of the targets file.
+        target_at: which steps of a span carry its label.
+        background_class: the class between intervals.
+        rate: rows per second that files must agree with; `None`: not known.
+    """
+
+    task: Literal["classify", "regress"]
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+    frame_size: int = 1
+    csv: Literal["columns", "rows"] = "columns"
+    target_every: int | None = None
+    target_at: At | None = None
+    background_class: str | None = None
+    rate: float | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> "DataLayout":
+        """The layout that the settings of a run describe."""
+        names = [f.name for f in fields(cls) if f.name != "rate"]
+        return cls(**{name: getattr(config, name) for name in names})
+
+    @property
+    def classify(self) -> bool:
+        """Whether the targets are classes."""
+        return self.task == "classify"
+
+
+@dataclass(frozen=True)
+class SourceRecording:
+    """A recording and what else its files say.
+
+    Attributes:
+        split: empty without a split.
+        recording: its inputs and targets.
+        rates: rows per second of those of its files that have a rate.
+        left_out: rows at the end that fill no frame.
+        lost: intervals shorter than a frame.
+    """
+
+    split: str
+    recording: TableRecording
+    rates: tuple[Rate, ...] = ()
+    left_out: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class ConcatTable:
+    """Tables of equal length, their columns side by side.
+
+    `sources` maps each column to the index of its table and its name there.
+    """
+
+    tables: tuple[Table, ...]
+    sources: dict[str, tuple[int, str]]
+
+    @property
+    def path(self) -> Path:
+        return Path("; ".join(str(table.path) for table in self.tables))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.sources)
+
+    @property
+    def rate(self) -> float | None:
+        return next((table.rate for table in self.tables if table.rate is not None), None)
+
+    def __len__(self) -> int:
+        return len(self.tables[0])
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        groups = groupby((self.sources[name] for name in columns), key=lambda source: source[0])
+        parts = [
+            self.tables[index].read(start, stop, [column for _, column in sources])
+            for index, sources in groups
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def concat_tables(name: str, tables: Sequence[Table]) -> Table:
+    """One table with the columns of all; a single one is returned as it is.
+
+    A column name that several tables share gets the number of its file: `1.u` and `2.u`. Unlike
+    the name of the file, the number is the same in all recordings.
+
+    Raises:
+        DataError: the lengths differ, or two columns would get one name.
+    """
+    check_lengths(name, [(str(table.path), len(table)) for table in tables])
+    if len(tables) == 1:
+        return tables[0]
+    counts = Counter(column for table in tables for column in table.columns)
+    sources = [
+        (f"{i + 1}.{column}" if counts[column] > 1 else column, (i, column))
+        for i, table in enumerate(tables)
+        for column in table.columns
+    ]
+    if len(dict(sources)) < len(sources):
+        repeated = Counter(column for column, _ in sources).most_common(1)[0][0]
+        raise DataError(
+            f"recording '{name}': its files have a column '{repeated}' and another that would get"
+            " this name; rename one"
+        )
+    return ConcatTable(tuple(tables), dict(sources))
+
+
+def open_recordings(entries: Iterable[ManifestEntry], layout: DataLayout) -> list[SourceRecording]:
+    """Open every recording with the columns and targets of the layout, in order.
+
+    Raises:
+        DataError: missing columns, targets of another length, an empty recording, an unreadable
+            file, other columns or rates than those of the first recording; all are listed.
+    """
+    opened: list[SourceRecording] = []
+    faults: list[str] = []
+    for entry in entries:
+        try:
+            opened.append(_open(entry, layout))
+        except DataError as error:
+            faults.append(str(error))
+    faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
+    faults += _column_faults(opened)
+    if faults:
+        raise DataError(join_faults(faults))
+    return opened
+
+
+def rate_faults(layout: DataLayout, rates: Iterable[Rate]) -> list[str]:
+    """A fault for each rate other than the first, which is that of the layout if it has one.
+
+    Example:
+        >>> rate_faults(DataLayout("regress", rate=8e3), [Rate("b.wav", 16e3)])[0][:30]
+        'b.wav has 16000 rows per secon'
+    """
+    known = [] if layout.rate is None else [Rate("what the model was trained on", layout.rate)]
+    all_rates = [*known, *rates]
+    return [
+        f"{other.source} has {other.value:.12g} rows per second, {all_rates[0].source} has"
+        f" {all_rates[0].value:.12g}; resample one of them"
+        for other in all_rates[1:]
+        if not math.isclose(all_rates[0].value, other.value, rel_tol=_CLOSE)
+    ]
+
+
+def _column_faults(opened: Sequence[SourceRecording]) -> list[str]:
+    """Columns without a setting may have other names, or another order, in another file."""
+    faults: list[str] = []
+    for role in ("input", "target"):
+        named = [(one.recording.name, getattr(one.recording, f"{role}_columns")) for one in opened]
+        faults += [
+            f"recording '{name}' has the {role} columns {', '.join(names)}, '{named[0][0]}' has"
+            f" {', '.join(named[0][1])}; name them with --{role}s, or rename them"
+            for name, names in named
+            if names != named[0][1]
+        ]
+    return faults
+
+
+def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
+    tables = [open_table(path, layout) for path in entry.inputs]
+    table = concat_tables(entry.name, tables)
+    targets = _targets(entry, table, layout)
+    separate = entry.targets is not None or entry.label is not None
+    inputs = layout.inputs or tuple(
+        c for c in table.columns if separate or c not in targets.columns
+    )
+    if not inputs:
+        raise DataError(
+            f"{table.path}: no column is left for the inputs, {', '.join(targets.columns)} being"
+            " the targets; name them with --inputs"
+        )
+    recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
+    return SourceRecording(
+        entry.split,
+        replace(recording, targets=targets.rows, target_columns=targets.columns),
+        rates_of(tables) + targets.rates,
+        len(table) % layout.frame_size,
+        targets.lost,
+    )
+
+
+def open_table(path: Path, layout: DataLayout) -> Table:
+    """A file of a recording. The columns of an intervals file are never rows."""
+    as_rows = (
+        layout.csv == "rows"
+        and path.suffix.lower() == ".csv"
+        and set(header_of(path)) != set(INTERVAL_COLUMNS)
+    )
+    return formats.open_table(path, rows=as_rows)
+
+
+def rates_of(tables: Iterable[Table]) -> tuple[Rate, ...]:
+    """The rates of the tables that have one."""
+    return tuple(Rate(str(table.path), table.rate) for table in tables if table.rate is not None)
+
+
+def input_recording(
+    name: str, table: Table, layout: DataLayout, static: tuple[float, ...] = ()
+) -> TableRecording:
+    """The inputs of a recording: columns of a table, in frames, with its static features."""
+    recording = columns(name, table, layout.inputs)
+    if len(table) < layout.frame_size:
+        raise DataError(
+            f"{table.path}: has {len(table)} rows, too few for a single frame of"
+            f" {layout.frame_size}"
+        )
+    inputs = recording.inputs
+    if layout.frame_size > 1:
+        inputs = FrameRows(inputs, layout.frame_size)
+    return replace(recording, inputs=inputs, static=np.array(static) if static else None)
+
+
+def _targets(entry: ManifestEntry, table: Table, layout: DataLayout) -> Targets:
+    """The targets in whichever form the files have; settings of another form are refused."""
+    rows, frame_size, at = len(table), layout.frame_size, layout.target_at
+    file = None if entry.targets is None else open_table(entry.targets, layout)
+    if file is not None and labels.holds_intervals(file, layout.targets):
+        _refuse(entry, layout, f"{file.path} holds intervals", "target_every")
+        return labels.labels_of_intervals(
+            entry.name,
+            file,
+            rows,
+            frame_size=frame_size,
+            classify=layout.classify,
+            at=at,
+            background_class=layout.background_class,
+        )
+    if entry.label is not None:
+        what = "its label is for the whole recording"
+        _refuse(entry, layout, what, "target_every", "background_class")
+        return labels.label_of_recording(entry, rows // frame_size, classify=layout.classify, at=at)
+    if file is not None and layout.target_every is not None:
+        every = layout.target_every
+        what = f"{file.path} holds a row of targets for every {every} rows"
+        _refuse(entry, layout, what, "background_class")
+        return labels.targets_every(
+            entry.name,
+            file,
+            layout.targets,
+            rows,
+            every,
+            frame_size=frame_size,
+            classify=layout.classify,
+            at=at,
+        )
+    _refuse(entry, layout, "its targets are one for each row", *_BELONGS)
+    return _row_targets(entry, table, file, layout)
+
+
+def _row_targets(
+    entry: ManifestEntry, table: Table, file: Table | None, layout: DataLayout
+) -> Targets:
+    """A target for each row: columns of the inputs' table, or of a file of their own."""
+    chosen = layout.targets or (
+        file.columns if file is not None else ("targets",) if "targets" in table.columns else ()
+    )
+    if not chosen:
+        raise DataError(
+            f"{table.path}: which columns are the targets? The file has {', '.join(table.columns)};"
+            " name them with --targets"
+        )
+    source = table if file is None else file
+    if len(source) != len(table):
+        raise DataError(
+            f"recording '{entry.name}': {table.path} has {len(table)} steps and {source.path} has"
+            f" {len(source)}; targets need one row per step, or say how many rows each of them is"
+            " for: --target-every N"
+        )
+    checked = columns(entry.name, table, table.columns, source, chosen)
+    return labels.targets_of_rows(source, checked.target_columns, layout.frame_size)
+
+
+def _refuse(entry: ManifestEntry, layout: DataLayout, what: str, *settings: str) -> None:
+    for name in settings:
+        value = getattr(layout, name)
+        if value is not None:
+            raise DataError(
+                f"recording '{entry.name}': {name}={value} belongs to {_BELONGS[name]}, but {what};"
+                " leave it out"
+            )

@@ -1,0 +1,228 @@
+"""Any gradient policy from flags and TOML, ours or a user's own; each resumes to the same bits."""
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import throughtime as tt
+from processes import elsewhere
+from test_cli import run
+from test_run import (
+    COMMAND,
+    _lines,
+    _wait_for_checkpoint,
+    command,
+    finish,
+    settings,
+    write_recordings,
+)
+from throughtime.app.config import make_config, merge_settings, read_toml
+from throughtime.app.model import load_model
+from throughtime.app.policy import make_policy, resolve_gradient
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import Training
+from throughtime.errors import ConfigError
+
+OWN = '''
+"""Truncated, the gradient scaled."""
+from dataclasses import dataclass
+
+import throughtime as tt
+
+
+@dataclass(frozen=True)
+class Scaled:
+    stride: int
+    factor: float = 0.5
+    name: str | None = None
+
+    @property
+    def truncated(self):
+        return tt.Truncated(self.stride, 2 * self.stride)
+
+    def init(self, carried, previous):
+        return self.truncated.init(carried, previous)
+
+    def state_dict(self, state):
+        return self.truncated.state_dict(state)
+
+    def load_state_dict(self, values, source):
+        return self.truncated.load_state_dict(values, source)
+
+    def update(self, net, source, objective, state):
+        result = self.truncated.update(net, source, objective, state)
+        for weight in net.parameters():
+            if weight.grad is not None:
+                weight.grad *= self.factor
+        return result
+
+
+class Empty:
+    """No policy."""
+'''
+POLICIES: dict[str, dict[str, Any]] = {
+    "truncated": {"gradient_args": {"horizon": 25, "burn_in": 5}, "stride": 10},
+    "adaptive": {"gradient_args": {"tolerance": 0.1, "min": 10, "max": 40, "every": 5}},
+    "randomized": {"gradient_args": {"mean_horizon": 12}},
+    "rtrl": {"gradient_args": {"max_state": 64}, "stride": 10, "model": "rnn", "hidden": 4},
+    "own": {"gradient_args": {"factor": 0.25}, "stride": 10},
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The name of a policy in a file outside the package."""
+    path = tmp_path / "policies.py"
+    path.write_text(OWN, encoding="utf-8")
+    return f"{path}:Scaled"
+
+
+def values(folder: Path, name: str, policy: str, own: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"stride": None, "updates": 40, **POLICIES[policy]}
+    chosen = own if policy == "own" else policy
+    return settings(folder / "data", folder / name, gradient=chosen, **more)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stop_at", [7, 26])
+def test_a_run_with_any_policy_goes_on_to_the_same_bits(
+    tmp_path: Path, own: str, policy: str, stop_at: int
+) -> None:
+    write_recordings(tmp_path / "data")
+    whole = finish(values(tmp_path, "whole", policy, own))
+    stopped = Training.begin(make_config(values(tmp_path, "stopped", policy, own)))
+    for progress in stopped.run():
+        if progress.update >= stop_at:
+            stopped.stop()
+    torch.manual_seed(999)
+    resumed = Training.resume(stopped.folder.path)
+    assert resumed.count == stop_at
+    list(resumed.run())
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    assert _lines(whole) == _lines(resumed.folder)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "own"])
+def test_a_finished_run_trains_on_for_more_epochs_as_if_asked_at_once(
+    tmp_path: Path, own: str, policy: str
+) -> None:
+    write_recordings(tmp_path / "data")
+    more = {"updates": None, "valid_every": 0}
+    whole = finish(values(tmp_path, "whole", policy, own) | more | {"epochs": 4})
+    short = finish(values(tmp_path, "short", policy, own) | more | {"epochs": 2})
+    list(Training.resume(short.path, epochs=4).run())
+    assert whole.model.read_bytes() == short.model.read_bytes()
+
+
+def test_a_policy_of_ones_own_is_run_from_toml_killed_and_goes_on_to_the_same_bits(
+    tmp_path: Path, own: str
+) -> None:
+    data = write_recordings(tmp_path / "data", (4000, 2500, 300))
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'data = "{data}"\ntask = "classify"\nhidden = 8\nlanes = 2\nupdates = 800\n'
+        f'checkpoint_every = 0.2\n\n[gradient]\npolicy = "{own}"\nstride = 10\nfactor = 0.25\n',
+        encoding="utf-8",
+    )
+    run("train", "--config", toml, "--out", tmp_path / "whole")
+    words = command("train", "--config", str(toml), "--out", str(tmp_path / "killed"))
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    saved = _wait_for_checkpoint(killed, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert saved
+    resumed = elsewhere(COMMAND, "train", "--resume", killed.path)
+    assert resumed.code == 0, resumed.complained
+    assert whole.model.read_bytes() == killed.model.read_bytes()
+    plain = finish(settings(data, tmp_path / "plain", horizon=20, updates=800))
+    nets = [load_model(folder.model)[0] for folder in (whole, plain)]
+    pairs = zip(*(net.parameters() for net in nets), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)  # the policy was the user's
+
+
+def test_arguments_are_typed_by_the_policy_and_flags_win_over_toml(
+    tmp_path: Path, own: str
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'[gradient]\npolicy = "{own}"\nstride = 30\nfactor = 1\n', encoding="utf-8"
+    )
+    base = read_toml(tmp_path / "run.toml") | {"data": "d", "task": "classify", "out": "o"}
+    merged = merge_settings(base, {"gradient_args": {"factor": 2}})
+    config = resolve_gradient(make_config(merged))
+    assert config.gradient_args == {"stride": 30, "factor": 2.0}
+    assert isinstance(config.gradient_args["factor"], float)
+    assert make_config(merge_settings(base, {"gradient": "exact"})).gradient_args == {}
+    (tmp_path / "again.toml").write_text(config.to_toml(), encoding="utf-8")
+    assert make_config(read_toml(tmp_path / "again.toml")) == config
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, tt.Truncated(100)),
+        ({"stride": 20, "horizon": 50}, tt.Truncated(20, 50)),
+        ({"gradient_args": {"graphs": "auto"}}, tt.Truncated(100, graphs="auto")),
+        ({"gradient": "exact", "segment": 7}, tt.Exact(segment=7)),
+        ({"gradient": "exact", "gradient_args": {"memory": "2GiB"}}, tt.Exact(memory="2GiB")),
+        ({"gradient": "rtrl"}, tt.RTRL(100)),
+        ({"gradient": "randomized", "gradient_args": {"mean_horizon": 9}}, tt.Randomized(9)),
+    ],
+)
+def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> None:
+    assert (
+        make_policy(make_config({"data": "d", "task": "classify", "out": "o"} | more)) == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"gradient": "adaptive", "gradient_args": {"tolerence": 0.1}},
+            "there is no argument 'tolerence'; 'tolerance' is missing; 'min' is missing",
+        ),
+        ({"gradient": "adaptive"}, "Its arguments are tolerance, min, max, stride=None, every=100"),
+        (
+            {"gradient": "randomized", "gradient_args": {"mean_horizon": "many"}},
+            "mean_horizon='many': expected a whole number",
+        ),
+        ({"gradient": "randomized", "gradient_args": {"mean_horizon": 0}}, "mean_horizon=0"),
+        ({"gradient": "nowhere.py:Policy"}, "no such file"),
+        ({"gradient": "{folder}/policies.py:Other"}, "policies.py defines no class Other"),
+        ({"gradient": "{folder}/policies.py:Empty"}, "its class Empty "),
+        ({"gradient": "{own}", "gradient_args": {"name": 3}}, "name=3: expected text"),
+        ({"gradient": "{own}", "horizon": 3}, "there is no argument 'horizon'"),
+        ({"gradient": "truncate"}, "gradient='truncate': expected truncated, exact"),
+        ({"gradient": "adaptive", "horizon": 3}, "horizon=3 belongs to gradient=truncated"),
+        ({"stride": 3, "gradient_args": {"stride": 3}}, "stride=3 is given again"),
+        ({"gradient": "rtrl", "train_on": "windows"}, "train_on='windows' are both given"),
+    ],
+)
+def test_a_wrong_policy_or_argument_is_refused_by_name(
+    tmp_path: Path, own: str, more: dict[str, Any], said: str
+) -> None:
+    if "gradient" in more:
+        more = more | {"gradient": more["gradient"].format(own=own, folder=tmp_path)}
+    with pytest.raises(ConfigError) as refused:
+        make_policy(make_config({"data": "d", "task": "classify", "out": "o"} | more))
+    assert said in str(refused.value)
+
+
+def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
+    config = make_config(
+        {"data": "d", "task": "classify", "out": "o", "gradient": f"{tmp_path / 'broken.py'}:P"}
+    )
+    with pytest.raises(ConfigError, match=r"broken\.py: cannot be imported \(ModuleNotFoundError"):
+        make_policy(config)
+    (tmp_path / "run.toml").write_text("[gradient]\nstride = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the table \[gradient\] has no policy"):
+        read_toml(tmp_path / "run.toml")
+    data = write_recordings(tmp_path / "data")
+    said = run("train", data, "--task", "classify", "--gradient-arg", "stride", ok=False)
+    assert "--gradient-arg stride: expected NAME=VALUE" in said
