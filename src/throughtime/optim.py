@@ -57,7 +57,7 @@ Closure = Callable[[], Any]
 Group = Mapping[str, Any]
 
 
-class _Plan(NamedTuple):
+class _TablePlan(NamedTuple):
     """A table, and what it was built from besides tensors."""
 
     table: StepTable
@@ -73,7 +73,7 @@ class _KernelOptimizer(Optimizer):
     _torch_class: ClassVar[type[Optimizer]]
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
-    _plan: _Plan | None = None
+    _plan: _TablePlan | None = None
     fallback: str | None = None  # why the last step was torch's own; None if it was compiled
 
     def _set_up(self, max_norm: float | None) -> None:
@@ -222,7 +222,7 @@ class _KernelOptimizer(Optimizer):
         self._norm = None if self._max_norm is None else norm
         return None
 
-    def _last_plan(self) -> _Plan | None:
+    def _last_plan(self) -> _TablePlan | None:
         """The plan of the last step with this step's numbers, if state and options still fit."""
         plan = self._plan
         if plan is None or dispatch_modes():
@@ -237,7 +237,7 @@ class _KernelOptimizer(Optimizer):
             self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
         return plan
 
-    def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _Plan:
+    def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _TablePlan:
         groups = {
             id(param): (number, group)
             for number, group in enumerate(self.param_groups)
@@ -247,7 +247,7 @@ class _KernelOptimizer(Optimizer):
         table = StepTable(entries, grads, len(self.param_groups))
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
         slots = list(map(self._slots, self.param_groups))
-        return _Plan(table, self._state_values(), self._options(), slots, tensors)
+        return _TablePlan(table, self._state_values(), self._options(), slots, tensors)
 
     def _options(self) -> list[tuple[Any, ...]]:
         values = itemgetter(*self.defaults)
