@@ -1,22 +1,22 @@
-# Everything installs into .venv; nothing else is assumed than Python 3.11 or later, pip and make.
+# Everything is installed into .venv. Needed: Python 3.11 or later, pip and make.
 PYTHON ?= python3
 VENV ?= .venv
 DIST ?= dist
 BUILD ?= build
 BIN := $(VENV)/bin
-# Two at a time, a file each: many tests wait for processes that they started. Their nets are too small for more threads.
+# Two test files at a time: many tests wait for processes. The nets are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 INSTALLED := $(VENV)/.installed
 NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
 CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo test test-all test-oldest check format lint types imports sanitize arm bench wheel clean help
+.PHONY: demo test test-all test-oldest check format lint names types imports sanitize arm bench wheel clean help
 
 help:
 	@echo "make demo | test | test-all | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
 
-# Where only C++ has changed, what it depends on has not.
+# If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -32,7 +32,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTEST) -m "slow or not slow"
 
-# The adapters on the oldest versions that they support, laid over the environment.
+# The adapters on the oldest supported versions, in a folder before the environment.
 test-oldest: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest --requirement oldest.txt
 	PYTHONPATH=$(abspath $(VENV))/oldest $(PYTEST) $(wildcard tests/test_lightning_*.py tests/test_ignite*.py tests/test_accelerate*.py)
@@ -45,15 +45,19 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+# Class names, banned identifiers, line lengths and the size of the package.
+names: $(INSTALLED)
+	$(BIN)/python tools/check_names.py
+
 types: $(INSTALLED)
 	$(BIN)/basedpyright --warnings --pythonpath $(BIN)/python
 
 imports: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 
-check: lint types imports test
+check: lint names types imports test
 
-# The compiled core without Python, at every instruction set of this processor: memory, undefined behaviour, races between threads.
+# The compiled library without Python at every instruction set: memory errors, undefined behaviour, data races.
 sanitize:
 	$(CHECKED) -B $(BUILD)/address -DSANITIZE=address,undefined
 	cmake --build $(BUILD)/address --parallel 2
@@ -71,7 +75,7 @@ arm:
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.bench --docs docs/benchmarks.md $(BENCH)
 
-# An sdist, and a wheel for every Python; on Linux with the tag of the oldest system that it runs on.
+# An sdist, and a wheel for every Python; on Linux with the tag of the oldest system that can run it.
 wheel: $(INSTALLED)
 	rm -rf $(BUILD)/wheel
 	$(BIN)/python -m build --sdist --outdir $(DIST)
