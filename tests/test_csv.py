@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
-from throughtime.stream.formats.csv import is_number, parse_numbers, read_columns
-from throughtime.stream.formats.csv_rows import open_csv_rows
+from throughtime.stream.formats.csv import is_number, read_columns
+from throughtime.stream.formats.csv_rows import open_csv_rows, parse_numbers
 from throughtime.stream.recording import columns
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import Array, import_extra, rows_between
 
 # The longest block of Vorbis, in samples. After a seek libsndfile 1.2.2 decodes up to one wrongly.
 WARM_UP = 8192
@@ -41,12 +41,7 @@ def open_audio(path: Path) -> "AudioTable":
 
 
 def _opened(path: Path) -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:
-        raise MissingExtraError(
-            f"{path}: {path.suffix[1:].upper()} needs soundfile; pip install 'throughtime[audio]'"
-        ) from error
+    soundfile = import_extra("soundfile", path, path.suffix[1:].upper(), "audio")
     _refuse_cut_short(path)
     try:
         file = soundfile.SoundFile(path)

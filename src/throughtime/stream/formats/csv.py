@@ -462,26 +462,6 @@ def _content_end(file: BinaryIO) -> int:
     return 0
 
 
-def parse_numbers(data: bytes) -> Array | None:
-    """The numbers of lines with one each, an empty one NaN; None unless pyarrow accepts them."""
-    import pyarrow as pa
-    from pyarrow import csv as arrow_csv
-
-    if b"(" in data:  # pyarrow reads nan(1) as a number
-        return None
-    try:
-        return arrow_csv.read_csv(
-            pa.BufferReader(data + b"\n"),
-            arrow_csv.ReadOptions(
-                use_threads=False, block_size=len(data) + 2, column_names=["number"]
-            ),
-            arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
-            arrow_csv.ConvertOptions(column_types={"number": pa.float64()}, null_values=[""]),
-        )["number"].to_numpy()
-    except pa.ArrowInvalid:
-        return None
-
-
 def is_number(text: str) -> bool:
     """Whether a field holds a number; `1_000` is a label, though Python reads it as a number."""
     try:

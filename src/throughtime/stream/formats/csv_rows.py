@@ -177,7 +177,7 @@ class _RowScan:
         with self.path.open("rb") as file:
             file.seek(begin)
             data = file.read(end - begin - 1).rstrip(b"\r")
-        values = csv.parse_numbers(data.replace(b",", b"\n"))
+        values = parse_numbers(data.replace(b",", b"\n"))
         if values is not None and len(values) == self.count(block):
             return values
         fields = data.decode(errors="replace").split(",")
@@ -256,3 +256,23 @@ class _RowScan:
                 f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for each"
                 " signal, without a header"
             )
+
+
+def parse_numbers(data: bytes) -> Array | None:
+    """The numbers of lines with one each, an empty one NaN; None unless pyarrow accepts them."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    if b"(" in data:  # pyarrow reads nan(1) as a number
+        return None
+    try:
+        return arrow_csv.read_csv(
+            pa.BufferReader(data + b"\n"),
+            arrow_csv.ReadOptions(
+                use_threads=False, block_size=len(data) + 2, column_names=["number"]
+            ),
+            arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
+            arrow_csv.ConvertOptions(column_types={"number": pa.float64()}, null_values=[""]),
+        )["number"].to_numpy()
+    except pa.ArrowInvalid:
+        return None

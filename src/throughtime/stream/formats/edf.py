@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import Array, import_extra, rows_between
 
 
 def open_edf(path: Path) -> "EdfTable":
@@ -41,12 +41,7 @@ class EdfFile(NamedTuple):
 
 
 def _opened(path: Path) -> EdfFile:
-    try:
-        import edfio
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: EDF needs edfio; pip install 'throughtime[bio]'"
-        ) from error
+    edfio = import_extra("edfio", path, "EDF", "bio")
     try:
         with warnings.catch_warnings():
             # edfio warns of a file cut short and reads the rest

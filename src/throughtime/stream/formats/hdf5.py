@@ -1,9 +1,11 @@
 """HDF5, by h5py: the names and shapes of datasets when opened, then slices of rows."""
 
 from pathlib import Path
+from typing import Any
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
+from throughtime.stream.formats.table import import_extra
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -46,16 +48,11 @@ def refuse_cut_short(path: Path) -> None:
 
 
 def _opened(path: Path) -> Arrays:
-    try:
-        import h5py
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: HDF5 needs h5py; pip install 'throughtime[hdf5]'"
-        ) from error
+    h5py = import_extra("h5py", path, "HDF5", "hdf5")
     refuse_cut_short(path)
-    arrays: dict[str, h5py.Dataset] = {}
+    arrays: dict[str, Any] = {}
 
-    def add(name: str, member: object) -> None:
+    def add(name: str, member: Any) -> None:
         if isinstance(member, h5py.Dataset) and member.shape is not None:
             _ = member.dtype  # raises TypeError for a type that NumPy does not have
             arrays[name] = member

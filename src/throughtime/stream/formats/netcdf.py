@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
 from throughtime.stream.formats.hdf5 import refuse_cut_short
 from throughtime.stream.formats.netcdf_classic import expected_size
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, import_extra
 
 
 def open_netcdf(path: Path) -> ArrayFileTable:
@@ -72,15 +72,10 @@ def _refuse_cut_short(path: Path) -> None:
 
 
 def _opened(path: Path) -> Arrays:
-    try:
-        import netCDF4
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: netCDF needs netCDF4; pip install 'throughtime[zarr]'"
-        ) from error
+    netcdf = import_extra("netCDF4", path, "netCDF", "zarr")
     _refuse_cut_short(path)
     try:
-        data: Any = netCDF4.Dataset(path, mode="r")
+        data: Any = netcdf.Dataset(path, mode="r")
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"{path}: not a readable netCDF file ({error}); is it cut short?"

@@ -1,5 +1,6 @@
 """Tables: named columns of equal length, read by rows; and the check that a file did not change."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, MissingExtraError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -111,6 +112,20 @@ class GuardedTable:
         for stamp in self.stamps:
             stamp.check()
         return self.table.read(start, stop, columns)
+
+
+def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
+    """The library that reads a kind of file.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(library)
+    except (ImportError, OSError) as error:
+        raise MissingExtraError(
+            f"{path}: {kind} needs {library}; pip install 'throughtime[{extra}]'"
+        ) from error
 
 
 def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array, import_extra, rows_between
 
 _DAMAGED = (
     OSError,
@@ -72,14 +72,8 @@ def files(path: Path) -> tuple[Path, ...]:
 
 
 def _library(path: Path) -> Any:
-    try:
-        with _quiet():
-            import wfdb
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: WFDB needs wfdb; pip install 'throughtime[bio]'"
-        ) from error
-    return wfdb
+    with _quiet():
+        return import_extra("wfdb", path, "WFDB", "bio")
 
 
 def _quiet() -> Any:

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats._array_file import ArrayFileTable, Arrays, open_array_file
+from throughtime.stream.formats.table import import_extra
 
 METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
@@ -37,12 +38,7 @@ def files(path: Path) -> tuple[Path, ...]:
 
 
 def _opened(path: Path) -> Arrays:
-    try:
-        import zarr
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path}: Zarr needs zarr; pip install 'throughtime[zarr]'"
-        ) from error
+    zarr = import_extra("zarr", path, "Zarr", "zarr")
     try:
         root: Any = zarr.open(path, mode="r")
         if isinstance(root, zarr.Array):
