@@ -80,18 +80,13 @@ def _map(fn: Callable[[Tensor], Tensor], tree: State, path: str) -> State:
     """One tree; the usual containers first, since this runs several times per update."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if type(tree) is tuple:
-        return tuple(
-            [
-                fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{i}")
-                for i, b in enumerate(tree)
-            ]
-        )
-    if type(tree) is dict:
-        return {
-            k: fn(b) if isinstance(b, Tensor) else _map(fn, b, f"{path}.{k}")
-            for k, b in tree.items()
-        }
+    if type(tree) is tuple or type(tree) is dict:
+        # a loop, since Python 3.11 makes a call of each comprehension
+        branches: dict[Any, State] = {}
+        for key, branch in tree.items() if type(tree) is dict else enumerate(tree):
+            is_leaf = isinstance(branch, Tensor)
+            branches[key] = fn(branch) if is_leaf else _map(fn, branch, f"{path}.{key}")
+        return branches if type(tree) is dict else tuple(branches.values())
     if tree is None and path:
         return None
     return _rebuild(

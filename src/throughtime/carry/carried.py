@@ -104,7 +104,15 @@ class Carried(nn.Module):
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
-        _check_lanes(x, state)
+        lanes = x.shape[1]
+        if state is None:
+            raise StateError(
+                "the state is None; the first chunk is not special: start from"
+                f" net.initial_state(lanes={lanes})"
+            )
+        for leaf in trees.tensors(state):
+            if not leaf.dim() or leaf.shape[0] != lanes:
+                raise _lanes_error(state, lanes)
         if resets is not None and resets.shape != x.shape[:2]:
             raise DataError(
                 f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag"
@@ -113,20 +121,15 @@ class Carried(nn.Module):
         try:
             if x.is_cuda or (resets is not None and not self.adapter.takes_resets(x)):
                 return self._run_split(x, state, resets)
-            return self._run(x, state, resets)
+            y, after = self.adapter.run(x, state, resets)
+            return y, _as_entering(after, state) if torch.is_autocast_enabled(
+                x.device.type
+            ) else after
         except ResetsRefusedError:  # at most once per net: takes_resets is false from now on
             return self._run_split(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
-
-    def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        """One call of the module."""
-        y, after = self.adapter.run(x, state, resets)
-        if torch.is_autocast_enabled(x.device.type):
-            # a state in bfloat16 would lose bits that it must carry for hours
-            after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
-        return y, after
 
     def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` on CUDA."""
@@ -137,7 +140,10 @@ class Carried(nn.Module):
         for start, stop in pairwise([*starts, steps]):
             if resets is not None and start in reset_steps:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
-            y, state = self._run(x[start:stop], state)
+            y, after = self.adapter.run(x[start:stop], state)
+            state = (
+                _as_entering(after, state) if torch.is_autocast_enabled(x.device.type) else after
+            )
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
@@ -318,21 +324,19 @@ def _takes_state(module: nn.Module) -> bool:
     return sum(p.kind in kinds for p in parameters) > 1
 
 
-def _check_lanes(x: Tensor, state: State) -> None:
-    lanes = x.shape[1]
-    if state is None:
-        raise StateError(
-            "the state is None; the first chunk is not special: start from"
-            f" net.initial_state(lanes={lanes})"
-        )
-    for i, leaf in enumerate(trees.tensors(state)):
-        if not leaf.dim() or leaf.shape[0] != lanes:
-            name = list(_leaf_shapes(state))[i]
-            raise StateError(
-                f"state leaf '{name}' has shape {tuple(leaf.shape)}, the chunk has {lanes} lanes,"
-                " and lanes come first. A state belongs to one batch layout; take"
-                f" tt.state.select(state, lanes) or net.initial_state(lanes={lanes})."
-            )
+def _as_entering(after: State, state: State) -> State:
+    """The state in the dtypes of the entering one: bfloat16 would lose bits over hours."""
+    return trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
+
+
+def _lanes_error(state: State, lanes: int) -> StateError:
+    shapes = _leaf_shapes(state).items()
+    name, shape = next(item for item in shapes if item[1][:1] != (lanes,))
+    return StateError(
+        f"state leaf '{name}' has shape {shape}, the chunk has {lanes} lanes, and lanes come first."
+        " A state belongs to one batch layout; take tt.state.select(state, lanes) or"
+        f" net.initial_state(lanes={lanes})."
+    )
 
 
 def _leaf_shapes(state: State) -> dict[str, tuple[int, ...]]:

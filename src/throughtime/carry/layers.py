@@ -54,13 +54,24 @@ class LayerAdapter(Adapter):
         return _hidden_names(state)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        entering = swap_lane_dim(state)
+        # as in `swap_lane_dim`, without a call: every chunk passes here
+        is_single = isinstance(state, Tensor)
+        entering = (
+            state.transpose(0, 1)
+            if is_single
+            else (state[0].transpose(0, 1), state[1].transpose(0, 1))
+        )
         if x.is_cuda:  # cuDNN refuses a strided state
             entering = trees.map_leaves(Tensor.contiguous, entering)
         batch_first = self.module.batch_first
         options = () if resets is None else (resets.transpose(0, 1) if batch_first else resets,)
         y, after = self.module(x.transpose(0, 1) if batch_first else x, entering, *options)
-        return y.transpose(0, 1) if batch_first else y, swap_lane_dim(after)
+        after = (
+            after.transpose(0, 1)
+            if is_single
+            else (after[0].transpose(0, 1), after[1].transpose(0, 1))
+        )
+        return y.transpose(0, 1) if batch_first else y, after
 
 
 @dataclass(frozen=True)
