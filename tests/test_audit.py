@@ -580,7 +580,7 @@ REFUSED: dict[str, tuple[Callable[[], tt.Audit], type[Exception], str]] = {
     "end of the epoch": (
         lambda: audited(source=at_the_end(), state=(torch.zeros(1, HIDDEN),)),
         DataError,
-        "the stream stands at the end of its epoch and a state was given",
+        "the stream is at the end of its epoch and a state was passed",
     ),
     "not finite": (
         lambda: audited(explodes()),

@@ -31,8 +31,8 @@ from strategies import (
     start,
     weights,
 )
-from throughtime.diagnose._slice import Place
-from throughtime.diagnose.reach import Anchors, Profile
+from throughtime.diagnose._slice import StreamSlice
+from throughtime.diagnose.reach import Anchors, ReachProfile
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -54,9 +54,9 @@ class Anchor(NamedTuple):
 def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
     """Fills up with the anchors that `tt.reach` draws."""
     found: list[Anchor] = []
-    look, draw, begin = Profile.look, Anchors.draw, [0]
+    look, draw, begin = ReachProfile.add_window, Anchors.draw, [0]
 
-    def looking(profile: Profile, window: Place, *given: Any) -> None:
+    def looking(profile: ReachProfile, window: StreamSlice, *given: Any) -> None:
         begin[0] = window.begin
         look(profile, window, *given)
 
@@ -68,7 +68,7 @@ def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
         )
         return anchors
 
-    patch.setattr(Profile, "look", looking)
+    patch.setattr(ReachProfile, "add_window", looking)
     patch.setattr(Anchors, "draw", drawing)
     return found
 
@@ -189,7 +189,7 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
     assert found.norms == pytest.approx(
         [expected.norms[lag] for lag in found.lags], rel=CLOSE, abs=1e-12
     )
-    assert found.seen == tuple(expected.seen[lag] for lag in found.lags)
+    assert found.counts == tuple(expected.seen[lag] for lag in found.lags)
     assert len(found.by_leaf) == len(expected.leaves)
     for norms, leaf in zip(found.by_leaf.values(), expected.leaves, strict=True):
         assert norms == pytest.approx([leaf[lag] for lag in found.lags], rel=CLOSE, abs=1e-12)
@@ -317,14 +317,16 @@ def test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past() -> None:
         found = tt.reach(net, source, nn.MSELoss(), max_lag=50, anchors=30)
     assert found.lags[-1] <= 9
     positions = [int(source.read(a.step, a.step + 1).position[0, a.lane]) for a in chosen]
-    assert found.seen == tuple(sum(position >= lag for position in positions) for lag in found.lags)
+    assert found.counts == tuple(
+        sum(position >= lag for position in positions) for lag in found.lags
+    )
     assert found.norms == pytest.approx([found.norms[0]] * len(found.lags), rel=0.9)
 
 
 @pytest.mark.parametrize(("lengths", "lanes"), [([1] * 30, 2), ([1], 1)])
 def test_losses_without_a_past_are_refused(lengths: list[int], lanes: int) -> None:
     """Recordings of a single step each."""
-    with pytest.raises(DataError, match="none of the losses looked at has a past"):
+    with pytest.raises(DataError, match="none of the losses drawn has a past"):
         tt.reach(linear(1.0), stream_of(lengths, lanes), nn.MSELoss(), max_lag=5, anchors=6)
 
 
@@ -569,7 +571,7 @@ def test_table_and_warning_say_what_was_found() -> None:
     assert "x 0.9900 per step" in found.table()
     assert f"Lyapunov {math.log(0.99):+.4f} per step" in found.table()
     if found.memory_used:
-        assert "ask for a larger max_lag" in found.warning()
+        assert "pass a larger max_lag" in found.warning()
 
 
 def test_plot_draws_the_norms_over_the_lag() -> None:
@@ -630,12 +632,12 @@ REFUSED: dict[str, tuple[Callable[[], tt.Reach], type[Exception], str]] = {
     "no valid step": (
         lambda: reached(source=stream_of([20], warm_up=20)),
         DataError,
-        "no step with a target that counts",
+        "no step with a valid target",
     ),
     "no targets": (
         lambda: reached(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
         DataError,
-        "no step with a target that counts",
+        "no step with a valid target",
     ),
     "raw module": (
         lambda: reached(HidesLayer()),

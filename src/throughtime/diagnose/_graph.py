@@ -109,7 +109,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Graph:
-    """The result of `walk`: each node belongs to a chunk, the loss or a leaf, or is a leaf's view."""
+    """The result of `walk`. A node belongs to a chunk or the loss, or is a leaf or its view."""
 
     chunks: tuple[Span, ...]
     links: tuple[Crossing, ...]
@@ -332,7 +332,7 @@ class _ChunkBuilder:
         return chunk
 
     def _crossings(self) -> Iterator[tuple[int, int, bool]]:
-        """Edges from a chunk to a later one or the loss: source, target, whether they carry state."""
+        """Edges to a later chunk or the loss: source, target, whether they carry state."""
         nodes = self.nodes
         feeds = set(self.recurrent)  # nodes that a later step depends on
         for i in nodes.inner:

@@ -1,4 +1,4 @@
-"""Where a probe looks: steps of a stream, read without moving it, on the net's device."""
+"""The steps of a stream that a measurement reads, without moving it, on the net's device."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _BLOCK = 4096  # steps read at once
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A stretch of a stream, and the state entering it.
+class StreamSlice:
+    """Consecutive steps of a stream, and the state entering them.
 
     Attributes:
         stream: the stream.
         begin: its first step, counted from the start of the epoch.
-        steps: how many steps of every lane.
+        steps: the number of steps of every lane.
         state: the state entering the first; `None` for the net's initial state.
         device: where the net computes.
     """
@@ -34,14 +34,14 @@ class Place:
     device: torch.device
 
     @classmethod
-    def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "Place":
-        """From where the stream stands, if its state is given, else from the start; checked."""
+    def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "StreamSlice":
+        """From the stream's position if its state is passed, otherwise from the start."""
         require_carried(net)
         # users pass lists of chunks
         if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
-                f"got a {type(stream).__name__}, expected a tt.Stream: what measures reads steps"
-                " anywhere, without moving"
+                f"got a {type(stream).__name__}, expected a tt.Stream: a measurement reads any"
+                " steps, without moving the stream"
             )
         if steps is not None:
             check_whole("steps", steps, 1)
@@ -49,8 +49,8 @@ class Place:
         left = stream.steps - begin
         if left < 1:
             raise DataError(
-                "the stream stands at the end of its epoch and a state was given: no steps are left"
-                " to look at"
+                "the stream is at the end of its epoch and a state was passed: no steps are left to"
+                " measure"
             )
         weight = next(net.parameters(), None)
         return cls(
@@ -62,34 +62,34 @@ class Place:
         )
 
     def read(self, start: int, stop: int) -> Chunk:
-        """The steps `start` to before `stop` of the stretch."""
+        """The steps from `start` to before `stop` of the slice."""
         return self.stream.read(self.begin + start, self.begin + min(stop, self.steps)).to(
             self.device
         )
 
     def valid(self) -> list[int]:
         """Valid steps before each step, over all lanes; one entry more than steps."""
-        found = [0]
+        counts = [0]
         for start in range(0, self.steps, _BLOCK):
             block = self.stream.read(
                 self.begin + start, self.begin + min(start + _BLOCK, self.steps)
             )
-            before = found[-1] - block.metadata.counted[block.start]
-            found += [
+            before = counts[-1] - block.metadata.counted[block.start]
+            counts += [
                 before + counted
                 for counted in block.metadata.counted[block.start + 1 : block.stop + 1]
             ]
-        return found
+        return counts
 
-    def inner(self, begin: int, steps: int, state: State) -> "Place":
-        """A part of the stretch."""
-        return Place(
+    def inner(self, begin: int, steps: int, state: State) -> "StreamSlice":
+        """A part of the slice."""
+        return StreamSlice(
             self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device
         )
 
 
 def axes_of(axes: Any) -> Any:
-    """The given axes of matplotlib, or new ones."""
+    """The passed axes of matplotlib, or new ones."""
     if axes is not None:
         return axes
     try:
@@ -102,7 +102,7 @@ def axes_of(axes: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers as JSON knows them: what is not finite becomes `None`."""
+    """The same with `None` for numbers that are not finite, as JSON needs."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import Variable
 
 from throughtime.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The audit: what each truncation costs, measured against the exact gradient at the same weights.
+"""The audit: the bias of each truncation, against the exact gradient at the same weights.
 
     bias(h)   = |g_h - g| / |g|           cosine(h) = <g_h, g> / (|g_h| |g|)
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Readable
-from throughtime.diagnose._slice import Place, axes_of, plain
+from throughtime.diagnose._slice import StreamSlice, axes_of, plain
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import norm, trainable_weights
@@ -32,12 +32,7 @@ from throughtime.gradient._memory import MemoryBudget, Offload
 from throughtime.gradient._segments import Verify, check_verify, wide
 from throughtime.state import State
 
-HORIZONS = (
-    50,
-    200,
-    800,
-    3200,
-)  # looked at unless others are asked for, as far as the stretch is longer
+HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,10 @@ class Truncation:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `tt.audit` found.
+    """The result of `tt.audit`.
 
     Attributes:
-        steps: steps of every lane audited.
+        steps: audited steps of every lane.
         lanes: B.
         loss: mean loss of the stretch.
         norm: |g|, the norm of the exact gradient.
@@ -86,12 +81,12 @@ class Audit:
 
         `None` if the longest has.
         """
-        found = None
+        shortest = None
         for row in reversed(self.rows):
             if not row.bias <= tolerance:
                 break
-            found = row.horizon
-        return found
+            shortest = row.horizon
+        return shortest
 
     def table(self) -> str:
         """The figures as text, one line for each horizon.
@@ -150,23 +145,24 @@ def audit(
     offload: Offload = None,
     verify: Verify = "first",
 ) -> Audit:
-    """The true bias of truncations: how far the gradient of each horizon is from the exact one.
+    """Measure the bias of truncations: the distance of each horizon's gradient from the exact one.
 
-    Use it before choosing a horizon, and again later in training: it measures the credit that the
-    net gives with its present weights. A net that has not learnt to remember gives none, and every
-    horizon looks good; see `tt.reach`.
+    Use it before you choose a horizon, and again later in training: it measures the gradient at the
+    present weights. In a net that has not learnt to remember, little gradient flows far back, and
+    every horizon has a small bias; see `tt.reach`.
 
     Args:
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
         loss_fn: as for `tt.updates`.
-        horizons: steps, in any order; default: 50, 200, 800, 3200, as far as the stretch is longer.
+        horizons: steps, in any order; default: those of 50, 200, 800, 3200 that are shorter than
+            the slice.
         stride: steps between two updates, for all horizons; those below it are refused. Default:
             each horizon is its own stride, as in `tt.Truncated(horizon)`. A short stride costs
             about horizon / stride backward passes.
-        steps: how many steps of every lane to look at; default: to the end of the epoch.
-        state: the state entering the step at which the stream stands; default: from the start of
-            the epoch, and the net's initial state.
+        steps: the number of steps of every lane; default: to the end of the epoch.
+        state: the state entering the stream's next step; default: the start of the epoch, and the
+            net's initial state.
         memory: see `tt.Exact`.
         chunk: see `tt.Exact`.
         offload: see `tt.Exact`.
@@ -174,63 +170,64 @@ def audit(
 
     Raises:
         ConfigError: a horizon below 1 or below the stride, or a memory too small.
-        DataError: nothing to look at.
+        DataError: no step to measure.
         RunError: a gradient is not finite.
 
-    Cost: of an exact sweep, plus one backward pass for each horizon at most.
+    Cost: an exact gradient, plus at most one backward pass for each horizon.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.randn(500, 3), "targets": torch.randn(500)}, lanes=1, chunk=100)
+        >>> data = {"inputs": torch.randn(500, 3), "targets": torch.randn(500)}
+        >>> stream = tt.Stream(data, lanes=1, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> found = tt.audit(net, stream, torch.nn.MSELoss(), horizons=(2, 50))
-        >>> found.rows[1].bias < found.rows[0].bias, found.rows[0].updates
+        >>> result = tt.audit(net, stream, torch.nn.MSELoss(), horizons=(2, 50))
+        >>> result.rows[1].bias < result.rows[0].bias, result.rows[0].updates
         (True, 250)
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
-    place = Place.of(net, stream, steps, state)
-    room = MemoryBudget(memory, chunk, offload)
-    room.check()
+    section = StreamSlice.of(net, stream, steps, state)
+    budget = MemoryBudget(memory, chunk, offload)
+    budget.check()
     check_verify(verify)
-    wanted = _horizons(horizons, stride, place.steps)
-    plans = [list(schedule.windows(place.steps, stride or horizon, horizon)) for horizon in wanted]
+    selected = _horizons(horizons, stride, section.steps)
+    plans = [
+        list(schedule.windows(section.steps, stride or horizon, horizon)) for horizon in selected
+    ]
     objective = Objective(loss_fn)
-    found = BiasProbe(net, place.read, place.steps, place.state, objective, room, verify).compare(
-        plans
-    )
-    return summary(net, found, wanted, stride, plans, place)
+    probe = BiasProbe(net, section.read, section.steps, section.state, objective, budget, verify)
+    return summary(net, probe.compare(plans), selected, stride, plans, section)
 
 
 def summary(
     net: Carried,
-    found: Comparison,
+    comparison: Comparison,
     horizons: Sequence[int],
     stride: int | None,
     plans: Sequence[Sequence[schedule.Window]],
-    place: Place,
+    section: StreamSlice,
 ) -> Audit:
-    """The figures of a comparison."""
+    """The audit of a comparison."""
     names = list(trainable_weights(net))
-    size = norm(found.exact)
+    size = norm(comparison.exact)
     if not math.isfinite(size):
         raise RunError(
             "the exact gradient is not finite (NaN or infinite): nothing can be compared with it."
             " tt.updates with tt.Exact() names the chunk and the parameter"
         )
-    valid = place.valid()
+    valid = section.valid()
     rows = tuple(
         _row(
             horizon,
             stride or horizon,
             sum(valid[w.stop] > valid[w.counted] for w in plan),
             gradient,
-            found.exact,
+            comparison.exact,
             names,
         )
-        for horizon, plan, gradient in zip(horizons, plans, found.truncated, strict=True)
+        for horizon, plan, gradient in zip(horizons, plans, comparison.truncated, strict=True)
     )
-    return Audit(place.steps, place.stream.lanes, found.loss, size, rows)
+    return Audit(section.steps, section.stream.lanes, comparison.loss, size, rows)
 
 
 def _row(
@@ -241,9 +238,10 @@ def _row(
     exact: list[Tensor],
     names: list[str],
 ) -> Truncation:
-    apart = [g - e for g, e in zip(gradient, exact, strict=True)]
+    differences = [g - e for g, e in zip(gradient, exact, strict=True)]
     biases = {
-        name: _ratio(norm([a]), norm([e])) for name, a, e in zip(names, apart, exact, strict=True)
+        name: _ratio(norm([a]), norm([e]))
+        for name, a, e in zip(names, differences, exact, strict=True)
     }
     sizes = norm(gradient), norm(exact)
     inner = sum(
@@ -252,7 +250,7 @@ def _row(
     return Truncation(
         horizon,
         stride,
-        _ratio(norm(apart), sizes[1]),
+        _ratio(norm(differences), sizes[1]),
         _ratio(inner, sizes[0] * sizes[1]),
         _ratio(*sizes),
         updates,
@@ -261,7 +259,7 @@ def _row(
 
 
 def _ratio(part: float, whole: float) -> float:
-    """Zero of zero is zero: a parameter without gradient has none that is wrong."""
+    """The quotient; zero of zero is zero, for a parameter without gradient."""
     if whole:
         return part / whole
     return math.inf if part else 0.0
@@ -275,12 +273,14 @@ def _line(row: Truncation) -> str:
     )
 
 
-def _horizons(asked: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
-    wanted = sorted(set(HORIZONS if asked is None else asked))
-    if asked is None:
-        wanted = [h for h in wanted if (stride or 1) <= h < steps] or [max(stride or 1, steps // 2)]
-    if not wanted:
+def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
+    horizons = sorted(set(HORIZONS if requested is None else requested))
+    if requested is None:
+        horizons = [h for h in horizons if (stride or 1) <= h < steps] or [
+            max(stride or 1, steps // 2)
+        ]
+    if not horizons:
         raise ConfigError("horizons is empty: expected at least one number of steps")
-    for horizon in wanted:
+    for horizon in horizons:
         schedule.check_horizon(horizon if stride is None else stride, horizon)
-    return wanted
+    return horizons

@@ -1,12 +1,12 @@
-"""Reach: how far back the gradient of a single loss really goes.
+"""Reach: how far back in time the gradient of a single loss extends.
 
     phi(k) = mean over anchors t of  | dL_t / ds_{t-k} |          k = 1, 2, ... steps before the
     loss
 
 One backward pass serves as many anchors as there are lanes: rows of a batch do not depend on each
-other, so every lane has its loss at a step of its own, and the norm of each row of the adjoint is
-that of its own anchor. Credit is watched at gates between the steps (`gradient/gate.py`), and the
-stretch is swept in pieces, so memory is that of one piece.
+other, so every lane has its loss at its own step, and the norm of each row of the adjoint belongs
+to its anchor. Gates between the steps read the adjoint. The pass runs in segments, so memory is
+that of one segment.
 
 Shapes: `B` lanes.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Readable
-from throughtime.diagnose._slice import Place, axes_of, plain
+from throughtime.diagnose._slice import StreamSlice, axes_of, plain
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import (
@@ -45,14 +45,14 @@ from throughtime.gradient._segments import (
 )
 from throughtime.state import State
 
-_PIECE = 64  # steps: an adjoint is made of norm one again before it leaves float32's range
-_POINTS = 6  # fewer make no line
+_SEGMENT_STEPS = 64  # an adjoint is normalised again before it leaves float32's range
+_POINTS = 6  # the fewest for a line
 SHARES = (0.5, 0.9, 0.99)
-FITTING = 0.9  # a decay whose R² is lower is no decay
+FITTING = 0.9  # the lowest R² of an exponential decay
 
 
 class Decay(NamedTuple):
-    """phi(k) ~ rate^k over the last third of the lags, with the share of log phi's variance that this explains."""
+    """phi(k) ~ rate^k over the last third of the lags; R² is that of the fit to log phi."""
 
     rate: float
     r2: float
@@ -60,7 +60,7 @@ class Decay(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """What `tt.reach` found.
+    """The result of `tt.reach`.
 
     Attributes:
         lags: 1, 2, ... steps before the loss, or multiples of `every`.
@@ -68,23 +68,23 @@ class Reach:
         by_leaf: phi at every lag, of each leaf of the state by its name, so h and c of an LSTM
             apart.
         anchors: losses measured.
-        seen: how many of them have that much past, for every lag; credit does not cross the start
-            of a recording.
+        counts: for every lag, the anchors with that much past; no gradient crosses the start of a
+            recording.
         shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
         decay: how phi falls over the last third of the lags; `None` if that is no exponential
             decay.
         lyapunov: mean growth of the logarithm of an adjoint per step; above 0 gradients explode.
         loss: mean loss at the anchors, with all of the past.
-        contexts: mean loss at the anchors where the net has seen only so many steps, from the
-            initial state.
-        memory_used: whether the past lowers the loss by 1 % at least.
+        contexts: mean loss at the anchors if the net starts so many steps before, from the initial
+            state.
+        memory_used: whether the past lowers the loss by at least 1 %.
     """
 
     lags: tuple[int, ...]
     norms: tuple[float, ...]
     by_leaf: dict[str, tuple[float, ...]]
     anchors: int
-    seen: tuple[int, ...]
+    counts: tuple[int, ...]
     shares: dict[float, int]
     decay: Decay | None
     lyapunov: float
@@ -94,36 +94,36 @@ class Reach:
 
     @property
     def reach_50(self) -> int:
-        """Half of the credit goes no further back."""
+        """The lag within which half of the gradient lies."""
         return self.shares[0.5]
 
     @property
     def reach_90(self) -> int:
-        """Nine tenths of the credit go no further back."""
+        """The lag within which nine tenths of the gradient lie."""
         return self.shares[0.9]
 
     @property
     def reach_99(self) -> int:
-        """All but a hundredth of the credit goes no further back."""
+        """The lag within which all but a hundredth of the gradient lies."""
         return self.shares[0.99]
 
     def warning(self) -> str:
-        """What the figures do not say."""
+        """How to interpret the result."""
         if not self.memory_used:
             return (
                 "the past lowers the loss by less than 1 %"
                 f" ({self.contexts[min(self.contexts)]:.4g} from a single step, {self.loss:.4g}"
                 " with all of it): the net has not learnt to use it, and this reach is a lower"
-                " bound of what the task needs"
+                " bound of the reach that the task needs"
             )
         more = (
-            " Most of the credit lies at the longest lags looked at: ask for a larger max_lag."
+            " Most of the gradient lies at the longest lags measured: pass a larger max_lag."
             if self.reach_90 > 0.85 * self.lags[-1]
             else ""
         )
         return (
-            "a reach is what the net uses now: while the loss is on a plateau it is a lower bound"
-            " of what the task needs." + more
+            "this is the reach at the present weights: while the loss is on a plateau it is a lower"
+            " bound of the reach that the task needs." + more
         )
 
     def table(self) -> str:
@@ -186,77 +186,77 @@ def reach(
     chunk: int | Literal["auto"] = "auto",
     seed: int = 0,
 ) -> Reach:
-    """How far back the gradient of a single loss goes: its norm at every lag, and what follows from
-    it.
+    """Measure how far back the gradient of a single loss extends: its norm at every lag.
 
-    Use it beside `tt.audit`, which says what cutting that gradient costs.
+    Use it beside `tt.audit`, which measures the bias of cutting that gradient.
 
     Args:
-        net: made by `tt.carry`; nothing of it is changed. Its lanes must not depend on each other,
+        net: made by `tt.carry`; it is not changed. Its lanes must not depend on each other,
             as BatchNorm makes them.
         stream: a `tt.Stream`; it is read, not moved. More lanes mean fewer backward passes.
         loss_fn: as for `tt.updates`.
-        max_lag: how far back to look.
-        anchors: losses to look at, spread over the stretch; each lane has its own.
-        every: resolution in lags; with fused layers a larger one is faster.
-        steps: how many steps of every lane to draw from; default: to the end of the epoch.
-        state: the state entering the step at which the stream stands; default: from the start of
-            the epoch.
-        chunk: steps of graph that are kept at once; see `tt.Exact`.
+        max_lag: the longest lag measured.
+        anchors: the number of losses, spread over the slice; each lane has its own.
+        every: resolution in lags; a larger one is faster with fused layers.
+        steps: the number of steps of every lane to draw from; default: to the end of the epoch.
+        state: the state entering the stream's next step; default: the start of the epoch.
+        chunk: steps of graph in memory at once; see `tt.Exact`.
         seed: draws the anchors.
 
     Raises:
-        DataError: no step that counts.
+        DataError: no valid step.
 
-    Cost: a forward pass over the stretch; a forward and two backward passes, step by step, over
+    Cost: a forward pass over the slice; a forward and two backward passes, step by step, over
     `max_lag` steps and a quarter more for every set of `B` anchors; forward passes over 2 *
     `max_lag` steps for the contexts.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.randn(900, 3), "targets": torch.randn(900)}, lanes=3, chunk=100)
+        >>> data = {"inputs": torch.randn(900, 3), "targets": torch.randn(900)}
+        >>> stream = tt.Stream(data, lanes=3, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> found = tt.reach(net, stream, torch.nn.MSELoss(), max_lag=50, anchors=9)
-        >>> found.reach_50 <= found.reach_90 <= found.reach_99 <= 50
+        >>> result = tt.reach(net, stream, torch.nn.MSELoss(), max_lag=50, anchors=9)
+        >>> result.reach_50 <= result.reach_90 <= result.reach_99 <= 50
         True
     """
     for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
         schedule.check_whole(name, value, 1)
-    place = Place.of(net, stream, steps, state)
+    section = StreamSlice.of(net, stream, steps, state)
     objective = Objective(loss_fn)
-    lags = list(range(every, max(every, min(max_lag, place.steps - 1)) + 1, every))
-    profile = Profile(net, objective, lags, every, chunk)
-    with torch.enable_grad(), preserve_rng_and_buffers(net, place.device):
+    lags = list(range(every, max(every, min(max_lag, section.steps - 1)) + 1, every))
+    profile = ReachProfile(net, objective, lags, every, chunk)
+    with torch.enable_grad(), preserve_rng_and_buffers(net, section.device):
         for number, (window, entering) in enumerate(
-            _windows(net, place, lags[-1], -(-anchors // stream.lanes))
+            _windows(net, section, lags[-1], -(-anchors // stream.lanes))
         ):
-            profile.look(window, entering, torch.Generator().manual_seed(seed + number))
+            profile.add_window(window, entering, torch.Generator().manual_seed(seed + number))
     if not profile.anchors:
         raise DataError(
-            "no step with a target that counts in the places looked at: there is no loss to blame"
-            " on anything"
+            "no step with a valid target among those drawn: there is no loss to differentiate"
         )
     return profile.summary()
 
 
-def _windows(net: Carried, place: Place, lag: int, count: int) -> Iterator[tuple[Place, State]]:
-    """Stretches spread evenly over the place, long enough for the lag and anchors to choose from, and the states entering them."""
-    length = min(place.steps, lag + _spread(lag))
-    starts = [(place.steps - length) * i // max(1, count - 1) for i in range(count)]
-    first = place.read(0, 1)
+def _windows(
+    net: Carried, section: StreamSlice, lag: int, count: int
+) -> Iterator[tuple[StreamSlice, State]]:
+    """Windows spread evenly over the slice, and the state entering each."""
+    length = min(section.steps, lag + _spread(lag))
+    starts = [(section.steps - length) * i // max(1, count - 1) for i in range(count)]
+    first = section.read(0, 1)
     state = (
         trees.detach(net.initial_state(first.lanes, like=first.inputs))
-        if place.state is None
-        else place.state
+        if section.state is None
+        else section.state
     )
     at = 0
     for start in starts:
         for begin in range(at, start, 1024):
-            chunk = place.read(begin, min(begin + 1024, start))
+            chunk = section.read(begin, min(begin + 1024, start))
             with torch.no_grad():
                 ((_, state),) = forward(net, chunk, state)
         at = start
-        yield place.inner(start, length, state), state
+        yield section.inner(start, length, state), state
 
 
 def _spread(lag: int) -> int:
@@ -265,10 +265,10 @@ def _spread(lag: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Anchors:
-    """One step of each lane whose loss is looked at; a lane without a valid step has none.
+    """One step of each lane whose loss is differentiated; a lane without a valid step has none.
 
     Attributes:
-        chunk: the window, only the anchors' losses counting.
+        chunk: the window, with a mask of the anchors alone.
         lanes: the lanes that have one.
         at: their steps in the window.
         oldest: the first step of the window whose state belongs to the anchor's recording.
@@ -309,7 +309,7 @@ class Anchors:
         return cls(chunk, lanes, at, oldest)
 
     def context(self, steps: int) -> Chunk:
-        """The last `steps` steps up to each anchor, side by side; its last step counts."""
+        """The last `steps` steps up to each anchor, side by side; only the last step is valid."""
         rows = [
             (slice(step - steps + 1, step + 1), lane)
             for step, lane in zip(self.at, self.lanes, strict=True)
@@ -325,8 +325,8 @@ class Anchors:
         )
 
 
-class Profile:
-    """Norms by lag and losses by context, gathered window by window."""
+class ReachProfile:
+    """Norms by lag and losses by context, accumulated window by window."""
 
     def __init__(
         self,
@@ -337,8 +337,8 @@ class Profile:
         chunk: int | Literal["auto"],
     ) -> None:
         self.net, self.objective, self.lags, self.every = net, objective, list(lags), every
-        self.room = MemoryBudget("512MB", chunk, None)
-        self.room.check()
+        self.budget = MemoryBudget("512MB", chunk, None)
+        self.budget.check()
         self.anchors = 0
         self.loss = 0.0
         self.contexts: dict[int, float] = {}
@@ -346,11 +346,11 @@ class Profile:
         self.sums = torch.zeros(
             0, len(lags), dtype=torch.float64
         )  # of the state, then of each leaf
-        self.seen = torch.zeros(len(lags), dtype=torch.float64)
+        self.counts = torch.zeros(len(lags), dtype=torch.float64)
         self.growth: list[Tensor] = []
 
-    def look(self, window: Place, entering: State, draw: torch.Generator) -> None:
-        """Takes one anchor of every lane in, where the lane has a step that counts."""
+    def add_window(self, window: StreamSlice, entering: State, draw: torch.Generator) -> None:
+        """Add one anchor of every lane that has a valid step."""
         whole = window.read(0, window.steps)
         spread = min(_spread(self.lags[-1]), -(-whole.steps // 2))
         anchors = Anchors.draw(whole, spread, draw)
@@ -372,45 +372,45 @@ class Profile:
                 {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
             )
         }
-        open_eyes = [True]
+        recording = [True]
         for at, gate in gates.items():
-            gate.watch = Watch(norms[at], open_eyes)
+            gate.watch = NormRecorder(norms[at], recording)
         length = min(
-            _PIECE,
-            self.room.segment_steps(
+            _SEGMENT_STEPS,
+            self.budget.segment_steps(
                 self.net, chunk.steps, lambda n: chunk[0:n], entering, self.objective
             ),
         )
-        sweep = CheckpointedPass(
+        checkpointed = CheckpointedPass(
             self.net,
             schedule.pieces(chunk.steps, length),
             lambda start, stop: chunk[start:stop],
             entering,
             gates=gates,
         )
-        stretch = LossPass.run(
-            sweep, (chunk[a:b] for a, b in pairwise(sweep.bounds)), self.objective
+        loss_pass = LossPass.run(
+            checkpointed, (chunk[a:b] for a, b in pairwise(checkpointed.bounds)), self.objective
         )
         credit = CreditFlow(GradientAccumulator({}))
         pure: Cotangents | None = None
-        for piece in sweep.backward():
-            losses = list(stretch.losses(piece, self.objective).values())
+        for segment in checkpointed.backward():
+            losses = list(loss_pass.losses(segment, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
-            credit.through(piece, [(loss, None) for loss in losses], retain=True)
-            open_eyes[0] = False
-            pure = self._grow(piece, pure, draw)
-            open_eyes[0] = True
-            del losses, piece
-        self._enter(norms * len(anchors.lanes), anchors)
+            credit.through(segment, [(loss, None) for loss in losses], retain=True)
+            recording[0] = False
+            pure = self._grow(segment, pure, draw)
+            recording[0] = True
+            del losses, segment
+        self._add_norms(norms * len(anchors.lanes), anchors)
 
     def _grow(
-        self, piece: Segment, pure: Cotangents | None, draw: torch.Generator
+        self, segment: Segment, pure: Cotangents | None, draw: torch.Generator
     ) -> Cotangents | None:
-        """Takes an adjoint of norm one through a piece, and notes by how much each lane grew.
+        """Propagate an adjoint of norm one through a segment, and record the growth of each lane.
 
-        A lane that lost it gets another.
+        A lane whose adjoint has vanished gets a new random one.
         """
-        leaves = trees.tensors(piece.after)
+        leaves = trees.tensors(segment.after)
         fresh = [
             (
                 torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device)
@@ -424,27 +424,26 @@ class Profile:
         norms = lane_norms(pure)
         if norms is None:
             return None
-        pulled = vjp(piece, [], [], scale_lanes(pure, 1 / norms)).state
-        after = lane_norms(pulled)
+        after_grads = vjp(segment, [], [], scale_lanes(pure, 1 / norms)).state
+        after = lane_norms(after_grads)
         if after is None:
             return None
-        whole = ~piece.chunk.resets.any(dim=0) & (after > 0)
-        if (
-            not first or piece.index == 0
-        ):  # the first piece turns a random direction into the leading one
-            self.growth.append((after.log() / piece.chunk.steps)[whole].double().cpu())
-        return pulled
+        whole = ~segment.chunk.resets.any(dim=0) & (after > 0)
+        # the first segment turns a random direction into the leading one
+        if not first or segment.index == 0:
+            self.growth.append((after.log() / segment.chunk.steps)[whole].double().cpu())
+        return after_grads
 
-    def _enter(self, norms: Tensor, anchors: Anchors) -> None:
-        """Adds norms by place in the window to the sums by lag."""
+    def _add_norms(self, norms: Tensor, anchors: Anchors) -> None:
+        """Add norms by step of the window to the sums by lag."""
         lags = torch.tensor(self.lags)
         for lane, step, oldest in zip(anchors.lanes, anchors.at, anchors.oldest, strict=True):
-            places = step + 1 - lags
-            there = places >= oldest
-            leaves = norms[places[there], :, lane].T
-            self.sums[0, there] += leaves.square().sum(0).sqrt()
-            self.sums[1:, there] += leaves
-            self.seen[there] += 1
+            steps = step + 1 - lags
+            valid = steps >= oldest
+            leaves = norms[steps[valid], :, lane].T
+            self.sums[0, valid] += leaves.square().sum(0).sqrt()
+            self.sums[1:, valid] += leaves
+            self.counts[valid] += 1
 
     def _contexts(self, anchors: Anchors, most: int) -> None:
         for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
@@ -459,14 +458,13 @@ class Profile:
             self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(anchors.lanes)
 
     def summary(self) -> Reach:
-        """The figures."""
-        count = int((self.seen > 0).sum())
+        """The means over all anchors."""
+        count = int((self.counts > 0).sum())
         if not count:
             raise DataError(
-                "none of the losses looked at has a past: every one is at the first step of its"
-                " recording"
+                "none of the losses drawn has a past: each is at the first step of its recording"
             )
-        means = (self.sums[:, :count] / self.seen[:count]).tolist()
+        means = (self.sums[:, :count] / self.counts[:count]).tolist()
         lags = tuple(self.lags[:count])
         growth = torch.cat(self.growth) if self.growth else torch.zeros(0)
         contexts = {steps: loss / self.anchors for steps, loss in sorted(self.contexts.items())}
@@ -476,7 +474,7 @@ class Profile:
             tuple(means[0]),
             {name: tuple(row) for name, row in zip(self.names, means[1:], strict=True)},
             self.anchors,
-            tuple(int(n) for n in self.seen[:count]),
+            tuple(int(n) for n in self.counts[:count]),
             {share: within(lags, means[0], share) for share in SHARES},
             _decay(lags, means[0]),
             growth.mean().item() if len(growth) else -math.inf,
@@ -487,14 +485,14 @@ class Profile:
 
 
 @dataclass(frozen=True, eq=False)
-class Watch:
-    """Writes the norm of each leaf's adjoint, lane by lane, into `rows` `(leaves, B)`."""
+class NormRecorder:
+    """Writes the norm of each leaf's adjoint, by lane, into `rows`, `(leaves, B)`."""
 
     rows: Tensor
-    looks: list[bool]  # one flag for all of them
+    recording: list[bool]  # one flag, shared by all gates
 
     def __call__(self, adjoint: Sequence[Tensor | None]) -> None:
-        if not self.looks[0]:
+        if not self.recording[0]:
             return
         for row, leaf in zip(self.rows, adjoint, strict=True):
             if leaf is not None:
@@ -502,7 +500,7 @@ class Watch:
 
 
 def _refilled(pure: Cotangents, fresh: Cotangents) -> Cotangents:
-    """The adjoint, with fresh numbers in the lanes where nothing is left of it."""
+    """The adjoint, with new random numbers in the lanes where it has vanished."""
     norms = lane_norms(pure)
     if norms is None:
         return fresh
@@ -528,7 +526,7 @@ def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
 def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
     """The least-squares line through log phi over the last third of the lags.
 
-    `None` where it is no falling line.
+    `None` if the line does not fall, or fits badly.
     """
     points = [
         (lag, math.log(norm))
