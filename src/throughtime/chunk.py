@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
@@ -17,11 +17,9 @@ from throughtime.errors import DataError, ModelError
 
 @dataclass(frozen=True, eq=False)
 class ChunkMetadata:
-    """What is known of every step of every lane, and the counts of it that need no look at a
-    tensor.
+    """Resets, mask, recording and position of every step, and counts as plain integers.
 
-    Shared by all chunks cut from the same stretch, so that cutting one costs no tensor operation
-    here.
+    Shared by all chunks cut from the same stretch, so that cutting costs no tensor operation here.
     """
 
     resets: Tensor
@@ -29,9 +27,7 @@ class ChunkMetadata:
     recording: Tensor
     position: Tensor
     reset_steps: tuple[int, ...]
-    counted: Sequence[
-        int
-    ]  # valid steps before each step, over all lanes; one entry more than steps
+    counted: Sequence[int]  # valid steps before each step, over all lanes; one entry more
 
     @classmethod
     def of(
@@ -50,11 +46,11 @@ class ChunkMetadata:
         return cls(resets, mask, recording, position, reset_steps, counted)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Chunk:
-    """Consecutive steps of all lanes, with what a model must know about them.
+    """Consecutive steps of all lanes, with their targets and metadata.
 
-    `tt.Stream` makes chunks; make one by hand with `Chunk.from_tensors`, which checks and fills in defaults.
+    `tt.Stream` makes chunks; `Chunk.from_tensors` makes one by hand, with checks and defaults.
 
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
@@ -62,6 +58,10 @@ class Chunk:
         metadata: resets, mask, recording and position of the stretch that the chunk is cut from.
         start: where the chunk begins in that stretch, in steps.
         stop: where it ends there.
+        steps: T.
+        lanes: B.
+        valid: the number of true entries of `mask`.
+        any_reset: whether any lane resets in this chunk.
     """
 
     inputs: Tensor
@@ -69,6 +69,36 @@ class Chunk:
     metadata: ChunkMetadata
     start: int
     stop: int
+    steps: int = field(init=False)
+    lanes: int = field(init=False)
+    valid: int = field(init=False)
+    any_reset: bool = field(init=False)
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None,
+        metadata: ChunkMetadata,
+        start: int,
+        stop: int,
+    ) -> None:
+        counted, resets = metadata.counted, metadata.reset_steps
+        any_reset = False
+        if resets:
+            first = bisect_left(resets, start)
+            any_reset = first < len(resets) and resets[first] < stop
+        # a frozen class sets attributes here; chunks are cut several times per update
+        self.__dict__.update(
+            inputs=inputs,
+            targets=targets,
+            metadata=metadata,
+            start=start,
+            stop=stop,
+            steps=stop - start,
+            lanes=inputs.shape[1],
+            valid=counted[stop] - counted[start],
+            any_reset=any_reset,
+        )
 
     @classmethod
     def from_tensors(
@@ -152,18 +182,8 @@ class Chunk:
         )
 
     @property
-    def steps(self) -> int:
-        """T, the number of steps."""
-        return self.stop - self.start
-
-    @property
-    def lanes(self) -> int:
-        """B, the number of lanes."""
-        return self.inputs.shape[1]
-
-    @property
     def resets(self) -> Tensor:
-        """`(T, B)` bool, true where a lane starts a recording: the state entering that step is the initial state."""
+        """`(T, B)` bool, true where a lane starts a recording, from the initial state."""
         return self.metadata.resets[self.start : self.stop]
 
     @property
@@ -173,27 +193,13 @@ class Chunk:
 
     @property
     def recording(self) -> Tensor:
-        """`(T, B)` int64, index of the recording; -1 where a lane has nothing left to play."""
+        """`(T, B)` int64, index of the recording; -1 where a lane has nothing left."""
         return self.metadata.recording[self.start : self.stop]
 
     @property
     def position(self) -> Tensor:
-        """`(T, B)` int64, step within the recording; -1 where a lane has nothing left to play."""
+        """`(T, B)` int64, step within the recording; -1 where a lane has nothing left."""
         return self.metadata.position[self.start : self.stop]
-
-    @property
-    def valid(self) -> int:
-        """The number of true entries of `mask`."""
-        return self.metadata.counted[self.stop] - self.metadata.counted[self.start]
-
-    @property
-    def any_reset(self) -> bool:
-        """Whether any lane resets in this chunk."""
-        steps = self.metadata.reset_steps
-        if not steps:
-            return False
-        first = bisect_left(steps, self.start)
-        return first < len(steps) and steps[first] < self.stop
 
     def __getitem__(self, span: slice) -> "Chunk":
         """The steps of a slice, without a stride; shares memory."""
@@ -206,10 +212,14 @@ class Chunk:
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
-        """The chunk without the targets of the first `steps` steps after each reset, and the steps
-        since then at its end.
+        """Mask the first `steps` steps after each reset.
 
-        `since` `(B,)` is how many steps each lane has played since its last reset.
+        Args:
+            steps: of a warm-up.
+            since: `(B,)`, steps since each lane's last reset, before the chunk.
+
+        Returns:
+            The chunk, and the steps since the last reset at its end.
         """
         at = torch.arange(self.steps, device=since.device).unsqueeze(1)
         last = torch.where(self.resets, at, -since).cummax(dim=0).values
@@ -218,8 +228,7 @@ class Chunk:
         return Chunk(self.inputs, self.targets, metadata, 0, self.steps), at[-1] + 1 - last[-1]
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """What a loss or a score compares: outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N
-        valid steps, time first, then lane.
+        """Outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N valid steps, time first.
 
         A floating target of one column matches outputs of one column whether or not the last
         dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N,
@@ -230,11 +239,12 @@ class Chunk:
 
         Raises:
             DataError: the recordings have no targets.
-            ModelError: the outputs have not one row per step and lane.
+            ModelError: the outputs do not have one row per step and lane.
 
         Example:
             >>> import torch, throughtime as tt
-            >>> chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=torch.arange(10).view(5, 2) > 3)
+            >>> mask = torch.arange(10).view(5, 2) > 3
+            >>> chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=mask)
             >>> rows, targets = chunk.valid_pairs(torch.zeros(5, 2, 1))
             >>> rows.shape, targets.shape
             (torch.Size([6, 1]), torch.Size([6, 1]))
@@ -303,7 +313,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 @runtime_checkable
 class Readable(Protocol):
-    """Steps that can be looked at anywhere, without moving: a `tt.Stream`, for what measures and does not train."""
+    """Steps that can be read anywhere without moving, as from a `tt.Stream`: for measurements."""
 
     @property
     def lanes(self) -> int:
@@ -326,7 +336,7 @@ class Readable(Protocol):
 
 
 class Source(Protocol):
-    """Where a gradient policy takes its chunks from; it cuts them as it likes."""
+    """The steps of one epoch, from which a gradient policy takes chunks of any length."""
 
     @property
     def position(self) -> int:
@@ -338,7 +348,7 @@ class Source(Protocol):
         ...
 
     def remaining(self, steps: int) -> int:
-        """How many of the next `steps` steps there are: fewer at the end of the epoch, 0 when it is over."""
+        """How many of the next `steps` steps there are: fewer at the end, 0 after it."""
         ...
 
     def read(self, start: int, stop: int) -> Chunk:
@@ -350,10 +360,11 @@ class Source(Protocol):
         ...
 
     def steps_to_common_reset(self) -> int:
-        """Steps to the next one at which every lane starts a recording, so that no credit can cross
-        it; or to the end of the epoch.
+        """Steps to the next one at which all lanes start a recording, or to the end of the epoch.
+
+        No credit can cross that step.
 
         Raises:
-            DataError: the chunks come from an iterator, which does not know what comes.
+            DataError: the chunks come from an iterator, which cannot be read ahead.
         """
         ...
