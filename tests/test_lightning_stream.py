@@ -130,7 +130,7 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     for chunk in first:
         evaluator.add(chunk)
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
-        evaluator.result(stream_of(1)).loss, rel=1e-6
+        evaluator.result(stream_of(1)).loss.item(), rel=1e-6
     )
 
 

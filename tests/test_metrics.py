@@ -1,16 +1,18 @@
 """Scores against the formulas written out, on pieces of any size."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 
 import throughtime as tt
 from strategies import seeds
-from throughtime.errors import DataError
+from throughtime.errors import ConfigError, DataError
 from throughtime.metrics import Classification, Regression
 
 pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
@@ -116,7 +118,7 @@ def test_mean_of_the_pieces_r2_is_not_the_r2_of_the_whole() -> None:
 
 
 def test_nothing_added_gives_nan() -> None:
-    scores: list[tt.metrics.Score] = [
+    scores: list[tt.metrics.Metric] = [
         tt.metrics.Classification(("a", "b")),
         tt.metrics.Regression(),
     ]
@@ -148,3 +150,46 @@ def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
     score.update(torch.zeros(0, 1), torch.zeros(0))
     score.update(torch.ones(2), torch.zeros(2))
     assert score.compute()["rmse"] == 1.0
+
+
+def _evaluated(metrics: Any) -> tt.Evaluation:
+    torch.manual_seed(0)
+    net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))
+    recordings = [
+        {"inputs": torch.randn(n, 3), "targets": torch.randint(2, (n,))} for n in (40, 31)
+    ]
+    return tt.evaluate(net, tt.Stream(recordings, lanes=2, chunk=8), metrics=metrics)
+
+
+def test_metric_of_torchmetrics_gives_the_value_of_ours() -> None:
+    ours = _evaluated(Classification(("a", "b")))
+    metric = torchmetrics.Accuracy(task="multiclass", num_classes=2, average="micro")
+    theirs = _evaluated(metric)
+    assert theirs.metrics == {"MulticlassAccuracy": pytest.approx(ours.metrics["accuracy"])}
+    assert [own["MulticlassAccuracy"] for own in theirs.recordings.values()] == pytest.approx(
+        [own["accuracy"] for own in ours.recordings.values()]
+    )
+
+
+def test_collection_of_torchmetrics_gives_every_value_by_name() -> None:
+    ours = _evaluated(Classification(("a", "b")))
+    task: dict[str, Any] = {"task": "multiclass", "num_classes": 2}
+    collection = torchmetrics.MetricCollection(
+        {
+            "accuracy": torchmetrics.Accuracy(**task, average="micro"),
+            "f1": torchmetrics.F1Score(**task, average="none"),
+        }
+    )
+    found = _evaluated(collection).metrics
+    assert found == pytest.approx(
+        {
+            "accuracy": ours.metrics["accuracy"],
+            "f1[0]": ours.metrics["f1[a]"],
+            "f1[1]": ours.metrics["f1[b]"],
+        }
+    )
+
+
+def test_what_is_no_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics is a dict, expected tt\.metrics"):
+        _evaluated({})

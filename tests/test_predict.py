@@ -312,7 +312,7 @@ def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
         assert chunk.targets is not None
         if chunk.valid:
             means.append((y - chunk.targets)[chunk.mask].square().mean().item())
-    weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss
+    weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss.item()
     assert np.mean(means) != pytest.approx(weighted, rel=1e-3)
 
 
@@ -399,7 +399,7 @@ def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropy
     }
     net, loss_fn = named("hides-layer").net(), loss_fn.double()
     losses = [
-        tt.evaluate(net, tt.Stream(source, lanes=1, chunk=chunk), loss_fn).loss
+        tt.evaluate(net, tt.Stream(source, lanes=1, chunk=chunk), loss_fn).loss.item()
         for chunk in (60, 7, 1)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)

@@ -1,34 +1,110 @@
-"""Scores: sums that grow chunk by chunk, and the figures made of them at the end.
+"""Metrics of outputs against targets, updated chunk by chunk.
 
 Shapes: `N` valid steps, `C` classes or output columns.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from throughtime.errors import DataError
+from throughtime.errors import ConfigError, DataError
 
 Metrics: TypeAlias = dict[str, float]
 
 
-class Score(Protocol):
-    """A score of outputs against targets that can be added up."""
+class Metric(Protocol):
+    """A metric of outputs against targets."""
 
-    def new(self) -> "Score":
+    def new(self) -> "Metric":
         """An empty one of the same kind."""
         ...
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Takes in outputs `(N, C)` and targets `(N,)` or `(N, C)`."""
+        """Add outputs `(N, C)` and targets `(N,)` or `(N, C)`."""
         ...
 
     def compute(self) -> Metrics:
-        """What came out, by name; NaN where nothing was added."""
+        """The values by name; NaN without any update."""
         ...
+
+
+class TorchMetric(Protocol):
+    """A `torchmetrics.Metric` or `MetricCollection`, by its methods: it is never imported."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add outputs and targets."""
+        ...
+
+    def compute(self) -> Any:
+        """A tensor, or tensors by name."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all updates."""
+        ...
+
+    def clone(self) -> "TorchMetric":
+        """A copy."""
+        ...
+
+    def to(self, device: torch.device) -> "TorchMetric":
+        """Itself, on another device."""
+        ...
+
+
+@dataclass
+class TorchMetricAdapter:
+    """A metric of torchmetrics as a `Metric`; a value of several numbers gets one name for each."""
+
+    metric: TorchMetric
+    _updated: bool = field(default=False, init=False)
+
+    def new(self) -> "TorchMetricAdapter":
+        metric = self.metric.clone()
+        metric.reset()
+        return TorchMetricAdapter(metric)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if not self._updated:
+            self.metric = self.metric.to(outputs.device)
+        self._updated = True
+        self.metric.update(outputs, targets)
+
+    def compute(self) -> Metrics:
+        if not self._updated:  # torchmetrics would warn, and has no names yet
+            return {}
+        result = self.metric.compute()
+        named = result if isinstance(result, Mapping) else {type(self.metric).__name__: result}
+        values: Metrics = {}
+        for name, value in named.items():
+            numbers = torch.as_tensor(value)
+            if numbers.dim() == 0:
+                values[name] = numbers.item()
+            else:
+                rows = enumerate(numbers.flatten().tolist())
+                values |= {f"{name}[{i}]": number for i, number in rows}
+        return values
+
+
+def as_metric(metric: Metric | TorchMetric) -> Metric:
+    """The metric itself, or an adapter for one of torchmetrics.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if callable(getattr(metric, "new", None)):
+        return cast("Metric", metric)
+    if all(callable(getattr(metric, name, None)) for name in ("update", "compute", "clone")):
+        return TorchMetricAdapter(cast("TorchMetric", metric))
+    raise ConfigError(
+        f"metrics is a {type(metric).__name__}, expected tt.metrics.Classification(classes),"
+        " tt.metrics.Regression(), a torchmetrics.Metric, or an object with new(), update(outputs,"
+        " targets) and compute()"
+    )
 
 
 @dataclass
@@ -71,10 +147,7 @@ class Classification:
                 f" {n - 1} for {list(self.classes)}"
             )
         if bool(outputs.isnan().any()):
-            raise DataError(
-                "the outputs hold NaN: the model diverged, or its weights were spoilt; a NaN has no"
-                " class"
-            )
+            raise DataError("the outputs hold NaN: the model diverged; a NaN has no class")
         pairs = targets.long() * n + outputs.argmax(dim=-1)
         self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
 

@@ -1,5 +1,6 @@
-"""Evaluation and streaming: chunk by chunk, state carried, no graph, the training state never
-touched.
+"""Evaluation and prediction: chunk by chunk, state carried, without a graph.
+
+The state of a training in progress is never touched.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -11,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from throughtime.chunk import Chunk
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import DataError, StateError
 from throughtime.gradient import LossFn, Objective
-from throughtime.metrics import Metrics, Score
+from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
 from throughtime.stream.recording import as_recording
@@ -30,25 +31,29 @@ from throughtime.stream.recording import as_recording
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `tt.evaluate` found.
+    """The result of `tt.evaluate`.
 
     Attributes:
-        loss: mean over all valid steps; NaN without a `loss_fn`.
+        loss: mean over all valid steps, a scalar tensor as in `tt.Update`; NaN without a `loss_fn`.
         steps: number of valid steps.
-        metrics: the score over all recordings together; empty without `metrics`.
-        recordings: the same figures by recording's name; a recording cut into parts counts as one.
+        metrics: over all recordings together; empty without `metrics`.
+        recordings: metrics by recording's name; a recording cut into parts counts as one.
     """
 
-    loss: float
+    loss: Tensor
     steps: int
     metrics: Metrics
     recordings: dict[str, Metrics]
 
 
 def evaluate(
-    net: Carried, stream: Stream, loss_fn: LossFn | None = None, *, metrics: Score | None = None
+    net: Carried,
+    stream: Stream,
+    loss_fn: LossFn | None = None,
+    *,
+    metrics: Metric | TorchMetric | None = None,
 ) -> Evaluation:
-    """Loss and scores of one epoch of the stream, with the state carried as in training.
+    """Loss and metrics of one epoch of the stream, with the state carried as in training.
 
     The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training
     in progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are
@@ -61,18 +66,19 @@ def evaluate(
         stream: a stream of its own, not the one that training iterates.
         loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
             of classes by the weights of the classes, so that the cut into chunks changes nothing.
-        metrics: `throughtime.metrics.Classification(classes)`, `Regression()`, or anything with that
-            protocol.
+        metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
+            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
 
     Raises:
-        DataError: the stream has no targets, or a score is asked for and it plays only a rank's
-            share.
+        DataError: the stream has no targets, or it plays only a rank's share and `metrics` are
+            given.
 
     Cost: one forward pass; memory for one chunk.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}, lanes=1, chunk=20)
+        >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
         >>> tt.evaluate(net, stream, torch.nn.MSELoss()).steps
         50
@@ -97,8 +103,10 @@ class Evaluator:
 
     Example:
         >>> import torch, throughtime as tt
-        >>> stream = tt.Stream({"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}, lanes=1, chunk=20)
-        >>> evaluator = tt.Evaluator(tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1))), torch.nn.MSELoss())
+        >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> evaluator = tt.Evaluator(net, torch.nn.MSELoss())
         >>> [tuple(evaluator.add(chunk).shape) for chunk in stream]
         [(20, 1, 1), (20, 1, 1), (10, 1, 1)]
         >>> evaluator.result(stream).steps
@@ -106,22 +114,26 @@ class Evaluator:
     """
 
     def __init__(
-        self, net: Carried, loss_fn: LossFn | None = None, *, metrics: Score | None = None
+        self,
+        net: Carried,
+        loss_fn: LossFn | None = None,
+        *,
+        metrics: Metric | TorchMetric | None = None,
     ) -> None:
         self._player = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
-        self._whole = None if metrics is None else metrics.new()
-        self._apart: dict[int, Score] = {}
-        self._total = self._mass = self._steps = 0.0
+        self._metric = None if metrics is None else as_metric(metrics).new()
+        self._by_recording: dict[int, Metric] = {}
+        self._loss = self._weight = self._steps = 0.0
 
     def check(self, stream: Stream) -> None:
-        """Refuses a score where the stream plays only a rank's share.
+        """Refuse metrics where the stream plays only a rank's share.
 
         Raises:
-            DataError: it does, and a score is asked for.
+            DataError: it does, and there are metrics.
         """
         ranks = ranks_of(self._player.net, stream)
-        if ranks.count > 1 and self._whole is not None:
+        if ranks.count > 1 and self._metric is not None:
             raise DataError(
                 f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are"
                 " not added up over ranks: give it tt.Stream(..., rank=0, ranks=1), which plays"
@@ -145,63 +157,97 @@ class Evaluator:
         if not chunk.valid:
             return outputs
         self._steps += chunk.valid
-        if self._objective is not None and (weighs := self._objective.loss_weight(chunk)):
-            self._total += self._objective.loss(outputs, chunk).item() * weighs
-            self._mass += weighs
-        if self._whole is not None:
-            self._whole.update(*chunk.valid_pairs(outputs))
-            _add_apart(self._apart, self._whole, outputs, chunk)
+        if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
+            self._loss += self._objective.loss(outputs, chunk).item() * weight
+            self._weight += weight
+        if self._metric is not None:
+            self._metric.update(*chunk.valid_pairs(outputs))
+            self._update_recordings(self._metric, outputs, chunk)
         return outputs
 
+    def _update_recordings(self, kind: Metric, outputs: Tensor, chunk: Chunk) -> None:
+        """Add the rows of each recording to a metric of its own."""
+        rows, targets = chunk.valid_pairs(outputs)
+        owners = chunk.recording[chunk.mask]
+        for index in owners.unique().tolist():
+            own = owners == index
+            metric = self._by_recording.setdefault(index, kind.new())
+            metric.update(rows[own], targets[own])
+
     def result(self, stream: Stream) -> Evaluation:
-        """What all chunks of this stream gave, those of other ranks too: each must ask."""
+        """The result over all chunks, those of other ranks included: all ranks must call it."""
         self.check(stream)
-        total, mass, steps = self._total, self._mass, self._steps
+        total, weight, steps = self._loss, self._weight, self._steps
         ranks = ranks_of(self._player.net, stream)
         if ranks.count > 1:
-            total, mass, steps = ranks.total([total, mass, steps])
-        loss = total / mass if mass else math.nan
+            total, weight, steps = ranks.total([total, weight, steps])
+        loss = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
         names = Counter(recording.name for recording in stream.recordings)
         by_name = {
-            _unique(stream.recordings[i].name, i, names): self._apart[i].compute()
-            for i in sorted(self._apart)
+            _unique(stream.recordings[i].name, i, names): self._by_recording[i].compute()
+            for i in sorted(self._by_recording)
         }
-        return Evaluation(
-            loss, int(steps), self._whole.compute() if self._whole is not None else {}, by_name
-        )
+        metrics = {} if self._metric is None else self._metric.compute()
+        return Evaluation(loss, int(steps), metrics, by_name)
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:
-    """The name, with its place in the stream where several recordings share it."""
+    """The name, with its index where several recordings share it."""
     return name if names[name] == 1 else f"{name} (#{index})"
 
 
-def _add_apart(apart: dict[int, Score], kind: Score, outputs: Tensor, chunk: Chunk) -> None:
-    """Adds the rows of each recording to a score of its own."""
-    rows, targets = chunk.valid_pairs(outputs)
-    owners = chunk.recording[chunk.mask]
-    for index in owners.unique().tolist():
-        mine = owners == index
-        apart.setdefault(index, kind.new()).update(rows[mine], targets[mine])
+class ArrayWriter(Protocol):
+    """Anything that takes `out[start:stop] = rows`, such as a memory-mapped array."""
+
+    def __setitem__(self, span: slice, rows: Any, /) -> None: ...
+
+
+W = TypeVar("W", bound=ArrayWriter)
+
+
+@overload
+def predict(
+    net: Carried,
+    recording: Recording | Mapping[str, object] | str | Path,
+    *,
+    chunk: int = ...,
+    state: State = ...,
+    out: None = ...,
+    dtype: torch.dtype | None = ...,
+    missing: Literal["error", "mask"] = ...,
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def predict(
+    net: Carried,
+    recording: Recording | Mapping[str, object] | str | Path,
+    *,
+    chunk: int = ...,
+    state: State = ...,
+    out: W,
+    dtype: torch.dtype | None = ...,
+    missing: Literal["error", "mask"] = ...,
+) -> tuple[W, State]: ...
 
 
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, Any] | str | Path,
+    recording: Recording | Mapping[str, object] | str | Path,
     *,
     chunk: int = 1024,
     state: State = None,
-    out: Any = None,
+    out: ArrayWriter | None = None,
     dtype: torch.dtype | None = None,
     missing: Literal["error", "mask"] = "error",
-) -> tuple[Any, State]:
+) -> tuple[ArrayWriter, State]:
     """The outputs of a whole recording, and the state after it.
 
     Use `Predictor` where steps arrive one by one.
 
     Args:
         net: made by `tt.carry`.
-        recording: as for `tt.Stream`; targets are not looked at.
+        recording: as for `tt.Stream`; targets are ignored.
         chunk: steps per forward call; it changes memory and speed only.
         state: the state entering the first step; default: the initial state.
         out: where to write, anything that takes `out[start:stop] = array` of shape `(n, C)`, a
@@ -216,7 +262,8 @@ def predict(
 
     Example:
         >>> import torch, throughtime as tt
-        >>> outputs, state = tt.predict(tt.carry(torch.nn.GRU(3, 8)), {"inputs": torch.zeros(50, 3)})
+        >>> net = tt.carry(torch.nn.GRU(3, 8))
+        >>> outputs, state = tt.predict(net, {"inputs": torch.zeros(50, 3)})
         >>> outputs.shape
         torch.Size([50, 8])
     """
@@ -236,9 +283,11 @@ def predict(
         outputs = player(part.inputs.to(player.device)).squeeze(1).cpu()
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
-        rows: Any = outputs if isinstance(out, Tensor) else outputs.numpy()
+        rows = outputs if isinstance(out, Tensor) else outputs.numpy()
         out[start : start + len(outputs)] = rows
         start += len(outputs)
+    if out is None:
+        raise RuntimeError("a recording without steps")
     return out, player.state
 
 

@@ -195,7 +195,7 @@ class Updates(Iterator[Update], Generic[S]):
         return reduced
 
     def _local_update(self, weights: list[Tensor]) -> Update | None:
-        """This rank's update; a failure is signalled to the other ranks, which would wait for it."""
+        """This rank's update; signals a failure to the other ranks, which would wait for it."""
         try:
             update, self._state = self._gradient.update(
                 self._net, self._source, self._objective, self._state
@@ -281,7 +281,7 @@ class Updates(Iterator[Update], Generic[S]):
     def _require_stream(self) -> Stream:
         if self._stream is None:
             raise DataError(
-                "only a tt.Stream can return to a saved position and read a step again; to resume, give"
-                " tt.updates a Stream, not bare chunks"
+                "only a tt.Stream can return to a saved position and read a step again; to resume,"
+                " give tt.updates a Stream, not bare chunks"
             )
         return self._stream

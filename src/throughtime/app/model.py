@@ -20,7 +20,7 @@ from throughtime.app.recordings import DataLayout, SourceRecording
 from throughtime.app.statistics import Statistics, class_name, sorted_classes
 from throughtime.carry.carried import Carried, carry
 from throughtime.errors import ConfigError
-from throughtime.metrics import Classification, Regression, Score
+from throughtime.metrics import Classification, Metric, Regression
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -86,7 +86,7 @@ class ModelSpec:
         """The type of weights and inputs."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
-    def metrics(self) -> Score:
+    def metrics(self) -> Metric:
         """Empty metrics of the task."""
         return Classification(self.classes) if self.classes else Regression()
 

@@ -19,7 +19,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 import cmath
 import ctypes
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise, repeat, takewhile
 from operator import is_, itemgetter
 from threading import get_ident
 from types import MethodType
@@ -155,6 +155,9 @@ class _FusedNet:
         self._shapes: list[tuple[int, ...]] = []
         self._buffers: dict[tuple[int, int, int, torch.dtype], _Buffers] = {}
         self._kernel_fits: dict[tuple[int, torch.dtype], bool] = {}
+        # the weights that passed all checks, and their addresses then
+        self._checked: list[Tensor] = []
+        self._addresses: list[int] = []
         outputs = 0
         for layer in layers.values():
             outputs = layer.proj_size or layer.hidden_size
@@ -215,7 +218,8 @@ class _FusedNet:
         if x.shape != buffers.input_shape or not _readable(x, dtype):
             return None  # torch will refuse it
         dx = torch.empty_like(x) if front.requires_grad else None
-        result = buffers.run(x, dx, weights, grads, state, (steps, chunk, edge, window, loss))
+        request = steps, chunk, edge, window, loss
+        result = buffers.run(x, dx, weights, self._addresses, grads, state, request)
         if result is None or dx is None:
             return result
         front.backward(dx)
@@ -262,17 +266,27 @@ class _FusedNet:
     def _gradients(
         self, weights: Sequence[Tensor], dtype: torch.dtype
     ) -> list[Tensor | None] | None:
-        """Those in `.grad`; None if a kernel must not read a weight or write a gradient."""
+        """Those in `.grad`; None if a kernel must not read a weight or write a gradient.
+
+        Type, device and sign of a weight are fixed while it is the same object at the same address.
+        """
+        addresses = [weight.data_ptr() for weight in weights]
+        if (
+            addresses != self._addresses
+            or len(weights) != len(self._checked)
+            or not all(map(is_, weights, self._checked))
+        ):
+            for weight in weights:
+                if type(weight) is not nn.Parameter or not weight.is_cpu or weight.is_neg():
+                    return None
+            self._checked, self._addresses = list(weights), addresses
         grads: list[Tensor | None] = []
         for weight, shape in zip(weights, self._shapes, strict=True):
             if (
-                type(weight) is not nn.Parameter
+                weight.shape != shape
                 or weight.dtype is not dtype
-                or weight.shape != shape
                 or not weight.requires_grad
-                or not weight.is_cpu
                 or not weight.is_contiguous()
-                or weight.is_neg()
                 or weight._backward_hooks
                 or weight._post_accumulate_grad_hooks
             ):
@@ -383,6 +397,7 @@ class _Buffers:
         self._calls = (Call * sum(layer.num_layers for layer in layers.values()))()
         self._each = list(self._calls)  # views of them
         self._pinned: list[Tensor] = []  # what the calls point to
+        self._addresses: list[int] = []  # of the weights that the calls point to
         # of each weight: the struct with its pointer, the field, and that of its gradient
         self._fields: list[tuple[Call | kernel.FusedStep, str, str]] = []
         self._outputs: list[Tensor] = []
@@ -408,6 +423,8 @@ class _Buffers:
         names = ("w", "b") if readout.bias is not None else ("w",)
         self._fields += [(self._step, name, "d" + name) for name in names]
         self._row = lanes * classes, classes, 1  # strides of the outputs
+        self._options: tuple[int, bool, int | None] | None = None  # that the calls have
+        self._no_state: dict[str, State] = dict.fromkeys(links, ())
 
     def _pin(self, tensor: Tensor) -> int:
         self._pinned.append(tensor)
@@ -473,6 +490,7 @@ class _Buffers:
         x: Tensor,
         dx: Tensor | None,
         weights: Sequence[Tensor],
+        addresses: list[int],
         grads: Sequence[Tensor | None],
         state: Sequence[Tensor],
         request: tuple[Chunk, Chunk, State, Window, int],
@@ -483,12 +501,13 @@ class _Buffers:
             x: the inputs of the first layer.
             dx: receives their gradient.
             weights: all of them.
+            addresses: theirs.
             grads: those in `.grad`.
             state: as `read_state` returned it.
             request: steps, chunk, edge and window as for `try_fused`, and the loss.
         """
         steps, chunk, edge, window, loss = request
-        fresh = not any(map(_is_tensor, grads))
+        fresh = all(map(is_, grads, repeat(None)))
         if fresh:
             targets = list(map(torch.empty_like, weights))
         else:  # one that is missing beside others begins with zeros
@@ -500,10 +519,11 @@ class _Buffers:
         after = self._point_states(x, state, None if resets is None else resets.data_ptr(), fresh)
         self._each[0].x = x.data_ptr()
         self._each[0].dx = None if dx is None else dx.data_ptr()
-        for (struct, name, gradient), weight, grad in zip(
-            self._fields, weights, targets, strict=True
-        ):
-            setattr(struct, name, weight.data_ptr())
+        if addresses != self._addresses:
+            for (struct, name, _), address in zip(self._fields, addresses, strict=True):
+                setattr(struct, name, address)
+            self._addresses = addresses
+        for (struct, _, gradient), grad in zip(self._fields, targets, strict=True):
             setattr(struct, gradient, grad.data_ptr())
         outputs = x.new_empty_strided((chunk.steps, self._lanes, self._row[1]), self._row)
         mask = self._point_readout(chunk, outputs, loss, fresh)
@@ -530,26 +550,31 @@ class _Buffers:
         self, x: Tensor, state: Sequence[Tensor], resets: int | None, fresh: bool
     ) -> State:
         """Point the calls to the states; returns the one after the last step."""
-        threads, entering = torch.get_num_threads(), iter(state)
-        after: dict[str, State] = dict.fromkeys(self._links, ())
+        options = torch.get_num_threads(), not fresh, resets
+        if options != self._options:
+            for call in self._each:
+                call.threads, call.accumulate, call.resets = options
+            self._options = options
+        after, entering = self._no_state.copy(), iter(state)
         for name, leaves in self._leaves.items():
             ends = [x.new_empty_strided(leaf.size, leaf.stride) for leaf in leaves]
-            starts = [next(entering).data_ptr() for _ in leaves]
-            stops = [end.data_ptr() for end in ends]
+            h0, h_end = next(entering).data_ptr(), ends[0].data_ptr()
+            step = leaves[0].layer
             for k, call in enumerate(self._stacks[name]):
-                call.threads, call.accumulate, call.resets = threads, not fresh, resets
-                offset = k * leaves[0].layer
-                call.h0, call.h_end = starts[0] + offset, stops[0] + offset
-                if len(leaves) == 2:
-                    offset = k * leaves[1].layer
-                    call.c0, call.c_end = starts[1] + offset, stops[1] + offset
-            after[name] = tuple(ends) if len(ends) == 2 else ends[0]
+                call.h0, call.h_end = h0 + k * step, h_end + k * step
+            if len(leaves) == 1:
+                after[name] = ends[0]
+                continue
+            c0, c_end, step = next(entering).data_ptr(), ends[1].data_ptr(), leaves[1].layer
+            for k, call in enumerate(self._stacks[name]):
+                call.c0, call.c_end = c0 + k * step, c_end + k * step
+            after[name] = tuple(ends)
         return after
 
     def _point_readout(
         self, chunk: Chunk, outputs: Tensor, loss: int, fresh: bool
     ) -> Tensor | None:
-        """Point the readout to outputs and targets; returns the mask, which must outlive the call."""
+        """Point the readout to outputs and targets; the mask it returns must outlive the call."""
         step, count, valid = self._step, chunk.steps, chunk.valid
         mask = None if valid == count * self._lanes else chunk.mask.contiguous()
         step.loss, step.accumulate, step.steps, step.valid = loss, not fresh, count, valid
@@ -565,7 +590,7 @@ class _Buffers:
 
     def _state_at(self, step: int) -> State:
         """The state entering a step within the window."""
-        state: dict[str, State] = dict.fromkeys(self._links, ())
+        state = self._no_state.copy()
         first = 0
         for name, layer in self._layers.items():
             rows = range(first, first + layer.num_layers)
@@ -595,10 +620,6 @@ def _weight_shapes(layer: Recurrent) -> tuple[tuple[tuple[int, ...], ...], ...]:
         layer.proj_size,
         layer.bidirectional,
     )
-
-
-def _is_tensor(value: object) -> bool:
-    return value is not None
 
 
 def _readable(tensor: Tensor, dtype: torch.dtype) -> bool:
