@@ -49,7 +49,7 @@ def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tenso
 
 
 def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the content to a temporary file, sync it, and rename it over the previous checkpoint."""
+    """Write the content to a temporary file, sync it, rename it over the previous checkpoint."""
     tensors: dict[str, Tensor] = {}
     description = _flatten(content, tensors)
     save_tensors(path, _CHECKPOINT, description, tensors)

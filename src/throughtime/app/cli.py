@@ -284,7 +284,7 @@ def predict(
         typer.Option(help="How to treat inputs that are NaN or infinite."),
     ] = "error",
 ) -> None:
-    """Run a trained model over one whole recording, in memory that does not grow with its length."""
+    """Run a trained model over one whole recording, in memory that does not grow with it."""
     from throughtime import state as trees
     from throughtime.app.console import out
     from throughtime.app.evaluate import initial_state, open_recording, predict_to_file
@@ -465,7 +465,7 @@ def _run_script(
             raise
     except DiagnosisError as error:  # under --strict: the findings below say what it says
         ended = f"{type(error).__name__}: {error}"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a script may raise anything)
         ended = f"{type(error).__name__}: {error}"
         notes = getattr(error, "__notes__", [])  # the doctor's is printed with its findings
         notes[:] = [note for note in notes if not note.startswith("tt.doctor: ")]

@@ -155,7 +155,7 @@ class Config:
     )
     hand_off: bool = _setting(
         "Stream",
-        "A part of a recording starts from the final state of the part before it, an epoch earlier.",
+        "A part of a recording starts from the final state of the part before it.",
         False,
     )
     workers: int | Literal["thread"] = _setting(
@@ -431,7 +431,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
         if f.default is MISSING and f.name not in present
     ]
     values: dict[str, Any] = {}
-    for key in present.keys() & types.keys():
+    for key in filter(types.__contains__, present):
         values[key], fault = convert(key, present[key], types[key])
         faults += [fault] if fault else []
     if faults:
@@ -461,30 +461,33 @@ def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
     options = get_args(annotation) if union else (annotation,)
     expected: list[str] = []
     for option in options:
-        origin = get_origin(option)
-        if origin is Literal:
-            if value in get_args(option):
-                return value, ""
-            expected += [repr(word) for word in get_args(option)]
-        elif origin is tuple:
-            items = [value] if isinstance(value, str) else value
-            if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
-                return tuple(items), ""
-            expected.append("a list of column names")
-        elif option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value), ""
-        elif option in _TYPES:
-            if isinstance(value, option) and (option is bool or not isinstance(value, bool)):
-                return value, ""
-            expected.append(_TYPES[option])
-        elif option is NoneType:
-            if value is None:
-                return value, ""
-        else:  # a type that only the policy itself can check
-            return value, ""
+        fits, converted, words = _fit(value, option)
+        if fits:
+            return converted, ""
+        expected += words
     one_of = "one of " if all(text.startswith("'") for text in expected) else ""
     joined = (", " if one_of else " or ").join(expected)
     return value, f"{name}={value!r}: expected {one_of}{joined}"
+
+
+def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
+    """Whether a value fits a single type, the value in that type, and the type in words."""
+    if get_origin(option) is Literal:
+        words = get_args(option)
+        return value in words, value, [repr(word) for word in words]
+    if get_origin(option) is tuple:
+        items = [value] if isinstance(value, str) else value
+        fits = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
+        return fits, tuple(items) if fits else value, ["a list of column names"]
+    if option is NoneType:
+        return value is None, value, []
+    if option not in _TYPES:  # only the policy itself can check it
+        return True, value, []
+    if isinstance(value, bool) != (option is bool):
+        return False, value, [_TYPES[option]]
+    if option is float and isinstance(value, int):
+        return True, float(value), []
+    return isinstance(value, option), value, [_TYPES[option]]
 
 
 def parse_argument(text: str) -> tuple[str, Any]:

@@ -93,14 +93,14 @@ class ProgressDisplay:
 
 
 def progress_line(progress: TrainProgress) -> str:
-    """Update, loss, metrics, speed, time left, memory, and the share of time waiting for data.
+    r"""Update, loss, metrics, speed, time left, memory, and the share of time waiting for data.
 
     Example:
         >>> from throughtime.app.train import TrainProgress
         >>> line = progress_line(
         ...     TrainProgress(50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03)
         ... )
-        >>> print(line.replace("  ", "\\n"))
+        >>> print(line.replace("  ", "\n"))
         update 50/200
         loss 0.2500
         accuracy 0.500

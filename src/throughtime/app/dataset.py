@@ -326,10 +326,8 @@ def _lane_remarks(config: Config, recordings: int) -> list[str]:
         if config.hand_off
         else "from a zero state"
     )
-    return [
-        f"cut into {config.lanes} parts, one for each lane, each {state} (--lanes {recordings}"
-        " keeps recordings whole)"
-    ]
+    whole = f"--lanes {recordings} keeps recordings whole"
+    return [f"cut into {config.lanes} parts, one for each lane, each {state} ({whole})"]
 
 
 def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
@@ -361,7 +359,5 @@ def idle_remarks(share: float) -> tuple[str, ...]:
     """A remark if lanes have nothing to play for a large share of an epoch."""
     if share <= _MAX_IDLE:
         return ()
-    return (
-        f"lanes are idle for {share:.0%} of an epoch: their recordings differ in length (fewer"
-        " --lanes waste less, and so do parts)",
-    )
+    advice = "fewer --lanes waste less, and so do parts"
+    return (f"lanes are idle for {share:.0%} of an epoch: recordings differ in length ({advice})",)

@@ -247,7 +247,7 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
 
 
 def summary(demo: Demo) -> list[tuple[str, str, str]]:
-    """Rows of the table: name, accuracy on the unbroken recording, accuracy on pieces as trained."""
+    """Rows of the table: name, accuracy on the unbroken recording, and on pieces as trained."""
     rows = [
         (
             name,

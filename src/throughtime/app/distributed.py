@@ -153,7 +153,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except (TeamError, LostRankError):
         raise
-    except Exception as error:  # whatever it is, the other ranks are told, then it is raised
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is raised on all ranks)
         return None, error
 
 

@@ -215,5 +215,5 @@ def targets_of_rows(table: Table, chosen: tuple[str, ...], frame_size: int) -> T
 
 
 def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
-    """Whether a targets file holds intervals: these columns, none of them chosen as a row target."""
+    """Whether a targets file holds intervals: these columns, none chosen as a row target."""
     return set(table.columns) == set(INTERVAL_COLUMNS) and chosen in {(), LABEL}

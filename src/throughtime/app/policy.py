@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def _policy_class(name: str) -> Callable[..., Policy]:
 
 def _load_module(path: Path) -> Any:
     """The module in a file, executed once; its classes keep their identity."""
-    name = f"throughtime_user_{path.stem}_{abs(hash(path)):x}"
+    name = f"throughtime_user_{path.stem}_{zlib.crc32(str(path).encode()):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -120,8 +121,8 @@ def _arguments(config: Config, policy_class: Callable[..., Policy]) -> dict[str,
     if faults:
         raise ConfigError(
             f"gradient={config.gradient!r}: {'; '.join(faults)}. Its arguments are"
-            f" {', '.join(map(_describe, parameters.values()))}; write --gradient-arg NAME=VALUE, or"
-            " the table [gradient] of a TOML file"
+            f" {', '.join(map(_describe, parameters.values()))}; write --gradient-arg NAME=VALUE,"
+            " or the table [gradient] of a TOML file"
         )
     return arguments
 
@@ -164,10 +165,10 @@ def with_fixed_chunk(policy: Policy, net: Carried, stream: Stream, loss_fn: Loss
     return replace(policy, chunk=chunk)
 
 
-def updates_per_epoch(policy: Policy, stream: Stream) -> int:
+def updates_per_epoch(policy: Policy, stream: Stream, ranks: int) -> int:
     """The number of updates in an epoch; an estimate if the data or the policy decide."""
     if isinstance(policy, Exact) and policy.segment is None:
-        if stream.lanes * stream._shard.ranks == 1:
+        if stream.lanes * ranks == 1:
             return len(stream.recordings)
         return max(1, round(stream.steps / stream.steps_to_common_reset()))
     names = ("segment", "stride", "mean_horizon", "min")

@@ -118,12 +118,13 @@ class Training:
         self.stream = self._make_stream(dataset)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.dataset = replace(dataset, remarks=(*dataset.remarks, *idle_remarks(idle)))
+        policy = make_policy(config)  # on every rank, which imports a user's file
         self.policy = team.on_first(
-            lambda: with_fixed_chunk(make_policy(config), self.net, self.stream, self.loss_fn)
+            lambda: with_fixed_chunk(policy, self.net, self.stream, self.loss_fn)
         )
         self.count = self.rows = self.frames = 0
         self.seconds = self._overhead = self._waited = 0.0
-        self.epoch_updates = updates_per_epoch(self.policy, self.stream)
+        self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)
         # By epochs an estimate, since the order of recordings moves an epoch's end.
         self.total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.finished = self.stopping = False
