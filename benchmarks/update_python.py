@@ -5,7 +5,7 @@
 An LSTM of 50 units with a linear readout, one lane, stride and chunk of 100 steps, `fused=True`:
 `tt.updates` makes such an update in one call of the compiled core. The benchmark times every
 `next(updates)` and the call inside it, optimizer excluded, and prints medians in microseconds:
-kernel, the rest ("python"), and their sum. It first checks that every update was one call.
+kernel, the rest ("python"), and their sum. It checks that every update was one call.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def kernel_module() -> Any:
 
 
 class CallTimer:
-    """Wraps the library function and adds up the time inside it."""
+    """Wraps the function that calls the compiled core and adds up the time inside it."""
 
     def __init__(self, function: Callable[[Any], int]) -> None:
         self._function = function
@@ -53,8 +53,8 @@ class CallTimer:
 def measure(loss_fn: nn.Module, dtype: torch.dtype) -> dict[str, float]:
     """Medians over the updates of one epoch, in microseconds."""
     module = kernel_module()
-    original = module._step
-    timer = CallTimer(original())
+    original = module.step
+    timer = CallTimer(original)
     torch.manual_seed(0)
     steps, classes = 100 * UPDATES, 4
     regression = isinstance(loss_fn, nn.MSELoss)
@@ -65,7 +65,7 @@ def measure(loss_fn: nn.Module, dtype: torch.dtype) -> dict[str, float]:
     net = tt.carry(layers, fused=True)
     updates = tt.updates(net, stream, loss_fn, gradient=tt.Truncated(100))
     weights, kernel, rest = list(net.parameters()), list[float](), list[float]()
-    module._step = lambda: timer
+    module.step = timer
     try:
         for _ in range(UPDATES):
             for weight in weights:
@@ -77,7 +77,7 @@ def measure(loss_fn: nn.Module, dtype: torch.dtype) -> dict[str, float]:
             kernel.append(timer.nanoseconds / 1e3)
             rest.append((total - timer.nanoseconds) / 1e3)
     finally:
-        module._step = original
+        module.step = original
     if timer.calls != UPDATES:
         raise RuntimeError(f"{timer.calls} of {UPDATES} updates were one call")
     kernel_us, python_us = statistics.median(kernel[SKIPPED:]), statistics.median(rest[SKIPPED:])

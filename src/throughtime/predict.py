@@ -283,8 +283,11 @@ def predict(
         outputs = player(part.inputs.to(player.device)).squeeze(1).cpu()
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
-        rows = outputs if isinstance(out, Tensor) else outputs.numpy()
-        out[start : start + len(outputs)] = rows
+        span = slice(start, start + len(outputs))
+        if isinstance(out, Tensor):
+            out[span] = outputs
+        else:
+            out[span] = outputs.numpy()
         start += len(outputs)
     if out is None:
         raise RuntimeError("a recording without steps")

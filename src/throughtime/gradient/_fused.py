@@ -420,7 +420,7 @@ class _Buffers:
             self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean)
         )
         self._scratch_steps, self._scratch = 0, torch.empty(0)  # for the readout of so many steps
-        names = ("w", "b") if readout.bias is not None else ("w",)
+        names = ("w", "b") if readout._parameters["bias"] is not None else ("w",)
         self._fields += [(self._step, name, "d" + name) for name in names]
         self._row = lanes * classes, classes, 1  # strides of the outputs
         self._options: tuple[int, bool, int | None] | None = None  # that the calls have
@@ -649,10 +649,13 @@ def _modified(instance: dict[str, Any]) -> bool:
 def _has_class_forward(instance: dict[str, Any]) -> bool:
     """Whether the forward of an instance is that of its class, as in a copy of a module."""
     forward = instance["forward"]
+    if not isinstance(forward, MethodType):
+        return False
+    module = forward.__self__
     return (
-        isinstance(forward, MethodType)
-        and forward.__self__.__dict__ is instance
-        and forward.__func__ is type(forward.__self__).forward
+        isinstance(module, nn.Module)
+        and module.__dict__ is instance
+        and forward.__func__ is type(module).forward
     )
 
 

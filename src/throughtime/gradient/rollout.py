@@ -179,13 +179,14 @@ class _Rollout(torch.autograd.Function):
         return outputs, *leaves
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *cotangents: Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise ModelError(
                 "tt.rollout was asked for a second derivative (create_graph=True): its backward"
                 " pass keeps no graph of its own. For gradient penalties and the like call the net"
                 " itself, net(x, state, resets), on a stretch that fits in memory."
             )
+        dy, *cotangents = grad_outputs
         (x,) = ctx.saved_tensors
         plan: _Plan = ctx.plan
         weights: list[Tensor] = list(ctx.weights)
