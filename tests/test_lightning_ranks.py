@@ -55,7 +55,7 @@ def test_two_ranks_give_the_weights_of_one_process(name: str) -> None:
 def test_losses_logged_on_ranks_are_those_of_all_recordings(name: str) -> None:
     (alone,) = results(1)
     for values in results(2):
-        assert values[name]["values"] == pytest.approx(alone[name]["values"], rel=1e-6)
+        assert values[name]["logged"] == pytest.approx(alone[name]["logged"], rel=1e-6)
 
 
 def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import pickle
 import re
 import subprocess
 import sys
@@ -139,3 +140,8 @@ def test_public_names_load_no_optional_dependency() -> None:
 def test_the_check_of_optional_dependencies_can_fail(module: str) -> None:
     """Both are installed here, so that the test above would see them."""
     assert module in loaded_by(f"import {module}") & set(OPTIONAL)
+
+
+def test_the_package_is_pickled_by_name() -> None:
+    """Ray sends functions that use `tt` to its workers so."""
+    assert pickle.loads(pickle.dumps(tt)) is tt  # of this line

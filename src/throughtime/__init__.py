@@ -5,6 +5,7 @@ not import torch.
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,10 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _SOURCE and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """Pickle by name; cloudpickle, as Ray uses it, does so for plain modules only."""
+        return import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package
