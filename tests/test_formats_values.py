@@ -125,7 +125,7 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
 def test_rows_stay_valid_after_their_pages_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("throughtime.stream.formats._handle.RELEASE_AFTER", 4096)
+    monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
     values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
     np.save(tmp_path / "a.npy", values)
     table = open_table(tmp_path / "a.npy")
@@ -260,7 +260,7 @@ def test_more_files_are_open_than_handles_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A data set of thousands of files does not use up what the system allows."""
-    monkeypatch.setattr("throughtime.stream.formats._handle.MAX_OPEN_FILES", 4)
+    monkeypatch.setattr("throughtime.stream.formats.table.MAX_OPEN_FILES", 4)
     tables = []
     for index in range(12):
         soundfile.write(tmp_path / f"{index}.wav", np.full(100, index / 16), 8000, subtype="FLOAT")

@@ -30,8 +30,7 @@ from strategies import (
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
-from throughtime.stream.recording import Steps, TableRecording, as_recording
-from throughtime.stream.rows import ArrayRows
+from throughtime.stream.recording import ArrayRows, Steps, TableRecording, as_recording
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 

@@ -22,10 +22,9 @@ from givens import allocated
 from strategies import named, recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, Rows
 from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
-from throughtime.stream.recording import as_recording
-from throughtime.stream.rows import ArrayRows, Rows
+from throughtime.stream.recording import ArrayRows, as_recording
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "float": lambda n, draw: draw.normal(size=n),

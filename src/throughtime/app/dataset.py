@@ -25,11 +25,10 @@ from throughtime.app.statistics import (
 from throughtime.errors import DataError
 from throughtime.stream import Recording
 from throughtime.stream.formats.csv import is_number
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, Rows
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
 from throughtime.stream.manifest import ManifestEntry, find_recordings
-from throughtime.stream.recording import Part, Steps, TableRecording
-from throughtime.stream.rows import ColumnRows, Rows
+from throughtime.stream.recording import ColumnRows, Part, Steps, TableRecording
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000

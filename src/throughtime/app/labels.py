@@ -16,7 +16,7 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.csv import is_number
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, Rows
 from throughtime.stream.labels import (
     At,
     IntervalLabels,
@@ -25,8 +25,13 @@ from throughtime.stream.labels import (
     periodic_labels,
 )
 from throughtime.stream.manifest import ManifestEntry
-from throughtime.stream.recording import INTERVAL_COLUMNS, columns, interval_columns
-from throughtime.stream.rows import ArrayRows, ColumnRows, Rows
+from throughtime.stream.recording import (
+    INTERVAL_COLUMNS,
+    ArrayRows,
+    ColumnRows,
+    columns,
+    interval_columns,
+)
 
 LABEL = ("label",)
 

@@ -22,8 +22,7 @@ from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import At
 from throughtime.stream.manifest import ManifestEntry, header_of, join_faults
-from throughtime.stream.recording import INTERVAL_COLUMNS, TableRecording, columns
-from throughtime.stream.rows import check_lengths
+from throughtime.stream.recording import INTERVAL_COLUMNS, TableRecording, check_lengths, columns
 
 _CLOSE = 1e-6  # relative: a rate computed from time stamps is not exact
 _BELONGS = {

@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array
-from throughtime.stream.rows import Rows
+from throughtime.stream.formats.table import Array, Rows
 
 At: TypeAlias = Literal["all", "last"]
 IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index

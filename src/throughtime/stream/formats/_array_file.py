@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import Array, Handle, rows_between
 
 _DAMAGED = (
     OSError,

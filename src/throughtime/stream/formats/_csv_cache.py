@@ -16,8 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from throughtime.stream.formats._handle import MappedFile
-from throughtime.stream.formats.table import FileStamp
+from throughtime.stream.formats.table import FileStamp, MappedFile
 
 VERSION = 1  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle, MappedFile
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import (
+    BLOCK_CACHE,
+    Array,
+    CacheKey,
+    Handle,
+    MappedFile,
+    rows_between,
+)
 
 
 def open_arrow(path: Path) -> "ArrowTable":

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.table import Array, import_extra, rows_between
+from throughtime.stream.formats.table import Array, Handle, import_extra, rows_between
 
 # The longest block of Vorbis, in samples. After a seek libsndfile 1.2.2 decodes up to one wrongly.
 WARM_UP = 8192

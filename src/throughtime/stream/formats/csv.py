@@ -22,9 +22,15 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
-from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
 from throughtime.stream.formats.arrow import concat
-from throughtime.stream.formats.table import Array, FileStamp, rows_between
+from throughtime.stream.formats.table import (
+    BLOCK_CACHE,
+    Array,
+    CacheKey,
+    FileStamp,
+    Handle,
+    rows_between,
+)
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 FIELD = 131_072  # characters: the limit of the csv module

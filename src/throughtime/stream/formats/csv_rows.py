@@ -12,8 +12,14 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
 from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
-from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
-from throughtime.stream.formats.table import Array, FileStamp, rows_between
+from throughtime.stream.formats.table import (
+    BLOCK_CACHE,
+    Array,
+    CacheKey,
+    FileStamp,
+    Handle,
+    rows_between,
+)
 
 STEP = 4096  # fields of a block of a line
 PIECE = 2**20

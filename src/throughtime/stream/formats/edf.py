@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle
-from throughtime.stream.formats.table import Array, import_extra, rows_between
+from throughtime.stream.formats.table import Array, Handle, import_extra, rows_between
 
 
 def open_edf(path: Path) -> "EdfTable":

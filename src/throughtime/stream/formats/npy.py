@@ -15,8 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle, MappedFile
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import Array, Handle, MappedFile, rows_between
 
 _UNREADABLE = (
     OSError,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import BLOCK_CACHE, CacheKey, Handle
 from throughtime.stream.formats.arrow import concat, stack_columns
-from throughtime.stream.formats.table import Array, rows_between
+from throughtime.stream.formats.table import BLOCK_CACHE, Array, CacheKey, Handle, rows_between
 
 BATCH_BYTES = 2**17  # of decoded rows cached as one block; small, so that many lanes fit
 CURSORS = 64  # positions in large row groups to read on from, of one file

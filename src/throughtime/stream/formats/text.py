@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._handle import Handle, MappedFile
-from throughtime.stream.formats.table import Array, FileStamp, rows_between
+from throughtime.stream.formats.table import Array, FileStamp, Handle, MappedFile, rows_between
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import Steps
 
