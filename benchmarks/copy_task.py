@@ -102,15 +102,13 @@ def network() -> nn.Sequential:
     return net
 
 
-def epoch(
-    net: tt.Carried, train: tt.Stream, optimizer: torch.optim.Optimizer, gradient: Policy
-) -> Iterator[int]:
+def epoch(optimizer: torch.optim.Optimizer, updates: tt.Updates) -> Iterator[int]:
     """Trains on all lanes once.
 
     The learning rate and the clipping follow the number of losses of each update, which it yields.
     """
-    weights: list[Tensor] = list(net.parameters())
-    for update in tt.updates(net, train, nn.CrossEntropyLoss(), gradient=gradient):
+    weights: list[Tensor] = optimizer.param_groups[0]["params"]
+    for update in updates:
         losses = update.chunk.steps
         optimizer.param_groups[0]["lr"] = math.sqrt(losses)
         nn.utils.clip_grad_norm_(weights, 1 / losses)
@@ -129,15 +127,23 @@ def one_run(name: str, seed: int, epochs: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     net, gradient = tt.carry(network()), ROWS[name].gradient()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0, weight_decay=1e-5)
-    seconds, updates, curve = 0.0, 0, list[dict[str, float]]()
+    seconds, count, policy_state, curve = 0.0, 0, None, list[dict[str, float]]()
     for done in range(1, epochs + 1):
         began = time.process_time()
-        losses = list(epoch(net, streams["train"], optimizer, gradient))
+        updates = tt.updates(
+            net,
+            streams["train"],
+            nn.CrossEntropyLoss(),
+            gradient=gradient,
+            policy_state=policy_state,
+        )
+        losses = list(epoch(optimizer, updates))
+        policy_state = updates.policy_state
         seconds += time.process_time() - began
-        updates += len(losses)
+        count += len(losses)
         point = {
             "epochs": done,
-            "updates": updates,
+            "updates": count,
             "seconds": round(seconds, 3),
             "losses_per_update": statistics.mean(losses),
         }

@@ -192,11 +192,16 @@ def load(folder: Path) -> dict[str, Signals]:
 def training(net: tt.Carried, row: Row, train: Signals, seed: int) -> Iterator[None]:
     """Trains without end; one item is one update."""
     gradient, optimizer = row.gradient(), torch.optim.Adam(net.parameters(), lr=3e-4)
+    policy_state = None
     for source in row.epochs(train, seed):
-        for _ in tt.updates(net, source, nn.MSELoss(), gradient=gradient):
+        updates = tt.updates(
+            net, source, nn.MSELoss(), gradient=gradient, policy_state=policy_state
+        )
+        for _ in updates:
             optimizer.step()
             optimizer.zero_grad()
             yield
+        policy_state = updates.policy_state
 
 
 def one_run(name: str, seed: int, splits: dict[str, Signals], updates: int) -> dict[str, Any]:

@@ -98,10 +98,19 @@ def plain(
 ) -> Tensor:
     """The loop by hand."""
     net, stream, gradient, count = net_of(dropout), stream_of(), policy(), 0
+    policy_state = None
     optimizer = torch.optim.Adam(net.parameters(), LR)
     torch.manual_seed(5)
     for _ in range(epochs):
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=gradient, accumulate=accumulate):
+        updates = tt.updates(
+            net,
+            stream,
+            nn.MSELoss(),
+            gradient=gradient,
+            policy_state=policy_state,
+            accumulate=accumulate,
+        )
+        for _ in updates:
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
@@ -109,6 +118,7 @@ def plain(
             count += 1
             if count >= stop:
                 return weights(net)
+        policy_state = updates.policy_state
     return weights(net)
 
 

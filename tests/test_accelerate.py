@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import throughtime as tt
+from horizons import ForgetfulAdaptive, RecordingAdaptive
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.errors import ConfigError, DataError, MissingExtraError
@@ -279,14 +280,21 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def stretch(
-    accelerator: Accelerator, folder: Path, lanes: int, first: int, last: int
+    accelerator: Accelerator,
+    folder: Path,
+    lanes: int,
+    first: int,
+    last: int,
+    gradient: Any = None,
 ) -> dict[str, Tensor]:
     """Weights after update `last`, in new objects that resume from the folder, or write it."""
     accelerator.free_memory()
     accelerator._custom_objects.clear()  # what a new process would not have
     net, optimizer, scheduler = prepare(accelerator, *parts())
     run, done = (
-        updates(accelerator, net, stream(lanes), LOSS, gradient=tt.Truncated(STRIDE, 15)),
+        updates(
+            accelerator, net, stream(lanes), LOSS, gradient=gradient or tt.Truncated(STRIDE, 15)
+        ),
         first,
     )
     accelerator.register_for_checkpointing(run)
@@ -337,6 +345,43 @@ def test_places_of_another_number_of_processes_are_refused() -> None:
 
 def nothing_before() -> None:
     """Streams are made where the group is up."""
+
+
+def adaptive() -> RecordingAdaptive:
+    return RecordingAdaptive(0.01, 2, 16, every=3)
+
+
+def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next() -> None:
+    law, mutant = adaptive(), ForgetfulAdaptive(0.01, 2, 16, every=3)
+    for policy in (law, mutant):
+        accelerated(Accelerator(cpu=True), gradient=policy)
+        forget()
+    ends, starts = zip(*law.hand_overs(), strict=True)
+    assert len(ends) > 1
+    assert ends == starts
+    assert min(starts) > 2
+    assert all(start == 2 < end for end, start in mutant.hand_overs())
+
+
+@pytest.mark.parametrize("horizon", [None, 2], ids=["law", "mutant"])
+def test_a_training_resumed_in_the_second_epoch_continues_with_its_horizon(
+    horizon: int | None, tmp_path: Path
+) -> None:
+    accelerator, whole, first, later = Accelerator(cpu=True), adaptive(), adaptive(), adaptive()
+    expected = stretch(accelerator, tmp_path / "whole", 4, 0, COUNT, whole)
+    stop = next(i for i, entry in enumerate(whole.record) if i and entry[0] == 0) + 3
+    stretch(accelerator, tmp_path / "first", 4, 0, stop, first)
+    (path,) = (tmp_path / "first").glob("custom_checkpoint_*.pkl")
+    saved = torch.load(path, weights_only=False)
+    policy = saved["positions"][0]["policy"]
+    assert policy["horizon"] > 2
+    if horizon is not None:
+        policy["horizon"] = horizon
+        torch.save(saved, path)
+    result = stretch(accelerator, tmp_path / "first", 4, stop, COUNT, later)
+    count = len(later.record)
+    assert (later.record == whole.record[-count:]) is (horizon is None)
+    assert (apart(result, expected) == 0) is (horizon is None)
 
 
 def bare_places(accelerator: Accelerator, folder: Path) -> str:

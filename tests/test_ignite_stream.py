@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
+from horizons import ForgetfulAdaptive, RecordingAdaptive
 from test_ignite import same, weights
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.ignite import (
@@ -78,14 +79,21 @@ def by_hand(
     net = net_of() if net is None else net
     optimizer, played, seen = adam(net), stream(), list[tuple[float, int]]()
     torch.manual_seed(7)
-    gradient = POLICIES[policy]()
+    gradient, policy_state = POLICIES[policy](), None
     for _ in range(epochs):
-        for update in tt.updates(
-            net, played, nn.MSELoss(), gradient=gradient, accumulate=accumulate
-        ):
+        updates = tt.updates(
+            net,
+            played,
+            nn.MSELoss(),
+            gradient=gradient,
+            policy_state=policy_state,
+            accumulate=accumulate,
+        )
+        for update in updates:
             optimizer.step()
             optimizer.zero_grad()
             seen.append((update.loss.item(), update.steps))
+        policy_state = updates.policy_state
     return weights(net), seen
 
 
@@ -115,6 +123,46 @@ def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int)
     assert state.updates == len(seen) > 2
     assert state.iteration == 3 * -(-stream().steps // (10 * chunks))
     assert not same(came_to, weights(net_of()))
+
+
+def adaptive_trainer(gradient: RecordingAdaptive) -> dict[str, Any]:
+    net = net_of()
+    optimizer = adam(net)
+    return kept(stream_trainer(net, optimizer, nn.MSELoss(), gradient=gradient), net, optimizer)
+
+
+def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next() -> None:
+    policies = [kind(0.05, 5, 20, every=4) for kind in (RecordingAdaptive, ForgetfulAdaptive)]
+    for policy in policies:
+        adaptive_trainer(policy)["trainer"].run(stream(), max_epochs=3)
+    ends, starts = zip(*policies[0].hand_overs(), strict=True)
+    assert len(ends) == 2
+    assert ends == starts
+    assert min(starts) > 5
+    assert all(start == 5 < end for end, start in policies[1].hand_overs())
+
+
+@pytest.mark.parametrize("horizon", [None, 5], ids=["law", "mutant"])
+def test_a_run_resumed_in_the_second_epoch_continues_with_its_horizon(
+    horizon: int | None,
+) -> None:
+    policies = [RecordingAdaptive(0.05, 5, 20, every=4) for _ in range(3)]
+    whole, first, later = (adaptive_trainer(policy) for policy in policies)
+    whole["trainer"].run(stream(), max_epochs=3)
+    stop = Events.ITERATION_COMPLETED(once=len(stream()) + 5)
+    first["trainer"].add_event_handler(stop, first["trainer"].terminate)
+    first["trainer"].run(stream(), max_epochs=3)
+    saved = {name: part.state_dict() for name, part in first.items()}
+    position = saved["trainer"]["stream"]["position"]
+    assert position["stream"]["epoch"] == 1
+    assert position["policy"]["horizon"] > 5
+    if horizon is not None:
+        position["policy"]["horizon"] = horizon
+    Checkpoint.load_objects(later, saved)
+    later["trainer"].run(stream(), max_epochs=3)
+    count = len(policies[2].record)
+    assert (policies[2].record == policies[0].record[-count:]) is (horizon is None)
+    assert same(weights(later["net"]), weights(whole["net"])) is (horizon is None)
 
 
 def test_fifty_updates_are_those_of_a_loop_without_throughtime() -> None:

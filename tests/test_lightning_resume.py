@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 import throughtime as tt
+from horizons import RecordingAdaptive
 from lightning_streams import (
     EXPECTED,
     Module,
@@ -98,6 +99,28 @@ def test_a_stretch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 def of(saved: dict[str, Any]) -> dict[str, Any]:
     return saved["throughtime"][0]
+
+
+@pytest.mark.parametrize("horizon", [None, 5], ids=["law", "mutant"])
+def test_resume_in_the_second_epoch_continues_with_its_horizon(
+    horizon: int | None, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=27, save_top_k=-1, filename="{step}")
+    policies = [RecordingAdaptive(0.05, 5, 40, every=4) for _ in range(2)]
+    whole, later = (Module(gradient=policy) for policy in policies)
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=3).fit(
+        whole, Loader(stream_of(), 2)
+    )
+    path = tmp_path / "step=27.ckpt"
+    saved = torch.load(path, weights_only=False)
+    assert (saved["epoch"], of(saved)["updates"]["policy"]["horizon"]) == (1, 40)
+    if horizon is not None:
+        of(saved)["updates"]["policy"]["horizon"] = horizon
+        torch.save(saved, path)
+    trainer_of(tmp_path, max_epochs=3).fit(later, Loader(stream_of(), 2), ckpt_path=path)
+    count = len(policies[1].record)
+    assert (policies[1].record == policies[0].record[-count:]) is (horizon is None)
+    assert torch.equal(weights(later.net), weights(whole.net)) is (horizon is None)
 
 
 @pytest.mark.parametrize(

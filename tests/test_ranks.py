@@ -81,15 +81,23 @@ class Case:
         )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         policy, loss_fn = self.policy(), self.loss_fn().double()
+        policy_state = None
         torch.manual_seed(11)
         for _ in range(self.epochs):
-            for i, update in enumerate(
-                tt.updates(net, stream, loss_fn, gradient=policy, accumulate=self.accumulate)
-            ):
+            updates = tt.updates(
+                net,
+                stream,
+                loss_fn,
+                gradient=policy,
+                policy_state=policy_state,
+                accumulate=self.accumulate,
+            )
+            for i, update in enumerate(updates):
                 told.append((update.loss.item(), update.steps))
                 if i % self.skip == 0:
                     optimizer.step()
                     optimizer.zero_grad()
+            policy_state = updates.policy_state
         return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
 
 
@@ -188,7 +196,13 @@ def resumed(case: Case, stop: int) -> bool:
                     run.load_state_dict(place)
                     break
             else:
-                run = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy())
+                run = tt.updates(
+                    net,
+                    stream,
+                    nn.MSELoss(),
+                    gradient=case.policy(),
+                    policy_state=run.policy_state,
+                )
         ends.append({name: p.detach().clone() for name, p in net.named_parameters()})
     return all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import throughtime as tt
+from horizons import ForgetfulAdaptive, RecordingAdaptive
 from processes import elsewhere
 from test_cli import run
 from test_run import (
@@ -104,6 +105,22 @@ def test_a_run_with_any_policy_goes_on_to_the_same_bits(
     list(resumed.run())
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
+
+
+def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next(
+    tmp_path: Path,
+) -> None:
+    write_recordings(tmp_path / "data")
+    policies = [kind(0.1, 10, 40, every=5) for kind in (RecordingAdaptive, ForgetfulAdaptive)]
+    for policy in policies:
+        name = type(policy).__name__
+        training = Training.begin(make_config(values(tmp_path, name, "adaptive", "")))
+        training.policy = policy
+        list(training.run())
+    ends, starts = zip(*policies[0].hand_overs(), strict=True)
+    assert ends == starts
+    assert min(starts) > 10
+    assert all(start == 10 < end for end, start in policies[1].hand_overs())
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "own"])

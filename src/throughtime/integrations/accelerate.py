@@ -125,10 +125,16 @@ def updates(
             `accelerator.register_for_checkpointing`.
     """
 
-    def new_updates() -> tt.Updates:
-        count = accelerator.gradient_accumulation_steps
-        options: dict[str, Any] = {"scaler": accelerator.scaler, "accumulate": count}
-        return tt.updates(net, stream, loss_fn, gradient=gradient, **options)
+    def new_updates(policy_state: Any) -> tt.Updates:
+        return tt.updates(
+            net,
+            stream,
+            loss_fn,
+            gradient=gradient,
+            policy_state=policy_state,
+            scaler=accelerator.scaler,
+            accumulate=accelerator.gradient_accumulation_steps,
+        )
 
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(accelerator.device)  # it may hold class weights
@@ -138,19 +144,20 @@ def updates(
 class Epochs:
     """Epoch after epoch of updates, and the position of every rank in them."""
 
-    def __init__(self, accelerator: Accelerator, new_updates: Callable[[], tt.Updates]) -> None:
+    def __init__(self, accelerator: Accelerator, new_updates: Callable[[Any], tt.Updates]) -> None:
         self._accelerator, self._new_updates = accelerator, new_updates
         self._updates: tt.Updates | None = None
+        self._policy_state: Any = None  # of the epoch before
 
     def __iter__(self) -> Iterator[tt.Update]:
         updates = self._current()
         while (update := self._next_update(updates)) is not None:
             yield update
-        self._updates = None
+        self._policy_state, self._updates = updates.policy_state, None
 
     def _current(self) -> tt.Updates:
         if self._updates is None:
-            self._updates = self._new_updates()
+            self._updates = self._new_updates(self._policy_state)
         return self._updates
 
     def _next_update(self, updates: tt.Updates) -> tt.Update | None:
@@ -184,6 +191,6 @@ class Epochs:
                 f" reads its own lanes, and there are {accelerator.num_processes}: start as many"
                 " again"
             )
-        self._updates = self._new_updates()
+        self._updates = self._new_updates(None)
         position = positions[accelerator.process_index]
         self._updates.load_state_dict(send_to_device(position, accelerator.device))

@@ -8,7 +8,6 @@ Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
@@ -137,14 +136,12 @@ class StreamTrainer(Engine):
     ) -> None:
         super().__init__(self._run_batch)
         self._net, self._step, self._chunks = net, step, chunks
-        self._new_updates = partial(
-            tt.updates,
-            net,
-            loss_fn=loss_fn,
-            gradient=gradient,
-            scaler=step.scaler,
-            accumulate=accumulate,
-        )
+        self._options: dict[str, Any] = {
+            "loss_fn": loss_fn,
+            "gradient": gradient,
+            "scaler": step.scaler,
+            "accumulate": accumulate,
+        }
         self._updates: tt.Updates | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._loader: Loader | None = None
@@ -230,7 +227,7 @@ class StreamTrainer(Engine):
             # resumed within the last batch, which is counted already: its rest comes first
             while (update := self._next_update(updates)) is not None:
                 yield update
-            updates = self._updates = self._new_updates(batch.stream)
+            updates = self._new_updates(batch.stream)
         self._next_batch += 1
         while not batch.is_finished and (update := self._next_update(updates)) is not None:
             yield update
@@ -239,11 +236,17 @@ class StreamTrainer(Engine):
         """The updates of the epoch: new with its first batch, or from a loaded position."""
         if self._loaded is None and self._updates is not None and batch.index:
             return self._updates
-        self._updates = self._new_updates(batch.stream)
+        updates = self._new_updates(batch.stream)
         if self._loaded is not None:
-            self._updates.load_state_dict(self._loaded["position"])
+            updates.load_state_dict(self._loaded["position"])
             set_generators(self._loaded["random"], device_of(self._net))
             self._loaded = None
+        return updates
+
+    def _new_updates(self, stream: tt.Stream) -> tt.Updates:
+        """The updates of another epoch; a policy may learn from epoch to epoch."""
+        previous = None if self._updates is None else self._updates.policy_state
+        self._updates = tt.updates(self._net, stream, policy_state=previous, **self._options)
         return self._updates
 
     def _next_update(self, updates: tt.Updates) -> tt.Update | None:

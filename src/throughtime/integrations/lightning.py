@@ -113,6 +113,7 @@ class StreamModule(pl.LightningModule):
         self.clip, self.accumulate, self.metrics = clip, accumulate, metrics
         self.schedule, self.monitor = schedule, monitor
         self._updates: tt.Updates | None = None
+        self._policy_state: Any = None  # of the epoch before
         self._epoch_over = self._optimizer_stepped = True
         self._loaded_positions: list[dict[str, Any]] | None = None
         self._training_stream: tt.Stream | None = None
@@ -202,12 +203,19 @@ class StreamModule(pl.LightningModule):
             batch.stream._skip_epoch()  # noqa: SLF001
             self._updates = self._new_updates(batch)
 
+    def _forget_updates(self) -> None:
+        """Forget the updates, but not the state of their policy, such as the horizon of Adaptive."""
+        if self._updates is not None:
+            self._policy_state, self._updates = self._updates.policy_state, None
+
     def _new_updates(self, batch: StreamBatch) -> tt.Updates:
+        self._forget_updates()
         return tt.updates(
             self.net,
             batch.stream,
             self.loss_fn,
             gradient=self.gradient,
+            policy_state=self._policy_state,
             scaler=getattr(self.trainer.precision_plugin, "scaler", None),
             accumulate=self.accumulate,
         )
@@ -307,7 +315,7 @@ class _StreamHooks(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
             _check_trainer(trainer)
-            pl_module._updates = None  # noqa: SLF001
+            pl_module._forget_updates()  # noqa: SLF001
 
     def on_before_optimizer_step(
         self,
