@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from throughtime.diagnose._trace_record import CallRecord, History, Track, is_batched, padded
+from throughtime.diagnose._trace_record import CallRecord, History, Track, is_batched
 from throughtime.errors import ConfigError, ModelError
 from throughtime.kernels import reference
 from throughtime.kernels.cells import CELLS, Cell, Weights
@@ -44,7 +44,6 @@ LAYER_KERNELS: dict[Any, Cell] = {getattr(torch, name): cell for name, cell in C
 CELL_KERNELS: dict[Any, Cell] = {
     getattr(torch, f"{name}_cell"): cell for name, cell in CELLS.items()
 }
-Kernel = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
 def traced_module(
@@ -52,23 +51,25 @@ def traced_module(
 ) -> "TracedForward":
     """Replace the forward of a module; `leaves` names what a user's cell returns."""
     if leaves is not None:
-        return TracedForward(module, NamedCell(Track(name or "cell", history), leaves), history)
-    if isinstance(module, nn.RNNCellBase):
-        return TracedForward(module, TorchCell(Track(name or "cell", history)), history)
-    if isinstance(module, nn.RNNBase):
+        run = partial(_run_named_cell, Track(name or "cell", history), tuple(leaves))
+    elif isinstance(module, nn.RNNCellBase):
+        run = partial(_run_torch_cell, Track(name or "cell", history))
+    elif isinstance(module, nn.RNNBase):
         path = f"{name}." if name else ""
         ends = ("", "_reverse") if module.bidirectional else ("",)
         tracks = [
             [Track(f"{path}layer{k}{end}", history, all_edges=True) for end in ends]
             for k in range(module.num_layers)
         ]
-        layer = TorchLayer(tracks)
-        run = FusedLayer(module, layer) if isinstance(module, Recurrent) else layer
-        return TracedForward(module, run, history)
-    raise ModelError(
-        f"module '{name}' is a {type(module).__name__}, which is not a recurrent layer or cell of"
-        " torch.nn; name what it returns, tt.trace(net, names={...})"
-    )
+        run = partial(_run_torch_layer, tracks)
+        if isinstance(module, Recurrent):
+            run = partial(_run_fused_layer, module, tracks)
+    else:
+        raise ModelError(
+            f"module '{name}' is a {type(module).__name__}, which is not a recurrent layer or cell"
+            " of torch.nn; name what it returns, tt.trace(net, names={...})"
+        )
+    return TracedForward(module, run, history)
 
 
 class TracedForward:
@@ -181,134 +182,118 @@ def _transformed() -> bool:
     return maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
-class TorchCell:
+def _run_torch_cell(track: Track, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """nn.LSTMCell, nn.GRUCell, nn.RNNCell."""
 
-    def __init__(self, track: Track) -> None:
-        self._track = track
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with KernelIntercept(CELL_KERNELS, self._call):
-            return forward(*args, **kwargs)
-
-    def _call(self, func: Any, cell: Cell, x: Tensor, state: Any, *biased: Tensor | None) -> Any:
+    def call(func: Any, cell: Cell, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
         states = (state,) if isinstance(state, Tensor) else tuple(state)
-        weights = [weight for weight in biased if weight is not None]
         if not _needs_grad(x, *states, *weights):
-            return func(x, state, *biased)
+            return func(x, state, *weights)
 
-        def kernel(
-            x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
-        ) -> Sequence[Tensor]:
-            entering = [leaf[0] for leaf in states]
-            ends = func(x[0], entering if len(entering) > 1 else entering[0], *weights)
-            ends = [leaf.unsqueeze(0) for leaf in ([ends] if isinstance(ends, Tensor) else ends)]
-            return ends[0].clone(), *ends
+        def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
+            (own,) = directions
+            ends = func(x[0], _one_or_all(own.states), *own.weights[:4])
+            ends = (ends,) if isinstance(ends, Tensor) else ends
+            return ends[0].unsqueeze(0).clone(), *ends
 
-        call = TracedCall(
-            cell, kernel, [self._track], [self._track.begin(1)], biases=len(weights) > 2
-        )
-        _, *ends = call(x.unsqueeze(0), [leaf.unsqueeze(0) for leaf in states], weights)
-        ends = [leaf.squeeze(0) for leaf in ends]
-        return ends[0] if len(ends) == 1 else tuple(ends)
+        own = Direction(states, Weights(*weights, hr=None))  # pyright: ignore[reportArgumentType]
+        _, (ends,) = TracedCall(cell, kernel, [track])(x.unsqueeze(0), own)
+        return _one_or_all(ends)
+
+    with KernelIntercept(CELL_KERNELS, call):
+        return forward(*args, **kwargs)
 
 
-class TorchLayer:
+def _run_torch_layer(
+    tracks: Sequence[Sequence[Track]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """nn.LSTM, nn.GRU, nn.RNN: a node for each layer, with dropout between them as torch draws it.
 
-    Args:
-        tracks: by layer and direction.
+    `tracks` are by layer and direction.
     """
-
-    def __init__(self, tracks: Sequence[Sequence[Track]]) -> None:
-        self.tracks = tracks
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[0] if args else kwargs.get("input")
-        order = inputs.unsorted_indices if isinstance(inputs, PackedSequence) else None
-        with KernelIntercept(LAYER_KERNELS, partial(self._call, order)):
-            return forward(*args, **kwargs)
-
-    def _call(self, order: Tensor | None, func: Any, cell: Cell, x: Tensor, *rest: Any) -> Any:
-        sizes, rest = (rest[0], rest[1:]) if isinstance(rest[2], (list, tuple)) else (None, rest)
-        hx, weights, biases, layers, dropout, train, both, *first = rest
-        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        if not _needs_grad(x, *states, *weights):
-            return func(x, *([] if sizes is None else [sizes]), *rest)
-        dropout = dropout if train and layers > 1 else 0.0
-        if dropout and x.is_cuda:
-            raise ModelError(
-                f"dropout={dropout:g} between the layers from '{self.tracks[0][0].name}' on: cuDNN"
-                " draws it inside its kernel, so a trace cannot repeat it. Trace in eval() mode or"
-                " with dropout=0, or put nn.Dropout between single layers"
-            )
-        swapped = bool(first and first[0])
-        kernel = partial(_one_torch_layer, func, sizes, biases, train, both)
-        per_layer, directions = len(weights) // layers, 2 if both else 1
-        y, ends = x.transpose(0, 1) if swapped else x, list[Sequence[Tensor]]()
-        for k, tracks in enumerate(self.tracks):
-            y = torch.dropout(y, dropout, True) if k and dropout else y
-            starts = [track.begin(len(y) if sizes is None else len(sizes)) for track in tracks]
-            call = TracedCall(cell, kernel, tracks, starts, biases=biases, sizes=sizes, order=order)
-            own = slice(directions * k, directions * (k + 1))
-            y, *after = call(
-                y, [leaf[own] for leaf in states], weights[per_layer * k : per_layer * (k + 1)]
-            )
-            ends.append(after)
-        after = [torch.cat(leaf) if layers > 1 else leaf[0] for leaf in zip(*ends, strict=True)]
-        return (y.transpose(0, 1) if swapped else y, *after)
+    inputs = args[0] if args else kwargs.get("input")
+    order = inputs.unsorted_indices if isinstance(inputs, PackedSequence) else None
+    with KernelIntercept(LAYER_KERNELS, partial(_call_torch_layers, tracks, order)):
+        return forward(*args, **kwargs)
 
 
-def _one_torch_layer(
+def _call_torch_layers(
+    tracks: Sequence[Sequence[Track]],
+    order: Tensor | None,
     func: Any,
-    sizes: Tensor | None,
-    biases: bool,
-    train: bool,
-    both: bool,
+    cell: Cell,
     x: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor],
-) -> Sequence[Tensor]:
-    """torch's kernel for one layer, time first."""
-    hx = list(states) if len(states) > 1 else states[0]
-    if sizes is None:
-        return func(x, hx, list(weights), biases, 1, 0.0, train, both, False)
-    return func(x, sizes, hx, list(weights), biases, 1, 0.0, train, both)
+    *rest: Any,
+) -> Any:
+    sizes, rest = (rest[0], rest[1:]) if isinstance(rest[2], (list, tuple)) else (None, rest)
+    hx, weights, biases, layers, dropout, train, both, *first = rest
+    states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+    if not _needs_grad(x, *states, *weights):
+        return func(x, *([] if sizes is None else [sizes]), *rest)
+    dropout = dropout if train and layers > 1 else 0.0
+    if dropout and x.is_cuda:
+        raise ModelError(
+            f"dropout={dropout:g} between the layers from '{tracks[0][0].name}' on: cuDNN"
+            " draws it inside its kernel, so a trace cannot repeat it. Trace in eval() mode or"
+            " with dropout=0, or put nn.Dropout between single layers"
+        )
+
+    def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
+        """Run torch's kernel for one layer, time first."""
+        leaves = [torch.stack(leaf) for leaf in zip(*(d.states for d in directions), strict=True)]
+        flat = [weight for d in directions for weight in d.weights if weight is not None]
+        options = [flat, biases, 1, 0.0, train, both]
+        if sizes is None:
+            y, *ends = func(x, _one_or_all(leaves), *options, False)
+        else:
+            y, *ends = func(x, sizes, _one_or_all(leaves), *options)
+        return y, *(leaf[d] for d in range(len(directions)) for leaf in ends)
+
+    rows, per = len(states[0]), len(weights) // len(states[0])
+    directions = [
+        Direction(
+            tuple(leaf[row] for leaf in states),
+            _named(weights[per * row : per * (row + 1)], biases),
+        )
+        for row in range(rows)
+    ]
+    swapped = bool(first and first[0])
+    y, ends = x.transpose(0, 1) if swapped else x, list[States]()
+    for k, pair in enumerate(tracks):
+        y = torch.dropout(y, dropout, True) if k and dropout else y
+        call = TracedCall(cell, kernel, pair, sizes=sizes, order=order)
+        y, after = call(y, *directions[len(pair) * k : len(pair) * (k + 1)])
+        ends += after
+    after = [torch.stack(leaf) for leaf in zip(*ends, strict=True)]
+    return (y.transpose(0, 1) if swapped else y, *after)
 
 
-class FusedLayer:
-    """tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN, wherever in a subclass's forward the layer runs.
+def _run_fused_layer(
+    module: Recurrent,
+    tracks: Sequence[Sequence[Track]],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """tt.nn.LSTM, tt.nn.GRU, tt.nn.RNN, wherever in a subclass's forward the layer runs."""
 
-    Args:
-        module: the layer.
-        layer: traces the calls that tt.nn leaves to torch.nn.
-    """
-
-    def __init__(self, module: Recurrent, layer: TorchLayer) -> None:
-        self._module, self._layer = module, layer
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        own = self._module.__dict__
-        own["_run"], own["_by_torch"] = self._run, self._by_torch
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own.pop("_run", None)
-            own.pop("_by_torch", None)
-
-    def _run(self, backend: str) -> Run:
-        run = Recurrent._run(self._module, backend)
+    def run(backend: str) -> Run:
+        layer_run = Recurrent._run(module, backend)
         if _transformed():
-            return run
-        tracks = [
-            (track, bool(direction))
-            for pair in self._layer.tracks
-            for direction, track in enumerate(pair)
-        ]
-        return partial(_run_traced, iter(tracks), run)
+            return layer_run
+        order = iter([(track, d > 0) for pair in tracks for d, track in enumerate(pair)])
+        return partial(_run_traced, order, layer_run)
 
-    def _by_torch(self, *args: Any) -> Any:
-        return self._layer(partial(Recurrent._by_torch, self._module), *args)
+    def by_torch(*args: Any) -> Any:
+        return _run_torch_layer(tracks, partial(Recurrent._by_torch, module), *args)
+
+    own = module.__dict__
+    own["_run"], own["_by_torch"] = run, by_torch
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        own.pop("_run", None)
+        own.pop("_by_torch", None)
 
 
 def _run_traced(
@@ -322,32 +307,26 @@ def _run_traced(
 ) -> tuple[Tensor, States]:
     """One layer in one direction, by `run`; the backward direction gets its inputs reversed."""
     track, backward = next(tracks)
-    flat = [weight for weight in weights if weight is not None]
-    if not len(x) or not _needs_grad(x, *states, *flat):
+    if not len(x) or not _needs_grad(x, *states, *weights):
         return run(cell, x, states, weights, resets)
-    biases, lowered = weights.b_ih is not None, autocast_applies(weights.ih)
 
-    def kernel(x: Tensor, states: Sequence[Tensor], flat: Sequence[Tensor]) -> Sequence[Tensor]:
-        entering = tuple(leaf[0] for leaf in states)
-        y, ends = run(cell, x, entering, _named(flat, biases), resets)
-        return y, *(leaf.unsqueeze(0) for leaf in ends)
+    def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
+        y, ends = run(cell, x, *directions[0], resets)
+        return y, *ends
 
-    call = TracedCall(
-        cell,
-        kernel,
-        [track],
-        [track.begin(len(x))],
-        biases=biases,
-        resets=resets,
-        reverse=backward,
-        products=product_type(weights.ih.dtype, x.shape[1]) if lowered else None,
-    )
-    y, *ends = call(x, [leaf.unsqueeze(0) for leaf in states], flat)
-    return y, tuple(leaf.squeeze(0) for leaf in ends)
+    products = product_type(weights.ih.dtype, x.shape[1]) if autocast_applies(weights.ih) else None
+    call = TracedCall(cell, kernel, [track], resets=resets, reverse=backward, products=products)
+    y, (ends,) = call(x, Direction(states, weights))
+    return y, ends
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _one_or_all(leaves: Sequence[Tensor]) -> Any:
+    """A state as torch passes it: a tensor, or a pair."""
+    return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
 def _named(weights: Sequence[Tensor], biases: bool) -> Weights:
@@ -358,27 +337,20 @@ def _named(weights: Sequence[Tensor], biases: bool) -> Weights:
 
 
 class Direction(NamedTuple):
-    """One direction of a call, run step by step with a graph.
+    """The entering states, `(B, P)` and `(B, H)`, and the weights of one direction of a layer."""
 
-    Attributes:
-        steps: in the order in which they ran; a packed step has only the lanes that reach it.
-        ends: the state after the last step, `(B, P)` and `(B, H)`.
-    """
-
-    steps: list[Step]
-    ends: list[Tensor]
+    states: States
+    weights: Weights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TracedCall:
     """One call of one layer, both directions.
 
     Attributes:
         cell: of the layer.
-        kernel: computes outputs and last states from inputs, states and weights.
+        kernel: computes the outputs, then the last states of each direction.
         tracks: one for each direction.
-        starts: the first step of the call in each track.
-        biases: whether the weights include them.
         sizes: of packed data, the lanes of each step, longest first.
         order: puts packed lanes back into the caller's order.
         resets: `(T, B)`, where the state entering the step becomes zeros.
@@ -387,71 +359,79 @@ class TracedCall:
     """
 
     cell: Cell
-    kernel: Kernel
+    kernel: Callable[[Tensor, Sequence[Direction]], Sequence[Tensor]]
     tracks: Sequence[Track]
-    starts: Sequence[int]
-    biases: bool
     sizes: Tensor | None = None
     order: Tensor | None = None
     resets: Tensor | None = None
     reverse: bool = False
     products: torch.dtype | None = None
 
-    def __call__(
-        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Outputs and the states after the last step.
+    def __call__(self, x: Tensor, *directions: Direction) -> tuple[Tensor, list[States]]:
+        """Outputs, and the states after the last step of each direction.
 
         Args:
             x: `(T, B, D)`, or packed.
-            states: `(directions, B, P)` and `(directions, B, H)`.
-            weights: of all directions.
+            directions: one for each track.
         """
-        return TracedSteps.apply(self, x, *states, *weights)
+        steps = len(x) if self.sizes is None else len(self.sizes)
+        self.starts = [track.begin(steps) for track in self.tracks]
+        device, dtype = x.device.type, directions[0].weights.ih.dtype
+        if self.products is None and torch.is_autocast_enabled(device):
+            floating = dtype in (torch.float32, torch.float16, torch.bfloat16)
+            self.products = torch.get_autocast_dtype(device) if floating else None
+        flat = chain.from_iterable((*states, *weights) for states, weights in directions)
+        y, *ends = TracedSteps.apply(self, x, *flat)
+        count = len(self.cell.states)
+        return y, [tuple(ends[i : i + count]) for i in range(0, len(ends), count)]
+
+    def directions(self, flat: Sequence[Any]) -> list[Direction]:
+        """The arguments of the node after `x`, or their gradients, by direction."""
+        count = len(self.cell.states)
+        size = count + len(Weights._fields)
+        rows = [flat[i : i + size] for i in range(0, len(flat), size)]
+        return [Direction(tuple(row[:count]), Weights(*row[count:])) for row in rows]
 
     def pull(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
         cotangents: Sequence[Tensor | None],
         needed: Sequence[bool],
         create_graph: bool,
-        products: torch.dtype | None,
     ) -> list[Tensor | None]:
         """The gradients of `tensors`, the inputs of the call; records those of each step."""
-        count = len(self.cell.states)
-        leaves = [
-            tensor.view_as(tensor)
+        leaves: list[Any] = [  # None for a weight that the layer lacks
+            None
+            if tensor is None
+            else tensor.view_as(tensor)
             if create_graph and tensor.requires_grad
-            else tensor.detach().requires_grad_(need or 0 < i <= count)
-            for i, (tensor, need) in enumerate(zip(tensors, needed, strict=True))
+            else tensor.detach().requires_grad_(need)
+            for tensor, need in zip(tensors, needed, strict=True)
         ]
-        wide = torch.promote_types(tensors[-1].dtype, torch.float32)
-        x, *rest = [leaf.to(wide) for leaf in leaves]
-        per = len(rest[count:]) // len(self.tracks)
-        directions = [
-            self._run(
-                x,
-                [leaf[d] for leaf in rest[:count]],
-                _named(rest[count + per * d : count + per * (d + 1)], self.biases),
-                bool(d),
-                None if products is wide else products,
-            )
-            for d in range(len(self.tracks))
-        ]
-        outputs = [self._outputs(directions)]
-        outputs += [torch.stack(leaf) for leaf in zip(*(d.ends for d in directions), strict=True)]
+        before = self.directions(leaves[1:])
+        for leaf in chain.from_iterable(direction.states for direction in before):
+            leaf.requires_grad_()
+        wide = torch.promote_types(before[0].weights.ih.dtype, torch.float32)
+        x, *flat = [leaf if leaf is None else leaf.to(wide) for leaf in leaves]
+        directions = self.directions(flat)
+        active = self._active(directions[0].states[0])
+        if active is not None:
+            x = x.new_zeros(*active.shape, x.shape[1]).index_put((active,), x)
+        runs = [self._run(x, active, own, bool(d), wide) for d, own in enumerate(directions)]
+        y = torch.cat([torch.stack([step.states[0] for step in run.steps]) for run in runs], -1)
+        outputs = [y if active is None else y[active]]
+        outputs += chain.from_iterable(run.ends for run in runs)
         pairs = [
             (output, cotangent.to(wide))
             for output, cotangent in zip(outputs, cotangents, strict=True)
             if cotangent is not None
         ]
-        values = [self._values(direction) for direction in directions]
-        differentiable = [leaf for leaf in leaves if leaf.requires_grad]
-        sources = [*chain.from_iterable(chain(*values)), *differentiable]
+        values = [run.values(self.cell) for run in runs]
+        differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         gradients = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],
-                sources,
+                [*chain.from_iterable(chain(*values)), *differentiable],
                 [cotangent for _, cotangent in pairs],
                 create_graph=create_graph,
                 allow_unused=True,
@@ -459,126 +439,107 @@ class TracedCall:
             )
         )
         by_step = [[[next(gradients) for _ in leaf] for leaf in value] for value in values]
-        by_leaf = [next(gradients) if leaf.requires_grad else None for leaf in leaves]
+        by_leaf = [
+            next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves
+        ]
         if not is_batched(cotangents):
-            entering = [leaf for leaf in by_leaf[1 : 1 + count] if leaf is not None]
-            from_graph = any(needed[1 : 1 + count])
+            from_graph = any(any(own.states) for own in self.directions(needed[1:]))
+            grads = self.directions(by_leaf[1:])
             with torch.no_grad():
-                for d, direction in enumerate(directions):
-                    before = [leaf[d].detach() for leaf in leaves[1 : 1 + count]]
-                    self._record(
-                        d, direction, by_step[d], [leaf[d] for leaf in entering], before, from_graph
+                for d, run in enumerate(runs):
+                    states = [leaf.detach() for leaf in before[d].states]
+                    ends = [leaf.detach() for leaf in run.ends]
+                    gate_sum, gate_count = run.retention(self.cell, active)
+                    gradients, edges = self._in_time_order(by_step[d], grads[d].states, d)
+                    self.tracks[d].record(
+                        CallRecord(
+                            self.starts[d],
+                            gradients,
+                            edges,
+                            states,
+                            ends,
+                            from_graph,
+                            gate_sum,
+                            gate_count,
+                        )
                     )
         return [leaf if need else None for leaf, need in zip(by_leaf, needed, strict=True)]
 
+    def _active(self, like: Tensor) -> Tensor | None:
+        """`(T, B)`, the lanes that each step of packed data has."""
+        if self.sizes is None:
+            return None
+        return (torch.arange(len(like)) < self.sizes.unsqueeze(1)).to(like.device)
+
     def _run(
-        self,
-        x: Tensor,
-        states: Sequence[Tensor],
-        weights: Weights,
-        backward: bool,
-        products: torch.dtype | None,
-    ) -> Direction:
+        self, x: Tensor, active: Tensor | None, own: Direction, backward: bool, wide: torch.dtype
+    ) -> "DirectionRun":
         """One direction; packed lanes end early, and in the backward direction start late."""
-        sums = reference.input_sums(x, weights, products)
-        rows = list(sums.unbind(0) if self.sizes is None else sums.split(self.sizes.tolist()))
-        entering, now = tuple(states), tuple(states)
-        steps: list[Step] = []
-        ended: list[tuple[Tensor, ...]] = []
-        if backward:
-            rows.reverse()
-            now = tuple(leaf[: len(rows[0])] for leaf in now)
-        for t, row in enumerate(rows):
-            lanes = len(now[0])
-            if len(row) < lanes:
-                ended.append(tuple(leaf[len(row) :] for leaf in now))
-                now = tuple(leaf[: len(row)] for leaf in now)
-            elif len(row) > lanes:
-                more = [leaf[lanes : len(row)] for leaf in entering]
-                now = tuple(torch.cat(pair) for pair in zip(now, more, strict=True))
+        products = None if self.products is wide else self.products
+        sums = reference.input_sums(x, own.weights, products)
+        steps, now = list[Step](), own.states
+        times = range(len(sums))
+        for t in reversed(times) if backward else times:
             if self.resets is not None:
                 now = reference.reset(now, self.resets[t])
-            steps.append(reference.step(self.cell, row, now, weights, products))
-            now = steps[-1].states
-        ends = [torch.cat(leaf) for leaf in zip(now, *reversed(ended), strict=True)]
-        return Direction(steps, ends)
-
-    def _outputs(self, directions: Sequence[Direction]) -> Tensor:
-        """h of all steps, `(T, B, directions * P)` or packed, as the layer orders them."""
-        join = torch.stack if self.sizes is None else torch.cat
-        columns = [
-            join([step.states[0] for step in (direction.steps[::-1] if d else direction.steps)])
-            for d, direction in enumerate(directions)
-        ]
-        return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
-
-    def _values(self, direction: Direction) -> list[list[Tensor]]:
-        """States and gates of all steps, in the order of `Cell.values`."""
-        return [[_value(step, self.cell, leaf) for step in direction.steps] for leaf in self.leaves]
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """Names of the states, then of the gates."""
-        return self.cell.values
-
-    def _record(
-        self,
-        index: int,
-        direction: Direction,
-        gradients: Sequence[Sequence[Tensor]],
-        entering: Sequence[Tensor],
-        before: list[Tensor],
-        from_graph: bool,
-    ) -> None:
-        """Record the steps of one direction, in the order of time and of the caller's lanes."""
-        backward = self.reverse or bool(index)
-        lanes = len(before[0])
-        by_leaf: dict[str, Tensor] = {}
-        for leaf, rows in zip(self.leaves, gradients, strict=True):
-            ordered = rows[::-1] if backward else rows
-            steps = torch.stack([padded(row.detach(), lanes, 0) for row in ordered])
-            by_leaf[leaf] = steps if self.order is None else steps[:, self.order]
-        edges: dict[str, Tensor] = {}
-        if not backward:
-            own = [leaf if self.order is None else leaf[self.order] for leaf in entering]
-            edges = {name: leaf.detach() for name, leaf in zip(self.cell.states, own, strict=True)}
-        name = self.cell.retention_gate
-        gates = [] if name is None else [step.gates[name].detach() for step in direction.steps]
-        self.tracks[index].record(
-            CallRecord(
-                self.starts[index],
-                by_leaf,
-                edges,
-                before,
-                [leaf.detach() for leaf in direction.ends],
-                from_graph,
-                torch.cat(gates).sum(0) if gates else None,
-                sum(map(len, gates)),
+            steps.append(reference.step(self.cell, sums[t], now, own.weights, products))
+            pairs = zip(steps[-1].states, now, strict=True)
+            now = (
+                steps[-1].states
+                if active is None
+                else tuple(torch.where(active[t].unsqueeze(1), new, old) for new, old in pairs)
             )
+        return DirectionRun(steps[::-1] if backward else steps, now)
+
+    def _in_time_order(
+        self, gradients: Sequence[list[Tensor]], entering: States, index: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Gradients of the steps and of the entering state by leaf, lanes in the caller's order."""
+        lanes = slice(None) if self.order is None else self.order
+        rows = [torch.stack(leaf[::-1] if self.reverse else leaf).detach() for leaf in gradients]
+        edges = [] if self.reverse or index else [leaf.detach()[lanes] for leaf in entering]
+        return (
+            {leaf: steps[:, lanes] for leaf, steps in zip(self.cell.values, rows, strict=True)},
+            dict(zip(self.cell.states, edges, strict=False)),
         )
 
 
-def _value(step: Step, cell: Cell, leaf: str) -> Tensor:
-    if leaf in cell.states:
-        return step.states[cell.states.index(leaf)]
-    return step.gates[leaf]
+class DirectionRun(NamedTuple):
+    """One direction of a call, run step by step with a graph.
+
+    Attributes:
+        steps: in the order of the data.
+        ends: the state after the last step, `(B, P)` and `(B, H)`.
+    """
+
+    steps: list[Step]
+    ends: States
+
+    def values(self, cell: Cell) -> list[list[Tensor]]:
+        """States and gates of all steps, in the order of `Cell.values`."""
+        named = [
+            step.gates | dict(zip(cell.states, step.states, strict=True)) for step in self.steps
+        ]
+        return [[values[leaf] for values in named] for leaf in cell.values]
+
+    def retention(self, cell: Cell, active: Tensor | None) -> tuple[Tensor | None, int]:
+        """The retention gate summed over steps and lanes, and the number of its values."""
+        if cell.retention_gate is None:
+            return None, 0
+        gates = torch.stack([step.gates[cell.retention_gate].detach() for step in self.steps])
+        gates = gates.flatten(0, 1) if active is None else gates[active]
+        return gates.sum(0), len(gates)
 
 
 class TracedSteps(torch.autograd.Function):
     """A traced call as one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: TracedCall, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.products = call, call.products
-        weight = rest[-1]
-        device = x.device.type
-        if call.products is None and torch.is_autocast_enabled(device):
-            floating = weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            ctx.products = torch.get_autocast_dtype(device) if floating else None
+    def forward(ctx: Any, call: TracedCall, x: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *rest)
-        count = len(call.cell.states)
-        return tuple(call.kernel(x, rest[:count], rest[count:]))
+        return tuple(call.kernel(x, call.directions(rest)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -587,74 +548,48 @@ class TracedSteps(torch.autograd.Function):
         if all(gradient is None for gradient in grads):
             return (None,) * (1 + len(tensors))
         with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-            needed = ctx.needs_input_grad[1:]
-            return None, *ctx.call.pull(tensors, grads, needed, create_graph, ctx.products)
+            return None, *ctx.call.pull(tensors, grads, ctx.needs_input_grad[1:], create_graph)
 
 
-class NamedCell:
+def _run_named_cell(
+    track: Track, leaves: Sequence[str], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """A user's module that is called once per step, with names for the tensors that it returns."""
-
-    def __init__(self, track: Track, leaves: Sequence[str]) -> None:
-        self._track, self._leaves = track, tuple(leaves)
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        tensors = list(tensors_in(result))
-        if len(tensors) != len(self._leaves):
-            raise ModelError(
-                f"'{self._track.name}' returns {len(tensors)} tensors, names has"
-                f" {len(self._leaves)}: {list(self._leaves)}. Name each, in order, with '_' for one"
-                " that is not traced"
-            )
-        returned = {
-            leaf: tensor for leaf, tensor in zip(self._leaves, tensors, strict=True) if leaf != "_"
-        }
-        if not _needs_grad(*returned.values()):
-            return result
-        before = [
-            tensor
-            for tensor in tensors_in((args, kwargs))
-            if tensor.is_floating_point() or tensor.is_complex()
-        ]
-        step = _NamedStep(
-            self._track,
-            self._track.begin(1),
-            {leaf: tensor.detach() for leaf, tensor in returned.items()},
-            [tensor.detach() for tensor in before],
-            _needs_grad(*before),
+    result = forward(*args, **kwargs)
+    tensors = list(tensors_in(result))
+    if len(tensors) != len(leaves):
+        raise ModelError(
+            f"'{track.name}' returns {len(tensors)} tensors, names has {len(leaves)}:"
+            f" {list(leaves)}. Name each, in order, with '_' for one that is not traced"
         )
-        for leaf, tensor in returned.items():
-            if tensor.requires_grad:
-                tensor.register_hook(partial(step.record, leaf))
+    returned = {leaf: tensor for leaf, tensor in zip(leaves, tensors, strict=True) if leaf != "_"}
+    if not _needs_grad(*returned.values()):
         return result
+    entering = [
+        tensor
+        for tensor in tensors_in((args, kwargs))
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
+    # without graphs: the hooks hold them
+    after = {leaf: tensor.detach() for leaf, tensor in returned.items()}
+    before, from_graph = [tensor.detach() for tensor in entering], _needs_grad(*entering)
+    start = track.begin(1)
 
-
-@dataclass(frozen=True, eq=False)
-class _NamedStep:
-    """One call of a user's cell."""
-
-    track: Track
-    start: int
-    values: dict[str, Tensor]
-    before: list[Tensor]
-    from_graph: bool
-
-    def record(self, leaf: str, gradient: Tensor | None) -> None:
-        """Take the total gradient of a returned tensor, as a hook."""
+    def record(leaf: str, gradient: Tensor | None) -> None:
         if gradient is None or is_batched([gradient]):
             return  # torch calls a hook with None where no gradient arrives
-        calls = self.track.history.calls_of(self.track)
-        if self.start not in calls:
-            zeros = {name: torch.zeros_like(value) for name, value in self.values.items()}
-            calls[self.start] = CallRecord(
-                self.start,
-                {name: value.unsqueeze(0) for name, value in zeros.items()},
-                {},
-                list(self.before),
-                list(self.values.values()),
-                self.from_graph,
+        calls = track.history.calls_of(track)
+        if start not in calls:
+            zeros = {name: torch.zeros_like(value).unsqueeze(0) for name, value in after.items()}
+            calls[start] = CallRecord(
+                start, zeros, {}, list(before), list(after.values()), from_graph
             )
-        calls[self.start].gradients[leaf] = gradient.detach().unsqueeze(0)
+        calls[start].gradients[leaf] = gradient.detach().unsqueeze(0)
+
+    for leaf, tensor in returned.items():
+        if tensor.requires_grad:
+            tensor.register_hook(partial(record, leaf))
+    return result
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
