@@ -1,6 +1,7 @@
 """Chunks cut, joined and counted: the same steps, whatever they were cut from."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,3 +82,15 @@ def test_pieces_of_several_stretches_joined_are_the_whole() -> None:
 def test_counts_before_each_step_are_those_of_the_mask(mask: Tensor) -> None:
     marks = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long())
     assert list(marks.counted) == [int((mask[:step] > 0).sum()) for step in range(len(mask) + 1)]
+
+
+@pytest.mark.parametrize("index", [0, slice(None, None, 2)])
+def test_only_slices_of_adjacent_steps_index_a_chunk(index: Any) -> None:
+    """Every second step is another recording, and a single chunk is not a list of chunks."""
+    chunk = tt.Chunk.from_tensors(torch.zeros(6, 2, 3), torch.zeros(6, 2))
+    with pytest.raises(TypeError, match="only slices of adjacent steps"):
+        chunk[index]
+    net = tt.carry(torch.nn.GRU(3, 1))
+    alone: Any = chunk
+    with pytest.raises(TypeError, match=r"give a list: \[chunk\]"):
+        next(tt.updates(net, alone, torch.nn.MSELoss(), gradient=tt.Truncated(3)))

@@ -16,6 +16,7 @@ from torch import nn
 import throughtime as tt
 from strategies import apart, named, recordings, weights
 from throughtime.chunk import Source
+from throughtime.errors import ConfigError
 from throughtime.gradient import CarriedState, Objective, Policy
 
 
@@ -184,3 +185,36 @@ def test_own_policy_is_accumulated() -> None:
     run = tt.updates(net, stream, nn.MSELoss(), gradient=Growing(3), accumulate=2)
     assert next(run).steps == 2 * (3 + 4)
     assert run.policy_state.stride == 5
+
+
+class Halves:
+    """Half a policy."""
+
+    def __repr__(self) -> str:
+        return "Halves()"
+
+    def init(self, carried: Any, previous: CarriedState | None) -> CarriedState:
+        return CarriedState(carried)
+
+    def update(
+        self, net: tt.Carried, source: Source, objective: Objective, state: CarriedState
+    ) -> tuple[tt.Update | None, CarriedState]:
+        return None, state
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [
+        (Halves(), r"Halves\(\) has no method state_dict, load_state_dict: expected a policy"),
+        (tt.Truncated, "is a class, not a policy: .*tt.Truncated"),
+        ("truncated", "'truncated' has no method init, update, state_dict, load_state_dict"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_no_policy_is_refused_before_any_step(
+    policy: Any, fault: str, accumulate: int
+) -> None:
+    stream = tt.Stream(recordings((20,), outputs=1), lanes=1, chunk=5)
+    net = named("lstm").net()
+    with pytest.raises(ConfigError, match=fault):
+        tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)

@@ -117,7 +117,7 @@ def mean_of_ranks() -> AbstractContextManager[Any]:
 
 def kept_on_the_rank() -> AbstractContextManager[Any]:
     """A mutant: states go round within each rank."""
-    return mock.patch.object(Ranks, "_from_before", lambda _, leaf: leaf)
+    return mock.patch.object(Ranks, "_from_previous_rank", lambda _, leaf: leaf)
 
 
 def weighted() -> nn.Module:
@@ -277,6 +277,17 @@ def one_fails(rank: int) -> tuple[str, bool]:
     )
 
 
+def one_has_no_state(rank: int) -> str:
+    """What each is told where one rank resumes in the middle of an epoch without a state."""
+    net, stream = CASES["stride"].net(), CASES["stride"].stream(LANES)
+    stream.load_state_dict(stream.state_dict() | {"position": 7})
+    state = net.initial_state(stream.lanes) if rank else None
+    policy = tt.Truncated(7)
+    return refused(
+        lambda: next(tt.updates(net, stream, nn.MSELoss(), gradient=policy, state=state))
+    )
+
+
 def before_the_group() -> tuple[tt.Stream, tt.Stream]:
     """Streams made early: one that plays for the first time on ranks, and one that has played."""
     played = CASES["stride"].stream(LANES)
@@ -344,6 +355,7 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
         ),
     )
     yield "one fails", one_fails(rank)
+    yield "one has no state", one_has_no_state(rank)
     yield from early_work(case, *early)
     place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
     yield "place", refused(lambda: case.stream(LANES).load_state_dict(place))
@@ -452,6 +464,12 @@ def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> N
             f"DataError: the stream plays rank {rank} of 4, and this process is rank {rank} of 2"
             in told["more ranks"]
         )
+
+
+def test_a_rank_without_its_state_is_named_and_the_others_do_not_wait() -> None:
+    first, second = (told["one has no state"] for told in found(2))
+    assert "the stream is at step 7 and no state came with it" in first
+    assert "1 of 2 ranks could not make this update" in second
 
 
 def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:

@@ -23,7 +23,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -424,6 +424,16 @@ def lstm() -> nn.Module:
     return nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))
 
 
+class HidesReadout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+        self.readout: nn.Module = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.lstm(x)[0])
+
+
 def stream() -> tt.Stream:
     return tt.Stream({"inputs": torch.randn(40, 3), "targets": torch.randn(40)}, lanes=1, chunk=10)
 
@@ -432,7 +442,11 @@ def check_refused(kind: str) -> None:
     refused = rf"is wrapped in {kind}: .*ranks of tt.updates add gradients up themselves"
     with group_of_one():
         net = wrapped(kind, tt.carry(lstm()))
+        module = HidesReadout()
+        later = tt.carry(module)
+        module.readout = wrapped(kind, module.readout)
         for make in (
+            lambda: tt.updates(later, stream(), nn.MSELoss(), gradient=tt.Truncated(10)),
             lambda: tt.carry(wrapped(kind, lstm())),
             lambda: tt.carry(nn.Sequential(wrapped(kind, nn.LSTM(3, 4)), nn.Linear(4, 1))),
             lambda: tt.updates(cast("Any", net), stream(), nn.MSELoss(), gradient=tt.Truncated(10)),

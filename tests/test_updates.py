@@ -254,6 +254,29 @@ def test_updates_that_failed_go_no_further() -> None:
         next(run)
 
 
+def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
+    """A call after an error, or on a stream that another loop has moved, makes no update."""
+
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        raise RuntimeError(f"enough of {len(rows)} and {len(targets)}")
+
+    failed = tt.updates(named("hides-layer").net(), stream(), loss_fn, gradient=tt.Truncated(6))
+    with pytest.raises(RuntimeError, match="enough"):
+        next(failed)
+    for _ in range(2):
+        assert failed.state_dict()["stream"]["position"] == 0
+        with pytest.raises(RunError, match="in the middle of a step"):
+            next(failed)
+    moved = stream()
+    run = tt.updates(named("hides-layer").net(), moved, nn.MSELoss(), gradient=tt.Truncated(6))
+    next(run)
+    next(run)
+    next(iter(moved))
+    with pytest.raises(DataError, match="started again or moved"):
+        next(run)
+    assert run.state_dict(after_step=False)["stream"]["position"] == 6
+
+
 def test_a_place_read_to_another_device_goes_to_that_of_the_net() -> None:
     net = named("hides-layer").net()
     run = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))

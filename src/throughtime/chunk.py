@@ -202,7 +202,17 @@ class Chunk:
         return self.metadata.position[self.start : self.stop]
 
     def __getitem__(self, span: slice) -> "Chunk":
-        """The steps of a slice, without a stride; shares memory."""
+        """The steps of a slice, without a stride; shares memory.
+
+        Raises:
+            TypeError: an index that is not a slice of adjacent steps.
+        """
+        # iteration asks for an int
+        if not isinstance(span, slice) or span.step not in (None, 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"a chunk has no index {span!r}, only slices of adjacent steps: chunk[10:20]. Where"
+                " several chunks are expected, give a list: [chunk]"
+            )
         start, stop, _ = span.indices(self.steps)
         if start == 0 and stop == self.steps:
             return self

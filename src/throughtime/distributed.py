@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from throughtime import state as trees
+from throughtime.carry.carried import refuse_wrappers
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
 from throughtime.state import State
@@ -213,8 +214,10 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
 
     Raises:
         DataError: it is, and there is no process group.
-        ModelError: the net is sharded with a precision of its own.
+        ModelError: a module of the net is wrapped for several devices, or the net is sharded with
+            a precision of its own.
     """
+    refuse_wrappers(net)  # tt.carry may have been called before
     shards = shards_of(net)
     weight = next(net.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device

@@ -13,7 +13,7 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import Ranks, ranks_of
-from throughtime.errors import DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Accumulated, LossFn, Objective, Policy, Scaler, Update
 from throughtime.gradient._backward import trainable_weights
 from throughtime.gradient.policy import S
@@ -63,7 +63,8 @@ def updates(
     Raises:
         ModelError: the net is not carried, or breaks its contract.
         DataError: chunks that are not adjacent, or have no targets.
-        ConfigError: `accumulate` below 1, or with `tt.Randomized`, whose updates are not means.
+        ConfigError: `gradient` is not a policy; or `accumulate` is below 1, or used with
+            `tt.Randomized`, whose updates are not means.
 
     Cost: the policy's; besides it some 20 microseconds per update on a CPU.
 
@@ -82,10 +83,23 @@ def updates(
         20
         10
     """
+    _check_policy(gradient)
     ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
     objective = Objective(loss_fn, scaler, ranks if ranks.count > 1 else None)
     policy = gradient if accumulate == 1 else Accumulated(gradient, accumulate)
     return Updates(net, stream, objective, policy, (state, policy_state), ranks)
+
+
+def _check_policy(gradient: object) -> None:
+    """Refuse what is not a policy before any step is taken."""
+    methods = ("init", "update", "state_dict", "load_state_dict")
+    missing = [name for name in methods if not callable(getattr(gradient, name, None))]
+    if missing or isinstance(gradient, type):
+        fault = f"has no method {', '.join(missing)}" if missing else "is a class, not a policy"
+        raise ConfigError(
+            f"gradient={gradient!r} {fault}: expected a policy, as tt.Truncated(stride=100) makes"
+            f" one, or an object of your own with {', '.join(methods)} (see tt.Policy)"
+        )
 
 
 class Updates(Iterator[Update], Generic[S]):
@@ -128,8 +142,6 @@ class Updates(Iterator[Update], Generic[S]):
         if self._finished:
             raise StopIteration
         stream = self._stream
-        if stream is not None:
-            self._before = stream.epoch, stream.position, self._state
         if self._failed or not self._checked:
             self._check()
         if stream is not None and stream._generation != self._generation:
@@ -138,6 +150,8 @@ class Updates(Iterator[Update], Generic[S]):
                 " state belongs to other steps. Give tt.evaluate, and every other loop, a Stream of"
                 " its own."
             )
+        if stream is not None:  # after the checks: a refused call must not save a later position
+            self._before = stream.epoch, stream.position, self._state
         self._failed = True
         if self._ranks.count == 1:  # the usual case
             update, self._state = self._gradient.update(
@@ -162,15 +176,17 @@ class Updates(Iterator[Update], Generic[S]):
                 " and the state has not. Start again with tt.updates(...), or from a saved place"
                 " with load_state_dict"
             )
+        if self._ranks.count > 1:
+            plan = {**self._require_stream()._plan(), "gradient": self._gradient}
+            self._ranks.check_equal(self._weights(), plan)
         if self._stream is not None and self._stream.position > 0 and self.state is None:
+            if self._ranks.count > 1:  # the others would wait for this rank
+                self._ranks.signal_failure(list(self._weights().values()))
             raise DataError(
                 f"the stream is at step {self._stream.position} and no state came with it: it would"
                 " go on from the initial state. Resume with updates.load_state_dict(...), or give"
                 " tt.updates the carried state."
             )
-        if self._ranks.count > 1:
-            plan = {**self._require_stream()._plan(), "gradient": self._gradient}
-            self._ranks.check_equal(self._weights(), plan)
         self._checked = True
 
     def _reduced_update(self) -> Update | None:

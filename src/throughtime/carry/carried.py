@@ -225,7 +225,7 @@ def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = F
         fuse(module)
     if isinstance(module, Carried):
         return module
-    _refuse_wrappers(module)
+    refuse_wrappers(module)
     return Carried(module, _adapter_for(module, batch_first))
 
 
@@ -238,13 +238,13 @@ def require_carried(net: nn.Module) -> Carried:
     if isinstance(net, Carried):
         return net
     if isinstance(net, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        _refuse_wrappers(net)
+        refuse_wrappers(net)
     raise ModelError(
         f"the net is a {type(net).__name__}; make its state explicit first: net = tt.carry(module)"
     )
 
 
-def _refuse_wrappers(net: nn.Module) -> None:
+def refuse_wrappers(net: nn.Module) -> None:
     """Refuse torch's wrappers for several devices.
 
     Their gradients are not those of one net on one stream.
