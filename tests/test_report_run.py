@@ -10,7 +10,7 @@ import pytest
 
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit_report import AuditReport
+from throughtime.app.audit import AuditReport
 from throughtime.app.report import audit_section
 from throughtime.app.report.run_page import write_report
 from throughtime.app.run_folder import RunFolder

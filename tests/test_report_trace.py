@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, open_audit
-from throughtime.app.audit_report import AuditReport
+from throughtime.app.audit import AuditJob, AuditOptions, AuditReport, open_audit
 from throughtime.app.config import Config, make_config
-from throughtime.app.report import trace_section
+from throughtime.app.report import audit_section
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.trace import (
     FEWEST_STEPS,
@@ -243,7 +242,7 @@ def test_lifetimes_of_a_linear_net_follow_from_its_weight(tmp_path: Path, weight
         (run_trace.windows, 3 + 1) if weight == 0.1 else (0, 10)
     )  # 0.1 ** 3 is not below a thousandth
     assert life.exploded == (run_trace.windows if weight == 2.0 else 0)
-    cells = [str(cell) for cell in trace_section.lifetime_table(run_trace).rows[0]]
+    cells = [str(cell) for cell in audit_section.lifetime_table(run_trace).rows[0]]
     words = {
         0.1: "vanishes 4 steps back in 40 of 40",
         0.5: "reaches the first step",
@@ -266,7 +265,7 @@ def test_time_constant_follows_from_the_bias_of_the_forget_gate(tmp_path: Path) 
     (memory,) = run_trace.timescales
     taus = [-1 / math.log(1 / (1 + math.exp(-bias))) for bias in range(8)]
     assert (memory.short, memory.longest) == pytest.approx((taus[1], taus[7]), rel=1e-3)
-    cells = trace_section.timescale_table(run_trace).rows[0]
+    cells = audit_section.timescale_table(run_trace).rows[0]
     assert cells[-1] == "1,097"
 
 
@@ -276,7 +275,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[AuditJob, RunTrace
 
 
 def drawn(run_trace: RunTrace, config: Config) -> ET.Element:
-    return ET.fromstring(trace_section.gradient_over_time(run_trace, config).svg)
+    return ET.fromstring(audit_section.gradient_over_time(run_trace, config).svg)
 
 
 def cuts(picture: ET.Element) -> list[float]:
@@ -354,7 +353,7 @@ def test_infinite_norm_is_stored_and_has_no_colour(
         ),
     )
     assert (
-        "inf" not in trace_section.gradient_over_time(broken, look.config).svg.split("</desc>")[1]
+        "inf" not in audit_section.gradient_over_time(broken, look.config).svg.split("</desc>")[1]
     )
     audited = replace(audit_job(RunFolder(Path(look.config.out))).run(), trace=broken)
     audited.write(tmp_path / "audit.json")
@@ -392,4 +391,4 @@ def test_the_caption_says_how_the_run_cuts(
     tmp_path: Path, more: dict[str, Any], expected: str
 ) -> None:
     look, run_trace = traced_run(tmp_path, **more)
-    assert expected in trace_section.gradient_over_time(run_trace, look.config).caption
+    assert expected in audit_section.gradient_over_time(run_trace, look.config).caption

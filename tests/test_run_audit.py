@@ -14,8 +14,7 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, open_audit
-from throughtime.app.audit_report import AuditReport
+from throughtime.app.audit import AuditJob, AuditOptions, AuditReport, open_audit
 from throughtime.app.config import Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.model import StandardisedMSE, one_thread

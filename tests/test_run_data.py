@@ -22,9 +22,8 @@ from test_run import finish, settings, write_recordings
 from throughtime.app.config import Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.evaluate import evaluate_run
-from throughtime.app.model import load_model
+from throughtime.app.model import collect_statistics, load_model
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.statistics import collect_statistics
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream._prefetch import ProcessReader, ThreadReader
@@ -619,7 +618,7 @@ def test_wide_recordings_are_surveyed_in_pieces_of_few_numbers() -> None:
 
 
 def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
+    from throughtime.app.run_folder import load_checkpoint, save_checkpoint
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
     saved = load_checkpoint(folder.checkpoint)

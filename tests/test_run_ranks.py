@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, write_recordings
 from throughtime import state as trees
-from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.app.config import make_config
 from throughtime.app.distributed import LostRankError, Team, TeamError, _lost_rank_errors
 from throughtime.app.model import load_model
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError, RunError
 

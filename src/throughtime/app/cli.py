@@ -112,12 +112,13 @@ def root(
 def train(context: typer.Context, **options: Any) -> None:
     """Train a model on recordings."""
     config, resume = options.pop("config"), options.pop("resume")
-    given = {
-        name: value
-        for name, value in options.items()
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    }
-    flags = _settings(given)
+    flags = _settings(
+        {
+            name: value
+            for name, value in options.items()
+            if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+        }
+    )
     other = sorted(flags.keys() - {"updates", "epochs"})
     if resume is not None and (other or config is not None):
         raise ConfigError(

@@ -21,7 +21,7 @@ from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
 
 if TYPE_CHECKING:
-    from throughtime.app.audit_report import AuditReport
+    from throughtime.app.audit import AuditReport
     from throughtime.app.config import Config
     from throughtime.app.trace import RunTrace
     from throughtime.diagnose import Audit, Reach

@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 
 from throughtime.app.config import Config
-from throughtime.app.labels import FrameRows, LabelRows
-from throughtime.app.model import ModelSpec
-from throughtime.app.recordings import DataLayout, SourceRecording, open_recordings
-from throughtime.app.statistics import (
+from throughtime.app.model import (
+    ModelSpec,
     Statistics,
     class_name,
     collect_statistics,
     read_blocks,
     sorted_classes,
+)
+from throughtime.app.recordings import (
+    DataLayout,
+    FrameRows,
+    LabelRows,
+    SourceRecording,
+    open_recordings,
 )
 from throughtime.errors import DataError
 from throughtime.stream import Recording

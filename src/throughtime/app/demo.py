@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from throughtime.app.audit_report import AuditReport
+from throughtime.app.audit import AuditReport
 from throughtime.app.model import one_thread
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach
@@ -53,7 +53,7 @@ WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedRecording:
     """A generated recording, its labels, and the frames since the last pulse."""
 
     recording: TableRecording
@@ -61,7 +61,7 @@ class Generated:
     since: Array
 
 
-def generate(name: str, frames: int, seed: int) -> Generated:
+def generate(name: str, frames: int, seed: int) -> GeneratedRecording:
     """A recording of `frames` frames, the same for the same seed."""
     random = np.random.default_rng(seed)
     gaps = 300 + random.exponential(1_700, size=frames // 300 + 2)
@@ -76,7 +76,7 @@ def generate(name: str, frames: int, seed: int) -> Generated:
         signal[start : start + 10] += PULSES[mode]
     mode = np.repeat(modes, lengths)
     labels = np.where(random.random(frames) < WRONG_LABELS, 1 - mode, mode)
-    return Generated(
+    return GeneratedRecording(
         TableRecording(name, ArrayRows("inputs", signal), ArrayRows("targets", labels)),
         labels,
         np.arange(frames) - np.repeat(starts, lengths),
@@ -84,7 +84,7 @@ def generate(name: str, frames: int, seed: int) -> Generated:
 
 
 @dataclass
-class Trained:
+class DemoNetwork:
     """One network and its accuracy on the unbroken test recording.
 
     Attributes:
@@ -130,12 +130,12 @@ class Demo:
     """The results: networks of both kinds for every seed, and measurements of one on the stream."""
 
     updates: int
-    test: Generated
-    networks: tuple[Trained, ...]
+    test: GeneratedRecording
+    networks: tuple[DemoNetwork, ...]
     audit_report: AuditReport
     exact_cost: ExactCost
 
-    def of(self, name: str) -> list[Trained]:
+    def of(self, name: str) -> list[DemoNetwork]:
         """The networks that were trained on windows, or on the stream."""
         return [network for network in self.networks if network.name == name]
 
@@ -156,12 +156,12 @@ def run_demo(
         WINDOWS: (list(windows(train, STRIDE)), list(windows([test.recording], STRIDE))),
         STREAM: (train, [test.recording]),
     }
-    networks: list[Trained] = []
+    networks: list[DemoNetwork] = []
     on_stream: Carried | None = None
     with one_thread():
         for seed in seeds:
             for name, (to_train, to_score) in pieces.items():
-                network = Trained(name, seed)
+                network = DemoNetwork(name, seed)
                 net = _train(network, to_train, updates_each, on_loss)
                 _evaluate(network, net, to_score, test)
                 networks.append(network)
@@ -198,7 +198,9 @@ def _audit(net: Carried, train: list[Recording], count: int) -> AuditReport:
     )
 
 
-def _evaluate(network: Trained, net: Carried, pieces: list[Recording], test: Generated) -> None:
+def _evaluate(
+    network: DemoNetwork, net: Carried, pieces: list[Recording], test: GeneratedRecording
+) -> None:
     """Compute the accuracies of a network."""
     outputs, _ = predict(net, test.recording)
     network.predicted = outputs.argmax(dim=1).numpy()
@@ -215,7 +217,7 @@ def _evaluate(network: Trained, net: Carried, pieces: list[Recording], test: Gen
 
 
 def _train(
-    network: Trained,
+    network: DemoNetwork,
     recordings: list[Recording],
     count: int,
     on_loss: Callable[[str, int, float], None],

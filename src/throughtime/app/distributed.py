@@ -22,8 +22,8 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from throughtime.app.checkpoint import to_cpu
 from throughtime.app.config import Config
+from throughtime.app.run_folder import to_cpu
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
 
 T = TypeVar("T")

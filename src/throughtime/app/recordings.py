@@ -1,6 +1,11 @@
 """Recordings opened from files: their columns, frames and targets, checked against each other.
 
-Shapes: `T` steps, `D` input features, `S` static features.
+Targets are one per row, per N rows, per interval, or one for the whole recording. They are given
+in rows of the file and become steps: `frame_size` rows form one step. A frame is complete or
+dropped. Its target is that of its last row, when the net has read all of it; so an interval of rows
+covers the steps whose last row it covers.
+
+Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 """
 
 import math
@@ -9,20 +14,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from throughtime.app import labels
 from throughtime.app.config import Config
-from throughtime.app.labels import FrameRows, Rate, Targets
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.table import Array
-from throughtime.stream.labels import At
+from throughtime.stream.formats.csv import is_number
+from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.labels import (
+    At,
+    IntervalLabels,
+    PeriodicLabels,
+    interval_labels,
+    periodic_labels,
+)
 from throughtime.stream.manifest import ManifestEntry, header_of, join_faults
-from throughtime.stream.recording import INTERVAL_COLUMNS, TableRecording, check_lengths, columns
+from throughtime.stream.recording import (
+    INTERVAL_COLUMNS,
+    ArrayRows,
+    ColumnRows,
+    TableRecording,
+    check_lengths,
+    columns,
+    interval_columns,
+)
 
 _CLOSE = 1e-6  # relative: a rate computed from time stamps is not exact
 _BELONGS = {
@@ -30,6 +48,195 @@ _BELONGS = {
     "target_at": "labels for more than one step",
     "background_class": "a targets file with the columns start,stop,label",
 }
+LABEL = ("label",)
+
+
+class Rate(NamedTuple):
+    """Rows per second, and the file or model that says so."""
+
+    source: str
+    value: float
+
+
+class Targets(NamedTuple):
+    """The targets of a recording, their column names and rates, and the intervals that were lost.
+
+    An interval shorter than a frame is lost.
+    """
+
+    rows: Rows
+    columns: tuple[str, ...]
+    rates: tuple[Rate, ...] = ()
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """Every `frame_size` rows as one step of `N * D` numbers, row after row."""
+
+    rows: Rows
+    frame_size: int
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.frame_size
+
+    def read(self, start: int, stop: int) -> Array:
+        rows = self._read_rows(start, stop)
+        return rows.reshape(len(rows) // self.frame_size, -1)
+
+    def _read_rows(self, start: int, stop: int) -> Array:
+        return self.rows.read(start * self.frame_size, min(stop, len(self)) * self.frame_size)
+
+
+class LastRows(FrameRows):
+    """The last of every `frame_size` rows."""
+
+    def read(self, start: int, stop: int) -> Array:
+        return self._read_rows(start, stop)[self.frame_size - 1 :: self.frame_size]
+
+
+@dataclass(frozen=True)
+class LabelRows:
+    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
+
+    rows: Rows
+    classify: bool
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Array:
+        return _with_missing_value(self.rows.read(start, stop), classify=self.classify)
+
+
+def _with_missing_value(labels: Array, *, classify: bool) -> Array:
+    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
+    if labels.dtype.kind not in "biu":
+        return labels
+    return labels.astype(np.str_ if classify else np.float64)
+
+
+@dataclass(frozen=True)
+class BackgroundRows:
+    """Labels of intervals, and one class for all steps outside them."""
+
+    intervals: IntervalLabels
+    background_class: str
+
+    @property
+    def where(self) -> str:
+        return self.intervals.where
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+    def read(self, start: int, stop: int) -> Array:
+        ones = np.ones(len(self.intervals.starts))
+        covered = replace(self.intervals, labels=ones, at="all").read(start, stop)
+        labels = self.intervals.read(start, stop)
+        return np.where(np.isnan(covered), self.background_class, labels)
+
+
+def label_of_recording(
+    entry: ManifestEntry, steps: int, *, classify: bool, at: At | None
+) -> Targets:
+    """The label that the manifest gives to the whole recording.
+
+    Raises:
+        DataError: there is none, or it is no number and the task is regression.
+    """
+    label = entry.label or ""
+    if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
+        expected = "a class" if classify else "a finite number (or is it --task classify?)"
+        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
+    values = ArrayRows("the manifest", np.array([label if classify else float(label)]))
+    return Targets(periodic_labels(entry.name, values, steps, steps, at or "last"), LABEL)
+
+
+def labels_of_intervals(
+    name: str,
+    table: Table,
+    rows: int,
+    *,
+    frame_size: int,
+    classify: bool,
+    at: At | None,
+    background_class: str | None,
+) -> Targets:
+    """Labels of intervals in rows of the inputs.
+
+    Raises:
+        DataError: intervals that are unsorted, overlap or leave the recording, or labels of the
+            wrong type.
+    """
+    starts, stops, labels = interval_columns(table)
+    labels = _with_missing_value(labels, classify=classify)
+    if not classify and labels.dtype.kind == "U" and len(labels):
+        wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
+        raise DataError(
+            f"{table.path}: the label {wrong!r} is no number, and --task regress needs one"
+        )
+    if labels.dtype.kind == "U":
+        labels = np.char.strip(labels)
+    spans = interval_labels(name, str(table.path), starts, stops, labels, rows, at or "all")
+    lost = 0
+    if frame_size > 1:
+        first, end = spans.starts // frame_size, spans.stops // frame_size
+        keep = first < end
+        lost = int((~keep).sum())
+        spans = replace(
+            spans,
+            starts=first[keep],
+            stops=end[keep],
+            labels=spans.labels[keep],
+            steps=spans.steps // frame_size,
+        )
+    labelled = spans if background_class is None else BackgroundRows(spans, background_class)
+    return Targets(labelled, LABEL, lost=lost)
+
+
+def targets_every(
+    name: str,
+    table: Table,
+    chosen: tuple[str, ...],
+    rows: int,
+    count: int,
+    *,
+    frame_size: int,
+    classify: bool,
+    at: At | None,
+) -> Targets:
+    """A row of targets for every `count` of the `rows` of the inputs.
+
+    Raises:
+        DataError: the table has more or fewer rows.
+    """
+    names = columns(name, table, table.columns, table, chosen or table.columns).target_columns
+    labels = LabelRows(ColumnRows(table, names, flat=True), classify)
+    checked = periodic_labels(name, labels, count, rows, at or "last")
+    rates = () if table.rate is None else (Rate(str(table.path), table.rate * count),)
+    per_step = PeriodicLabels(labels, count // frame_size, rows // frame_size, checked.at)
+    return Targets(per_step, names, rates)
+
+
+def targets_of_rows(table: Table, chosen: tuple[str, ...], frame_size: int) -> Targets:
+    """A row of targets for each row of the inputs."""
+    rows = ColumnRows(table, chosen, flat=True)
+    rates = () if table.rate is None else (Rate(str(table.path), table.rate),)
+    return Targets(rows if frame_size == 1 else LastRows(rows, frame_size), chosen, rates)
+
+
+def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
+    """Whether a targets file holds intervals: these columns, none chosen as a row target."""
+    return set(table.columns) == set(INTERVAL_COLUMNS) and chosen in {(), LABEL}
 
 
 @dataclass(frozen=True)
@@ -262,9 +469,9 @@ def _targets(entry: ManifestEntry, table: Table, layout: DataLayout) -> Targets:
     """The targets in whichever form the files have; settings of another form are refused."""
     rows, frame_size, at = len(table), layout.frame_size, layout.target_at
     file = None if entry.targets is None else open_table(entry.targets, layout)
-    if file is not None and labels.holds_intervals(file, layout.targets):
+    if file is not None and holds_intervals(file, layout.targets):
         _refuse(entry, layout, f"{file.path} holds intervals", "target_every")
-        return labels.labels_of_intervals(
+        return labels_of_intervals(
             entry.name,
             file,
             rows,
@@ -276,12 +483,12 @@ def _targets(entry: ManifestEntry, table: Table, layout: DataLayout) -> Targets:
     if entry.label is not None:
         what = "its label is for the whole recording"
         _refuse(entry, layout, what, "target_every", "background_class")
-        return labels.label_of_recording(entry, rows // frame_size, classify=layout.classify, at=at)
+        return label_of_recording(entry, rows // frame_size, classify=layout.classify, at=at)
     if file is not None and layout.target_every is not None:
         every = layout.target_every
         what = f"{file.path} holds a row of targets for every {every} rows"
         _refuse(entry, layout, what, "background_class")
-        return labels.targets_every(
+        return targets_every(
             entry.name,
             file,
             layout.targets,
@@ -315,7 +522,7 @@ def _row_targets(
             " for: --target-every N"
         )
     checked = columns(entry.name, table, table.columns, source, chosen)
-    return labels.targets_of_rows(source, checked.target_columns, layout.frame_size)
+    return targets_of_rows(source, checked.target_columns, layout.frame_size)
 
 
 def _refuse(entry: ManifestEntry, layout: DataLayout, what: str, *settings: str) -> None:

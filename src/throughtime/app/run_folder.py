@@ -1,4 +1,8 @@
-"""The folder of a run: its files and what they hold."""
+"""The folder of a run: its files, and how models and checkpoints are stored in them.
+
+Models and checkpoints are safetensors files with a description in JSON, no pickle. A checkpoint
+holds any nesting of plain values and tensors.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
 from throughtime._files import write_atomically
 from throughtime.app.config import Config, make_config, read_toml
 from throughtime.errors import RunError
+
+_CHECKPOINT = "throughtime.checkpoint/1"
 
 
 @dataclass(frozen=True)
@@ -121,3 +132,99 @@ class RunFolder:
         """Append a line to the log."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def save_tensors(path: Path, kind: str, description: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors and a description to a file of this kind, whole or not at all.
+
+    `kind` is the only key of the metadata, since safetensors writes several keys in any order.
+    """
+    metadata = {kind: json.dumps(description)}
+    write_atomically(path, safetensors.torch.save(dict(tensors), metadata=metadata))
+
+
+def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tensor]]:
+    """The description and the tensors of a file of this kind.
+
+    Raises:
+        RunError: no such file, an unreadable one (`hint` says what that may mean), or one of
+            another kind.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            names: list[str] = file.keys()
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); {hint}") from error
+    if kind not in metadata:
+        what = kind.split(".")[1].split("/", maxsplit=1)[0]
+        raise RunError(f"{path}: not a {what} that `throughtime train` wrote")
+    return json.loads(metadata[kind]), tensors
+
+
+def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the content to a temporary file, sync it, rename it over the previous checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    description = _flatten(content, tensors)
+    save_tensors(path, _CHECKPOINT, description, tensors)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The content that `save_checkpoint` wrote, with tensors on the CPU.
+
+    Raises:
+        RunError: no such file, or one that is no checkpoint.
+    """
+    hint = "no checkpoint to go on from; begin the run again with another --out"
+    return _unflatten(*load_tensors(path, _CHECKPOINT, hint))
+
+
+def to_cpu(content: Any) -> Any:
+    """The content with its tensors copied to the CPU, to be sent to another process."""
+    if isinstance(content, Tensor):
+        return _copy(content)
+    if isinstance(content, dict):
+        return {key: to_cpu(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(to_cpu(value) for value in content)
+    return content
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in memory of its own: safetensors refuses tensors that share memory."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _flatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value as JSON, each tensor replaced by its number.
+
+    JSON has no tuples, and only text as keys.
+    """
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = _copy(value)
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"dict": [[_flatten(k, tensors), _flatten(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [_flatten(v, tensors) for v in value]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise RunError(
+        f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values"
+    )
+
+
+def _unflatten(plan: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(plan, dict):
+        return plan
+    ((kind, content),) = plan.items()
+    if kind == "tensor":
+        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and
+        # a resumed run must round as before.
+        return tensors[content].clone()
+    if kind == "dict":
+        return {_unflatten(k, tensors): _unflatten(v, tensors) for k, v in content}
+    items = [_unflatten(v, tensors) for v in content]
+    return tuple(items) if kind == "tuple" else items

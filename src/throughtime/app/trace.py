@@ -8,7 +8,7 @@ that training learns from step t. With a horizon longer than the stride, a step 
 windows, whose gradients add up. One lane plays the recording at fixed weights, its state carried
 from the first step.
 
-Shapes: `T` steps, `H` hidden.
+Shapes: `T` steps, `B` lanes, `H` hidden.
 """
 
 import math
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.excerpt import busiest_excerpt, first_column, one_lane
-from throughtime.app.model import ModelSpec
+from throughtime.app.model import ModelSpec, unbroken_stream
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Timescale, TraceSummary, trace
@@ -30,12 +30,58 @@ from throughtime.gradient import LossFn, Truncated, schedule
 from throughtime.predict import Predictor
 from throughtime.state import State
 from throughtime.stream import Recording, windows
+from throughtime.stream.formats.table import Array
 from throughtime.updates import updates
 
 FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
 LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
 MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
 VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/trace.md
+_SEARCHED = 20_000  # steps predicted from the start of the recording, state carried
+_SHOWN = 1_500
+
+
+@dataclass(frozen=True)
+class SignalExcerpt:
+    """Consecutive steps of a recording: its first input column, first target and predictions."""
+
+    recording: str
+    start: int
+    signal: Array
+    targets: Array
+    predicted: Array
+
+
+def busiest_excerpt(
+    net: Carried, spec: ModelSpec, recording: Recording, config: Config
+) -> SignalExcerpt:
+    """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
+    steps = min(len(recording), _SEARCHED)
+    chunk = unbroken_stream([recording], spec, config, 1, steps).read(0, steps)
+    predict = Predictor(net)
+    parts = [predict(x.to(predict.device)).squeeze(1).cpu() for x in chunk.inputs.split(1024)]
+    outputs = torch.cat(parts).numpy()
+    targets = np.zeros(steps) if chunk.targets is None else first_column(chunk.targets).numpy()
+    if spec.classes:
+        start, predicted = _busiest(targets), outputs.argmax(axis=1)
+    else:
+        start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
+    shown = slice(start, start + _SHOWN)
+    signal = first_column(chunk.inputs).numpy()
+    return SignalExcerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
+
+
+def first_column(values: Tensor) -> Tensor:
+    """The first column of the first lane of `(T, B, ...)`: `(T,)`."""
+    return values[:, 0].reshape(len(values), -1)[:, 0]
+
+
+def _busiest(targets: Array) -> int:
+    """The start of the excerpt with most classes, then most changes of class."""
+    starts = range(0, max(1, len(targets) - _SHOWN + 1), _SHOWN // 3)
+    excerpts = [targets[start : start + _SHOWN] for start in starts]
+    activity = [(len(np.unique(e)), np.count_nonzero(np.diff(e))) for e in excerpts]
+    return starts[activity.index(max(activity))]
 
 
 @dataclass(frozen=True)
@@ -242,7 +288,7 @@ def _read(
     """
     cut = config.train_on == "windows"
     recordings = list(windows([recording], config.chunk_steps())) if cut else [recording]
-    stream = one_lane(recordings, config.chunk_steps(), spec, config)
+    stream = unbroken_stream(recordings, spec, config, 1, config.chunk_steps())
     predict, device = Predictor(net), next(net.parameters()).device
     for begin in range(0, 0 if cut else start, 1024):
         predict(stream.read(begin, min(begin + 1024, start)).inputs.to(device))

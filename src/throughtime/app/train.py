@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from throughtime._files import write_atomically
-from throughtime.app.checkpoint import load_checkpoint, save_checkpoint
 from throughtime.app.config import Config
 from throughtime.app.dataset import Dataset, OnPhase, idle_remarks, open_dataset
 from throughtime.app.distributed import Team
@@ -27,6 +26,7 @@ from throughtime.app.model import (
     make_loss,
     save_model,
     set_statistics,
+    unbroken_stream,
 )
 from throughtime.app.policy import (
     make_policy,
@@ -34,7 +34,7 @@ from throughtime.app.policy import (
     updates_per_epoch,
     with_fixed_chunk,
 )
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.carry.carried import Carried
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
@@ -57,17 +57,8 @@ def evaluate_recordings(
     on_phase: OnPhase | None = None,
 ) -> Evaluation:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
-    stream = Stream(
-        recordings,
-        min(len(recordings), EVALUATION_LANES),
-        EVALUATION_CHUNK,
-        seed=None,
-        warm_up=config.warm_up,
-        dtype=spec.torch_dtype,
-        missing=config.missing,
-        rank=0,
-        ranks=1,
-    )
+    lanes = min(len(recordings), EVALUATION_LANES)
+    stream = unbroken_stream(recordings, spec, config, lanes, EVALUATION_CHUNK)
     evaluator = Evaluator(net, metrics=spec.metrics())
     for chunk in stream:
         evaluator.add(chunk)

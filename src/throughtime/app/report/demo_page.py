@@ -18,7 +18,7 @@ from throughtime.app.demo import (
     STRIDE,
     WINDOWS,
     Demo,
-    Trained,
+    DemoNetwork,
     exact,
     facts,
     summary,
@@ -130,11 +130,11 @@ def _gradient(demo: Demo) -> list[Part]:
     ]
 
 
-def _networks(demo: Demo) -> list[Trained]:
+def _networks(demo: Demo) -> list[DemoNetwork]:
     return [*demo.of(WINDOWS), *demo.of(STREAM)]
 
 
-def _label(network: Trained) -> str:
+def _label(network: DemoNetwork) -> str:
     return f"{'windows' if network.name == WINDOWS else 'stream'}, seed {network.seed}"
 
 

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
-from throughtime.app.audit_report import AuditReport
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
-from throughtime.app.excerpt import busiest_excerpt
 from throughtime.app.model import ModelSpec, load_model
 from throughtime.app.policy import describe_policy, make_policy
-from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Series, bars, lines, strip
 from throughtime.app.report.page import (
     DataTable,
@@ -26,8 +23,8 @@ from throughtime.app.report.page import (
     Section,
     render,
 )
-from throughtime.app.report.trace_section import trace_parts
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.trace import busiest_excerpt
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 
@@ -97,8 +94,8 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     recordings, lanes = data["train"], config.lanes
     if config.train_on == "windows":
         start = (
-            f"For comparison, they were cut into shuffled windows of {config.chunk_steps()} steps. Each"
-            " starts from a zero state."
+            "For comparison, they were cut into shuffled windows of"
+            f" {config.chunk_steps()} steps. Each starts from a zero state."
         )
     elif lanes > recordings:
         start = (
@@ -247,6 +244,9 @@ def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Sec
     """The results of `audit`, if it has measured the run."""
     if not folder.audit.is_file():
         return []
+    from throughtime.app.audit import AuditReport
+    from throughtime.app.report.audit_section import audit_figures, audit_table, trace_parts
+
     report = AuditReport.read(folder.audit)
     source = (
         f"Measured on {report.extent()} of the split '{report.split}' of {Path(report.data).name}"
