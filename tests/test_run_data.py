@@ -343,7 +343,9 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
         ("0", "1"),
         ("age", "weight"),
     )
-    assert evaluate_run(one, None, "valid", None)[1] == evaluate_run(other, None, "valid", None)[1]
+    assert repr(evaluate_run(one, None, "valid", None)[1]) == repr(
+        evaluate_run(other, None, "valid", None)[1]
+    )  # the loss is NaN
     run(
         "predict",
         one.path,
