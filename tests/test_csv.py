@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.csv import is_number, read_columns
-from throughtime.stream.formats.csv_rows import open_csv_rows, parse_numbers
+from throughtime.stream.formats.csv_rows import parse_numbers
 from throughtime.stream.recording import columns
 
 
@@ -266,7 +266,7 @@ def test_lines_as_signals_give_their_numbers(
 
 
 def test_lines_are_also_named_from_the_last_one(tmp_path: Path) -> None:
-    table = open_csv_rows(written(tmp_path / "r.csv", "1,2\n3,4\n5,6\n"))
+    table = open_table(written(tmp_path / "r.csv", "1,2\n3,4\n5,6\n"), rows=True)
     assert list(table.columns) == ["0", "1", "2"]
     assert all(name in table.columns for name in ("0", "2", "-1", "-3"))
     assert not any(name in table.columns for name in ("3", "-4", "-0", "--1", "-", "", "a", "-a"))
@@ -298,7 +298,7 @@ ROWS: dict[str, tuple[bytes, str]] = {
 def test_lines_that_are_no_signals_are_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     path = written(tmp_path / "r.csv", content)
     with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {reason}"):
-        open_csv_rows(path).read(0, 2, ["1"])
+        open_table(path, rows=True).read(0, 2, ["1"])
     with pytest.raises(DataError, match=r"rows=True is for \.csv"):
         open_table(tmp_path_file(tmp_path), rows=True)
 

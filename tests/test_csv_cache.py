@@ -139,8 +139,8 @@ def test_a_cache_that_ignores_the_time_of_its_source_would_be_noticed(
 SLOW_WRITER = """
 import sys, time
 from pathlib import Path
-from throughtime.stream.formats import _csv_cache, csv, open_table
-real = csv.write_batches
+from throughtime.stream.formats import _csv_cache, open_table
+real = _csv_cache.write_batches
 def slow(path, schema, batches, metadata):
     def delayed():
         for batch in batches:
@@ -149,7 +149,7 @@ def slow(path, schema, batches, metadata):
             yield batch
     Path(sys.argv[2] + f".{__import__('os').getpid()}").touch()
     real(path, schema, delayed(), metadata)
-csv.write_batches = slow
+_csv_cache.write_batches = slow
 table = open_table(Path(sys.argv[1]))
 print(repr(float(table.read(0, len(table), table.columns).sum())))
 """

@@ -159,14 +159,14 @@ def test_large_row_group_is_decoded_piece_by_piece_and_once(
     pq.write_table(pa.table({"x": values}), tmp_path / "r.parquet")
     opened = open_table(tmp_path / "r.parquet")
     batches: list[int] = []
-    decoded = type(opened.table)._rows  # pyright: ignore[reportAttributeAccessIssue]
+    decoded = type(opened.handle.get())._rows  # pyright: ignore[reportAttributeAccessIssue]
 
     def rows(*args: object) -> object:
         for batch in decoded(*args):
             batches.append(batch.num_rows)
             yield batch
 
-    monkeypatch.setattr(type(opened.table), "_rows", rows)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(type(opened.handle.get()), "_rows", rows)
     read = [
         (opened.read(at, at + 100, ["x"]), opened.read(10_000 + at, 10_100 + at, ["x"]))
         for at in range(0, 10_000, 100)
@@ -269,7 +269,7 @@ def test_more_files_are_open_than_handles_are_kept(
         assert [float(table.read(start, start + 10, ["0"])[0, 0]) for table in tables] == [
             index / 16 for index in range(12)
         ]
-    assert sum(table.table.handle._file is not None for table in tables) == 4
+    assert sum(table.handle._file is not None for table in tables) == 4
 
 
 def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:

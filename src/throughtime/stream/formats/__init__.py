@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from throughtime.errors import DataError
-from throughtime.stream.formats import (
-    arrow,
-    audio,
-    csv,
-    edf,
-    hdf5,
-    netcdf,
-    npy,
-    parquet,
-    wfdb,
-    zarr,
-)
-from throughtime.stream.formats.csv_rows import open_csv_rows
-from throughtime.stream.formats.table import FileStamp, GuardedTable, Table
+from throughtime.stream.formats.arrays import open_hdf5, open_netcdf, open_zarr, zarr_files
+from throughtime.stream.formats.arrow import ArrowFile
+from throughtime.stream.formats.audio import AudioFile
+from throughtime.stream.formats.csv import CsvFile
+from throughtime.stream.formats.csv_rows import CsvRowsFile
+from throughtime.stream.formats.edf import EdfFile
+from throughtime.stream.formats.npy import NpyFile, NpzFile
+from throughtime.stream.formats.parquet import ParquetFile
+from throughtime.stream.formats.table import FileTable, Table, TableFile
+from throughtime.stream.formats.wfdb import WfdbFile, wfdb_files
 
 __all__ = ["SUFFIXES", "Table", "open_table"]
 
@@ -28,32 +24,32 @@ def _same(path: Path) -> tuple[Path, ...]:
 
 
 class _Format(NamedTuple):
-    open: Callable[[Path], Table]
+    open: Callable[[Path], TableFile]
     files: Callable[[Path], tuple[Path, ...]] = _same  # those that must not change while it is read
     folder: bool = False
 
 
 _FORMATS = {
-    ".arrow": _Format(arrow.open_arrow),
-    ".csv": _Format(csv.open_csv),
-    ".edf": _Format(edf.open_edf),
-    ".feather": _Format(arrow.open_arrow),
-    ".flac": _Format(audio.open_audio),
-    ".h5": _Format(hdf5.open_hdf5),
-    ".hdf5": _Format(hdf5.open_hdf5),
-    ".hea": _Format(wfdb.open_wfdb, wfdb.files),
-    ".nc": _Format(netcdf.open_netcdf),
-    ".npy": _Format(npy.open_npy),
-    ".npz": _Format(npy.open_npz),
-    ".ogg": _Format(audio.open_audio),
-    ".parquet": _Format(parquet.open_parquet),
-    ".wav": _Format(audio.open_audio),
-    ".zarr": _Format(zarr.open_zarr, zarr.files, folder=True),
+    ".arrow": _Format(ArrowFile),
+    ".csv": _Format(CsvFile),
+    ".edf": _Format(EdfFile),
+    ".feather": _Format(ArrowFile),
+    ".flac": _Format(AudioFile),
+    ".h5": _Format(open_hdf5),
+    ".hdf5": _Format(open_hdf5),
+    ".hea": _Format(WfdbFile, wfdb_files),
+    ".nc": _Format(open_netcdf),
+    ".npy": _Format(NpyFile),
+    ".npz": _Format(NpzFile),
+    ".ogg": _Format(AudioFile),
+    ".parquet": _Format(ParquetFile),
+    ".wav": _Format(AudioFile),
+    ".zarr": _Format(open_zarr, zarr_files, folder=True),
 }
 SUFFIXES = tuple(_FORMATS)
 
 
-def open_table(path: Path, *, rows: bool = False) -> Table:
+def open_table(path: Path, *, rows: bool = False) -> FileTable:
     """Open the file of a recording by its suffix; where the format allows, read its header only.
 
     The table refuses to read a file that was written to after it was opened. It can be pickled; the
@@ -87,5 +83,4 @@ def open_table(path: Path, *, rows: bool = False) -> Table:
         raise DataError(
             f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
         )
-    stamps = tuple(FileStamp.of(file) for file in form.files(path))
-    return GuardedTable(open_csv_rows(path) if rows else form.open(path), stamps)
+    return FileTable.open(path, CsvRowsFile if rows else form.open, form.files(path))

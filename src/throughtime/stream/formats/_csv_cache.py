@@ -1,4 +1,4 @@
-"""Arrow files in the user's cache folder that hold the converted values of CSV files.
+"""Blocks of CSV files: converted to an Arrow file in the user's cache folder, or parsed when read.
 
 A cache file is named for the path, size and modification time of its source. It is written under
 another name and renamed, so a reader never opens half of one. A lock lets one process write while
@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
-from throughtime.stream.formats.table import FileStamp, MappedFile
+from throughtime.errors import DataError
+from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 
 VERSION = 1  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
@@ -30,6 +31,71 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "throughtime"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughtime"
+
+
+class CsvScan(Protocol):
+    """One pass over a CSV file."""
+
+    @property
+    def schema(self) -> Any:
+        """Of the batches."""
+        ...
+
+    def batches(self) -> Iterator[Any]:
+        """The record batches of all blocks, in order."""
+        ...
+
+    def metadata(self) -> dict[str, Any]:
+        """What was learnt in the pass."""
+        ...
+
+    def reparse(self, block: int) -> Any:
+        """The record batch of a block once more."""
+        ...
+
+
+class CsvBlocks:
+    """The record batches of a CSV file: of its cache file, or parsed again where they are read.
+
+    Args:
+        path: the file.
+        layout: see `open_cached`.
+        scan: begins a pass.
+        small: bytes of a file that is not cached.
+    """
+
+    def __init__(
+        self, path: Path, layout: str, scan: Callable[[Path, BinaryIO], CsvScan], small: int
+    ) -> None:
+        stamp, self._key, self._cache = FileStamp.of(path), object(), None
+
+        def convert(target: Path) -> None:
+            with path.open("rb") as file:
+                source = scan(path, file)
+                write_batches(target, source.schema, source.batches(), source.metadata)
+
+        try:
+            if stamp.size > small:
+                self._cache = open_cached(stamp, layout, convert)
+            if self._cache is not None:
+                self.metadata = self._cache.metadata
+                return
+            with path.open("rb") as file:
+                self._scan = scan(path, file)
+                for _ in self._scan.batches():
+                    pass
+            self.metadata = self._scan.metadata()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def __getitem__(self, block: int) -> Any:
+        if self._cache is None:
+            return BLOCK_CACHE.get(
+                (self._key, block), lambda: self._scan.reparse(block), lambda batch: batch.nbytes
+            )
+        batch = self._cache.batch(block)
+        self._cache.file.count_read(batch.nbytes)
+        return batch
 
 
 class CacheFile:

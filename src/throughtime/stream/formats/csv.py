@@ -9,28 +9,17 @@ import csv
 import io
 import re
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
-from throughtime.stream.formats.arrow import concat
-from throughtime.stream.formats.table import (
-    BLOCK_CACHE,
-    Array,
-    CacheKey,
-    FileStamp,
-    Handle,
-    rows_between,
-)
+from throughtime.stream.formats._csv_cache import CsvBlocks
+from throughtime.stream.formats.table import Array, TableFile, block_slices, concat_blocks
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 FIELD = 131_072  # characters: the limit of the csv module
@@ -40,7 +29,7 @@ WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,0
 _QUOTED_FIELD = re.compile(rb'(?<![^,\n])"[^"\r\n]*"(?=[,\r\n]|\Z)')
 
 
-def open_csv(path: Path) -> "CsvTable":
+class CsvFile(TableFile):
     r"""A CSV file; every line is checked.
 
     A column whose first filled field is text is text, even where other fields look like numbers;
@@ -59,65 +48,29 @@ def open_csv(path: Path) -> "CsvTable":
     large, which is memory-mapped from then on. A smaller one, and any file where the cache folder
     cannot be written, is parsed block by block where it is read.
     """
-    handle = Handle(path, _opened)
-    file = handle.get()
-    return CsvTable(path, handle, tuple(file.slots), file.starts[-1])
 
-
-class CsvFile(NamedTuple):
-    """An open CSV file, converted or not: block `i` holds the rows from `starts[i]` on.
-
-    A batch has the columns of numbers as one matrix, and after it the columns of text.
-    """
-
-    slots: dict[str, int]  # by column: its place in the matrix, or -1, -2, ... among the texts
-    starts: Sequence[int]
-    faults: dict[str, str]  # by column: why it cannot be read
-    batch: Callable[[int], Any]
-    cache: CacheFile | None
-
-
-@dataclass(frozen=True)
-class CsvTable:
-    """Rows of an open CSV file."""
-
-    path: Path
-    handle: Handle[CsvFile]
-    columns: tuple[str, ...]
-    length: int
-    rate: float | None = None
-    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
-
-    def __len__(self) -> int:
-        return self.length
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._blocks = CsvBlocks(path, "columns", _Scan, PIECE)
+        metadata = self._blocks.metadata
+        # by column: its place in the matrix of numbers, or -1, -2, ... among the texts
+        self._slots: dict[str, int] = metadata["slots"]
+        self._starts: list[int] = metadata["starts"]
+        self._faults: dict[str, str] = metadata["faults"]  # by column: why it cannot be read
+        self.columns, self.length = tuple(self._slots), self._starts[-1]
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        start, stop = rows_between(start, stop, self.length)
-        file = self.handle.get()
-        if file.faults and (names := [name for name in columns if name in file.faults]):
-            raise DataError(f"{self.path}: {file.faults[names[0]]}")
-        slots = [file.slots[name] for name in columns]
-        parts: list[Array] = []
-        block = bisect_right(file.starts, start) - 1
-        while start < stop:
-            first, end = file.starts[block], min(stop, file.starts[block + 1])
-            if end > start:  # a block of blank lines has no rows
-                batch = self._batch(file, block)
-                parts.append(_select(batch, start - first, end - first, slots))
-            start, block = end, block + 1
-        return concat(parts, len(slots))
-
-    def _batch(self, file: CsvFile, block: int) -> Any:
-        if file.cache is None:
-            key = (self.cache_key, block)
-            return BLOCK_CACHE.get(key, lambda: file.batch(block), lambda batch: batch.nbytes)
-        batch = file.batch(block)
-        file.cache.file.count_read(batch.nbytes)
-        return batch
+        if self._faults and (names := [name for name in columns if name in self._faults]):
+            raise DataError(f"{self.path}: {self._faults[names[0]]}")
+        slots = [self._slots[name] for name in columns]
+        slices = block_slices(self._starts, start, stop)
+        return concat_blocks(
+            [_select(self._blocks[block], first, end, slots) for block, first, end in slices]
+        )
 
 
 def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
-    """Rows of some columns of a batch."""
+    """Rows of some columns of a batch: one matrix of numbers, then columns of text."""
     if min(slots) >= 0:
         numbers = batch.column(0)
         matrix: Array = numbers.values.to_numpy().reshape(len(numbers), -1)[start:stop]
@@ -130,48 +83,20 @@ def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
     return np.array(labels, dtype=np.str_).reshape(-1, 1)
 
 
-def _slots(columns: Sequence[str], text: Sequence[bool]) -> dict[str, int]:
-    numbers, texts = count(), count(-1, -1)
-    return {
-        name: next(texts if is_text else numbers)
-        for name, is_text in zip(columns, text, strict=True)
-    }
-
-
-def _opened(path: Path) -> CsvFile:
-    try:
-        stamp = FileStamp.of(path)
-        if stamp.size > PIECE:
-            cache = open_cached(stamp, "columns", partial(_convert, path))
-            if cache is not None:
-                return CsvFile(batch=cache.batch, cache=cache, **cache.metadata)
-        with path.open("rb") as file:
-            scan = _Scan(path, file)
-            for _ in scan.batches():
-                pass
-        return CsvFile(batch=scan.reparse, cache=None, **scan.metadata())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _convert(path: Path, target: Path) -> None:
-    with path.open("rb") as file:
-        scan = _Scan(path, file)
-        write_batches(target, scan.parser.schema, scan.batches(), scan.metadata)
-
-
 class _Parser:
     """From blocks of records to record batches, and to the faults of columns."""
 
     def __init__(self, columns: Sequence[str], text: Sequence[bool]) -> None:
         import pyarrow as pa
 
-        self.slots, self.text = _slots(columns, text), list(text)
+        numbers, texts = count(), count(-1, -1)
+        slots = [next(texts if is_text else numbers) for is_text in text]
+        self.slots, self.text = dict(zip(columns, slots, strict=True)), list(text)
         self.numbers = self.text.count(False)
         self.faults: dict[str, str] = {}
         matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
-        texts = [(f"text {slot}", pa.string()) for slot in self.slots.values() if slot < 0]
-        self.schema = pa.schema(matrix + texts)
+        labels = [(f"text {slot}", pa.string()) for slot in slots if slot < 0]
+        self.schema = pa.schema(matrix + labels)
 
     def by_pyarrow(self, data: bytes) -> Any:
         """A batch of lines, none of which ends within a field; None where pyarrow refuses them."""
@@ -224,41 +149,34 @@ class _Parser:
     def _batch(self, values: dict[str, Any], rows: int) -> Any:
         """Of the values of each column; those of a column with a fault are left out."""
         import pyarrow as pa
-        from pyarrow import compute
 
         matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
         for name, slot in self.slots.items():
-            column = None if name in self.faults else values.get(name)
-            if slot >= 0:
-                matrix[:, slot] = np.nan if column is None else column
-                continue
-            empty = pa.array([""] * rows, pa.string())
-            labels = empty if column is None else column
-            if isinstance(labels, list):
-                labels = pa.array(labels, pa.string())
-            elif isinstance(labels, pa.ChunkedArray):
-                labels = labels.combine_chunks()
-            longest = (
-                compute.call_function(
-                    "max", [compute.call_function("utf8_length", [labels])]
-                ).as_py()
-                or 0
-            )
-            if longest > LABEL:
-                self.faults[name] = (
-                    f"column '{name}' holds a text of {longest} characters, expected labels"
-                )
-                labels = empty
-            texts.append(labels)
-        return self._record_batch(matrix, texts)
+            values_known = name in values and name not in self.faults
+            if slot < 0:
+                texts.append(self._labels(name, values[name] if values_known else [""] * rows))
+            elif values_known:
+                matrix[:, slot] = values[name]
+        if self.numbers:
+            flat = pa.array(matrix.reshape(-1))
+            texts.insert(0, pa.FixedSizeListArray.from_arrays(flat, self.numbers))
+        return pa.RecordBatch.from_arrays(texts, schema=self.schema)
 
-    def _record_batch(self, matrix: Array, texts: list[Any]) -> Any:
+    def _labels(self, name: str, values: Any) -> Any:
+        """The array of a column of text; empty ones where a label is too long."""
         import pyarrow as pa
+        from pyarrow import compute
 
-        if not self.numbers:
-            return pa.RecordBatch.from_arrays(texts, schema=self.schema)
-        numbers = pa.FixedSizeListArray.from_arrays(pa.array(matrix.reshape(-1)), self.numbers)
-        return pa.RecordBatch.from_arrays([numbers, *texts], schema=self.schema)
+        if isinstance(values, pa.ChunkedArray):
+            labels = values.combine_chunks()
+        else:
+            labels = pa.array(values, pa.string())
+        lengths = compute.call_function("utf8_length", [labels])
+        longest = compute.call_function("max", [lengths]).as_py() or 0
+        if longest <= LABEL:
+            return labels
+        self.faults[name] = f"column '{name}' holds a text of {longest} characters, expected labels"
+        return pa.array([""] * len(labels), pa.string())
 
 
 class _Scan:
@@ -276,16 +194,12 @@ class _Scan:
         self.end = _content_end(file) if self.width == 1 else 2**63
         self.starts, self.offsets = array("q", [0]), array("q", [self.offset])
         self.parser = _Parser(columns, self._kinds())
+        self.schema = self.parser.schema
 
     def batches(self) -> Iterator[Any]:
         """The record batches of all blocks, in order."""
         while data := self._block():
-            batch = self.parser.by_pyarrow(data) if self._regular(data) else None
-            if batch is None:
-                data, rows, lines, self.line = self._records(data)
-                batch = self.parser.by_python(rows, lines)
-            else:
-                self.line += data.count(b"\n")
+            data, batch, self.line = self._parse(data)
             self.offset += len(data)
             self.offsets.append(self.offset)
             self.starts.append(self.starts[-1] + batch.num_rows)
@@ -301,8 +215,15 @@ class _Scan:
         with self.path.open("rb") as file:
             file.seek(self.offsets[block])
             data = file.read(self.offsets[block + 1] - self.offsets[block])
+        return self._parse(data)[1]
+
+    def _parse(self, data: bytes) -> tuple[bytes, Any, int]:
+        """The bytes of a block's records, their batch, and the number of lines before the next."""
         batch = self.parser.by_pyarrow(data) if self._regular(data) else None
-        return self.parser.by_python(*self._records(data)[1:3]) if batch is None else batch
+        if batch is not None:
+            return data, batch, self.line + data.count(b"\n")
+        data, rows, lines, line = self._records(data)
+        return data, self.parser.by_python(rows, lines), line
 
     def _header(self) -> list[str]:
         """The first record as the names of the columns, unless it is all numbers."""

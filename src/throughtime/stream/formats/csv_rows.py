@@ -1,32 +1,23 @@
 """CSV on its side: each line is a signal, and time runs along the line."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
-from throughtime.stream.formats._csv_cache import CacheFile, open_cached, write_batches
-from throughtime.stream.formats.table import (
-    BLOCK_CACHE,
-    Array,
-    CacheKey,
-    FileStamp,
-    Handle,
-    rows_between,
-)
+from throughtime.stream.formats._csv_cache import CsvBlocks
+from throughtime.stream.formats.table import Array, TableFile
 
 STEP = 4096  # fields of a block of a line
 PIECE = 2**20
 LINES = 65_536  # at most: a file of more has its signals in columns
 
 
-def open_csv_rows(path: Path) -> "CsvRowsTable":
+class CsvRowsFile(TableFile):
     """A file whose lines are signals of equal length, all numbers, without a header.
 
     The columns are called `0`, `1`, ... from the first line; `-1`, `-2`, ... count from the last
@@ -37,11 +28,30 @@ def open_csv_rows(path: Path) -> "CsvRowsTable":
         DataError: lines of different lengths, quotes, text at the start, or more than 65,536 lines.
 
     Cost: one pass, in which a line may be longer than memory. A file of more than 256 kB is
-    converted to a cache file (see `open_csv`); otherwise reading parses 4096 fields at a time.
+    converted to a cache file (see `CsvFile`); otherwise reading parses 4096 fields at a time.
     """
-    handle = Handle(path, _opened)
-    file = handle.get()
-    return CsvRowsTable(path, handle, LineNames(map(str, range(file.lines))), file.length)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._blocks = CsvBlocks(path, "rows", _RowScan, csv.PIECE)
+        metadata = self._blocks.metadata
+        self._lines = LineNames(map(str, range(metadata["lines"])))
+        self._step: int = metadata["step"]
+        self._faults: dict[str, str] = metadata["faults"]  # by line: why it cannot be read
+        self.columns, self.length = self._lines, metadata["length"]
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        per_line = -(-self.length // self._step)
+        first, end = start // self._step, -(-stop // self._step)
+        skipped = first * self._step
+        signals: list[Array] = []
+        for name in map(self._lines.forward, columns):
+            if name in self._faults:
+                raise DataError(f"{self.path}: {self._faults[name]}")
+            line = self._lines.index(name) * per_line
+            parts = [self._blocks[line + block].column(0).to_numpy() for block in range(first, end)]
+            signals.append(np.concatenate(parts)[start - skipped : stop - skipped])
+        return np.stack(signals, axis=1)
 
 
 class LineNames(tuple[str, ...]):
@@ -63,137 +73,66 @@ class LineNames(tuple[str, ...]):
         return str(len(self) + int(name)) if from_end else name
 
 
-class CsvRowsFile(NamedTuple):
-    """An open file of lines, converted or not."""
-
-    lines: int
-    length: int
-    step: int
-    faults: dict[str, str]  # by line: why it cannot be read
-    block: Callable[[int, int], Array]  # of a line
-    cache: CacheFile | None
-
-
-@dataclass(frozen=True)
-class CsvRowsTable:
-    """Fields of the lines of an open file."""
-
-    path: Path
-    handle: Handle[CsvRowsFile]
-    columns: LineNames
-    length: int
-    rate: float | None = None
-    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        start, stop = rows_between(start, stop, self.length)
-        if start == stop:
-            return np.empty((0, len(columns)))
-        file = self.handle.get()
-        blocks = range(start // file.step, -(-stop // file.step))
-        first = blocks.start * file.step
-        signals: list[Array] = []
-        for line in (self.columns.index(self.columns.forward(name)) for name in columns):
-            if str(line) in file.faults:
-                raise DataError(f"{self.path}: {file.faults[str(line)]}")
-            parts = [self._block(file, line, block) for block in blocks]
-            signals.append(np.concatenate(parts)[start - first : stop - first])
-        return np.stack(signals, axis=1)
-
-    def _block(self, file: CsvRowsFile, line: int, block: int) -> Array:
-        if file.cache is None:
-            key = (self.cache_key, line, block)
-            return BLOCK_CACHE.get(key, lambda: file.block(line, block))
-        values = file.block(line, block)
-        file.cache.file.count_read(values.nbytes)
-        return values
-
-
-def _opened(path: Path) -> CsvRowsFile:
-    try:
-        stamp = FileStamp.of(path)
-        if stamp.size > csv.PIECE:
-            cache = open_cached(stamp, "rows", partial(_convert, path))
-            if cache is not None:
-                blocks = -(-cache.metadata["length"] // cache.metadata["step"])
-
-                def cached(line: int, block: int) -> Array:
-                    return cache.batch(line * blocks + block).column(0).to_numpy()
-
-                return CsvRowsFile(block=cached, cache=cache, **cache.metadata)
-        scan = _RowScan(path)
-        return CsvRowsFile(len(scan.places), scan.length, STEP, {}, scan.block, None)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _convert(path: Path, target: Path) -> None:
-    import pyarrow as pa
-
-    scan = _RowScan(path)
-    faults: dict[str, str] = {}
-
-    def batches() -> Iterator[Any]:
-        for line in range(len(scan.places)):
-            for block in range(-(-scan.length // STEP)):
-                try:
-                    values = scan.block(line, block)
-                except DataError as error:
-                    faults.setdefault(str(line), str(error).removeprefix(f"{path}: "))
-                    values = np.full(scan.count(block), np.nan)
-                yield pa.record_batch([pa.array(values)], ["values"])
-
-    write_batches(
-        target,
-        pa.schema([("values", pa.float64())]),
-        batches(),
-        lambda: {
-            "lines": len(scan.places),
-            "length": scan.length,
-            "step": STEP,
-            "faults": faults,
-        },
-    )
-
-
 class _RowScan:
     """Counts the fields of each line, from pieces of the file that need not hold a whole line.
 
     `places` are the offsets at which every `STEP`th field of each line begins.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        import pyarrow as pa
+
         self.path = path
         self.places: list[array[int]] = []
         self.length = -1
+        self.faults: dict[str, str] = {}
+        self.schema = pa.schema([("values", pa.float64())])
         self._line = 1
-        with path.open("rb") as file:
-            self._run(file)
+        self._run(file)
 
-    def count(self, block: int) -> int:
-        """The number of fields in a block."""
-        return min(STEP, self.length - block * STEP)
+    def batches(self) -> Iterator[Any]:
+        """The record batches of all blocks, line by line; the faults of lines are noted."""
+        for block in range(len(self.places) * self._per_line):
+            yield self.reparse(block)
 
-    def block(self, line: int, block: int) -> Array:
-        """The numbers of a block of a line."""
-        begin, end = self.places[line][block : block + 2]
+    def metadata(self) -> dict[str, Any]:
+        """What was learnt in the pass."""
+        return {
+            "lines": len(self.places),
+            "length": self.length,
+            "step": STEP,
+            "faults": self.faults,
+        }
+
+    @property
+    def _per_line(self) -> int:
+        return -(-self.length // STEP)
+
+    def reparse(self, block: int) -> Any:
+        """The numbers of a block of a line, as a record batch; NaN where one is no number."""
+        import pyarrow as pa
+
+        line, index = divmod(block, self._per_line)
+        begin, end = self.places[line][index : index + 2]
+        size = min(STEP, self.length - index * STEP)
         with self.path.open("rb") as file:
             file.seek(begin)
             data = file.read(end - begin - 1).rstrip(b"\r")
         values = parse_numbers(data.replace(b",", b"\n"))
-        if values is not None and len(values) == self.count(block):
-            return values
-        fields = data.decode(errors="replace").split(",")
-        wrong = next((i for i, f in enumerate(fields) if f.strip() and not csv.is_number(f)), None)
-        if wrong is not None:
-            raise DataError(
-                f"{self.path}: signal {line}, field {block * STEP + wrong + 1} holds"
-                f" {fields[wrong][:40]!r}, expected a number"
-            )
-        return np.array([float(f) if f.strip() else np.nan for f in fields])
+        if values is None or len(values) != size:
+            fields = data.decode(errors="replace").split(",")
+            filled = [(i, f) for i, f in enumerate(fields) if f.strip()]
+            wrong = next(((i, f) for i, f in filled if not csv.is_number(f)), None)
+            values = np.full(size, np.nan)
+            if wrong is None:
+                values[[i for i, _ in filled]] = [float(f) for _, f in filled]
+            else:
+                self.faults.setdefault(
+                    str(line),
+                    f"signal {line}, field {index * STEP + wrong[0] + 1} holds"
+                    f" {wrong[1][:40]!r}, expected a number",
+                )
+        return pa.record_batch([pa.array(values)], ["values"])
 
     def _begin(self, offset: int) -> None:
         self._current, self._commas, self._offset = array("q", [offset]), 0, offset

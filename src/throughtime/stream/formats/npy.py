@@ -8,14 +8,19 @@ import mmap
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, Handle, MappedFile, rows_between
+from throughtime.stream.formats.table import (
+    Array,
+    ArraysFile,
+    MappedFile,
+    TableFile,
+    unreadable,
+)
 
 _UNREADABLE = (
     OSError,
@@ -29,21 +34,30 @@ _UNREADABLE = (
 )
 
 
-class NpyFile(NamedTuple):
-    """The arrays of a file, as views of its mapped memory; that of an `.npy` file has no name."""
-
-    arrays: dict[str, Array]
-    file: MappedFile
-
-
-def open_npy(path: Path) -> "NpyTable":
+class NpyFile(TableFile):
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
-    handle = Handle(path, _map_npy)
-    matrix = handle.get().arrays[""]
-    return NpyTable(path, handle, tuple(map(str, range(matrix.shape[1]))), len(matrix))
+
+    def __init__(self, path: Path) -> None:
+        with unreadable(f"{path}: not a readable .npy file", _UNREADABLE):
+            self._file = MappedFile(path)
+            with path.open("rb") as file:
+                array = _array(file, 0, self._file.mapping)
+        _check(path, "the array", array)
+        if array.ndim > 2:
+            raise DataError(
+                f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)"
+            )
+        self._matrix = array if array.ndim == 2 else array.reshape(-1, 1)
+        self.length, width = self._matrix.shape
+        self.columns = tuple(map(str, range(width)))
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        rows = self._matrix[start:stop]
+        self._file.count_read(rows.nbytes)
+        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
-def open_npz(path: Path) -> "NpyTable":
+class NpzFile(ArraysFile):
     """Every array is a column under its own name; a matrix is one wide column.
 
     All arrays need the same number of rows.
@@ -51,76 +65,30 @@ def open_npz(path: Path) -> "NpyTable":
     Members that `np.savez` stored are memory-mapped; those of `np.savez_compressed` are read whole
     and stay in memory.
     """
-    handle = Handle(path, _map_npz)
-    lengths = {name: len(array) for name, array in handle.get().arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(
-            f"{path}: arrays of different lengths, {lengths}; all need one row per step"
-        )
-    return NpyTable(path, handle, tuple(lengths), next(iter(lengths.values()), 0))
 
-
-@dataclass(frozen=True)
-class NpyTable:
-    """Rows of memory-mapped arrays."""
-
-    path: Path
-    handle: Handle[NpyFile]
-    columns: tuple[str, ...]
-    length: int
-    rate: float | None = None
-
-    def __len__(self) -> int:
-        return self.length
+    def __init__(self, path: Path) -> None:
+        with unreadable(f"{path}: not a readable .npz file", _UNREADABLE):
+            self._file = MappedFile(path)
+            with path.open("rb") as file, zipfile.ZipFile(file) as members:
+                arrays = {
+                    info.filename.removesuffix(".npy"): _member(
+                        file, members, info, self._file.mapping
+                    )
+                    for info in members.infolist()
+                }
+        for name, array in arrays.items():
+            _check(path, f"array '{name}'", array)
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(
+                f"{path}: arrays of different lengths, {lengths}; all need one row per step"
+            )
+        super().__init__(path, arrays)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        start, stop = rows_between(start, stop, self.length)
-        mapped = self.handle.get()
-        matrix = mapped.arrays.get("")
-        if matrix is not None:
-            rows = matrix[start:stop]
-            rows = rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
-        else:
-            parts = [
-                array[start:stop].reshape(stop - start, _width(array))
-                for array in (mapped.arrays[c] for c in columns)
-            ]
-            rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        arrays = mapped.arrays.values()
-        mapped.file.count_read((stop - start) * sum(_width(a) * a.itemsize for a in arrays))
+        rows = super().read(start, stop, columns)
+        self._file.count_read(rows.nbytes)
         return rows
-
-
-def _width(array: Array) -> int:
-    return int(np.prod(array.shape[1:]))
-
-
-def _map_npy(path: Path) -> NpyFile:
-    try:
-        mapped = MappedFile(path)
-        with path.open("rb") as file:
-            array = _array(file, 0, mapped.mapping)
-    except _UNREADABLE as error:
-        raise DataError(f"{path}: not a readable .npy file ({error}); is it cut short?") from error
-    _check(path, "the array", array)
-    if array.ndim > 2:
-        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    return NpyFile({"": array if array.ndim == 2 else array.reshape(-1, 1)}, mapped)
-
-
-def _map_npz(path: Path) -> NpyFile:
-    try:
-        mapped = MappedFile(path)
-        with path.open("rb") as file, zipfile.ZipFile(file) as members:
-            arrays = {
-                info.filename.removesuffix(".npy"): _member(file, members, info, mapped.mapping)
-                for info in members.infolist()
-            }
-    except _UNREADABLE as error:
-        raise DataError(f"{path}: not a readable .npz file ({error}); is it cut short?") from error
-    for name, array in arrays.items():
-        _check(path, f"array '{name}'", array)
-    return NpyFile(arrays, mapped)
 
 
 def _member(

@@ -2,21 +2,27 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrow import concat, stack_columns
-from throughtime.stream.formats.table import BLOCK_CACHE, Array, CacheKey, Handle, rows_between
+from throughtime.stream.formats.arrow import distinct_columns, stack_columns
+from throughtime.stream.formats.table import (
+    BLOCK_CACHE,
+    Array,
+    TableFile,
+    block_slices,
+    concat_blocks,
+    unreadable,
+)
 
 BATCH_BYTES = 2**17  # of decoded rows cached as one block; small, so that many lanes fit
 CURSORS = 64  # positions in large row groups to read on from, of one file
 
 
-def open_parquet(path: Path) -> "ParquetTable":
-    """Opens the file's footer.
+class ParquetFile(TableFile):
+    """Batches of rows, decoded one after another; each lane reads on from its own cursor.
 
     Raises:
         DataError: the file is no Parquet file, or cut short.
@@ -24,109 +30,68 @@ def open_parquet(path: Path) -> "ParquetTable":
     Cost: a row group is decoded from its start, a batch at a time. Reading on decodes each row
     once; reading from the middle of a large row group decodes the rows before it.
     """
-    handle = Handle(path, _opened)
-    file = handle.get()
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    columns = tuple(file.schema_arrow.names)
-    if len(set(columns)) < len(columns):
-        raise DataError(f"{path}: has the columns {list(columns)}, expected distinct names")
-    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    nullable = {
-        c.path_in_schema
-        for c in chunks
-        if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count
-    }
-    return ParquetTable(
-        path,
-        handle,
-        columns,
-        (0, *accumulate(group.num_rows for group in groups)),
-        frozenset(nullable),
-    )
 
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
 
-def _opened(path: Path) -> Any:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        # without a buffer size a column of a row group is read whole
-        return parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: not a readable Parquet file ({error}); is it cut short?"
-        ) from error
-
-
-@dataclass
-class ParquetTable:
-    """Batches of rows, decoded one after another; each lane reads on from its own cursor."""
-
-    path: Path
-    handle: Handle[Any]
-    columns: tuple[str, ...]
-    starts: tuple[int, ...]
-    nullable: frozenset[str]
-    rate: float | None = None
-    cache_key: CacheKey = field(default_factory=CacheKey, repr=False)
-    _cursors: "OrderedDict[tuple[Any, ...], Iterator[Any]]" = field(
-        default_factory=OrderedDict, init=False, repr=False
-    )
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cursors": OrderedDict()}
+        self.path, self._key = path, object()
+        self._cursors = OrderedDict[tuple[Any, ...], Iterator[Any]]()
+        with unreadable(f"{path}: not a readable Parquet file", (OSError, pa.ArrowException)):
+            # without a buffer size a column of a row group is read whole
+            self._file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
+        metadata = self._file.metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        self.columns = distinct_columns(path, self._file.schema_arrow.names)
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        self._nullable = frozenset(
+            c.path_in_schema
+            for c in chunks
+            if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count
+        )
+        self._starts: tuple[int, ...] = (0, *accumulate(group.num_rows for group in groups))
+        self.length = self._starts[-1]
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        start, stop = rows_between(start, stop, len(self))
         size = max(64, BATCH_BYTES // (8 * len(columns) or 1))
         parts: list[Array] = []
-        for group, (begin, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
-            if begin >= stop or end <= start:
-                continue
-            low, high = max(start, begin) - begin, min(stop, end) - begin
+        for group, low, high in block_slices(self._starts, start, stop):
             for batch in range(low // size, -(-high // size)):
                 rows = self._batch(group, batch, size, tuple(columns))
                 parts.append(rows[max(0, low - batch * size) : high - batch * size])
-        return concat(parts, len(columns))
+        return concat_blocks(parts)
 
     def _batch(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
         return BLOCK_CACHE.get(
-            (self.cache_key, group, batch, columns),
+            (self._key, group, batch, columns),
             lambda: self._decoded(group, batch, size, columns),
         )
 
     def _decoded(self, group: int, batch: int, size: int, columns: tuple[str, ...]) -> Array:
         """Read on from the cursor at this batch, or from the start of the group."""
-        file = self.handle.get()
-        begin, cursor = batch, self._cursors.pop((id(file), group, batch, columns), None)
+        begin, cursor = batch, self._cursors.pop((group, batch, columns), None)
         if cursor is None:
-            begin, cursor = 0, self._rows(file, group, size, columns)
+            begin, cursor = 0, self._rows(group, size, columns)
         for _ in range(begin, batch):
             next(cursor, None)
         rows = next(cursor, None)
-        expected = min(size, self.starts[group + 1] - self.starts[group] - batch * size)
+        expected = min(size, self._starts[group + 1] - self._starts[group] - batch * size)
         if rows is None or rows.num_rows != expected:
             raise DataError(
                 f"{self.path}: row group {group} ends before row {batch * size + expected}; is the"
                 " file cut short?"
             )
-        if (batch + 1) * size < self.starts[group + 1] - self.starts[group]:
-            self._cursors[id(file), group, batch + 1, columns] = cursor
+        if (batch + 1) * size < self._starts[group + 1] - self._starts[group]:
+            self._cursors[group, batch + 1, columns] = cursor
         while len(self._cursors) > CURSORS:
             self._cursors.popitem(last=False)
-        return stack_columns(self.path, rows, columns, self.nullable)
+        return stack_columns(self.path, rows, columns, self._nullable)
 
-    def _rows(self, file: Any, group: int, size: int, columns: tuple[str, ...]) -> Iterator[Any]:
+    def _rows(self, group: int, size: int, columns: tuple[str, ...]) -> Iterator[Any]:
         import pyarrow as pa
 
-        try:
-            yield from file.iter_batches(
+        what = f"{self.path}: row group {group} cannot be read"
+        with unreadable(what, (OSError, pa.ArrowException), "is the file damaged?"):
+            yield from self._file.iter_batches(
                 size, row_groups=[group], columns=list(columns), use_threads=False
             )
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{self.path}: row group {group} cannot be read ({error}); is the file damaged?"
-            ) from error

@@ -4,13 +4,15 @@ Open files and decoded blocks are bounded in number and size. Both are safe afte
 pickling.
 """
 
+import contextlib
 import importlib
 import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -25,6 +27,15 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
 CACHE_BYTES = 12 * 2**20  # of all files together, and at least one block
 RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    IndexError,
+)  # what the libraries raise on damaged files
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
@@ -118,32 +129,116 @@ class FileStamp(NamedTuple):
             )
 
 
-@dataclass(frozen=True)
-class GuardedTable:
-    """A table that checks at every read that its files are as they were when it was opened."""
+class TableFile:
+    """An open file of named columns. Its `read` gets rows that exist, at least one."""
 
-    table: Table
+    columns: tuple[str, ...]
+    length: int
+    rate: float | None = None
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        """Rows `start` to before `stop` of `columns`, side by side."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """A table of one file, which every read compares with the file that was opened."""
+
+    handle: "Handle[TableFile]"
     stamps: tuple[FileStamp, ...]
+    columns: tuple[str, ...]
+    length: int
+    rate: float | None
+
+    @classmethod
+    def open(
+        cls, path: Path, opener: Callable[[Path], TableFile], files: Sequence[Path]
+    ) -> "FileTable":
+        """Open a file.
+
+        Args:
+            path: the file or folder.
+            opener: see `Handle`.
+            files: those that must not change while it is read.
+        """
+        stamps = tuple(map(FileStamp.of, files))
+        handle = Handle(path, opener)
+        file = handle.get()
+        return cls(handle, stamps, file.columns, file.length, file.rate)
 
     @property
     def path(self) -> Path:
-        return self.table.path
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.table.columns
-
-    @property
-    def rate(self) -> float | None:
-        return self.table.rate
+        return self.handle.path
 
     def __len__(self) -> int:
-        return len(self.table)
+        return self.length
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for stamp in self.stamps:
             stamp.check()
-        return self.table.read(start, stop, columns)
+        start, stop = rows_between(start, stop, self.length)
+        if start < stop:
+            return self.handle.get().read(start, stop, columns)
+        if self.length:  # one row has the columns and the type of none
+            return self.handle.get().read(0, 1, columns)[:0]
+        return np.empty((0, len(columns)))
+
+
+class FileArray(Protocol):
+    """An array in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Steps first."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its values."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """Reads these rows."""
+        ...
+
+
+class ArraysFile(TableFile):
+    """Named arrays of one length, read by slices of rows; a matrix is one wide column."""
+
+    def __init__(self, path: Path, arrays: Mapping[str, FileArray]) -> None:
+        self.path, self._arrays, self.columns = path, arrays, tuple(arrays)
+        self.length = next((array.shape[0] for array in arrays.values()), 0)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        parts = [self._rows(name, start, stop) for name in columns]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _rows(self, name: str, start: int, stop: int) -> Array:
+        what = f"{self.path}: steps {start} to {stop} of '{name}' cannot be read"
+        with unreadable(what, _DAMAGED, "is the file damaged?"):
+            rows = np.asarray(self._arrays[name][start:stop])
+        return rows.reshape(stop - start, -1)
+
+
+@contextlib.contextmanager
+def unreadable(
+    what: str, errors: tuple[type[Exception], ...], hint: str = "is it cut short?"
+) -> Generator[None, None, None]:
+    """Raise the errors of a library on a damaged file as a DataError: `what (error); hint`."""
+    try:
+        yield
+    except errors as error:
+        raise DataError(f"{what} ({error}); {hint}") from error
+
+
+def refuse_shorter(path: Path, expected: int) -> None:
+    """Refuse a file of fewer bytes than its header promises: libraries read what is left."""
+    size = path.stat().st_size
+    if size < expected:
+        raise DataError(
+            f"{path}: holds {size} bytes, its header promises {expected}; the file is cut short"
+        )
 
 
 def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
@@ -165,6 +260,27 @@ def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
     if start < 0 or stop < 0:
         raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
     return min(start, length), max(min(start, length), min(stop, length))
+
+
+def block_slices(starts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks that hold the rows `start` to before `stop`: index, first and last row within it.
+
+    Args:
+        starts: the first row of each block, and the end of the last one.
+        start: the first row.
+        stop: the row after the last one.
+    """
+    block = bisect_right(starts, start) - 1
+    while start < stop:
+        first, end = starts[block], min(stop, starts[block + 1])
+        if end > start:  # an empty block has no rows
+            yield block, start - first, end - first
+        start, block = end, block + 1
+
+
+def concat_blocks(parts: Sequence[Array]) -> Array:
+    """Rows one after another."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Handle(Generic[T]):
@@ -227,13 +343,6 @@ class MappedFile:
         if self._unreleased > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
             self.mapping.madvise(mmap.MADV_DONTNEED)
             self._unreleased = 0
-
-
-class CacheKey:
-    """The owner of cached blocks: a new one for each table, and for each unpickled copy of it."""
-
-    def __reduce__(self) -> tuple[type["CacheKey"], tuple[()]]:
-        return CacheKey, ()
 
 
 class BlockCache:

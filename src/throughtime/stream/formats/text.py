@@ -5,7 +5,6 @@ Shapes: `n` symbols read.
 
 import codecs
 from array import array
-from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -13,7 +12,14 @@ from typing import Literal, Protocol
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, FileStamp, Handle, MappedFile, rows_between
+from throughtime.stream.formats.table import (
+    Array,
+    FileStamp,
+    Handle,
+    MappedFile,
+    block_slices,
+    rows_between,
+)
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import Steps
 
@@ -143,12 +149,7 @@ class Characters:
         return self.starts[-1]
 
     def read(self, start: int, stop: int) -> Array:
-        parts: list[Array] = []
-        piece = bisect_right(self.starts, start) - 1
-        while start < stop:
-            first, end = self.starts[piece], min(stop, self.starts[piece + 1])
-            parts.append(self._piece(piece, start - first, end - first))
-            start, piece = end, piece + 1
+        parts = [self._piece(*piece) for piece in block_slices(self.starts, start, stop)]
         codes = np.concatenate(parts) if parts else np.empty(0, np.uint32)
         return np.searchsorted(_codes(self.symbols), codes)
 

@@ -1,0 +1,179 @@
+"""Files of named arrays that a library slices: HDF5, Zarr and netCDF.
+
+Opening reads the names and shapes; the longest arrays are the columns. Shorter arrays (means, names
+of channels) and those of more than two dimensions are no columns.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from throughtime.errors import DataError
+from throughtime.stream.formats.netcdf_classic import expected_size
+from throughtime.stream.formats.table import (
+    Array,
+    ArraysFile,
+    FileArray,
+    import_extra,
+    refuse_shorter,
+    unreadable,
+)
+
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+_LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)  # on damaged files
+
+
+def _longest(path: Path, arrays: dict[str, FileArray]) -> dict[str, FileArray]:
+    """The longest numeric vectors and matrices.
+
+    Raises:
+        DataError: there is none.
+    """
+    numeric = {
+        name: array
+        for name, array in arrays.items()
+        if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"
+    }
+    if not numeric:
+        contents = (
+            ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+            or "no array"
+        )
+        raise DataError(
+            f"{path}: holds {contents}, expected arrays of numbers with one row per step"
+        )
+    longest = max(array.shape[0] for array in numeric.values())
+    return {name: array for name, array in numeric.items() if array.shape[0] == longest}
+
+
+def open_hdf5(path: Path) -> ArraysFile:
+    """HDF5, by h5py: every vector or matrix of numbers is a column named by its path: `group/y`.
+
+    Raises:
+        MissingExtraError: h5py is not installed.
+        DataError: the file is no HDF5 file, cut short, or holds no such dataset.
+    """
+    h5py = import_extra("h5py", path, "HDF5", "hdf5")
+    _refuse_short_hdf5(path)
+    arrays: dict[str, Any] = {}
+
+    def add(name: str, member: Any) -> None:
+        if isinstance(member, h5py.Dataset) and member.shape is not None:
+            _ = member.dtype  # raises TypeError for a type that NumPy does not have
+            arrays[name] = member
+
+    with unreadable(f"{path}: not a readable HDF5 file", _LIBRARY_ERRORS):
+        h5py.File(path, "r").visititems(add)  # the datasets keep the file open
+    return ArraysFile(path, _longest(path, arrays))
+
+
+def _refuse_short_hdf5(path: Path) -> None:
+    """Refuse a file that ends before its superblock says (HDF5 File Format Specification, II.A).
+
+    The library checks this too, but not where it has the same file open already.
+    """
+    with path.open("rb") as file:
+        head = file.read(96)
+    if head[:8] != SIGNATURE:
+        return  # no HDF5, or after a block of the user's: the library searches for it
+    if len(head) < 96:
+        raise DataError(
+            f"{path}: not a readable HDF5 file, for it ends after {len(head)} bytes; the file is"
+            " cut short"
+        )
+    version = head[8]
+    width, start = (head[13], 24 + 4 * version) if version < 2 else (head[9], 12)
+    refuse_shorter(path, int.from_bytes(head[start + 2 * width : start + 3 * width], "little"))
+
+
+def open_zarr(path: Path) -> ArraysFile:
+    """Zarr folders: every vector or matrix of numbers is a column; a single array is `0`.
+
+    A piece without a file reads as the array's fill value, as the format defines it: a lost piece
+    cannot be told from an empty one.
+
+    Raises:
+        MissingExtraError: zarr is not installed.
+        DataError: the folder is no Zarr group or array, or holds no such array.
+
+    Cost: a whole piece of an array is decoded for any row in it: write pieces of some 100,000
+    numbers.
+    """
+    zarr = import_extra("zarr", path, "Zarr", "zarr")
+    with unreadable(f"{path}: not a readable Zarr folder", _LIBRARY_ERRORS):
+        root: Any = zarr.open(path, mode="r")
+        single = isinstance(root, zarr.Array)
+        members = [("0", root)] if single else root.members(max_depth=None)
+        arrays = {name: member for name, member in members if isinstance(member, zarr.Array)}
+    return ArraysFile(path, _longest(path, arrays))
+
+
+def zarr_files(path: Path) -> tuple[Path, ...]:
+    """The files that must not change: the metadata of the group and of its own arrays."""
+    metadata = (
+        folder / name
+        for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir()))
+        for name in ZARR_METADATA
+    )
+    return tuple(file for file in metadata if file.is_file())
+
+
+def open_netcdf(path: Path) -> ArraysFile:
+    """netCDF, by netCDF4: every variable `(time,)` or `(time, features)` of numbers is a column.
+
+    Packed values are unpacked, missing ones are NaN. Time is the first dimension of the longest
+    variable; coordinates are no columns.
+
+    Raises:
+        MissingExtraError: netCDF4 is not installed.
+        DataError: the file is no netCDF file, cut short, or holds no such variable.
+    """
+    netcdf = import_extra("netCDF4", path, "netCDF", "zarr")
+    what = f"{path}: not a readable netCDF file"
+    with path.open("rb") as file:
+        if file.read(3) != b"CDF":
+            _refuse_short_hdf5(path)
+        else:
+            with unreadable(what, (ValueError,)):
+                expected = expected_size(file)
+            refuse_shorter(path, expected)
+    with unreadable(what, (OSError, RuntimeError, ValueError)):
+        data: Any = netcdf.Dataset(path, mode="r")
+    variables: dict[str, Any] = data.variables
+    listed = " ".join(str(getattr(variable, "coordinates", "")) for variable in variables.values())
+    coordinates = {*data.dimensions, *listed.split()}
+    arrays: dict[str, FileArray] = {
+        name: NetcdfVariable(variable)
+        for name, variable in variables.items()
+        if isinstance(variable.dtype, np.dtype) and name not in coordinates
+    }
+    return ArraysFile(path, _longest(path, arrays))
+
+
+@dataclass(frozen=True)
+class NetcdfVariable:
+    """A variable that unpacks its slices, always to the same type."""
+
+    variable: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variable.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Floating if values are packed or may be missing."""
+        stored = np.dtype(self.variable.dtype)
+        marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(
+            self.variable.ncattrs()
+        )
+        return np.dtype(np.float64) if marked and stored.kind in "biu" else stored
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        values = self.variable[rows]
+        if self.dtype.kind == "f":
+            return np.ma.filled(values.astype(self.dtype), np.nan)
+        return np.ma.getdata(values)
