@@ -1,5 +1,4 @@
-"""Forward and backward of a layer under autocast to bfloat16: torch.nn, `tt.nn`, and `tt.nn` in
-float32.
+"""Forward and backward of a layer under bfloat16 autocast: torch.nn, `tt.nn`, `tt.nn` in float32.
 
     python benchmarks/autocast.py [--rounds 15] [--out benchmarks/results/autocast.json]
 

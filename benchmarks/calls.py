@@ -71,7 +71,6 @@ def count_updates() -> None:
     updates = readme_updates()
     for number in range(1, 7):
         counter = CallCounter().run(lambda: next(updates))
-        updates.net.zero_grad() if hasattr(updates, "net") else None
         if number in {1, 6}:
             print(f"update {number}: {counter}")
             for file, calls in counter.files.most_common():

@@ -1,5 +1,6 @@
-"""How far back credit must flow to learn to copy: the first rows of Table C.1 of Aicher, Foti and
-Fox (UAI 2019, arXiv 1905.07473).
+"""How far back credit must flow to learn to copy.
+
+The first rows of Table C.1 of Aicher, Foti and Fox (UAI 2019, arXiv 1905.07473).
 
     python benchmarks/copy_task.py [--rows 5,10,15] [--seeds 0,1] [--out runs/copy_task]
     python benchmarks/copy_task.py --table [--out runs/copy_task]
@@ -199,7 +200,7 @@ def finished(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def picked(run: dict[str, Any], budget: float) -> dict[str, Any]:
-    """A run's scores after its last epoch, where the validation lanes were predicted best, and when the time was over."""
+    """Scores of a run: at the last epoch, at the best validation loss, and at the time limit."""
     curve = run["curve"]
     return {
         **{key: run[key] for key in ("row", "seed", "gradient")},

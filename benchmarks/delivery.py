@@ -1,5 +1,4 @@
-"""How fast chunks arrive, beside how fast the fastest small model consumes them; and how much
-memory a long file takes.
+"""The rate of delivered chunks, of a small model's consumption, and the memory of a long file.
 
     python benchmarks/delivery.py [--frames 4000000] [--gigabytes 4] [--out
     benchmarks/results/delivery.json]
@@ -213,7 +212,7 @@ def waited(source: Any, workers: Any, updates: int = 500) -> float:
 
 
 class Watched:
-    """Resident memory above the start, every 50 ms, at its highest: of this process, and of all its children together."""
+    """Peak resident memory above the start, sampled every 50 ms: this process and its children."""
 
     def __init__(self) -> None:
         self.process, self.stop = psutil.Process(), threading.Event()

@@ -1,5 +1,4 @@
-"""The main job on a real ECG: the same model trained on the stream and on windows from a zero
-state.
+"""A real ECG: the same model trained on the stream and on windows from a zero state.
 
     python benchmarks/ecg.py DATA [--updates 4000] [--seeds 3] [--out runs/ecg]
 

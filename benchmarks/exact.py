@@ -1,5 +1,4 @@
-"""The exact gradient of long recordings: memory and time beside plain backpropagation through time,
-and what an audit costs.
+"""The exact gradient of long recordings: memory and time beside plain BPTT; the cost of an audit.
 
     python benchmarks/exact.py [--rounds 5] [--out benchmarks/results/exact.json]
 
@@ -149,7 +148,7 @@ def audited(steps: int, rounds: int, horizons: tuple[int, ...]) -> dict[str, Any
 def saved_bytes(
     run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any
 ) -> int:
-    """The most bytes that graphs held at once: every saved tensor counts while its storage lives."""
+    """Peak bytes of the tensors saved for backward, each counted until its storage is freed."""
     alive: dict[int, int] = {}
     now = most = 0
 
@@ -186,7 +185,7 @@ class Saved:
 
 
 def gruslys(rounds: int) -> dict[str, Any]:
-    """1,000 steps in pieces of 32 = sqrt(1,000): bytes of graph and edge states, and time, beside one graph."""
+    """Memory and time of 1,000 steps in segments of 32 = sqrt(1,000), relative to one graph."""
     steps, chunk, lanes = 1000, 32, 32
     torch.manual_seed(2)
     net, x, t = (

@@ -1,8 +1,8 @@
-"""A frame labeller that runs for minutes, trained on half-second windows or on the stream: the Free
-Spoken Digit Dataset.
+"""A frame labeller trained on half-second windows or on the stream: Free Spoken Digit Dataset.
 
-    python benchmarks/fsdd.py DATA [--labels last,word,voice] [--rows windows,stream] [--seeds
-    0,1,2] [--updates N] [--out runs/fsdd] python benchmarks/fsdd.py --table [--picture
+    python benchmarks/fsdd.py DATA [--labels last,word,voice] [--rows windows,stream]
+        [--seeds 0,1,2] [--updates N] [--out runs/fsdd]
+    python benchmarks/fsdd.py --table [--picture
     docs/recipes/fsdd.svg] [--out runs/fsdd]
 
 DATA is the folder of the clips `{digit}_{speaker}_{index}.wav`
@@ -72,7 +72,7 @@ Runs: TypeAlias = dict[tuple[str, str], list[dict[str, Any]]]  # by labels and r
 
 @dataclass(frozen=True)
 class Row:
-    """A way to train: what is played, how many frames lie between two updates, how far back credit flows."""
+    """A training setup: the data, the frames between two updates, the horizon of the gradient."""
 
     title: str
     style: str  # of its line
@@ -128,7 +128,7 @@ def joined(
 
 
 def energies(sound: Sound) -> Sound:
-    """Log energies `(T, BANDS)` of the 25 ms up to the end of each frame, in triangles equally spaced on the mel scale."""
+    """Log mel energies `(T, BANDS)` of the 25 ms before the end of each frame."""
     mel = np.linspace(2595 * np.log10(1 + 60 / 700), 2595 * np.log10(1 + RATE / 2 / 700), BANDS + 2)
     corners, bins = 700 * (10 ** (mel / 2595) - 1), np.arange(FFT // 2 + 1)[:, None] * RATE / FFT
     low, middle, high = corners[:-2], corners[1:-1], corners[2:]
@@ -190,7 +190,7 @@ def training(net: tt.Carried, row: Row, recordings: Recordings, seed: int) -> It
 
 
 def cold_starts(test: Recordings) -> tuple[Tensor, Tensor]:
-    """Inputs `(RUN, B, BANDS)` and targets `(RUN, B)` from places spread over the test recordings."""
+    """Inputs `(RUN, B, BANDS)` and targets `(RUN, B)`, spread over the test recordings."""
     starts = [
         (recording, int(at))
         for recording in test
@@ -316,7 +316,7 @@ def table(found: Runs) -> None:
 
 
 def picture(found: Runs, path: Path) -> None:
-    """Draws the accuracy by the time since the start: the mean over seeds as a line, from worst to best as a band."""
+    """Draw the accuracy over time: the mean over seeds as a line, the range as a band."""
     from matplotlib import pyplot as plt
 
     plt.rcParams.update(

@@ -194,8 +194,8 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     try:
         if manifest:
             outcome = attempt(
-                lambda: (
-                    f"manifest of {len(open_recordings(find_recordings(path), DataLayout('regress')))} read"
+                lambda: "manifest of {} read".format(
+                    len(open_recordings(find_recordings(path), DataLayout("regress")))
                 )
             )
         else:

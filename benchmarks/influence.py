@@ -1,5 +1,4 @@
-"""Influence balancing: a task on which a truncation of the gradient that is too short goes the
-wrong way.
+"""Influence balancing: a task on which too short a truncation has the wrong sign.
 
     python benchmarks/influence.py [--out benchmarks/results/influence.json]
 

@@ -1,5 +1,4 @@
-"""The time of `linear_scan`, forward and with its gradients, beside a loop over steps and beside
-`torch.cumsum`.
+"""The time of `linear_scan` and its gradients, beside a loop over steps and `torch.cumsum`.
 
     python benchmarks/linear_scan.py [--rounds 31] [--out benchmarks/results/linear_scan.json]
 

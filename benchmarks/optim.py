@@ -1,5 +1,6 @@
-"""The time of one clipped step of Adam: torch's three ways after `clip_grad_norm_`, and
-`throughtime.optim.Adam(max_norm=...)`.
+"""The time of one clipped step of Adam: torch's three variants and `throughtime.optim.Adam`.
+
+Torch's follow `clip_grad_norm_`; ours takes `max_norm`.
 
     python benchmarks/optim.py [--rounds 41] [--threads 1] [--out benchmarks/results/optim.json]
 

@@ -1,5 +1,4 @@
-"""One recording, several ways to train on it: the RLC circuit of Schiller et al. (ICLR 2026, arXiv
-2602.10911).
+"""Several ways to train on one recording: the RLC circuit of Schiller et al. (arXiv 2602.10911).
 
     python benchmarks/rlc.py DATA [--rows windows,carried] [--seeds 0,1,2] [--out runs/rlc]
     python benchmarks/rlc.py --table [--out runs/rlc]
@@ -69,7 +68,7 @@ Epochs: TypeAlias = Callable[[Signals, int], Iterator[Source]]
 
 
 def at_every_start(train: Signals) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and targets of the windows, `(100, 6568, 1)` and `(100, 6568, 2)`, and the marks of a batch of them that starts afresh."""
+    """Windows: inputs `(100, 6568, 1)`, targets `(100, 6568, 2)`, and the resets of one batch."""
     inputs, targets = (
         signal.unfold(0, WINDOW, 1).permute(2, 0, 1) for signal in (train.inputs, train.targets)
     )
@@ -106,7 +105,7 @@ def windows(ignored: int) -> Epochs:
 
 
 def abreast(train: Signals, seed: int) -> Iterator[Source]:
-    """100 lanes, lane i from step i on, the state carried: the windows at every start in their order."""
+    """100 lanes with the state carried; lane i starts at step i, as the windows do in order."""
     del seed  # nothing is drawn
     inputs, targets, resets = at_every_start(train)
     steps = torch.arange(WINDOW).unsqueeze(1) + torch.arange(BATCH)
@@ -277,7 +276,7 @@ def finished(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def picked(run: dict[str, Any], budget: float) -> dict[str, Any]:
-    """A run's scores after its last update, where the validation file was fitted best, and when the time was over."""
+    """Scores of a run: at the last update, at the best validation loss, and at the time limit."""
     curve = run["curve"]
     return {
         **{key: run[key] for key in ("row", "seed", "gradient")},

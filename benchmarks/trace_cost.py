@@ -29,9 +29,8 @@ import throughtime as tt
 from throughtime.diagnose.trace import Trace, trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-allocated = importlib.import_module(
-    "givens"
-).allocated  # counts every tensor that is made, as the tests do
+# counts every allocated tensor, as the tests do
+allocated = importlib.import_module("policy_data").allocated
 
 STEPS, FEATURES, HIDDEN = 100, 16, 64
 TURN = 0.02  # seconds of a turn, at least

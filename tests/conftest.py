@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, NaN in fresh memory, a seed, quick collections, and hypothesis without a clock."""
+"""Settings of every test: one thread, a seed, NaN in fresh memory, hypothesis without deadlines."""
 
 import gc
 import os

@@ -182,7 +182,7 @@ class Format(NamedTuple):
     rate: float | None = None
 
     def make(self, path: Path, values: Array | None = None) -> Array:
-        """Writes the file; returns what it holds, which is less exact than what was written where the format is."""
+        """Write the file; return the values that it stores, rounded as its format rounds."""
         values = matrix() if values is None else values
         self.write(path, values)
         if self.suffix == ".ogg":

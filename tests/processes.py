@@ -101,7 +101,7 @@ def started(command: Sequence[str], **more: str) -> Generator[subprocess.Popen[s
 
 
 def end(pid: int) -> None:
-    """Kills a process and all that it has started, each by its own id: torchrun's ranks lead process groups of their own."""
+    """Kill a process and its descendants by id: torchrun's ranks lead their own process groups."""
     with suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         first.suspend()  # or torchrun would start killed ranks again
@@ -207,7 +207,7 @@ def _child(
             torch.save(dict(work(rank, early)), folder / f"{rank}.pt")
             distributed.barrier()
             distributed.destroy_process_group()
-        except BaseException:  # whatever it is, the parent tells it
+        except BaseException:  # noqa: BLE001  # the parent reports it
             log.write(f"rank {rank}\n{traceback.format_exc()}")
             log.flush()
             sys.exit(1)

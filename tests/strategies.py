@@ -26,7 +26,7 @@ HIDDEN = 4
 
 
 class Rotation(nn.Module):
-    """`h' = h Q + x W` with an orthogonal Q: what enters never fades. The other user modules build on it."""
+    """`h' = h Q + x W` with an orthogonal Q: inputs never fade. Base of the other user modules."""
 
     def __init__(self, outputs: int = 2) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
 
 
 def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The largest difference between two sets of named tensors, relative to the largest entry of the second."""
+    """The largest difference of two sets of tensors, relative to the second's largest entry."""
     assert a.keys() == b.keys()
     scale = max(1.0, *(t.abs().max().item() for t in b.values()))
     return max((a[name] - b[name]).abs().max().item() for name in b) / scale

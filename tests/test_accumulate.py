@@ -60,7 +60,7 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def strides(policy: Policy) -> list[tuple[Tensor, float, int]]:
-    """The same for every stride, those without a target too: their place is found by one more target, which is taken off again."""
+    """Sum the losses stride by stride; a stride without targets gets one more, subtracted again."""
     told = dict(zip(_counted(), found(policy, 1), strict=True))
     nothing = (torch.zeros_like(flat(net_of())), 0.0, 0)
     return [told.get(at, nothing) for at in range(0, 75, STRIDE)]
@@ -163,11 +163,10 @@ def test_weights_of_classes_weigh_in_the_mean() -> None:
     state, total, mass = parts.initial_state(1), torch.zeros(()).double(), 0.0
     for t in range(75):
         out, state = parts(chunk.inputs[t : t + 1], tt.state.detach(state), chunk.resets[t : t + 1])
-        weight = loss_fn.weight[chunk.targets[t, 0]]  # pyright: ignore[reportOptionalSubscript]
-        total, mass = (
-            total + weight * nn.functional.cross_entropy(out[0], chunk.targets[t]),
-            mass + weight.item(),
-        )  # pyright: ignore[reportOptionalSubscript]
+        target = chunk.targets[t]  # pyright: ignore[reportOptionalSubscript]
+        weight = loss_fn.weight[target[0]]
+        total = total + weight * nn.functional.cross_entropy(out[0], target)
+        mass += weight.item()
     (total / mass).backward()
     assert update.loss.item() == pytest.approx((total / mass).item(), rel=1e-12)
     assert torch.allclose(flat(whole), flat(parts), atol=1e-12)

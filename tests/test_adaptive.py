@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, gradients_of, plain, policy_gradients
+from policy_data import Found, Given, deviation, gradients_of, plain, policy_gradients
 from strategies import (
     HIDDEN,
     Noisy,
@@ -49,7 +49,7 @@ def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
 
 
 def forgetful() -> tt.Carried:
-    """It keeps less than a hundredth of its state from step to step: one step of credit says nearly all."""
+    """A net that retains under 1 % of its state per step: one step of credit is nearly all."""
     net = named("hides-layer").net()
     net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
     net.module.get_parameter("lstm.bias_ih_l0").data[
@@ -59,7 +59,7 @@ def forgetful() -> tt.Carried:
 
 
 class Scripted:
-    """Measurements that find what they are told to, one bias after another, for whatever horizons are asked for."""
+    """Measurements that return prescribed biases, one after another, for any horizons."""
 
     def __init__(self, patch: pytest.MonkeyPatch, coming: Sequence[dict[int, float]]) -> None:
         self.asked: list[list[int]] = []
@@ -169,7 +169,7 @@ def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum
 @pytest.mark.parametrize("stride", [None, 1, 3])
 @pytest.mark.parametrize("warm", [False, True])
 def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, warm: bool) -> None:
-    """At fixed weights; in the middle of an epoch the state entering the steps ahead is the carried one."""
+    """At fixed weights; within an epoch the steps ahead start from the carried state."""
     net, source, count = (
         named("hides-layer").net(),
         stream(80, 60),
@@ -262,7 +262,7 @@ def test_horizon_may_change_from_update_to_update(monkeypatch: pytest.MonkeyPatc
 def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From 2 to 8 at the fourth update: what lies further back has been let go, so the windows grow by a stride each."""
+    """From 2 to 8 at the fourth update: earlier steps are freed, so windows grow by one stride."""
     net, data = named("hides-layer").net(), Given.draw(40, 2, 0, resets=0.05)
     Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
     found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
@@ -334,7 +334,7 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
 def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
     stride: int | None, training: bool
 ) -> None:
-    """A policy that may not change its horizon measures all the same, and does as a truncation does, to the bit."""
+    """A policy with a fixed horizon still measures, and equals a truncation to the bit."""
 
     def run(policy: Any) -> tuple[Found, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
         torch.manual_seed(0)

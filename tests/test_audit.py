@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Given, plain, policy_gradients
+from policy_data import Given, plain, policy_gradients
 from strategies import (
     HIDDEN,
     HidesLayer,
@@ -256,9 +256,7 @@ def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
     assert agrees(found, net, part, state)
 
 
-def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch_wherever_the_stream_stands() -> (
-    None
-):
+def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch() -> None:
     net, source = named("hides-layer").net(), stream_of([30, 23], 2)
     source.take(11)
     expected = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8))
@@ -342,7 +340,7 @@ def test_gradients_that_were_none_stay_none() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 50])
 def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
-    """One forward pass draws it: a horizon as long as the stretch has no bias, however noisy the net."""
+    """One forward pass draws the noise: a horizon over the whole excerpt has no bias."""
     torch.manual_seed(3)
     net = tt.carry(HidesLayer(dropout=0.4).double())
     long, short = (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Allocated, Given, allocated, deviation, plain, policy_gradients
+from policy_data import Allocated, Given, allocated, deviation, plain, policy_gradients
 from strategies import Rotation, inputs, named, recordings
 from test_updates import live_nodes
 from throughtime.errors import ConfigError
@@ -76,7 +76,7 @@ def test_memory_that_the_refusal_asks_for_is_enough(
 
 @given(steps=st.integers(1, 100_000), size=sizes)
 def test_chunk_of_ample_memory_is_the_fastest_made_even(steps: int, size: GraphSize) -> None:
-    """As many pieces as of the fastest length, and the last one is hardly shorter than the others."""
+    """As many segments as with the fastest length; the last is hardly shorter than the others."""
     pieces = math.ceil(steps / min(steps, FASTEST_GRAPH // int(size.step)))
     chunk = best_chunk(steps, size, 1e12)
     assert chunk == math.ceil(steps / pieces)
@@ -337,7 +337,7 @@ GENERATOR = (
 def growth(
     make: Callable[[], nn.Module], policy: Callable[[int], Policy], steps: int = 20
 ) -> tuple[int, int]:
-    """The peak of so many steps, and how much eight times as many add, beyond the states at edges of 10 steps."""
+    """Peak memory of `steps`, and what eight times as many add beyond the boundary states."""
     net, long = big(make, 8 * steps)
     few, many = (
         taken(net, long[0:steps], policy(steps)),

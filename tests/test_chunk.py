@@ -15,7 +15,7 @@ NAMES = ("inputs", "targets", "resets", "mask", "recording", "position")
 
 
 def stream_with_gaps(chunk: int) -> tt.Stream:
-    """Two lanes of which one ends early, targets missing here and there, a recording that begins in the middle."""
+    """Two lanes: one ends early, some targets are missing, a recording begins in the middle."""
     draw = np.random.default_rng(0)
     lengths = (23, 40, 9)
     made = [

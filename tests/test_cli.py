@@ -27,7 +27,7 @@ STEPS = 600
 
 
 def ended(*arguments: str | Path) -> tuple[int, str, str]:
-    """The command line's own entry point, in this process: its exit code, and what it printed and complained of."""
+    """Run the command line's entry point in this process: exit code, stdout and stderr."""
     printed, complained = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,

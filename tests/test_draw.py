@@ -56,7 +56,7 @@ def one_chunk(steps: int = 20) -> Graph:
 
 
 def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Graph:
-    """The graph of the second of two chunks, or of both losses, with something done to the state in between."""
+    """The graph of the second of two chunks, or of both losses, with the state altered between."""
     net = Net()
     first, state = net.chunk(10, net.initial())
     second, _ = net.chunk(12, between(state))
@@ -369,7 +369,7 @@ def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None
 
 
 def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
-    """Chunks of one step look like one chunk of two steps, so the state says where the second begins."""
+    """Chunks of one step resemble one chunk of two; the state marks where the second begins."""
     net = Net()
     _, state = net.chunk(1, net.initial())
     loss, _ = net.chunk(1, state)
@@ -418,7 +418,7 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # torch calls it so
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004  # torch passes it
         return 2 * grads[0]
 
 
@@ -506,7 +506,7 @@ def test_what_has_no_graph_is_refused(losses: Tensor | list[Tensor], said: str) 
 
 
 def test_what_is_deep_is_held_level_by_level() -> None:
-    """So that freeing it, which torch does by recursion, goes from one level to the next and not to the end."""
+    """Torch frees a graph by recursion; one level at a time keeps it off the stack."""
     weight, h = nn.Parameter(torch.ones(2)), torch.zeros(2)
     for _ in range(1_500):
         h = h * weight
@@ -545,7 +545,7 @@ thread.join()
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [6_000, 50_000])
 def test_a_deep_graph_is_drawn_and_freed_without_recursion(steps: int) -> None:
-    """In a process of its own, on a small stack: torch 2.13 would overflow it where it frees what Python has looked at."""
+    """In its own process with a small stack, which torch 2.13 overflows when it frees the graph."""
     ended = subprocess.run(
         [sys.executable, "-c", DEEP, str(steps)],
         capture_output=True,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import (
+from policy_data import (
     ORACLES,
     Complex,
     Found,
@@ -129,7 +129,7 @@ def test_gradient_equals_the_formulas_written_out(
 
 
 def test_gradient_reaches_a_thousand_steps_back() -> None:
-    """One input, at the very start, and one loss, at the very end: a net that rotates hands its credit back undiminished."""
+    """One input at the start, one loss at the end: a rotating net keeps the gradient's norm."""
     net, x = named("tensor-state").net(), torch.zeros(1001, 1, 3, dtype=torch.float64)
     x[0] = 1.0
     mask = torch.zeros(1001, 1, dtype=torch.bool)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Given, exact_updates, given_for
+from policy_data import Given, exact_updates, given_for
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -30,7 +30,7 @@ def norms(leaves: Sequence[Tensor]) -> Tensor:
 def by_hand(
     net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_together: bool = False
 ) -> tuple[Weights, list[Tensor]]:
-    """The loop as one would write it: every chunk from a leaf, its gradient clipped and handed to the chunk before."""
+    """By hand: each chunk starts from a leaf; its clipped gradient goes to the chunk before."""
     entering, played, state = list[Any](), list[tuple[Tensor, Any]](), start(net, data.x)
     for x, resets in zip(data.x.split(chunk), data.resets.split(chunk), strict=True):
         entering.append(tt.state.map_leaves(lambda leaf: leaf.detach().requires_grad_(), state))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import (
+from policy_data import (
     POLICIES,
     Given,
     Tempered,
@@ -170,7 +170,7 @@ def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
 def blamed_on_the_loss(
     net: tt.Carried, loss_fn: nn.Module, data: Given, ends: list[int]
 ) -> list[Tensor]:
-    """Plain autograd: the gradient to the loss's own weight, of the mean over the steps up to each of `ends`."""
+    """Plain autograd: the gradient of the loss's own weight, for the steps up to each end."""
     y, _ = net(data.x, start(net, data.x), data.resets)
     found = list[Tensor]()
     for begin, end in pairwise([0, *ends]):
@@ -219,13 +219,13 @@ def test_loss_whose_weights_nobody_asks_for_gets_none(
 
 @pytest.mark.parametrize("name", ["exact", "retained", "randomized", "rtrl"])
 def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused(name: str) -> None:
-    """As under `Truncated` with windows that are run again, whose backward pass is autograd's own."""
+    """As under `Truncated` with overlapping windows, whose backward pass is autograd's own."""
     net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
     for policy in (POLICIES["truncated"], POLICIES[name]):
         loss_fn.zero_grad()
         try:
-            # as users do
-            list(tt.updates(net, [data.chunk], lambda y, t: loss_fn(y, t), gradient=policy))
+            user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do
+            list(tt.updates(net, [data.chunk], user_loss, gradient=policy))
         except ModelError:
             return
         assert loss_fn.temperature.grad is not None
@@ -323,6 +323,6 @@ def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count()
     net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
     mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
+    user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do
     with pytest.raises(ModelError, match="weights of its own inside"):
-        # as users do
-        list(tt.updates(net, [chunk], lambda y, t: loss_fn(y, t), gradient=tt.Exact(chunk=10)))
+        list(tt.updates(net, [chunk], user_loss, gradient=tt.Exact(chunk=10)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import POLICIES, Given, Tempered, every_policy, exact_updates
+from policy_data import POLICIES, Given, Tempered, every_policy, exact_updates
 from strategies import FEATURES, HIDDEN, apart, gradients, named, recordings, remembering, weights
 from throughtime.chunk import join
 from throughtime.errors import RunError

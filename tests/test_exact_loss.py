@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
-from givens import Given, deviation, exact_updates, plain, policy_gradients
+from policy_data import Given, deviation, exact_updates, plain, policy_gradients
 from strategies import apart, named, recordings, seeds
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import Objective

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Given
+from policy_data import Given
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -76,7 +76,7 @@ class Normalised(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Every forward pass makes one step of power iteration: a buffer that changes, and changes the outputs."""
+    """Every forward pass makes a step of power iteration: it changes a buffer and the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def held(net: tt.Carried, data: Given, chunk: int, seed: int = 11) -> After:
 def test_what_is_drawn_or_changed_is_so_once(
     name: str, chunk: int, lanes: int, resets: float, masked: float, seed: int, verify: Any
 ) -> None:
-    """Gradient, loss, buffers and the random numbers to come are those of one forward pass over the same chunks."""
+    """Gradient, loss, buffers and later random numbers equal those of one forward pass."""
     data = together(Given.draw(29, lanes, seed, resets, masked))
     found = swept(changing(name), data, tt.Exact(chunk=chunk, verify=verify), seed)
     assert found.equals(held(changing(name), data, chunk, seed)) == ALL

@@ -38,7 +38,7 @@ transformers.logging.set_verbosity_error()  # that the fast kernels are for GPUs
 
 @dataclass(frozen=True)
 class Example:
-    """A file of examples/models: its module, inputs for it, how exact it is in float64, and the loss it must come below."""
+    """A file of examples/models: module, inputs, tolerance in float64 and the loss to reach."""
 
     name: str
     module: str
@@ -101,7 +101,7 @@ def test_an_example_learns(example: Example) -> None:
 
 
 def test_without_the_carried_state_it_would_not_learn() -> None:
-    """What the Transformer-XL must remember lies before its chunk: a memory that is forgotten there leaves it guessing."""
+    """Without its memory of the steps before the chunk, the Transformer-XL can only guess."""
     names = EXAMPLES[0].names()
     torch.manual_seed(0)
     net = tt.carry(names["TransformerXL"]())
@@ -315,7 +315,7 @@ def _play(name: str, module: Any, x: Tensor, lengths: Sequence[int], *, copies: 
 
 
 def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
-    """What a module does in pieces: "wrong", "forward" where outputs are right and there is no gradient, "gradient" where both are."""
+    """Result of splitting a module: "wrong", "forward" (right outputs only) or "gradient"."""
     torch.manual_seed(0)
     module = MAKERS[name]()
     for weight_name, weight in module.named_parameters():

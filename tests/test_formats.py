@@ -1,4 +1,4 @@
-"""Real files of every format: read lazily, to the number; cut short or malformed, refused by name."""
+"""Real files of every format: lazy, exact reads; truncated and malformed files are refused."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""A long recording streams in flat memory, whatever its format: measured from outside the library, in a process of its own."""
+"""A long recording of any format streams in flat memory, measured in a process of its own."""
 
 import subprocess
 import sys
@@ -25,10 +25,12 @@ def watch():
         peak = max(peak, own.memory_info().rss)
         time.sleep(0.001)
 watcher = threading.Thread(target=watch); watcher.start()
-kept = open_table(large)
-total = sum(float(kept.read(start, start + 5000, kept.columns).sum(dtype=np.float64)) for start in range(0, len(kept), 5000))
+table = open_table(large)
+starts = range(0, len(table), 5000)
+blocks = (table.read(start, start + 5000, table.columns) for start in starts)
+total = sum(float(block.sum(dtype=np.float64)) for block in blocks)
 if sys.argv[3] == "hoard":
-    hoard = [kept.read(start, start + 5000, kept.columns).copy() for start in range(0, len(kept), 5000)]
+    hoard = [table.read(start, start + 5000, table.columns).copy() for start in starts]
 done = True; watcher.join()
 print(total, (peak - base) / 2**20)
 """

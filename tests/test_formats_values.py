@@ -153,7 +153,7 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
 def test_large_row_group_is_decoded_piece_by_piece_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two lanes play one row group: each goes on from where it stands, and neither decodes it anew."""
+    """Two lanes read one row group at their own positions without decoding it again."""
     monkeypatch.setattr("throughtime.stream.formats.parquet.BATCH_BYTES", 8192)
     values = np.arange(20_000)
     pq.write_table(pa.table({"x": values}), tmp_path / "r.parquet")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import throughtime as tt
-from givens import Given, deviation, given_for, plain, policy_gradients
+from policy_data import Given, deviation, given_for, plain, policy_gradients
 from recurrences import needs_kernels
 from strategies import (
     FEATURES,

@@ -50,7 +50,7 @@ def unbroken(net: tt.Carried, source: dict[str, Any]) -> Tensor:
 def by_hand(
     net: tt.Carried, source: dict[str, Any], length: int, epochs: int
 ) -> list[list[Tensor]]:
-    """Of every epoch the outputs of every part: each from the state in which the part before it ended an epoch earlier."""
+    """Outputs by epoch and part: each part starts where the one before ended an epoch ago."""
     parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
     ends: list[Any] = [start(net, parts[0])] * len(parts)
     found: list[list[Tensor]] = []

@@ -16,7 +16,7 @@ lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
 
 def check_epoch(table: LaneSchedule, lengths: list[int], chunk: int) -> None:
-    """Every step of every recording once, in order, without a gap, and idle lanes only at their end."""
+    """Every step of every recording once, in order, without gaps; lanes idle only at their end."""
     played = Counter[tuple[int, int]]()
     for begin in range(0, table.steps, chunk):
         stop = min(begin + chunk, table.steps)

@@ -1,4 +1,4 @@
-"""Plans for several ranks, with offsets, packed, and with parts that hand their states on: integers only, up to long recordings."""
+"""Integer plans for several ranks: with offsets, packed lanes and parts that hand states on."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -183,7 +183,7 @@ def test_offset_leaves_out_first_steps_below_it_and_at_most_half(
 def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
     lengths: list[int], wish: int
 ) -> None:
-    """So that no lane idles before it hands its state on, and the first is as short as it can be."""
+    """No lane idles before it hands its state on, and the first is as short as possible."""
     lanes = max(len(lengths), draw_lanes(lengths, wish))
     spans = cut_equal_parts(lengths, lanes)
     longest = max(map(len, spans))
@@ -220,7 +220,7 @@ def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(
 
 
 def in_given_order(lengths: Sequence[int], lanes: int) -> int:
-    """The longest lane when each recording goes to the lane that is free first, in the order given."""
+    """The longest lane when each recording, in order, goes to the lane that is free first."""
     ends = [0] * lanes
     for length in lengths:
         ends[ends.index(min(ends))] += length

@@ -56,7 +56,7 @@ def test_all_is_complete_and_every_name_resolves() -> None:
             assert value is getattr(sys.modules[module], name)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", tt.__version__)
     with pytest.raises(AttributeError, match="has no attribute 'Online'"):
-        _ = tt.Online  # pyright: ignore[reportAttributeAccessIssue]
+        _ = tt.Online
 
 
 def test_functions_keep_their_names_when_their_submodules_are_imported() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, given_for, plain, policy_gradients
+from policy_data import Found, Given, deviation, given_for, plain, policy_gradients
 from strategies import (
     Row,
     Weights,

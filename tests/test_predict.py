@@ -260,7 +260,7 @@ def test_outputs_have_no_graph() -> None:
 
 
 def with_gaps(lengths: list[int]) -> list[dict[str, Any]]:
-    """Recordings whose targets are partly missing, so that chunks have different numbers of valid steps."""
+    """Recordings with missing targets, so that chunks differ in their number of valid steps."""
     found = recordings(lengths, seed=4)
     for recording in found:
         recording["targets"][1::3] = np.nan

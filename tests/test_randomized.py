@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, given_for, plain, policy_gradients, train
+from policy_data import Found, Given, deviation, given_for, plain, policy_gradients, train
 from strategies import (
     Row,
     Weights,
@@ -65,7 +65,7 @@ def patterns(steps: int, grain: int, survival: Survival) -> Iterator[tuple[Lengt
 
 
 def summed(found: Found, policy: tt.Randomized, data: Given) -> Weights:
-    """What the updates of an epoch, added up, say of the gradient of its mean loss: one factor for all."""
+    """The gradient of an epoch's mean loss from the sum of its updates: one factor for all."""
     factor = policy.mean_horizon * data.mask.shape[1] / int(data.mask.sum())
     return {name: torch.stack([g[name] for *_, g in found]).sum(0) * factor for name in found[0][2]}
 
@@ -181,7 +181,7 @@ def test_mutant_is_biased(change: Change, grain: int, monkeypatch: pytest.Monkey
     "masked", [False, True], ids=["a stretch's mean loss", "a stretch's mean loss times its length"]
 )
 def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
-    """However short the stretch, or however few of its steps count: each mutant is biased, whatever multiple it is taken for."""
+    """Every mutant is biased up to any factor, for short data and for few valid steps."""
     net, data, policy = (
         named("tensor-state").net(),
         Given.draw(4, 1, 5, masked=0.3),
@@ -217,7 +217,7 @@ def multiple(found: Weights, truth: Weights) -> Weights:
 def weighted_oracle(
     net: tt.Carried, data: Given, lengths: Sequence[int], policy: tt.Randomized
 ) -> Found:
-    """Step by step, hooks on the states multiplying what flows back through the places where a cut may fall."""
+    """Step by step: hooks on the states scale the gradient wherever a cut may fall."""
     survival, grain, state = policy._survival, policy._grain, start(net, data.x)
     found: Found = []
     for begin, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
@@ -340,7 +340,7 @@ laws = {
 @settings(max_examples=25)
 @given(**laws)
 def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) -> None:
-    """By Hurwitz's zeta function: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha * zeta(alpha, q)."""
+    """Hurwitz's zeta: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha zeta(alpha, q)."""
     grain = max(1, int(share * mean))
     assume(grain < mean)
     law = Survival.with_mean(mean, alpha, grain)
@@ -381,7 +381,7 @@ def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> No
 
 
 def test_grain_of_the_mean_horizon_cuts_everywhere_alike() -> None:
-    """The shortest law there is: every stretch has one grain, no credit is left to be weighted, and the bias is that of a truncation."""
+    """The shortest law: one grain per stride, no credit to reweight, the bias of a truncation."""
     assert {Survival.with_mean(7, 6.0, 7).draw() for _ in range(50)} == {7}
 
 

@@ -178,7 +178,7 @@ MUTANTS: dict[str, Case] = {
 
 
 def resumed(case: Case, stop: int) -> bool:
-    """Whether a training stopped after `stop` updates and resumed in new objects has the same bits at the end."""
+    """Is a training, stopped after `stop` updates and resumed in new objects, equal to the bit?"""
     ends: list[dict[str, Tensor]] = []
     for at in (None, stop):
         net, stream = case.net(), case.stream(LANES)
@@ -216,7 +216,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def flipped(rank: int) -> tt.Carried:
-    """The same numbers on every rank, elsewhere: their sum, of float32 in float64, is the same to the bit."""
+    """The same numbers at other positions of every rank: their float64 sum is equal to the bit."""
     net = CASES["stride"].net().float()
     with torch.no_grad():
         for weight in net.parameters() if rank else ():
@@ -253,7 +253,7 @@ def plans_apart(rank: int) -> dict[str, tuple[tt.Stream, int]]:
 
 
 def one_fails(rank: int) -> tuple[str, bool]:
-    """What each is told where the inputs of one rank are no numbers, and whether `.grad` and weights are what they were."""
+    """Messages of all ranks when one has NaN inputs; are grads and weights unchanged?"""
     case = CASES["stride"]
     net = case.net()
     for weight in net.parameters():

@@ -44,7 +44,7 @@ CLOSE = 1e-9
 
 
 class Anchor(NamedTuple):
-    """A loss that was looked at: its lane, its step in the epoch, and the first step of its window."""
+    """A sampled loss: its lane, its step in the epoch, and the first step of its window."""
 
     lane: int
     step: int
@@ -74,7 +74,7 @@ def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
 
 
 class Brute(NamedTuple):
-    """For every lag: the mean norm of the whole state and of each leaf, and over how many anchors."""
+    """For every lag: the mean norm of the state and of each leaf, and the number of anchors."""
 
     norms: dict[int, float]
     leaves: list[dict[int, float]]
@@ -198,7 +198,7 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
 
 @pytest.mark.parametrize("piece", [1, 7])
 def test_leaf_that_keeps_an_input_has_its_credit_too(piece: int) -> None:
-    """As in a delay of one step: what is kept depends on no weight and on no earlier state, the loss depends on it."""
+    """A delay of one step: the state depends on no weight and no earlier state, the loss on it."""
     net, source = named("dict-state").net(), stream_of([40])
     with pytest.MonkeyPatch.context() as patch:
         chosen = looked_at(patch)
@@ -298,7 +298,7 @@ def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: in
 
 
 def test_lyapunov_of_long_lags_stays_a_number() -> None:
-    """In float32, 0.5^600 is none any more: an cotangents is made of norm one again piece by piece."""
+    """0.5^600 underflows in float32, so cotangents are normalized segment by segment."""
     net = tt.carry(TensorState().float())
     nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
     source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)
@@ -309,7 +309,7 @@ def test_lyapunov_of_long_lags_stays_a_number() -> None:
 
 
 def test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past() -> None:
-    """Recordings of 10 and 4 steps, over and over: no loss has more than 9 states before it that are its own."""
+    """Recordings of 10 and 4 steps in turn: no loss has more than 9 earlier states of its own."""
     net = linear(1.0)
     with pytest.MonkeyPatch.context() as patch:
         chosen = looked_at(patch)
@@ -367,7 +367,7 @@ def test_lag_with_a_resolution_is_the_lag_of_one_backward_pass_per_loss(every: i
 
 
 class Delay(nn.Module):
-    """Gives what came in some steps ago: its state is the queue, `(B, steps, D)`; a weight of one makes it a net."""
+    """A delay of some steps: the state is the queue `(B, steps, D)`, the one weight is 1."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()

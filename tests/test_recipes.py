@@ -1,4 +1,4 @@
-"""The recipes are true: each page's blocks run one after another on the real data, with few updates of a small net."""
+"""Each recipe's code blocks run in order on the real data, with few updates of a small net."""
 
 import re
 import shlex

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Complex
+from policy_data import Complex
 from rollouts import (
     EXACT,
     LOSSES,

@@ -27,7 +27,7 @@ from throughtime.state import State
 
 
 def test_rollout_is_part_of_a_larger_graph() -> None:
-    """An encoder before it, another net after it, its state made from something else and used by another rollout."""
+    """An encoder before, another net after, a state computed before and used by another rollout."""
     first, second = named("hides-layer").net(), named("tensor-state").net()
     found = list[Weights]()
     for play_first, play_second in (

@@ -325,7 +325,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """The system itself refuses the write: the process may write files of so many bytes and no more."""
+    """The system refuses the write: a limit on the size of the files of this process."""
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", hidden=64)
     training = Training.begin(make_config(values))
     training.save()

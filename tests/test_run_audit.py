@@ -1,4 +1,4 @@
-"""The audit of a run: its figures are those of training, they are kept and drawn, and its advice follows from them."""
+"""The audit of a run: its numbers match training, are saved and drawn, and support the advice."""
 
 import json
 import math
@@ -288,7 +288,10 @@ CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
         (
             audited(truncation(50, 0.4)),
             CONFIG,
-            "Audit longer ones, --horizons 200,800, or train with the exact gradient, --gradient exact",
+            (
+                "Audit longer ones, --horizons 200,800, or train with the exact gradient,"
+                " --gradient exact"
+            ),
         ),
         (
             audited(truncation(60_000, 0.4)),

@@ -140,7 +140,7 @@ def with_spans(folder: Path, moved: int = 0) -> Path:
 def test_intervals_are_the_targets_of_the_steps_they_cover(
     tmp_path: Path, at: str, outside: str | None, frame: int
 ) -> None:
-    """Within frames an interval is that of the frames whose last row it covers, and its last step the last of these."""
+    """An interval labels the frames whose last row it covers; its last step is the last one."""
     if frame == 1:
         plain = chunks(per_step(tmp_path / "plain", spans_as_steps(outside, at)), **Y)
     else:
@@ -517,7 +517,7 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
 
 
 def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Path) -> None:
-    """It ended between two epochs: the states that the next one starts from are in the checkpoint."""
+    """Stopped between epochs: the checkpoint has the states that the next epoch starts from."""
     data = write_recordings(tmp_path / "data")
     more = {"lanes": 5, "stride": 30, "updates": None, "hand_off": True, "valid_every": 0}
     short = finish(settings(data, tmp_path / "run", epochs=2, **more))
@@ -650,9 +650,19 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
     run("train", data, *small, *flags, "--out", tmp_path / "run")
     kept = RunFolder(tmp_path / "run").read_config()
     expected = Config(
-        str(data), "classify", str(tmp_path / "run"), background_class="nothing", target_at="all", frame_size=2, workers="thread", offset=9,
-        class_weights="pvc=3", hidden=4, lanes=2, updates=2,
-    )  # fmt: skip
+        str(data),
+        "classify",
+        str(tmp_path / "run"),
+        background_class="nothing",
+        target_at="all",
+        frame_size=2,
+        workers="thread",
+        offset=9,
+        class_weights="pvc=3",
+        hidden=4,
+        lanes=2,
+        updates=2,
+    )
     assert kept == expected
     run(
         "train",
@@ -672,7 +682,7 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
 
 
 def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
-    """Where nearly all steps have no target, the stretch of signal in the report is drawn all the same."""
+    """The report draws its excerpt of signal even if nearly all steps have no target."""
     for name in NAMES:
         np.save(tmp_path / f"{name}.npy", signal(name))
     for task, labels in (("classify", "xyx"), ("regress", "132")):

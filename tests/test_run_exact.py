@@ -1,4 +1,4 @@
-"""A run with the exact gradient: its updates, its settings, and that it goes on to the same bits."""
+"""A run with the exact gradient: its updates, its settings, and resuming to the bit."""
 
 import copy
 import tomllib
@@ -19,7 +19,7 @@ from throughtime.updates import updates
 
 
 def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """One lane: an update for each recording, each of another length, at the run's own length of piece."""
+    """One lane: an update for each recording, at the run's own segment length."""
     data = write_recordings(tmp_path / "data")
     more = {"gradient": "exact", "stride": None, "lanes": 1, "updates": None, "epochs": 4}
     whole = finish(settings(data, tmp_path / "whole", **more))
@@ -37,7 +37,7 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
 
 
 def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: Path) -> None:
-    """What a graph takes is measured, and differs where recordings start: a piece measured there would round otherwise."""
+    """Graph size differs at resets; a segment length measured there would round otherwise."""
     np.savez(
         tmp_path / "long.npz",
         inputs=np.random.default_rng(0).normal(size=(30_000, 3)),

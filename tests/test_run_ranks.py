@@ -1,4 +1,4 @@
-"""A run on several ranks: the weights and lines of one process, one voice, checkpoints of all ranks, and what befalls a rank."""
+"""A run on several ranks: results of one process, one log, common checkpoints, failing ranks."""
 
 import os
 import signal
@@ -309,8 +309,8 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
         (
             "alone",
             (
-                "holds the positions of 1 rank, each in its own share of the recordings, and there are"
-                " 2 now"
+                "holds the positions of 1 rank, each in its own share of the recordings, and"
+                " there are 2 now"
             ),
             0,
         ),

@@ -201,7 +201,7 @@ def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
 def test_resume_anywhere_yields_the_same_stream(
     lengths: list[int], wish: int, chunk: int, seed: int, stop: int
 ) -> None:
-    """Also between chunks, through `take` with other lengths, and on into the epochs that follow."""
+    """Also between chunks, through `take` with other lengths, and in the epochs that follow."""
     lanes, sources = draw_lanes(lengths, wish), recordings(lengths)
     stream = tt.Stream(sources, lanes, chunk, seed=seed)
     while stop > 0 and stream.position < stream.steps:

@@ -1,4 +1,4 @@
-"""What silently went wrong once: states of another net, losses that weigh nothing, features that a type cannot hold."""
+"""Former silent faults: a state of another net, losses of no weight, features out of range."""
 
 import copy
 import pickle

@@ -35,7 +35,7 @@ def on_ranks(
 
 
 def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int = 0) -> None:
-    """Once each from the first step played, in order within its lane, with a reset wherever a lane does not go on."""
+    """Every step once, in order within its lane, with a reset wherever a lane does not continue."""
     played, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     assert len({epoch.steps for epoch in epochs}) == 1
     for epoch in epochs:

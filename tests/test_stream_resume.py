@@ -259,7 +259,7 @@ OTHERS: dict[str, Callable[[Training], object]] = {
 def test_what_is_measured_between_updates_leaves_the_training_untouched(
     between: Callable[[Training], object], policy: Policy
 ) -> None:
-    """Dropout and a learnt start, two epochs: weights are those of a training that was left alone, to the bit."""
+    """Dropout and a learnt start, two epochs: weights equal those without a stop, to the bit."""
 
     def trained(between: Callable[[Training], object] | None) -> dict[str, Tensor]:
         torch.manual_seed(1)

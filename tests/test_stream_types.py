@@ -1,4 +1,4 @@
-"""What a stream reads and counts: types that may not mix, values that are missing, memory that lies alike."""
+"""Element types that may not mix, missing values, and the memory layout of chunks."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def test_text_targets_are_refused_saying_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> None:
-    """Kernels round differently for differently aligned memory, so resuming to the bit needs this."""
+    """Kernels round by the alignment of memory, so resuming to the bit needs this."""
 
     def made() -> tt.Stream:
         return tt.Stream({"inputs": np.zeros((5000, 3), np.float32)}, lanes=1, chunk=7, seed=None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import throughtime as tt
-from givens import allocated
+from policy_data import allocated
 from strategies import named, recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
@@ -59,7 +59,7 @@ def spread(spans: list[tuple[int, int, Any]], steps: int, at: str, sample: Any) 
 
 
 def check_rows(rows: Rows, expected: list[Any], cut: tuple[float, float]) -> None:
-    """As expected, as a whole and between any two steps, with the type that targets of a stream have."""
+    """As expected, as a whole and between any two steps, with the type of a stream's targets."""
     assert len(rows) == len(expected)
     start = min(int(cut[0] * len(expected)), len(expected) - 1)
     stop = start + 1 + int(cut[1] * (len(expected) - start - 1))
@@ -251,7 +251,10 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "lengths": (
         {"targets": np.ones(5)},
-        "10 steps of inputs and 5 of targets; .* say how many steps each target is for: 'target_every'",
+        (
+            "10 steps of inputs and 5 of targets; .* say how many steps each target is for:"
+            " 'target_every'"
+        ),
     ),
     "both": (
         {"targets": np.ones(10), "intervals": ([0], [1], [2])},

@@ -223,7 +223,7 @@ def test_a_gate_off_by_a_factor_fails_the_law(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_direct_part_alone_fails_the_law() -> None:
-    """The mutant: what reaches h from its own output, as `retain_grad` on the outputs gives it, is not dL/dh."""
+    """The mutant: the gradient by `retain_grad` on the outputs alone is not dL/dh."""
     net, x = layer("lstm"), inputs(STEPS, LANES)
     with trace(net, tensors=True) as found:
         y, _ = net(x)

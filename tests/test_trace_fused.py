@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
-from givens import Given
+from policy_data import Given
 from recurrences import needs_kernels
 from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
 from test_trace import (
@@ -333,7 +333,12 @@ def test_autocast_is_traced_as_by_torch_nn() -> None:
 class Doubling(tt.nn.LSTM):
     """A layer of one's own, whose forward is not torch's."""
 
-    def forward(self, input: Any, hx: Any = None, resets: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        input: Any,  # noqa: A002  # the name in torch
+        hx: Any = None,
+        resets: Tensor | None = None,
+    ) -> Any:
         y, after = super().forward(2 * input, hx, resets)
         return 3 * y, after
 

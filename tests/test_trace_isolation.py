@@ -306,7 +306,7 @@ def test_a_gradient_that_does_not_come_is_no_fault() -> None:
 
 
 def test_passes_of_a_loop_are_not_joined_though_its_state_comes_back() -> None:
-    """A sine whose period is two chunks: the state that a chunk ends with once more is the one that entered an earlier one."""
+    """A sine with a period of two chunks: a chunk's last state equals one that entered earlier."""
     cell, head = nn.GRUCell(1, 4), nn.Linear(4, 1)
     wave = torch.sin(torch.arange(8 * 60) * 2 * torch.pi / 16).view(-1, 1, 1)
     state, passes = torch.zeros(1, 4), list[int]()

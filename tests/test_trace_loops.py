@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Given
+from policy_data import Given
 from strategies import (
     HIDDEN,
     TensorState,
@@ -74,7 +74,7 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
 def expected(
     net: tt.Carried, data: Given, counted: int, stop: int, state: Any = None
 ) -> dict[str, Tensor]:
-    """The norms of one plain graph over the first steps of `data`, the mean loss over those from `counted` on."""
+    """Norms of one plain graph over the first steps of `data`; mean loss from `counted` on."""
     with trace(net) as found:
         y, _ = net(
             data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop]
@@ -166,7 +166,7 @@ def test_strides_that_follow_one_another_are_passes_of_their_own() -> None:
 
 
 def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
-    """Every chunk ends in the state that it began with, so that states alone would say that each goes on from the next."""
+    """Every chunk ends in its first state, so states alone suggest that each follows the next."""
     net, data = nn.RNN(3, HIDDEN).double(), Given.draw(40, LANES, 0)
     for name, weight in net.named_parameters():
         nn.init.constant_(weight, 0.3 if name == "bias_ih_l0" else 0.0)

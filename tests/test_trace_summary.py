@@ -28,7 +28,7 @@ def linear(
     vanished: float = 1e-3,
     exploded: float = 10.0,
 ) -> Trace:
-    """A linear RNN of one unit, whose gradient is multiplied by `factor` at every step on its way back."""
+    """A linear RNN of one unit: each step backward multiplies the gradient by `factor`."""
     net = nn.RNN(1, 1, nonlinearity="relu", bias=False).double()
     for name, weight in net.named_parameters():
         nn.init.constant_(weight, factor if "hh" in name else 1.0)
@@ -60,7 +60,7 @@ def test_lags_are_counted_from_the_last_step_with_a_gradient() -> None:
 
 
 def test_what_comes_alive_again_further_back_has_not_died() -> None:
-    """A small loss at the end and a large one before it: dead is what stays below the threshold up to the first step."""
+    """A small last loss, a large earlier one: dead means small down to the first step."""
     seen = row(linear(0.9, lambda y: y[80] + 1e-9 * y[99], steps=100))
     assert (seen.at, seen.end, seen.vanished) == (80, 99, 80 - 66)
 
@@ -196,7 +196,7 @@ def test_a_writer_of_tensorboard_gets_it_all(tmp_path: Path) -> None:
     while at < len(data):  # length (8), its checksum (4), the event, its checksum (4)
         length = int.from_bytes(data[at : at + 8], "little")
         # made at run time
-        event = getattr(event_pb2, "Event").FromString(data[at + 12 : at + 12 + length])
+        event = getattr(event_pb2, "Event").FromString(data[at + 12 : at + 12 + length])  # noqa: B009
         events |= {value.tag: (event.step, value) for value in event.summary.value}
         at += 16 + length
     scalars = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from processes import PATIENCE
 from recurrences import needs_kernels
-from test_whole import LAYERS, by_graph, calls, make, recordings
+from test_fused_update import LAYERS, by_graph, calls, make, recordings
 from throughtime.diagnose._trace_record import PassSampler
 from throughtime.diagnose.trace import SAMPLED, BackwardRecord, Trace, trace
 from throughtime.errors import RunError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
-from givens import (
+from policy_data import (
     ORACLES,
     Given,
     Marked,
@@ -197,7 +197,7 @@ def test_gradient_is_zero_across_a_reset(row: Row) -> None:
 def test_horizon_as_long_as_the_recording_gives_full_bptt(
     row: Row, stride: int, masked: float, seed: int
 ) -> None:
-    """Weighted by valid steps, the updates sum to the gradient of one backward pass: each loss counts once."""
+    """Weighted by valid steps, updates sum to one backward pass: each loss counts once."""
     net, data = row.net(), Given.draw(23, 2, seed, resets=0.1, masked=masked)
     y, _ = net(data.x, start(net, data.x), data.resets)
     targets = torch.zeros_like(y.detach())

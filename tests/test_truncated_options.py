@@ -1,5 +1,4 @@
-"""The options of truncated backpropagation: jitter, burn_in, retained graphs, warm-up; and the forum's
-loop.
+"""Options of truncated BPTT: jitter, burn_in, retained graphs, warm-up; and the forum's loop.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from givens import Found, Given, deviation, given_for, policy_gradients
+from policy_data import Found, Given, deviation, given_for, policy_gradients
 from strategies import (
     Row,
     Weights,
@@ -38,7 +37,7 @@ Window = tuple[int, int, int]  # where its graph starts, where its losses start,
 
 
 def windowed(net: tt.Carried, data: Given, windows: Sequence[Window]) -> Found:
-    """Every window by itself: the steps before it run without a graph, then one forward and one backward pass."""
+    """Each window alone: earlier steps without a graph, then one forward and one backward pass."""
     found: Found = []
     for begin, counted, stop in windows:
         state = start(net, data.x)
@@ -217,7 +216,7 @@ def downhill(net: tt.Carried, rate: float) -> None:
     net.zero_grad()
 
 
-def refreshed(
+def with_burn_in(
     net: tt.Carried, data: Given, stride: int, horizon: int, burn_in: int, rate: float
 ) -> list[Weights]:
     """By the definition, the weights going downhill: `burn_in` steps before each window run again
@@ -262,18 +261,16 @@ def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(
     ):
         found.append(gradients(net))
         downhill(net, rate)
-    expected = refreshed(row.net(), data, stride, horizon, burn_in, rate)
+    expected = with_burn_in(row.net(), data, stride, horizon, burn_in, rate)
     assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
     for other in (burn_in - 1, burn_in + 1):  # the mutants: a step less, a step more
-        fresh = refreshed(row.net(), data, stride, horizon, other, rate)
+        fresh = with_burn_in(row.net(), data, stride, horizon, other, rate)
         assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (
             min(other, burn_in) < 29 - horizon
         )
 
 
-def test_state_carried_with_refresh_is_that_of_the_present_weights_over_all_steps_if_it_reaches_the_start() -> (
-    None
-):
+def test_burn_in_from_the_start_carries_the_state_of_the_present_weights() -> None:
     net, data = named("tensor-state").net(), Given.draw(29, 2, 0)
     for update in tt.updates(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, burn_in=100)

@@ -129,7 +129,7 @@ def run_and_resume(
     stop: int,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights after two epochs: run through, and stopped after `stop` updates and resumed in new objects."""
+    """The weights after two epochs: uninterrupted, and stopped after `stop` updates and resumed."""
     torch.manual_seed(1)
     through = Training.begin(make(), policy)
     assert through.run(stop, policy) == stop
@@ -542,7 +542,7 @@ def live_tensors() -> int:
 def counts(
     net: tt.Carried, updates: int, samples: Sequence[int], stride: int, horizon: int
 ) -> list[tuple[int, int]]:
-    """Live nodes, besides those that other tests have left in this process, and live tensors after some of many updates."""
+    """New live graph nodes, and live tensors, after some of many updates."""
     gc.collect()
     before = live_nodes()
     chunk = tt.Chunk.from_tensors(

@@ -83,7 +83,7 @@ def test_reading_ahead_gives_the_same_chunks_across_epochs(
 
 @WORKERS
 def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: Any) -> None:
-    """Taken in other lengths, read elsewhere, started again, sent to an earlier, a later and another epoch's place."""
+    """Other lengths, other readers, a restart, and moves to earlier, later and other epochs."""
     ahead, here = pair(workers)
     for stream in (ahead, here):
         list(stream)

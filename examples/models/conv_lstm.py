@@ -1,5 +1,6 @@
-"""A convolutional LSTM on moving pictures: inputs and state are maps, `(T, B, 1, SIDE, SIDE)` and
-`(B, H, SIDE, SIDE)`.
+"""A convolutional LSTM on moving pictures.
+
+Inputs are `(T, B, 1, SIDE, SIDE)`, the state is `(B, H, SIDE, SIDE)`.
 
     python examples/models/conv_lstm.py
 

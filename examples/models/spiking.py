@@ -1,5 +1,6 @@
-"""Spiking neurons of snntorch with their membrane potentials as the state, trained through a
-surrogate gradient.
+"""Spiking neurons of snntorch, trained through a surrogate gradient.
+
+The state is their membrane potentials.
 
     python examples/models/spiking.py
 

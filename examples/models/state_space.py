@@ -90,7 +90,7 @@ def _saving_copies() -> AbstractContextManager[None]:
 
 
 def recordings(count: int, steps: int) -> list[dict[str, Any]]:
-    """Symbols at random; the target is the symbol `LAG` steps ago, and none (-100) before there is one."""
+    """Random symbols; the target is the symbol `LAG` steps ago, -100 in the first `LAG` steps."""
     symbols = torch.randint(SYMBOLS, (count, steps))
     targets = symbols.roll(LAG, dims=1)
     targets[:, :LAG] = -100

@@ -1,5 +1,6 @@
-"""A Transformer with a memory, trained on an unbroken stream: each layer attends to the last steps
-it has seen.
+"""A Transformer with a memory, trained on an unbroken stream.
+
+Each layer attends to the last steps before the present one.
 
     python examples/models/transformer_xl.py
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         self.distance = nn.Parameter(torch.randn(heads, width // heads, MEMORY + 1) * 0.3)
 
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
-        """`x` (T, B, H), `memory` (MEMORY, B, H) before it, `seen` (T, B, W) bool: which steps of each window there were."""
+        """Attend: `x` (T, B, H), `memory` (MEMORY, B, H), mask `seen` (T, B, W) of valid steps."""
         keys, values = (
             self.key_value(torch.cat([memory, x]))
             .unflatten(2, (2 * self.heads, -1))
@@ -119,7 +120,7 @@ class TransformerXL(nn.Module):
 
 
 def recordings(count: int, steps: int) -> list[dict[str, Any]]:
-    """Symbols at random; the target is the symbol `LAG` steps ago, and none (-100) before there is one."""
+    """Random symbols; the target is the symbol `LAG` steps ago, -100 in the first `LAG` steps."""
     symbols = torch.randint(SYMBOLS, (count, steps))
     targets = symbols.roll(LAG, dims=1)
     targets[:, :LAG] = -100

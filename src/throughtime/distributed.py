@@ -133,7 +133,7 @@ class Ranks:
         return before if self.count == 1 else trees.map_leaves(self._from_previous_rank, before)
 
     def _from_previous_rank(self, leaf: Tensor) -> Tensor:
-        """`(B, ...)` whose first lane is this rank's last: it goes to the next rank, and that of the rank before comes."""
+        """Send the first lane of `leaf` to the next rank and replace it by the previous rank's."""
         last = [torch.empty_like(leaf[:1]) for _ in range(self.count)]
         with rank_errors():
             distributed.all_gather(last, leaf[:1].contiguous())

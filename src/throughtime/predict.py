@@ -91,8 +91,9 @@ def evaluate(
 
 
 class Evaluator:
-    """An evaluation chunk by chunk, for loops that hand out the chunks themselves; `tt.evaluate`
-    plays a whole stream.
+    """An evaluation chunk by chunk, for loops of one's own.
+
+    `tt.evaluate` evaluates a whole stream.
 
     Args:
         net: made by `tt.carry`.

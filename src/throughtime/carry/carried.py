@@ -287,7 +287,7 @@ def _adapter_for(module: nn.Module, batch_first: bool | None) -> Adapter:
 def _chain_adapter(module: nn.Sequential, batch_first: bool | None) -> ChainAdapter:
     links: dict[str, Adapter] = {}
     # named_children leaves out the second position of a module
-    for name, child in zip(module._modules, module, strict=True):  # noqa: SLF001
+    for name, child in zip(module._modules, module, strict=True):
         of_torch = type(child).__module__.startswith("torch.")
         if (
             any(isinstance(m, RECURRENT) for m in child.modules())

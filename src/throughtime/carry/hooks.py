@@ -168,7 +168,7 @@ class HookAdapter(Adapter):
 def _refuse_recompute(name: str) -> None:
     """Refuse a checkpointed forward that runs again in the backward pass, without its state."""
     # torch.utils.checkpoint itself detects a running backward pass so; there is no public way.
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+    if torch._C._current_graph_task_id() != -1:
         raise ModelError(
             f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its"
             " carried state is gone by then. Let forward(x, state) return (y, state), so that the"

@@ -467,10 +467,11 @@ class TraceSummary:
     def table(self) -> str:
         """A text table, one line for each state and gate, then what the columns mean."""
         wide = max(len("gradient of"), *(len(row.name) for row in self.rows))
-        lines = [
+        header = (
             f"{'gradient of':<{wide}} {'largest':>9} {'at step':>8} {'at the end':>10}"
             f" {'lifetime':>8} {'edge':>7}"
-        ]
+        )
+        lines = [header]
         for row in self.rows:
             edge = "" if row.edge is None else f"{row.edge:.3f}"
             lines.append(

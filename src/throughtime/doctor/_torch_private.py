@@ -3,8 +3,6 @@
 No other module of the doctor uses a name of torch that begins with an underscore.
 """
 
-# ruff: noqa: SLF001  # that is what this file is for
-
 from typing import Any
 
 import torch

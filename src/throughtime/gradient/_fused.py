@@ -531,13 +531,10 @@ class _Buffers:
         del mask, resets  # the call has read them
         if code == kernel.INVALID_TARGET:
             return None  # torch says which target, and of how many classes
-        if fresh:
-            for weight, grad in zip(weights, targets, strict=True):
+        for weight, old, grad in zip(weights, grads, targets, strict=True):
+            if old is None:
                 weight.grad = grad
-        else:
-            for weight, old, grad in zip(weights, grads, targets, strict=True):
-                if old is None:
-                    weight.grad = grad
+        if not fresh:
             torch.autograd.graph.increment_version(targets)
         if window.keep == window.stop:
             boundary = after

@@ -308,7 +308,8 @@ class CheckpointedPass:
         bounds = sorted({0, *gates, end - begin})
         outputs: list[Tensor] = []
         after = state
-        for y, after in forward(self.net, chunk, state, bounds, gates=gates, inputs=inputs):
+        steps = forward(self.net, chunk, state, bounds, gates=gates, inputs=inputs)
+        for y, after in steps:  # noqa: B007  # the last state is returned
             outputs.append(y)
         return join_outputs(outputs), trees.arranged(after, state)
 

@@ -95,8 +95,8 @@ def windows(
 
 def check_horizon(stride: int, horizon: int) -> None:
     """Refuse settings without a plan."""
-    # a user's 1e3 is a float
-    if not isinstance(stride, int) or not isinstance(horizon, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    ks = (stride, horizon)  # a user's 1e3 is a float
+    if not all(isinstance(k, int) for k in ks):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
             f"stride={stride!r}, horizon={horizon!r}: expected whole numbers of steps"
         )

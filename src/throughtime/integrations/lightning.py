@@ -200,11 +200,11 @@ class StreamModule(pl.LightningModule):
                 self._resume(self._updates)
         if first and batch.stream.position and self.trainer.num_training_batches < batch.count:
             # limit_train_batches cut the epoch before short: this one has an order of its own
-            batch.stream._skip_epoch()  # noqa: SLF001
+            batch.stream._skip_epoch()
             self._updates = self._new_updates(batch)
 
     def _forget_updates(self) -> None:
-        """Forget the updates, but not the state of their policy, such as the horizon of Adaptive."""
+        """Forget the updates but keep the state of their policy, such as Adaptive's horizon."""
         if self._updates is not None:
             self._policy_state, self._updates = self._updates.policy_state, None
 
@@ -315,7 +315,7 @@ class _StreamHooks(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
             _check_trainer(trainer)
-            pl_module._forget_updates()  # noqa: SLF001
+            pl_module._forget_updates()
 
     def on_before_optimizer_step(
         self,
@@ -330,27 +330,27 @@ class _StreamHooks(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
-            pl_module._step_schedulers("epoch", pl_module.current_epoch + 1)  # noqa: SLF001
+            pl_module._step_schedulers("epoch", pl_module.current_epoch + 1)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
-            pl_module._log_evaluations("val")  # noqa: SLF001
+            pl_module._log_evaluations("val")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, StreamModule):
-            pl_module._log_evaluations("test")  # noqa: SLF001
+            pl_module._log_evaluations("test")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if isinstance(pl_module, StreamModule):
-            pl_module._save_positions(checkpoint)  # noqa: SLF001
+            pl_module._save_positions(checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if isinstance(pl_module, StreamModule):
-            pl_module._load_positions(checkpoint)  # noqa: SLF001
+            pl_module._load_positions(checkpoint)
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

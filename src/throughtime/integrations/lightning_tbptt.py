@@ -296,8 +296,8 @@ def _run_splits(
         return output
     # Nothing public says that a batch continues. In the first batch of an epoch, a log from another
     # hook than the last one would drop the values logged in the splits before.
-    log = trainer._logger_connector  # noqa: SLF001
-    outputs, hiddens, first_batch = [], None, log._first_loop_iter  # noqa: SLF001
+    log = trainer._logger_connector
+    outputs, hiddens, first_batch = [], None, log._first_loop_iter
     for split in _splits(trainer, module, kwargs):
         output = run_split(split, OrderedDict(kwargs, batch=split.batch, hiddens=hiddens))
         if "hiddens" not in output:
@@ -308,10 +308,10 @@ def _run_splits(
             )
         hiddens = recursive_detach(output.pop("hiddens"))
         outputs.append(output)
-        log._first_loop_iter = False  # noqa: SLF001
+        log._first_loop_iter = False
         if 0 <= trainer.max_steps <= trainer.global_step:
             break
-    log._first_loop_iter = first_batch  # noqa: SLF001
+    log._first_loop_iter = first_batch
     return outputs[0] if len(outputs) == 1 else outputs
 
 

@@ -36,7 +36,7 @@ class StreamBatch:
     def chunks(self) -> Iterator[tt.Chunk]:
         """Its chunks, for an evaluation; the first batch starts the epoch."""
         if self.index == 0:
-            self.stream._start()  # noqa: SLF001
+            self.stream._start()
         while not self.is_finished and (chunk := self.stream.take(self.stream.chunk)) is not None:
             yield chunk
 
@@ -81,7 +81,7 @@ class Loader:
     def __len__(self) -> int:
         """Batches in every epoch."""
         if not self._count:
-            self.stream._sync_ranks()  # noqa: SLF001
+            self.stream._sync_ranks()
             self._count = math.ceil(self.stream.steps / (self.chunks * self.stream.chunk))
         return self._count
 

@@ -211,7 +211,7 @@ def active_torch_modes() -> Backend | None:
         return _torch("a TorchDispatchMode is active")
     if transforms() is not None:
         return Backend("reference", "a transform of torch.func")
-    if forward_ad._current_level >= 0:  # noqa: SLF001  # as torch.func asks
+    if forward_ad._current_level >= 0:  # as torch.func asks
         return Backend("reference", "derivatives in forward mode")
     return _torch("torch.jit.trace records the call") if tracing() else None
 

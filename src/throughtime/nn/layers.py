@@ -267,7 +267,7 @@ def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:  # noqa: A
         'torch.nn: the layer is a torch.nn.GRU; tt.fuse(module) makes it a tt.nn.GRU'
     """
     if isinstance(layer, Recurrent):
-        return layer._backend(input, hx, layer_weights(layer))  # noqa: SLF001  # of the same file
+        return layer._backend(input, hx, layer_weights(layer))
     name = type(layer).__name__
     if isinstance(layer, nn.RNNBase):
         return Backend(
@@ -284,10 +284,10 @@ def layer_weights(layer: nn.RNNBase) -> list[Weights]:
 
     `torch.func.functional_call`, parametrizations and wrappers replace them between calls.
     """
-    own = layer._parameters  # noqa: SLF001  # attribute access would search three dicts
+    own = layer._parameters  # attribute access would search three dicts
     bias, projected = layer.bias, layer.proj_size
     result: list[Weights] = []
-    for names in layer._all_weights:  # noqa: SLF001  # torch's own list
+    for names in layer._all_weights:  # torch's own list
         try:
             ih, hh = own[names[0]], own[names[1]]
             hr = own[names[-1]] if projected else None
@@ -401,7 +401,7 @@ def _joined_states(ends: Sequence[States], batched: bool) -> Any:
 @cache
 def _eager_without_dynamo() -> Callable[..., Any]:
     """After a graph break at this call, the compiler would try each function inside, in vain."""
-    return torch.compiler.disable(Recurrent._eager)  # noqa: SLF001  # of the same file
+    return torch.compiler.disable(Recurrent._eager)
 
 
 def _leaves(hx: Any) -> Any:

@@ -1,5 +1,4 @@
-"""No recording's outputs depend on another's: what proves it, the nets that break it, and the
-initial state at every reset.
+"""No recording's outputs depend on another's; every reset sets the initial state.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """

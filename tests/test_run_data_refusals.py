@@ -27,34 +27,110 @@ IDT, IDT_AGE, IDL = (
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
-        (IDT + "a,train,0_x.npy,0_y.npy\nb,valid,0_x.npy,1_y.npy", {}, "'a' and 'b' are the same recording, .*0_x.npy"),
-        (IDT + "a,train,0_x.npy,0_y.npy\nb,valid,../data/0_x.npy,1_y.npy", {}, "are the same recording"),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy\nb,valid,0_x.npy,1_y.npy",
+            {},
+            "'a' and 'b' are the same recording, .*0_x.npy",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy\nb,valid,../data/0_x.npy,1_y.npy",
+            {},
+            "are the same recording",
+        ),
         (IDT + "a,train,0_x.npy;0_x.npy,0_y.npy", {}, "'a' names one of its inputs twice"),
         (IDT + "a,train,0_x.npy;,0_y.npy", {}, "expected a file, or several separated by ';'"),
         (IDT + ",train,0_x.npy,0_y.npy", {}, "a recording has no id"),
-        (IDT_AGE + "a,train,0_x.npy,0_y.npy,3", {}, "a manifest has the columns .*; got .*age; .*--static age"),
-        (IDT_AGE + "a,train,0_x.npy,0_y.npy,", {"static": ["age"]}, "'a' has age='', and a static feature is a finite number"),
+        (
+            IDT_AGE + "a,train,0_x.npy,0_y.npy,3",
+            {},
+            "a manifest has the columns .*; got .*age; .*--static age",
+        ),
+        (
+            IDT_AGE + "a,train,0_x.npy,0_y.npy,",
+            {"static": ["age"]},
+            "'a' has age='', and a static feature is a finite number",
+        ),
         (IDT_AGE + "a,train,0_x.npy,0_y.npy,old", {"static": ["age"]}, "'a' has age='old'"),
         (IDT_AGE + "a,train,0_x.npy,0_y.npy,nan", {"static": ["age"]}, "'a' has age='nan'"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"static": ["age"]}, "static=age, but there is no column 'age'; its columns are id"),
-        (IDL + "a,train,0_x.npy,x", {"static": ["label"]}, "'label' has another meaning in a manifest"),
-        ("id,split,inputs,targets,label\na,train,0_x.npy,0_y.npy,x", {}, "'a' has targets and the label 'x', expected one of them"),
-        (IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,", {}, "recording 'b' has the label '', expected a class"),
-        (IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,2", {"task": "regress"}, "'a' has the label 'x', expected a finite number"),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy",
+            {"static": ["age"]},
+            "static=age, but there is no column 'age'; its columns are id",
+        ),
+        (
+            IDL + "a,train,0_x.npy,x",
+            {"static": ["label"]},
+            "'label' has another meaning in a manifest",
+        ),
+        (
+            "id,split,inputs,targets,label\na,train,0_x.npy,0_y.npy,x",
+            {},
+            "'a' has targets and the label 'x', expected one of them",
+        ),
+        (
+            IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,",
+            {},
+            "recording 'b' has the label '', expected a class",
+        ),
+        (
+            IDL + "a,train,0_x.npy,x\nb,train,1_x.npy,2",
+            {"task": "regress"},
+            "'a' has the label 'x', expected a finite number",
+        ),
         (IDL + "a,train,0_x.npy,inf", {"task": "regress"}, "'a' has the label 'inf'"),
-        (IDL + "a,train,0_x.npy,x", {"target_every": 5}, "target_every=5 belongs to a targets file with fewer rows, but its label"),
-        (IDL + "a,train,0_x.npy,x", {"background_class": "z"}, "background_class=z belongs to a targets file with the columns start,stop,label"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"background_class": "z"}, "but its targets are one for each row; leave it out"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"target_at": "all"}, "target_at=all belongs to labels for more than one step"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"target_every": 5}, "0_y.npy has 400 labels, one for every 5 of 400 steps, expected 80"),
-        (IDT + "a,train,0_x.npy,1_y.npy", {}, "has 400 steps and .*1_y.npy has 250; .*--target-every N"),
-        (IDT + "a,train,0_x.npy;1_x.npy,0_y.npy", {}, "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs of a recording"),
-        (IDT + "a,train,0_x.npy,0_y.npy", {"frame_size": 401}, "has 400 rows, too few for a single frame of 401"),
-        (IDT + "a,train,0_x.npy,0_y.npy\nb,train,1_y.npy,1_y.npy", {}, "'b' has the input columns 0, 'a' has 0, 1; name them"),
-        (IDT + "a,test,0_x.npy,0_y.npy", {}, "no recordings in split 'train'; there are test .*write train into"),
+        (
+            IDL + "a,train,0_x.npy,x",
+            {"target_every": 5},
+            "target_every=5 belongs to a targets file with fewer rows, but its label",
+        ),
+        (
+            IDL + "a,train,0_x.npy,x",
+            {"background_class": "z"},
+            "background_class=z belongs to a targets file with the columns start,stop,label",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy",
+            {"background_class": "z"},
+            "but its targets are one for each row; leave it out",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy",
+            {"target_at": "all"},
+            "target_at=all belongs to labels for more than one step",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy",
+            {"target_every": 5},
+            "0_y.npy has 400 labels, one for every 5 of 400 steps, expected 80",
+        ),
+        (
+            IDT + "a,train,0_x.npy,1_y.npy",
+            {},
+            "has 400 steps and .*1_y.npy has 250; .*--target-every N",
+        ),
+        (
+            IDT + "a,train,0_x.npy;1_x.npy,0_y.npy",
+            {},
+            "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs of a recording",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy",
+            {"frame_size": 401},
+            "has 400 rows, too few for a single frame of 401",
+        ),
+        (
+            IDT + "a,train,0_x.npy,0_y.npy\nb,train,1_y.npy,1_y.npy",
+            {},
+            "'b' has the input columns 0, 'a' has 0, 1; name them",
+        ),
+        (
+            IDT + "a,test,0_x.npy,0_y.npy",
+            {},
+            "no recordings in split 'train'; there are test .*write train into",
+        ),
         (IDT + "a,valid,0_x.npy,0_y.npy", {}, "no recordings in split 'train'; there are valid"),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(
     tmp_path: Path, rows: str, more: dict[str, Any], said: str
 ) -> None:
@@ -177,7 +253,10 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         ({"offset": -1}, "offset=-1: expected at least 0"),
         (
             {"offset": 3, "hand_off": True},
-            "offset=3 moves the boundaries between parts .* hand_off passes states on at these boundaries",
+            (
+                "offset=3 moves the boundaries between parts .* hand_off passes states on at"
+                " these boundaries"
+            ),
         ),
         (
             {"hand_off": True, "train_on": "windows"},
@@ -232,7 +311,7 @@ def test_any_manifest_is_read_or_refused_in_words(lines: list[list[str]]) -> Non
 
 
 def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> None:
-    """Labels at 80 a second, each for 100 rows, belong to rows at 8,000 a second and to no others."""
+    """Labels at 80 Hz, each for 100 rows, fit rows at 8,000 Hz and no others."""
     for name in NAMES:
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 8000)
         soundfile.write(tmp_path / f"{name}_y.wav", np.zeros(-(-ROWS[name] // 100)), 80)

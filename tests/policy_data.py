@@ -1,5 +1,4 @@
-"""What the tests of gradients share: data, oracles by plain autograd, and policies that see the
-data changed.
+"""Data, oracles by plain autograd, and policies with altered data, for the tests of gradients.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -309,7 +308,7 @@ def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
 
 
 class Complex(nn.Module):
-    """Each unit turns in the complex plane, as in linear recurrent units: the state is complex, weights and outputs are real."""
+    """A linear recurrent unit: a complex state that rotates; real weights and outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An update in one call gives what the graph gives, and is made only where nobody could tell the difference."""
+"""A fused update equals the update with a graph, and runs only where no result can differ."""
 
 import math
 from collections.abc import Callable
@@ -91,9 +91,9 @@ def epoch(
 ) -> Seen:
     """Updates with a step of plain descent after each."""
     weights = list(net.parameters())
-    data = recordings(
-        weights[0].dtype, net.module[-1].out_features, regress=isinstance(loss_fn, nn.MSELoss)
-    )  # pyright: ignore[reportIndexIssue]
+    classes = net.module[-1].out_features  # pyright: ignore[reportIndexIssue]
+    regress = isinstance(loss_fn, nn.MSELoss)
+    data = recordings(weights[0].dtype, classes, regress=regress)
     stream = tt.Stream(data, lanes=lanes, chunk=16, dtype=weights[0].dtype, **options)
     seen = Seen([], [], [], [])
     for update in tt.updates(net, stream, loss_fn, gradient=gradient):

@@ -1,5 +1,4 @@
-"""An update in one call of a net with a front: what stands before the layers, with weights or
-without, runs and learns as with a graph.
+"""Fused updates of a net with modules before its layers equal updates with a graph.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from recurrences import needs_kernels
-from test_whole import Seen, assert_same, by_graph, calls
+from test_fused_update import Seen, assert_same, by_graph, calls
 from throughtime.errors import ModelError, RunError
 from throughtime.kernels import fused_step as kernel
 

@@ -1,4 +1,4 @@
-"""What does not fit never reaches the kernel of an update in one call, which looks at no size: torch refuses it, in its words."""
+"""Wrong shapes never reach the fused kernel, which checks none: torch raises its own error."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from recurrences import needs_kernels
-from test_whole import calls, epoch, make, recordings
+from test_fused_update import calls, epoch, make, recordings
 from throughtime.errors import ModelError, StateError
 
 pytestmark = needs_kernels
