@@ -151,7 +151,7 @@ class Updates(Iterator[Update], Generic[S]):
                 " its own."
             )
         if stream is not None:  # after the checks: a refused call must not save a later position
-            self._before = stream.epoch, stream.position, self._state
+            self._before = stream._epoch, stream._position, self._state
         self._failed = True
         if self._ranks.count == 1:  # the usual case
             update, self._state = self._gradient.update(

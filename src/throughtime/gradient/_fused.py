@@ -191,15 +191,13 @@ class _FusedNet:
         """As `try_fused`."""
         if self._declined or not self._unchanged(net, objective):
             return None
-        weights = self._weights()
-        if weights is None:
+        parameters = self._read_weights()
+        if parameters is None:
             return None
+        weights, grads = parameters
         dtype = weights[0].dtype
         loss = _loss_code(objective.loss_fn, chunk, self._readout.out_features, dtype)
         if loss is None or not self._kernel_fastest(steps, dtype):
-            return None
-        grads = self._gradients(weights, dtype)
-        if grads is None:
             return None
         buffers = self._buffers_for(steps, dtype)
         state = buffers.read_state(edge)
@@ -253,35 +251,34 @@ class _FusedNet:
                 return False
         return True
 
-    def _weights(self) -> list[Tensor] | None:
-        """All parameters; None where one is computed from others, is tied, or is new."""
+    def _read_weights(self) -> tuple[list[Tensor], list[Tensor | None]] | None:
+        """All parameters and their `.grad`.
+
+        None if a kernel must not read a weight or write a gradient, or if a parameter is computed
+        from others, tied or new. Type, device and sign of a weight are fixed while it is the same
+        object at the same address.
+        """
         try:
-            weights: list[Tensor] = [slot[name] for slot, name in self._slots]
+            weights: list[Tensor] = [parameters[name] for parameters, name in self._slots]
         except KeyError:
             return None
-        distinct = len(set(map(id, weights))) == len(weights)
-        same = (self._readout._parameters["bias"] is not None) == self._bias
-        return weights if distinct and same else None
-
-    def _gradients(
-        self, weights: Sequence[Tensor], dtype: torch.dtype
-    ) -> list[Tensor | None] | None:
-        """Those in `.grad`; None if a kernel must not read a weight or write a gradient.
-
-        Type, device and sign of a weight are fixed while it is the same object at the same address.
-        """
-        addresses = [weight.data_ptr() for weight in weights]
-        if (
-            addresses != self._addresses
-            or len(weights) != len(self._checked)
-            or not all(map(is_, weights, self._checked))
+        if not self._bias and self._readout._parameters["bias"] is not None:
+            return None
+        checked = len(self._checked) == len(weights) and all(map(is_, weights, self._checked))
+        if not checked and (
+            any(type(weight) is not nn.Parameter for weight in weights)
+            or len(set(map(id, weights))) < len(weights)
         ):
-            for weight in weights:
-                if type(weight) is not nn.Parameter or not weight.is_cpu or weight.is_neg():
-                    return None
-            self._checked, self._addresses = list(weights), addresses
+            return None
+        addresses = list(map(Tensor.data_ptr, weights))
+        if not checked or addresses != self._addresses:
+            if not all(weight.is_cpu and not weight.is_neg() for weight in weights):
+                return None
+            self._checked, self._addresses = weights, addresses
+        dtype = weights[0].dtype
         grads: list[Tensor | None] = []
         for weight, shape in zip(weights, self._shapes, strict=True):
+            grad = weight.grad
             if (
                 weight.shape != shape
                 or weight.dtype is not dtype
@@ -289,13 +286,11 @@ class _FusedNet:
                 or not weight.is_contiguous()
                 or weight._backward_hooks
                 or weight._post_accumulate_grad_hooks
+                or (grad is not None and not (grad.shape == shape and _readable(grad, dtype)))
             ):
                 return None
-            grad = weight.grad
-            if grad is not None and not (grad.shape == shape and _readable(grad, dtype)):
-                return None
             grads.append(grad)
-        return grads
+        return weights, grads
 
     def _kernel_fastest(self, steps: Chunk, dtype: torch.dtype) -> bool:
         """Whether the kernels are the fastest for these lanes and type, and the inputs fit them."""
@@ -353,11 +348,8 @@ class _FusedNet:
         grads: Sequence[Tensor | None],
     ) -> bool:
         """Whether the front has not changed layers and readout."""
-        now = self._weights()
-        if now is None or not all(map(is_, now, weights)) or not self._unchanged(net, objective):
-            return False
-        current = self._gradients(weights, weights[0].dtype)
-        return current is not None and all(map(is_, current, grads))
+        now = self._read_weights() if self._unchanged(net, objective) else None
+        return now is not None and all(map(is_, now[0], weights)) and all(map(is_, now[1], grads))
 
     def _front_is_finite(self) -> bool:
         """Whether the gradients of the front's weights are."""
@@ -403,7 +395,8 @@ class _Buffers:
         self._outputs: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._leaves: dict[str, list[_Leaf]] = {}
-        self._stacks: dict[str, list[Call]] = {}
+        # of each leaf: the calls of its layers, and their fields for it before and after the steps
+        self._states: list[tuple[_Leaf, list[Call], str, str]] = []
         for name, layer in layers.items():
             widths = BY_MODE[layer.mode].widths(layer.hidden_size, layer.proj_size)
             self._leaves[name] = [
@@ -412,7 +405,9 @@ class _Buffers:
             first = len(self._outputs)
             for i in range(first, first + layer.num_layers):
                 self._lay_out(i, layer)
-            self._stacks[name] = self._each[first : first + layer.num_layers]
+            calls = self._each[first : first + layer.num_layers]
+            for leaf, letter in zip(self._leaves[name], "hc", strict=False):
+                self._states.append((leaf, calls, f"{letter}0", f"{letter}_end"))
         self._each[-1].dy = self._pin(torch.empty_like(self._outputs[-1]))
         self._mean = ctypes.c_double()
         classes = readout.out_features
@@ -552,20 +547,20 @@ class _Buffers:
             for call in self._each:
                 call.threads, call.accumulate, call.resets = options
             self._options = options
-        after, entering = self._no_state.copy(), iter(state)
-        for name, leaves in self._leaves.items():
-            ends = [x.new_empty_strided(leaf.size, leaf.stride) for leaf in leaves]
-            h0, h_end = next(entering).data_ptr(), ends[0].data_ptr()
-            step = leaves[0].layer
-            for k, call in enumerate(self._stacks[name]):
-                call.h0, call.h_end = h0 + k * step, h_end + k * step
-            if len(leaves) == 1:
-                after[name] = ends[0]
-                continue
-            c0, c_end, step = next(entering).data_ptr(), ends[1].data_ptr(), leaves[1].layer
-            for k, call in enumerate(self._stacks[name]):
-                call.c0, call.c_end = c0 + k * step, c_end + k * step
-            after[name] = tuple(ends)
+        ends: list[Tensor] = []
+        for (leaf, calls, before, end), entering in zip(self._states, state, strict=True):
+            leaving = x.new_empty_strided(leaf.size, leaf.stride)
+            ends.append(leaving)
+            source, target = entering.data_ptr(), leaving.data_ptr()
+            for call in calls:
+                setattr(call, before, source)
+                setattr(call, end, target)
+                source += leaf.layer
+                target += leaf.layer
+        after, leaves = self._no_state.copy(), iter(ends)
+        for name, layouts in self._leaves.items():
+            h = next(leaves)
+            after[name] = h if len(layouts) == 1 else (h, next(leaves))
         return after
 
     def _point_readout(
@@ -662,17 +657,17 @@ def _loss_code(fn: object, chunk: Chunk, classes: int, dtype: torch.dtype) -> in
     if targets is None or not _readable(targets, targets.dtype):
         return None
     if type(fn) is nn.CrossEntropyLoss:
+        code = kernel.CROSS_ENTROPY
         default = (
-            fn.reduction == "mean"
-            and fn.label_smoothing == 0
-            and fn.ignore_index == IGNORED
-            and fn._buffers["weight"] is None
+            fn.label_smoothing == 0 and fn.ignore_index == IGNORED and fn._buffers["weight"] is None
         )
         fits = targets.dtype is torch.int64 and targets.dim() == 2
-        return kernel.CROSS_ENTROPY if default and fits and not _modified(fn.__dict__) else None
-    if type(fn) is nn.MSELoss:
-        default = fn.reduction == "mean" and targets.dtype is dtype
-        shape = targets.shape[2:]
-        fits = shape == (classes,) or (classes == 1 and len(shape) == 0)
-        return kernel.SQUARED_ERROR if default and fits and not _modified(fn.__dict__) else None
-    return None
+    elif type(fn) is nn.MSELoss:
+        code, default = kernel.SQUARED_ERROR, targets.dtype is dtype
+        columns = targets.shape[2:]
+        fits = columns == (classes,) or (classes == 1 and not columns)
+    else:
+        return None
+    return (
+        code if default and fits and fn.reduction == "mean" and not _modified(fn.__dict__) else None
+    )

@@ -10,6 +10,7 @@ reverse order.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,11 +35,12 @@ class Window(NamedTuple):
     keep: int
 
 
+@lru_cache  # the same few windows, update after update
 def window(
     lead: int,
     counted: int,
     stop: int,
-    remaining: Callable[[int], int],
+    following: int,
     stride: int,
     horizon: int,
     burn_in: int = 0,
@@ -53,7 +55,7 @@ def window(
         lead: the first step that can be run.
         counted: the first step whose loss counts.
         stop: the end.
-        remaining: returns how many of the next n steps there are.
+        following: steps that the next window counts: the stride, or fewer at the end.
         stride: steps between two updates.
         horizon: steps that credit may flow back.
         burn_in: steps before the next window that are run again without a graph.
@@ -65,7 +67,7 @@ def window(
         max(lead, stop - horizon),
         counted,
         stop,
-        min(stop, max(lead, stop + remaining(stride) - horizon - burn_in)),
+        min(stop, max(lead, stop + following - horizon - burn_in)),
     )
 
 
@@ -85,10 +87,8 @@ def windows(
     lead = counted = 0
     while counted < steps:
         stop = min(counted + (stride if counted or first is None else first), steps)
-        left = steps - stop
-        plan = window(
-            lead, counted, stop, lambda n, left=left: min(n, left), stride, horizon, burn_in
-        )
+        following = min(stride, steps - stop)
+        plan = window(lead, counted, stop, following, stride, horizon, burn_in)
         yield plan
         lead, counted = plan.keep, stop
 

@@ -18,8 +18,8 @@ of recurrent network trajectories, Neural Computation 2 (1990).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
 
 
-@dataclass(frozen=True, eq=False)
-class TruncatedState:
+class TruncatedState(NamedTuple):
     """Between two updates of `Truncated`.
 
     Attributes:
@@ -181,7 +180,7 @@ class Truncated:
             else:
                 update, state = self._recompute(net, source, chunk, objective, state)
             if since is not None:
-                state = replace(state, since_reset=since)
+                state = state._replace(since_reset=since)
             if update is not None:
                 return update, state
         return None, state
@@ -243,16 +242,12 @@ class Truncated:
         objective: Objective,
         state: TruncatedState,
     ) -> tuple[Update | None, TruncatedState]:
-        past, edge = state.past, state.edge
+        past, edge, horizon = state.past, state.edge, self._horizon
         counted = 0 if past is None else past.steps
+        # chunks from an iterator are not read ahead without need
+        following = source.remaining(self.stride) if horizon > self.stride else 0
         window = schedule.window(
-            0,
-            counted,
-            counted + chunk.steps,
-            source.remaining,
-            self.stride,
-            self._horizon,
-            self.burn_in,
+            0, counted, counted + chunk.steps, following, self.stride, horizon, self.burn_in
         )
         steps = chunk if past is None else join((past, chunk))
         if edge is None:
