@@ -1,6 +1,6 @@
 """The cost of a trace: forward and backward pass, untraced, traced, and one traced pass in ten.
 
-    python benchmarks/trace_cost.py [--rounds 10] [--out benchmarks/results/trace_cost.json]
+    python benchmarks/trace_cost.py [--rounds 10] [--quick] [--out PATH]
 
 Layers and cells of torch.nn with 64 units on chunks of 100 steps, float32, one thread, batches of 1
 and 32, and the fused layers of tt.nn in three sizes: a forward pass, a mean square of all outputs,
@@ -8,7 +8,9 @@ a backward pass. Outputs and gradients are checked to agree first. Then the side
 one process, and each turn is divided by the untraced one. "every" traces one pass in ten, all ten
 timed. Time is that of the thread, so other processes count little. Memory is the most that torch's
 operators hold during a pass, and what the trace keeps of it; it is not counted for fused layers.
-`make bench` has the cost for `tt.updates`, stream and optimizer included.
+`make bench` has the cost for `tt.updates`, stream and optimizer included. `--quick` checks that all
+rows run: one round on chunks of 10 steps, whose figures mean little, so it writes a file only with
+`--out`.
 """
 
 import argparse
@@ -32,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 # counts every allocated tensor, as the tests do
 allocated = importlib.import_module("policy_data").allocated
 
-STEPS, FEATURES, HIDDEN = 100, 16, 64
+RESULTS = Path("benchmarks/results/trace_cost.json")
+STEPS, QUICK_STEPS, FEATURES, HIDDEN = 100, 10, 16, 64
 TURN = 0.02  # seconds of a turn, at least
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "nn.LSTM": lambda: nn.LSTM(FEATURES, HIDDEN),
@@ -104,9 +107,9 @@ def timed(net: nn.Module, x: Tensor, rounds: int) -> dict[str, dict[str, float]]
                 open_trace.close()
     ratios: dict[str, dict[str, float]] = {}
     for side, times in seconds.items():
-        low, middle, high = statistics.quantiles(
-            [a / b for a, b in zip(times, seconds["untraced"], strict=True)], n=4
-        )
+        turns = [a / b for a, b in zip(times, seconds["untraced"], strict=True)]
+        # quartiles need two turns
+        low, middle, high = statistics.quantiles(turns, n=4) if rounds > 1 else turns * 3
         ratios[side] = {
             "ms": statistics.median(times) * 1e3,
             "ratio": middle,
@@ -149,15 +152,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trace_cost.json"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    rounds, steps = (1, QUICK_STEPS) if options.quick else (options.rounds, STEPS)
     result: dict[str, dict[str, dict[str, float]]] = {}
     for name, make, lanes, dtype in cases():
         torch.manual_seed(0)
-        net, x = make().to(dtype), torch.randn(STEPS, lanes, FEATURES, dtype=dtype)
+        net, x = make().to(dtype), torch.randn(steps, lanes, FEATURES, dtype=dtype)
         check(net, x)
-        times = timed(net, x, options.rounds)
+        times = timed(net, x, rounds)
         memory = (
             {} if isinstance(net, FUSED) else {side: held(net, x, side) for side in SIDES}
         )  # counting would make tt.nn call torch.nn
@@ -168,15 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "threads": 1,
         "processor": platform.machine(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": machine,
-        "rounds": options.rounds,
-        "steps": STEPS,
+        "rounds": rounds,
+        "steps": steps,
         "hidden": HIDDEN,
         "result": result,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    out = options.out or (None if options.quick else RESULTS)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, sides in result.items():
         row = "; ".join(
             f"{side} {sides[side]['ratio']:.2f} ({sides[side]['ms']:.2f} ms,"

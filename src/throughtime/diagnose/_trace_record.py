@@ -50,11 +50,6 @@ class CallRecord:
     gate_sum: Tensor | None = None
     gate_count: int = 0
 
-    @property
-    def steps(self) -> int:
-        """T."""
-        return len(next(iter(self.gradients.values())))
-
 
 @dataclass(frozen=True, eq=False)
 class TrackRecord:

@@ -412,7 +412,8 @@ class TracedCall:
         for leaf in chain.from_iterable(direction.states for direction in before):
             leaf.requires_grad_()
         wide = torch.promote_types(before[0].weights.ih.dtype, torch.float32)
-        x, *flat = [leaf if leaf is None else leaf.to(wide) for leaf in leaves]
+        promoted: list[Any] = [leaf if leaf is None else leaf.to(wide) for leaf in leaves]
+        x, *flat = promoted
         directions = self.directions(flat)
         active = self._active(directions[0].states[0])
         if active is not None:

@@ -14,6 +14,7 @@ Shapes: `B` lanes.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -314,13 +315,17 @@ class Anchors:
             (slice(step - steps + 1, step + 1), lane)
             for step, lane in zip(self.at, self.lanes, strict=True)
         ]
-        mask = torch.zeros(steps, len(rows), dtype=torch.bool, device=self.chunk.inputs.device)
+
+        def stacked(values: Tensor) -> Tensor:
+            return torch.stack([values[row] for row in rows], dim=1)
+
+        inputs, targets = stacked(self.chunk.inputs), self.chunk.targets
+        mask = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         mask[-1] = True
-        targets = self.chunk.targets
         return Chunk.from_tensors(
-            torch.stack([self.chunk.inputs[row] for row in rows], dim=1),
-            None if targets is None else torch.stack([targets[row] for row in rows], dim=1),
-            resets=torch.stack([self.chunk.resets[row] for row in rows], dim=1),
+            inputs,
+            None if targets is None else stacked(targets),
+            resets=stacked(self.chunk.resets),
             mask=mask,
         )
 
@@ -372,9 +377,16 @@ class ReachProfile:
                 {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
             )
         }
-        recording = [True]
+        recording = True
+
+        def record(rows: Tensor, adjoint: Cotangents) -> None:
+            """Write the norm of each leaf's adjoint, by lane, into `rows`, `(leaves, B)`."""
+            for row, leaf in zip(rows, adjoint, strict=True):
+                if recording and leaf is not None:
+                    row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).norm(dim=1))
+
         for at, gate in gates.items():
-            gate.watch = NormRecorder(norms[at], recording)
+            gate.watch = partial(record, norms[at])
         length = min(
             _SEGMENT_STEPS,
             self.budget.segment_steps(
@@ -397,9 +409,9 @@ class ReachProfile:
             losses = list(loss_pass.losses(segment, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
             credit.through(segment, [(loss, None) for loss in losses], retain=True)
-            recording[0] = False
+            recording = False
             pure = self._grow(segment, pure, draw)
-            recording[0] = True
+            recording = True
             del losses, segment
         self._add_norms(norms * len(anchors.lanes), anchors)
 
@@ -482,21 +494,6 @@ class ReachProfile:
             contexts,
             loss < short - 0.01 * abs(short),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class NormRecorder:
-    """Writes the norm of each leaf's adjoint, by lane, into `rows`, `(leaves, B)`."""
-
-    rows: Tensor
-    recording: list[bool]  # one flag, shared by all gates
-
-    def __call__(self, adjoint: Sequence[Tensor | None]) -> None:
-        if not self.recording[0]:
-            return
-        for row, leaf in zip(self.rows, adjoint, strict=True):
-            if leaf is not None:
-                row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).square().sum(1).sqrt())
 
 
 def _refilled(pure: Cotangents, fresh: Cotangents) -> Cotangents:

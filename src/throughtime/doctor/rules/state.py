@@ -145,12 +145,7 @@ class StateRule(Rule):
             result.source = None if out.numel() == 1 else result.source
             return
         states = [tensor for tensor, _ in op.loop_inputs]
-        others = [
-            record.data if record is not None and record.learned else tensor
-            for tensor, record in op.pairs()
-            if not any(tensor is state for state in states)
-        ]
-        data = _with_rows(others, out.shape[0])
+        data = _data_of(op, states, out.shape[0])
         result.lane_dim = 0
         if data is None:
             return
@@ -166,13 +161,11 @@ class StateRule(Rule):
         zeros = next(
             (t for t in op.inputs if not isinstance(t, nn.Parameter) and not bool(t.any())), None
         )
-        others = [
-            record.data if record is not None and record.learned else tensor
-            for tensor, record in op.pairs()
-            if tensor is not zeros and not (tensor.is_leaf and tensor.requires_grad)
-        ]
-        data = _with_rows(others, op.inputs[0].shape[0])
-        if zeros is None or data is None:
+        if zeros is None:
+            return
+        weights = [t for t in op.inputs if t.is_leaf and t.requires_grad]
+        data = _data_of(op, [zeros, *weights], op.inputs[0].shape[0])
+        if data is None:
             return
         call = self._new_call(op.instruction, op.instruction, data, 1, (0, None))
         self._compare_start(call, [])
@@ -381,10 +374,14 @@ def _remember(table: dict[int, Any], key: int, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def _with_rows(candidates: list[Any], rows: int) -> Tensor | None:
-    """The first matrix of so many rows."""
-    matches = (t for t in candidates if t is not None and t.dim() == 2 and t.shape[0] == rows)
-    return next(matches, None)
+def _data_of(op: Operation, excluded: list[Tensor], rows: int) -> Tensor | None:
+    """The data behind an operation: the first matrix of so many rows among its other inputs."""
+    ids = set(map(id, excluded))
+    for tensor, record in op.pairs():
+        data = record.data if record is not None and record.learned else tensor
+        if id(tensor) not in ids and data is not None and data.shape[:-1] == (rows,):
+            return data
+    return None
 
 
 def _dims(op: Operation, packed: bool) -> tuple[int, int | None, int | None]:
