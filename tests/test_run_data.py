@@ -269,7 +269,7 @@ def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
         torch.equal(a, b) for a, b in zip(one.parameters(), wrong.parameters(), strict=True)
     )
     scores = [evaluate_run(folder, None, "valid", None)[1] for folder in folders[:2]]
-    assert scores[0] == scores[1]
+    assert repr(scores[0]) == repr(scores[1])  # the loss is NaN
     assert scores[0].steps == ROWS["c"] // frame
     for folder, data in zip(folders[:2], (whole, apart), strict=True):
         run("predict", folder.path, data / "c.npy", "--out", folder.path / "p.npy")

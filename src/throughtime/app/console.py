@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from throughtime.app.distributed import LostRankError
 from throughtime.app.model import one_thread
+from throughtime.app.policy import describe_policy
 from throughtime.app.report.run_page import write_report
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
@@ -23,8 +24,8 @@ from throughtime.diagnose.reach import within
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
     from throughtime.app.config import Config
-    from throughtime.app.trace import RunTrace
-    from throughtime.diagnose import Audit, Reach
+    from throughtime.app.report.page import DataTable
+    from throughtime.diagnose import Reach
 
 _MAX_ROWS = 40  # recordings in a table of scores
 _PLAIN_EVERY = 10.0  # seconds between two plain lines
@@ -164,8 +165,6 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
 
 
 def _print_start(training: Training) -> None:
-    from throughtime.app.policy import describe_policy
-
     dataset, spec, config = training.dataset, training.dataset.spec, training.config
     out.print(
         f"{len(dataset.train)} recordings, {sum(map(len, dataset.train)):,} frames to train on,"
@@ -260,10 +259,17 @@ def _cells(values: Iterable[float]) -> Sequence[str]:
 
 def print_audit(report: "AuditReport", config: "Config") -> None:
     """Print the tables of an audit, the losses by context, and which window to take."""
-    out.print(_truncation_table(report.audit))
+    from throughtime.app.report.audit_section import audit_table, lifetime_table
+
+    _print_table(
+        "what cutting the gradient costs, against the exact one", audit_table(report.audit)
+    )
     out.print(_reach_table(report.reach))
-    if report.trace is not None:
-        out.print(_trace_table(report.trace))
+    trace = report.trace
+    if trace is not None:
+        windows = f"{trace.windows} window{'' if trace.windows == 1 else 's'}"
+        steps = f"steps {trace.start} to {trace.start + trace.steps} of {trace.recording}"
+        _print_table(f"gradient step by step: {steps}, {windows}", lifetime_table(trace))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
     out.print(
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
@@ -273,18 +279,14 @@ def print_audit(report: "AuditReport", config: "Config") -> None:
     out.print(report.warning())
 
 
-def _truncation_table(audit: "Audit") -> Table:
-    table = Table(title="what cutting the gradient costs, against the exact one")
-    for name in ("horizon", "stride", "updates", "bias", "cosine"):
-        table.add_column(name, justify="right")
-    table.add_column("worst parameter")
-    for row in audit.rows:
-        worst, bias = max(row.by_parameter.items(), key=lambda item: item[1])
-        numbers = (f"{row.bias:.3f}", f"{row.cosine:.3f}", f"{worst} {bias:.3f}")
-        table.add_row(str(row.horizon), str(row.stride), str(row.updates), *numbers)
-    table.add_section()
-    table.add_row("exact", str(audit.steps), "1", "0.000", "1.000", "")
-    return table
+def _print_table(title: str, content: "DataTable") -> None:
+    """Print a table of the report under another title."""
+    table = Table(title=title)
+    for i, name in enumerate(content.columns):
+        table.add_column(name, justify="right" if i in content.numeric_columns else "left")
+    for cells in content.cells:
+        table.add_row(*cells)
+    out.print(table)
 
 
 def _reach_table(reach: "Reach") -> Table:
@@ -298,19 +300,4 @@ def _reach_table(reach: "Reach") -> Table:
     table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
     for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
         table.add_row(name, *(str(within(reach.lags, norms, share)) for share in shares))
-    return table
-
-
-def _trace_table(trace: "RunTrace") -> Table:
-    stop, count = trace.start + trace.steps, trace.windows
-    table = Table(
-        title=f"gradient step by step: steps {trace.start} to {stop} of {trace.recording}, {count}"
-        f" window{'' if count == 1 else 's'}"
-    )
-    for name in ("gradient of", "largest", "lives, steps back", "crosses the edge"):
-        table.add_column(name, justify="left" if name == "gradient of" else "right")
-    for row in trace.lifetimes:
-        lived = f"blows up {row.burst:.0f} back" if row.exploded else f"{row.lived:.0f}"
-        edge = "" if row.edge is None else f"{row.edge:.2g}"
-        table.add_row(row.name, f"{row.largest:.2g}", lived, edge)
     return table

@@ -259,15 +259,11 @@ def split_recordings(
                 f" {holdout}; take --holdout 0"
             )
         parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
-        return {
-            "train": parts[:1],
-            "valid": parts[1:],
-        }, f"the last {holdout:.0%} of the recording held out"
+        remark = f"the last {holdout:.0%} of the recording held out"
+        return {"train": parts[:1], "valid": parts[1:]}, remark
     count = max(1, round(len(everything) * holdout))
-    return {
-        "train": everything[:-count],
-        "valid": everything[-count:],
-    }, f"{count} of {len(everything)} recordings held out, the last by name"
+    remark = f"{count} of {len(everything)} recordings held out, the last by name"
+    return {"train": everything[:-count], "valid": everything[-count:]}, remark
 
 
 def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:

@@ -249,14 +249,11 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
 
 def summary(demo: Demo) -> list[tuple[str, str, str]]:
     """Rows of the table: name, accuracy on the unbroken recording, and on pieces as trained."""
-    rows = [
-        (
-            name,
-            _spread([n.accuracy for n in demo.of(name)]),
-            _spread([n.as_trained for n in demo.of(name)]),
-        )
-        for name in (WINDOWS, STREAM)
-    ]
+    rows: list[tuple[str, str, str]] = []
+    for name in (WINDOWS, STREAM):
+        networks = demo.of(name)
+        unbroken, pieces = [n.accuracy for n in networks], [n.as_trained for n in networks]
+        rows.append((name, _spread(unbroken), _spread(pieces)))
     return [
         *rows,
         ("best reachable, by construction", f"{BEST:.3f}", ""),

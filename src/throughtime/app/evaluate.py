@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -91,22 +91,15 @@ def evaluate_run(
     return split, scores
 
 
-class _Writer(Protocol):
-    """Writes the outputs of consecutive steps: probabilities of the classes, or values."""
-
-    def write(self, start: int, values: Array) -> None:
-        """Write `(n, C)` values of the steps from `start` on."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
 class _NpyWriter:
-    """A `.npy` of shape `(T, C)`, appended to; mapping it would keep its pages in memory."""
+    """A `.npy` of shape `(T, C)`, appended to; mapping it would keep its pages in memory.
+
+    It is the array that `predict` fills with the outputs of consecutive steps. Logits become
+    probabilities.
+    """
 
     def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
+        self._spec = spec
         self._file = path.open("wb")
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
@@ -115,9 +108,8 @@ class _NpyWriter:
         }
         np.lib.format.write_array_header_2_0(self._file, header)
 
-    def write(self, start: int, values: Array) -> None:
-        del start
-        self._file.write(np.ascontiguousarray(values).tobytes())
+    def __setitem__(self, steps: slice, values: Array) -> None:
+        self._file.write(np.ascontiguousarray(_probabilities(values, self._spec)).tobytes())
 
     def close(self) -> None:
         self._file.close()
@@ -128,7 +120,7 @@ class _CsvWriter:
 
     def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
         del steps
-        self._classes = spec.classes
+        self._spec = spec
         self._file = path.open("w", newline="", encoding="utf-8")
         self._rows = csv.writer(self._file)
         names = (
@@ -138,28 +130,22 @@ class _CsvWriter:
         )
         self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
 
-    def write(self, start: int, values: Array) -> None:
-        for step, row in enumerate(values.tolist(), start):
-            predicted = [self._classes[int(np.argmax(row))]] if self._classes else []
+    def __setitem__(self, steps: slice, values: Array) -> None:
+        classes = self._spec.classes
+        for step, row in enumerate(_probabilities(values, self._spec).tolist(), steps.start):
+            predicted = [classes[int(np.argmax(row))]] if classes else []
             self._rows.writerow([step, *predicted, *(f"{value:.6g}" for value in row)])
 
     def close(self) -> None:
         self._file.close()
 
 
+def _probabilities(outputs: Array, spec: ModelSpec) -> Array:
+    """Logits `(n, C)` as probabilities; the outputs of a regression as they are."""
+    return torch.from_numpy(outputs).softmax(dim=1).numpy() if spec.classes else outputs
+
+
 _WRITERS = {".npy": _NpyWriter, ".csv": _CsvWriter}
-
-
-class _Outputs:
-    """The array that `predict` fills: passes outputs on to a writer, logits as probabilities."""
-
-    def __init__(self, writer: _Writer, spec: ModelSpec) -> None:
-        self._writer, self._spec = writer, spec
-
-    def __setitem__(self, steps: slice, values: Array) -> None:
-        if self._spec.classes:
-            values = torch.from_numpy(values).softmax(dim=1).numpy()
-        self._writer.write(steps.start, values)
 
 
 def open_recording(
@@ -234,7 +220,7 @@ def predict_to_file(
                 recording,
                 chunk=_CHUNK,
                 state=state,
-                out=_Outputs(writer, spec),
+                out=writer,
                 dtype=spec.torch_dtype,
                 missing=missing,
             )

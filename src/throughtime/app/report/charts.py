@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from throughtime._svg import (
     DOTTED,
@@ -51,6 +51,7 @@ _MANY_CUTS = 16  # beyond it cuts are drawn above the cells, which they would hi
 _LONGEST_NAME = 26  # characters of the name of a row
 
 _Point: TypeAlias = tuple[float, float]
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Band:
     classes: Sequence[int]
 
 
-def runs(classes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal classes, as `(start, stop, class)`.
+def runs(values: Sequence[_Number]) -> Iterator[tuple[int, int, _Number]]:
+    """Runs of equal values, as `(start, stop, value)`.
 
     Example:
         >>> from throughtime.app.report.charts import runs
@@ -95,7 +96,7 @@ def runs(classes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         [(0, 2, 0), (2, 3, 2)]
     """
     start = 0
-    for value, run in groupby(classes):
+    for value, run in groupby(values):
         stop = start + sum(1 for _ in run)
         yield start, stop, value
         start = stop
@@ -343,13 +344,11 @@ def heat(
 
 def _cells(edges: Sequence[float], fills: Sequence[float], x: Scale, top: float) -> str:
     """A row of cells; equal neighbours become one."""
-    parts, start = list[str](), 0
-    for fill, run in groupby(round(fill, 2) for fill in fills):
-        stop = start + sum(1 for _ in run)
+    parts: list[str] = []
+    for start, stop, fill in runs([round(fill, 2) for fill in fills]):
         # Rounded as they are written, so that neighbours meet.
         left, right = round(x(edges[start]), 1), round(x(edges[stop]), 1)
         parts.append(_cell(left, top, right - left, 28, fill))
-        start = stop
     return "".join(parts)
 
 
@@ -425,27 +424,23 @@ def _vertical_marks(
         row_ends[row : row + 1] = [centre + half + 8]
         labels.append((mark, centre, row))
     plot_top = top + 17 * len(row_ends) + (4 if row_ends else 0)
-    parts = [
-        rule(vertical(x(mark.value), top + 8 + 17 * row, plot_top + height), DOTTED)
-        for mark, _, row in labels
-    ]
-    parts += [
-        text_at(centre, top + 4 + 17 * row, mark.label, f"{MIDDLE} {HALO}")
-        for mark, centre, row in labels
-    ]
-    return "".join(parts), plot_top
+    rules, texts = "", ""  # a text covers the rules of other marks
+    for mark, centre, row in labels:
+        row_top = top + 17 * row
+        rules += rule(vertical(x(mark.value), row_top + 8, plot_top + height), DOTTED)
+        texts += text_at(centre, row_top + 4, mark.label, f"{MIDDLE} {HALO}")
+    return rules + texts, plot_top
 
 
 def _horizontal_marks(marks: Sequence[Mark], x: Scale, y: Scale) -> str:
     """Horizontal reference lines within the plot, with their labels above them at the left."""
     inside = [m for m in marks if y.low <= m.value <= y.high]
     heights = _spread([y(m.value) - 6 for m in inside], 16, y.stop + 13, y.start - 4)
-    parts = [rule(horizontal(y(m.value), x.start, x.stop), DOTTED) for m in inside]
-    parts += [
-        text_at(x.start + 8, height, m.label, HALO)
-        for height, m in zip(heights, inside, strict=True)
-    ]
-    return "".join(parts)
+    rules, texts = "", ""
+    for height, mark in zip(heights, inside, strict=True):
+        rules += rule(horizontal(y(mark.value), x.start, x.stop), DOTTED)
+        texts += text_at(x.start + 8, height, mark.label, HALO)
+    return rules + texts
 
 
 def _end_labels(ends: dict[int, _Point], labels: Sequence[str], x: Scale, y: Scale) -> str:
