@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import throughtime as tt
 from throughtime.errors import ConfigError
 
 
@@ -42,6 +43,12 @@ class OptimizerStep:
     def autocast(self, net: nn.Module) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
         return nullcontext() if self.amp_mode is None else torch.autocast(device_of(net).type)
+
+    def next_update(self, updates: tt.Updates, net: nn.Module) -> tt.Update | None:
+        """The next update, its gradient not clipped yet; `None` at the end of the epoch."""
+        self.optimizer.zero_grad()
+        with self.autocast(net):
+            return next(updates, None)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a loss with a graph."""

@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -250,9 +250,7 @@ class StreamTrainer(Engine):
         return self._updates
 
     def _next_update(self, updates: tt.Updates) -> tt.Update | None:
-        self._step.optimizer.zero_grad()
-        with self._step.autocast(self._net):
-            update = next(updates, None)
+        update = self._step.next_update(updates, self._net)
         if update is None:
             return None
         self._optimizer_stepped = False
@@ -334,36 +332,31 @@ class StreamEvaluator(Engine):
             )
         # the number of chunks that have a valid step may differ from run to run
         self.state.epoch_length = None
-        return super().run(_ScoredChunks(self._net, data), 1)
+        return super().run(_scored_chunks(self._net, data), 1)
 
     @staticmethod
-    def _run_chunk(engine: Engine, item: "_ScoredChunk") -> tuple[Tensor, Tensor]:
+    def _run_chunk(engine: Engine, item: tuple[tt.Predictor, tt.Chunk]) -> tuple[Tensor, Tensor]:
         del engine
-        predictor, chunk = item
-        return chunk.valid_pairs(predictor(chunk.inputs, chunk.resets if chunk.any_reset else None))
+        return item[1].valid_pairs(_predict(*item))
 
 
-_ScoredChunk: TypeAlias = tuple[tt.Predictor, tt.Chunk]
-
-
-class _ScoredChunks:
+def _scored_chunks(net: tt.Carried, stream: tt.Stream) -> Iterator[tuple[tt.Predictor, tt.Chunk]]:
     """The chunks of a stream that have a valid step, with the predictor that runs them.
 
     The others only carry the state on: a mean over no steps is NaN.
     """
+    predictor = tt.Predictor(net, stream.lanes)
+    for chunk in (c.to(predictor.device) for c in stream):
+        if chunk.targets is None:
+            raise DataError(
+                "the recordings of this stream have no targets; to run the net without metrics"
+                " use tt.predict"
+            )
+        if chunk.valid:
+            yield predictor, chunk
+        else:
+            _predict(predictor, chunk)
 
-    def __init__(self, net: tt.Carried, stream: tt.Stream) -> None:
-        self._net, self._stream = net, stream
 
-    def __iter__(self) -> Iterator[_ScoredChunk]:
-        predictor = tt.Predictor(self._net, self._stream.lanes)
-        for chunk in (c.to(predictor.device) for c in self._stream):
-            if chunk.targets is None:
-                raise DataError(
-                    "the recordings of this stream have no targets; to run the net without metrics"
-                    " use tt.predict"
-                )
-            if chunk.valid:
-                yield predictor, chunk
-            else:
-                predictor(chunk.inputs, chunk.resets if chunk.any_reset else None)
+def _predict(predictor: tt.Predictor, chunk: tt.Chunk) -> Tensor:
+    return predictor(chunk.inputs, chunk.resets if chunk.any_reset else None)

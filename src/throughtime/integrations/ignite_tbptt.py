@@ -243,9 +243,7 @@ class _UpdatesMode:
         for _ in chunks:
             begin()
             self.net.train()
-            self.step.optimizer.zero_grad()
-            with self.step.autocast(self.net):
-                update = next(updates, None)
+            update = self.step.next_update(updates, self.net)
             if update is None:  # no valid target is left
                 yield _ChunkResult(math.nan, 0, updates.state)
                 return
