@@ -34,7 +34,7 @@ from throughtime.gradient import Objective, Policy
 
 
 @dataclass(frozen=True)
-class Given:
+class PolicyData:
     """Everything a gradient depends on besides the weights."""
 
     x: Tensor
@@ -51,7 +51,7 @@ class Given:
         resets: float = 0.0,
         masked: float = 0.0,
         outputs: int = 2,
-    ) -> "Given":
+    ) -> "PolicyData":
         draw = torch.Generator().manual_seed(seed)
         first = torch.zeros(steps, lanes, dtype=torch.bool)
         first[0] = True
@@ -65,7 +65,7 @@ class Given:
         )
 
     @classmethod
-    def of(cls, chunk: tt.Chunk) -> "Given":
+    def of(cls, chunk: tt.Chunk) -> "PolicyData":
         assert chunk.targets is not None
         return cls(chunk.inputs, chunk.targets, chunk.resets, chunk.mask)
 
@@ -74,12 +74,12 @@ class Given:
         return tt.Chunk.from_tensors(self.x, self.targets, resets=self.resets, mask=self.mask)
 
 
-Found = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
+UpdateGrads = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
 
 
 def oracle(
-    step: Step, leaves: int, weights: Weights, data: Given, stride: int, horizon: int
-) -> Found:
+    step: Step, leaves: int, weights: Weights, data: PolicyData, stride: int, horizon: int
+) -> UpdateGrads:
     """Every step has its own copy of the weights.
 
     An update sums the gradients of those that its window holds.
@@ -94,7 +94,7 @@ def oracle(
         )
         y, state = step(copy, x, state)
         losses.append((y - target).square().mean(1))
-    found: Found = []
+    results: UpdateGrads = []
     for counted in range(0, len(data.x), stride):
         stop = min(counted + stride, len(data.x))
         valid = data.mask[counted:stop]
@@ -112,8 +112,8 @@ def oracle(
             sums = {
                 name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)
             }
-            found.append((int(valid.sum()), loss.item(), sums))
-    return found
+            results.append((int(valid.sum()), loss.item(), sums))
+    return results
 
 
 ORACLES = pytest.mark.parametrize(
@@ -126,15 +126,15 @@ ORACLES = pytest.mark.parametrize(
 
 
 def plain(
-    net: tt.Carried, data: Given, bounds: Sequence[int] | None = None, loss_fn: Any = None
-) -> Found:
+    net: tt.Carried, data: PolicyData, bounds: Sequence[int] | None = None, loss_fn: Any = None
+) -> UpdateGrads:
     """One forward and one backward pass for every stretch.
 
     The state is carried between them, without its graph.
     """
     bounds = [0, len(data.x)] if bounds is None else bounds
     loss_fn = loss_fn or nn.MSELoss()
-    state, found = start(net, data.x), list[tuple[int, float, Weights]]()
+    state, results = start(net, data.x), list[tuple[int, float, Weights]]()
     for begin, end in pairwise(bounds):
         y, state = net(data.x[begin:end], state, data.resets[begin:end])
         valid = data.mask[begin:end]
@@ -142,41 +142,41 @@ def plain(
             net.zero_grad()
             loss = loss_fn(y[valid], data.targets[begin:end][valid])
             loss.backward()
-            found.append((int(valid.sum()), loss.item(), gradients(net)))
+            results.append((int(valid.sum()), loss.item(), gradients(net)))
         state = tt.state.detach(state)
     net.zero_grad()
-    return found
+    return results
 
 
-def unbroken(data: Given) -> list[int]:
+def unbroken(data: PolicyData) -> list[int]:
     """Where every lane starts a recording, and the end."""
     return [0, *(step for step in range(1, len(data.x)) if data.resets[step].all()), len(data.x)]
 
 
-def given_for(
+def data_for(
     net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0
-) -> Given:
+) -> PolicyData:
     """Data with as many targets as the net has outputs."""
     x = inputs(1, lanes)
     with torch.no_grad():
         width = net(x, start(net, x))[0].shape[2]
-    return Given.draw(steps, lanes, seed, resets, masked, width)
+    return PolicyData.draw(steps, lanes, seed, resets, masked, width)
 
 
 def policy_gradients(
     net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None
-) -> Found:
+) -> UpdateGrads:
     """The gradient of every update at fixed weights."""
     return gradients_of(net, tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy))
 
 
-def gradients_of(net: tt.Carried, run: tt.Updates) -> Found:
+def gradients_of(net: tt.Carried, run: tt.Updates) -> UpdateGrads:
     """The gradient of every update of a run whose weights stay as they are."""
-    found: Found = []
+    results: UpdateGrads = []
     for update in run:
-        found.append((update.steps, update.loss.item(), gradients(net)))
+        results.append((update.steps, update.loss.item(), gradients(net)))
         net.zero_grad()
-    return found
+    return results
 
 
 def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[float]:
@@ -191,7 +191,7 @@ def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -
 
 def exact_updates(
     net: tt.Carried,
-    data: Given,
+    data: PolicyData,
     policy: tt.Exact | None = None,
     loss_fn: Any = None,
     **options: Any,
@@ -231,7 +231,7 @@ class Tempered(nn.Module):
         return (y / self.temperature - t).square().mean()
 
 
-def deviation(a: Found, b: Found) -> float:
+def deviation(a: UpdateGrads, b: UpdateGrads) -> float:
     """How far two lists of updates are apart.
 
     Infinite if they differ in number or in valid steps.

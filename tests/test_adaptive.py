@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Found, Given, deviation, gradients_of, plain, policy_gradients
+from policy_data import PolicyData, UpdateGrads, deviation, gradients_of, plain, policy_gradients
 from strategies import (
     HIDDEN,
     Noisy,
@@ -67,11 +67,11 @@ class Scripted:
         self._coming = itertools.chain(coming, itertools.repeat(coming[-1]))
 
         def compare(probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
-            return self.found(probe, plans)
+            return self.compare(probe, plans)
 
         patch.setattr(BiasProbe, "compare", compare)
 
-    def found(self, probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
+    def compare(self, probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
         biases = next(self._coming)
         horizons = [max(window.stop - window.start for window in plan) for plan in plans]
         self.asked.append(horizons)
@@ -107,7 +107,7 @@ def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
         [2, 4, 8, 16, 24],
         tt.Adaptive(0.125, 2, 24, stride, every, patience),
     )
-    script = [{h: found.get(h, 0.0) for h in horizons} for found in script]
+    script = [{h: results.get(h, 0.0) for h in horizons} for results in script]
     now, shorter, expected, seen = 2, 0, list[int](), list[int]()
     for biases in script:
         wanted = enough(biases, 0.125, 24)
@@ -183,7 +183,7 @@ def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, wa
     if warm:
         looked.take(place)
     next(run)
-    found = tt.audit(
+    results = tt.audit(
         net,
         looked,
         nn.MSELoss(),
@@ -193,7 +193,7 @@ def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, wa
         state=state,
     )
     assert list(run.policy_state.biases) == [3, 6, 12, 13]
-    assert [row.bias for row in found.rows] == pytest.approx(
+    assert [row.bias for row in results.rows] == pytest.approx(
         list(run.policy_state.biases.values()), rel=1e-9
     )
 
@@ -206,8 +206,8 @@ def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_th
     looked = stream(80, 60)
     looked.take(source.position)
     next(run)
-    found = tt.audit(net, looked, nn.MSELoss(), horizons=[13], stride=3, steps=31, state=state)
-    assert found.rows[0].bias == pytest.approx(run.policy_state.biases[13], rel=1e-9)
+    results = tt.audit(net, looked, nn.MSELoss(), horizons=[13], stride=3, steps=31, state=state)
+    assert results.rows[0].bias == pytest.approx(run.policy_state.biases[13], rel=1e-9)
 
 
 @settings(max_examples=8)
@@ -225,24 +225,26 @@ def test_updates_equal_those_of_a_truncation_at_that_horizon(
     stride = None if stride is None else min(stride, horizon)
     lanes = min(lanes, sum(lengths))
     policy = tt.Adaptive(0.1, horizon, horizon, stride, every=2)
-    found = policy_gradients(row.net(), stream(*lengths, lanes=lanes, chunk=chunk), policy)
+    results = policy_gradients(row.net(), stream(*lengths, lanes=lanes, chunk=chunk), policy)
     expected = policy_gradients(
         row.net(), stream(*lengths, lanes=lanes), tt.Truncated(stride or horizon, horizon)
     )
-    assert deviation(found, expected) == 0
+    assert deviation(results, expected) == 0
 
 
 @pytest.mark.parametrize("stride", [None, 2])
 def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | None) -> None:
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
     grown = tt.updates(net, stream(90, 90), nn.MSELoss(), gradient=policy)
-    found = gradients_of(net, grown)
+    results = gradients_of(net, grown)
     assert grown.policy_state.horizon == 16
     assert (
-        deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16))) == 0
+        deviation(results, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16)))
+        == 0
     )
     assert (
-        deviation(found, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 8, 8))) > 1e-6
+        deviation(results, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 8, 8)))
+        > 1e-6
     )  # the mutant: one that has not grown
 
 
@@ -252,26 +254,26 @@ SHORT: dict[int, float] = dict.fromkeys((2, 4, 8), 0.0)
 
 def test_horizon_may_change_from_update_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stride is as long as the horizon then, and its gradient that of plain autograd."""
-    net, data = named("hides-layer").net(), Given.draw(61, 2, 0, resets=0.05)
+    net, data = named("hides-layer").net(), PolicyData.draw(61, 2, 0, resets=0.05)
     Scripted(monkeypatch, [SHORT, LONG, SHORT, SHORT, LONG, SHORT])
-    found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, every=1, patience=1))
+    results = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, every=1, patience=1))
     bounds = [0, *itertools.accumulate([2, 8, 4, 2, 8, 4, *[2] * 16, 1])]
-    assert deviation(found, plain(net, data, bounds)) < 1e-11
+    assert deviation(results, plain(net, data, bounds)) < 1e-11
 
 
 def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From 2 to 8 at the fourth update: earlier steps are freed, so windows grow by one stride."""
-    net, data = named("hides-layer").net(), Given.draw(40, 2, 0, resets=0.05)
+    net, data = named("hides-layer").net(), PolicyData.draw(40, 2, 0, resets=0.05)
     Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
-    found = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
+    results = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
     windows = [
         (max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop)
         for stop in range(2, 41, 2)
     ]
     assert windows[:6] == [(0, 0, 2), (2, 2, 4), (4, 4, 6), (6, 6, 8), (6, 8, 10), (6, 10, 12)]
-    assert deviation(found, windowed(net, data, windows)) < 1e-11
+    assert deviation(results, windowed(net, data, windows)) < 1e-11
 
 
 def test_horizon_persists_from_epoch_to_epoch() -> None:
@@ -291,12 +293,12 @@ def test_horizon_persists_from_epoch_to_epoch() -> None:
 def train(
     optimizer: torch.optim.Optimizer, run: tt.Updates[AdaptiveState], most: int = 1000
 ) -> list[tuple[int, float]]:
-    found: list[tuple[int, float]] = []
+    results: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
         optimizer.zero_grad()
-        found.append((run.policy_state.horizon, update.loss.item()))
-    return found
+        results.append((run.policy_state.horizon, update.loss.item()))
+    return results
 
 
 @pytest.mark.parametrize("stride", [None, 3])
@@ -336,11 +338,13 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
 ) -> None:
     """A policy with a fixed horizon still measures, and equals a truncation to the bit."""
 
-    def run(policy: Any) -> tuple[Found, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
+    def run(
+        policy: Any,
+    ) -> tuple[UpdateGrads, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
         torch.manual_seed(0)
         net, source = tt.carry(Noisy().double()).train(training), stream(60, 45)
         torch.manual_seed(5)
-        found = policy_gradients(net, source, policy)
+        results = policy_gradients(net, source, policy)
         later = tt.updates(net, source, nn.MSELoss(), gradient=policy)
         for _ in itertools.islice(later, 3):
             pass  # gradients add up
@@ -348,7 +352,7 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
         assert net.training == training
         buffers = [buffer.clone() for buffer in net.buffers()]
         return (
-            found,
+            results,
             torch.get_rng_state(),
             buffers,
             source.state_dict(),
@@ -356,14 +360,14 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
         )
 
     policy = tt.Adaptive(0.1, 6, 6, stride, every=1)
-    found, expected = run(policy), run(tt.Truncated(stride or 6, 6))
-    assert deviation(found[0], expected[0]) == 0
-    assert torch.equal(found[1], expected[1])
-    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
-    assert found[3] == expected[3]
+    results, expected = run(policy), run(tt.Truncated(stride or 6, 6))
+    assert deviation(results[0], expected[0]) == 0
+    assert torch.equal(results[1], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(results[2], expected[2], strict=True))
+    assert results[3] == expected[3]
     assert all(
         a is not None and b is not None and torch.equal(a, b)
-        for a, b in zip(found[4], expected[4], strict=True)
+        for a, b in zip(results[4], expected[4], strict=True)
     )
 
 
@@ -399,14 +403,14 @@ def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_me
 
 
 def test_steps_that_do_not_count_are_not_measured() -> None:
-    net, data = named("tensor-state").net(), Given.draw(40, 1, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(40, 1, 0)
     mask = torch.zeros(40, 1, dtype=torch.bool)
     mask[38:] = True
     policy = tt.Adaptive(0.1, 2, 4, every=1)
-    found = policy_gradients(
+    results = policy_gradients(
         net, [tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)], policy
     )
-    assert [steps for steps, *_ in found] == [2]
+    assert [steps for steps, *_ in results] == [2]
 
 
 def test_chunks_from_an_iterator_are_refused_with_what_to_give_instead() -> None:
@@ -487,7 +491,7 @@ def test_gradient_of_zero_has_no_bias() -> None:
 
 
 def test_carried_state_is_that_of_one_long_forward() -> None:
-    net, data = named("hides-layer").net(), Given.draw(61, 2, 0, resets=0.1)
+    net, data = named("hides-layer").net(), PolicyData.draw(61, 2, 0, resets=0.1)
     for update in tt.updates(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Adaptive(0.1, 2, 8, stride=2, every=3)
     ):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Given, plain, policy_gradients
+from policy_data import PolicyData, plain, policy_gradients
 from strategies import (
     HIDDEN,
     HidesLayer,
@@ -44,12 +44,12 @@ mpl.use("Agg")
 CLOSE = 1e-8
 
 
-def flat(found: Weights) -> Tensor:
-    return torch.cat([g.flatten() for g in found.values()])
+def flat(results: Weights) -> Tensor:
+    return torch.cat([g.flatten() for g in results.values()])
 
 
 def truncated(
-    net: tt.Carried, data: Given, state: State, stride: int, horizon: int
+    net: tt.Carried, data: PolicyData, state: State, stride: int, horizon: int
 ) -> tuple[Weights, int]:
     """The gradient of the mean loss of all steps by `tt.updates`, and the number of updates."""
     run = tt.updates(
@@ -65,14 +65,14 @@ def truncated(
     return sums, count
 
 
-def exact(net: tt.Carried, data: Given, state: State) -> tuple[Weights, float]:
+def exact(net: tt.Carried, data: PolicyData, state: State) -> tuple[Weights, float]:
     """By plain autograd, and the mean loss."""
     y, _ = net(data.x, start(net, data.x) if state is None else state, data.resets)
     loss = nn.functional.mse_loss(y[data.mask], data.targets[data.mask])
     loss.backward()
-    found = gradients(net)
+    results = gradients(net)
     net.zero_grad()
-    return found, loss.item()
+    return results, loss.item()
 
 
 def ratio(part: Tensor, whole: Tensor) -> float:
@@ -80,15 +80,15 @@ def ratio(part: Tensor, whole: Tensor) -> float:
     return (part.norm() / whole.norm()).item() if part.norm() else 0.0
 
 
-def agrees(found: tt.Audit, net: tt.Carried, data: Given, state: State = None) -> bool:
+def agrees(results: tt.Audit, net: tt.Carried, data: PolicyData, state: State = None) -> bool:
     """Whether every figure is that of gradients computed one after another."""
     whole, loss = exact(net, data, state)
     size = flat(whole).norm().item()
     right = [
-        found.loss == pytest.approx(loss, rel=CLOSE),
-        found.norm == pytest.approx(size, rel=CLOSE),
+        results.loss == pytest.approx(loss, rel=CLOSE),
+        results.norm == pytest.approx(size, rel=CLOSE),
     ]
-    for row in found.rows:
+    for row in results.rows:
         gradient, count = truncated(net, data, state, row.stride, row.horizon)
         a, b = flat(gradient), flat(whole)
         biases = {
@@ -144,12 +144,12 @@ def test_figures_are_those_of_separate_gradients(
     net = row.net()
     horizons = [h for h in horizons if stride is None or h >= stride]
     source = stream_of(lengths, lanes, warm_up, outputs=width(net))
-    data = Given.of(join(list(stream_of(lengths, lanes, warm_up, outputs=width(net)))))
+    data = PolicyData.of(join(list(stream_of(lengths, lanes, warm_up, outputs=width(net)))))
     assume(horizons and data.mask.any())
-    found = tt.audit(net, source, nn.MSELoss(), horizons, stride=stride, chunk=piece)
-    assert agrees(found, net, data)
-    assert (found.steps, found.lanes) == data.mask.shape
-    assert [(r.horizon, r.stride) for r in found.rows] == [
+    results = tt.audit(net, source, nn.MSELoss(), horizons, stride=stride, chunk=piece)
+    assert agrees(results, net, data)
+    assert (results.steps, results.lanes) == data.mask.shape
+    assert [(r.horizon, r.stride) for r in results.rows] == [
         (h, stride or h) for h in sorted(horizons)
     ]
 
@@ -170,9 +170,9 @@ def cuts_of_the_other_groups(patch: pytest.MonkeyPatch) -> None:
     right = schedule.group_windows
 
     def groups(plan: Sequence[Window]) -> list[WindowGroup]:
-        found = right(plan)
-        every = frozenset(cut for group in found for cut in group.cuts)
-        return [WindowGroup(group.spans, every) for group in found]
+        results = right(plan)
+        every = frozenset(cut for group in results for cut in group.cuts)
+        return [WindowGroup(group.spans, every) for group in results]
 
     patch.setattr(schedule, "group_windows", groups)
 
@@ -215,7 +215,7 @@ MUTANTS: dict[str, Change] = {
 @pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
 def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     net, lengths = named("tensor-state").net(), [31, 20, 9]
-    data = Given.of(join(list(stream_of(lengths, 2))))
+    data = PolicyData.of(join(list(stream_of(lengths, 2))))
     assert agrees(
         tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data
     )
@@ -238,7 +238,7 @@ def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
 ) -> None:
     """And looks at so many steps."""
     net, source = row.net(), stream_of([30, 23, 9], 2)
-    data = Given.of(join(list(stream_of([30, 23, 9], 2))))
+    data = PolicyData.of(join(list(stream_of([30, 23, 9], 2))))
     state = tt.state.map_leaves(
         lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape),
         start(net, data.x),
@@ -246,14 +246,14 @@ def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
     if begin:
         source.take(begin)
     stop = len(data.x) if steps is None else begin + steps
-    part = Given(
+    part = PolicyData(
         data.x[begin:stop], data.targets[begin:stop], data.resets[begin:stop], data.mask[begin:stop]
     )
-    found = tt.audit(
+    results = tt.audit(
         net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, state=state, chunk=5
     )
-    assert found.steps == len(part.x)
-    assert agrees(found, net, part, state)
+    assert results.steps == len(part.x)
+    assert agrees(results, net, part, state)
 
 
 def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch() -> None:
@@ -276,11 +276,11 @@ def test_horizon_as_long_as_the_stretch_has_no_bias(
     net = row.net()
     source = stream_of(lengths, 2)
     horizon = max(source.steps + further, stride or 1)
-    (found,) = tt.audit(net, source, nn.MSELoss(), [horizon], stride=stride, chunk=7).rows
-    assert found.bias < 1e-11
-    assert found.cosine == pytest.approx(1, abs=1e-12)
-    assert found.norm == pytest.approx(1, abs=1e-11)
-    assert max(found.by_parameter.values()) < 1e-10
+    (results,) = tt.audit(net, source, nn.MSELoss(), [horizon], stride=stride, chunk=7).rows
+    assert results.bias < 1e-11
+    assert results.cosine == pytest.approx(1, abs=1e-12)
+    assert results.norm == pytest.approx(1, abs=1e-11)
+    assert max(results.by_parameter.values()) < 1e-10
 
 
 def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
@@ -288,13 +288,13 @@ def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
     net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = (
         1.0  # forgets within some steps
     )
-    found = tt.audit(net, stream_of([300, 300], 2), nn.MSELoss(), (1, 4, 16, 64))
-    biases = [row.bias for row in found.rows]
+    results = tt.audit(net, stream_of([300, 300], 2), nn.MSELoss(), (1, 4, 16, 64))
+    biases = [row.bias for row in results.rows]
     assert biases == sorted(biases, reverse=True)
     assert biases[0] > 0.1
     assert biases[-1] < 0.05
-    assert [row.updates for row in found.rows] == [300, 75, 19, 5]
-    assert found.suggest(0.1) in {4, 16, 64}
+    assert [row.updates for row in results.rows] == [300, 75, 19, 5]
+    assert results.suggest(0.1) in {4, 16, 64}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -361,10 +361,10 @@ def test_where_edge_states_are_kept_changes_no_figure(
 ) -> None:
     net = named("hides-layer").net()
     folder = tmp_path if offload == "folder" else offload
-    found = tt.audit(
+    results = tt.audit(
         net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5, offload=folder, verify=verify
     )
-    assert found == tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5)
+    assert results == tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5)
 
 
 def test_classes_and_their_weights_count_as_in_one_loss() -> None:
@@ -375,12 +375,12 @@ def test_classes_and_their_weights_count_as_in_one_loss() -> None:
         "targets": torch.randint(0, 2, (40,), generator=draw).numpy(),
     }
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 7.0], dtype=torch.float64))
-    found = tt.audit(net, tt.Stream(source, 1, 8), loss_fn, (4, 40), stride=4, chunk=6)
+    results = tt.audit(net, tt.Stream(source, 1, 8), loss_fn, (4, 40), stride=4, chunk=6)
     (chunk,) = tt.Stream(source, 1, 40)
-    ((_, loss, whole),) = plain(net, Given.of(chunk), loss_fn=loss_fn)
-    assert found.loss == pytest.approx(loss, rel=1e-10)
-    assert found.norm == pytest.approx(flat(whole).norm().item(), rel=1e-10)
-    assert found.rows[-1].bias < 1e-12
+    ((_, loss, whole),) = plain(net, PolicyData.of(chunk), loss_fn=loss_fn)
+    assert results.loss == pytest.approx(loss, rel=1e-10)
+    assert results.norm == pytest.approx(flat(whole).norm().item(), rel=1e-10)
+    assert results.rows[-1].bias < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -391,8 +391,8 @@ def test_default_horizons_are_those_shorter_than_the_stretch(
     steps: int, stride: int | None, expected: list[int]
 ) -> None:
     net = tt.carry(nn.Sequential(nn.RNN(3, 2), nn.Linear(2, 2)).double())
-    found = tt.audit(net, stream_of([5000], 1), nn.MSELoss(), steps=steps, stride=stride)
-    assert [row.horizon for row in found.rows] == expected
+    results = tt.audit(net, stream_of([5000], 1), nn.MSELoss(), steps=steps, stride=stride)
+    assert [row.horizon for row in results.rows] == expected
 
 
 def rows_of(biases: dict[int, float]) -> tt.Audit:
@@ -431,9 +431,9 @@ def test_unknown_word_for_verify_is_refused() -> None:
 
 
 def test_table_says_the_figures_and_the_worst_parameter() -> None:
-    found = rows_of({1: 0.5, 20: 0.25})
-    lines = found.table().splitlines()
-    assert str(found) == found.table()
+    results = rows_of({1: 0.5, 20: 0.25})
+    lines = results.table().splitlines()
+    assert str(results) == results.table()
     assert lines[0].split() == [
         "horizon",
         "stride",
@@ -451,12 +451,14 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
 
 
 def test_figures_are_plain_numbers_for_any_logger() -> None:
-    found = tt.audit(named("lstm").net(), stream_of([40], 1, outputs=HIDDEN), nn.MSELoss(), (3, 8))
-    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    results = tt.audit(
+        named("lstm").net(), stream_of([40], 1, outputs=HIDDEN), nn.MSELoss(), (3, 8)
+    )
+    again = json.loads(json.dumps(results.as_dict(), allow_nan=False))
     assert [row["horizon"] for row in again["rows"]] == [3, 8]
-    assert again["rows"][0]["bias"] == found.rows[0].bias
-    assert again["rows"][0]["by_parameter"] == found.rows[0].by_parameter
-    assert set(found.rows[0].by_parameter) == {
+    assert again["rows"][0]["bias"] == results.rows[0].bias
+    assert again["rows"][0]["by_parameter"] == results.rows[0].by_parameter
+    assert set(results.rows[0].by_parameter) == {
         "weight_ih_l0",
         "weight_hh_l0",
         "bias_ih_l0",
@@ -468,13 +470,13 @@ def test_figures_are_plain_numbers_for_any_logger() -> None:
 def test_plot_draws_bias_and_cosine_over_the_horizon() -> None:
     from matplotlib import pyplot as plt
 
-    found = rows_of({1: 0.5, 20: 0.25})
-    axes = found.plot()
+    results = rows_of({1: 0.5, 20: 0.25})
+    axes = results.plot()
     bias, cosine = axes.get_lines()
     assert bias.get_xdata().tolist() == [1, 20]
     assert bias.get_ydata().tolist() == [0.5, 0.25]
     assert cosine.get_ydata().tolist() == [0.9, 0.9]
-    assert found.plot(axes) is axes
+    assert results.plot(axes) is axes
     plt.close("all")
 
 
@@ -482,8 +484,8 @@ def test_parameter_without_gradient_has_no_bias() -> None:
     """Its gradient is zero in every row, not missing."""
     net = named("hides-layer").net()
     net.module.register_parameter("unused", nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    found = tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,))
-    assert found.rows[0].by_parameter["unused"] == 0
+    results = tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,))
+    assert results.rows[0].by_parameter["unused"] == 0
     frozen = net.module.get_parameter("head.bias").requires_grad_(False)
     assert (
         "head.bias"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Allocated, Given, allocated, deviation, plain, policy_gradients
+from policy_data import Allocated, PolicyData, allocated, deviation, plain, policy_gradients
 from strategies import Rotation, inputs, named, recordings
 from test_updates import live_nodes
 from throughtime.errors import ConfigError
@@ -284,7 +284,7 @@ def test_measuring_is_done_once_for_each_kind_of_chunk() -> None:
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_memory_that_is_too_small_is_refused_and_what_is_asked_for_is_enough(offload: Any) -> None:
-    net, data = named("hides-layer").net(), Given.draw(97, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(97, 2, 0)
     with pytest.raises(
         ConfigError,
         match=(
@@ -295,10 +295,10 @@ def test_memory_that_is_too_small_is_refused_and_what_is_asked_for_is_enough(off
         policy_gradients(net, [data.chunk], tt.Exact(memory=500, offload=offload))
     assert all(p.grad is None for p in net.parameters())
     (least,) = re.findall(r"at least ([0-9.]+ \w+) are needed", str(refusal.value))
-    found = policy_gradients(
+    results = policy_gradients(
         net, [data.chunk], tt.Exact(memory=bytes_in(least) * 1.01, offload=offload)
     )
-    assert deviation(found, plain(net, data)) < 1e-10
+    assert deviation(results, plain(net, data)) < 1e-10
 
 
 def test_offload_helps_where_edges_are_too_many(tmp_path: Path) -> None:
@@ -470,9 +470,9 @@ def test_graph_of_a_rollout_does_not_grow_with_its_steps() -> None:
         "rollout": lambda net, x: tt.rollout(net, x, chunk=7),
         "net": lambda net, x: net(x, net.initial_state(2, like=x)),  # the mutant
     }
-    found = {
+    results = {
         name: [left(lambda net, n=n, play=play: play(net, inputs(n, 2))) for n in (20, 200)]
         for name, play in plays.items()
     }
-    assert 0 < found["rollout"][0] == found["rollout"][1]
-    assert found["net"][1] > 5 * found["net"][0]
+    assert 0 < results["rollout"][0] == results["rollout"][1]
+    assert results["net"][1] > 5 * results["net"][0]

@@ -19,12 +19,12 @@ import throughtime as tt
 from policy_data import (
     ORACLES,
     Complex,
-    Found,
-    Given,
     Marked,
+    PolicyData,
+    UpdateGrads,
+    data_for,
     deviation,
     every_stride_resets,
-    given_for,
     last_loss_only,
     no_resets,
     oracle,
@@ -82,9 +82,9 @@ def test_gradient_loss_and_state_equal_plain_autograd(
     verify: Literal["first", "all", "off"],
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, verify=verify))
-    assert deviation(found, plain(net, data, unbroken(data))) < EXACT
+    data = data_for(net, steps, lanes, seed, resets, masked)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, verify=verify))
+    assert deviation(results, plain(net, data, unbroken(data))) < EXACT
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk))
     ends = [update.state for update in run]
     _, end = net(data.x, start(net, data.x), data.resets)
@@ -117,13 +117,13 @@ def test_gradient_equals_the_formulas_written_out(
 
     Resets that fall into every lane at once are left out.
     """
-    net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
+    net, data = row.net(), PolicyData.draw(steps, lanes, seed, resets, masked)
     together = data.resets.all(dim=1, keepdim=True)
     together[0] = False
-    data = Given(data.x, data.targets, data.resets & ~together, data.mask)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk))
+    data = PolicyData(data.x, data.targets, data.resets & ~together, data.mask)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk))
     assert (
-        deviation(found, oracle(step, leaves, dict(net.named_parameters()), data, steps, steps))
+        deviation(results, oracle(step, leaves, dict(net.named_parameters()), data, steps, steps))
         < EXACT
     )
 
@@ -134,17 +134,17 @@ def test_gradient_reaches_a_thousand_steps_back() -> None:
     x[0] = 1.0
     mask = torch.zeros(1001, 1, dtype=torch.bool)
     mask[-1] = True
-    data = Given(x, inputs(1001, 1, features=2), torch.zeros(1001, 1, dtype=torch.bool), mask)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=10))
+    data = PolicyData(x, inputs(1001, 1, features=2), torch.zeros(1001, 1, dtype=torch.bool), mask)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=10))
     ((_, _, expected),) = plain(net, data)
     ((_, _, cut),) = policy_gradients(net, [data.chunk], tt.Truncated(1001 - 10, 1001 - 10))
-    assert apart(found[0][2], expected) < EXACT
+    assert apart(results[0][2], expected) < EXACT
     assert expected["module.into"].abs().max() > 0.01
     assert cut["module.into"].abs().max() == 0
 
 
 def test_complex_states_hand_back_their_credit() -> None:
-    net, data = tt.carry(Complex().double()), Given.draw(29, 2, 0)
+    net, data = tt.carry(Complex().double()), PolicyData.draw(29, 2, 0)
     assert (
         deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=7)), plain(net, data)) < EXACT
     )
@@ -164,7 +164,7 @@ class EmptyLeaf(Rotation):
 
 
 def test_leaves_without_entries_are_carried() -> None:
-    net, data = tt.carry(EmptyLeaf().double()), Given.draw(29, 2, 0)
+    net, data = tt.carry(EmptyLeaf().double()), PolicyData.draw(29, 2, 0)
     for verify in ("all", "first", "off"):
         assert (
             deviation(
@@ -266,16 +266,16 @@ OTHER: dict[str, Policy] = {
 }
 
 
-def ragged(row: Row) -> tuple[tt.Carried, Given]:
+def ragged(row: Row) -> tuple[tt.Carried, PolicyData]:
     """Two lanes over 37 steps.
 
     Every chunk of 7 has another number of valid steps, and one lane resets in the middle.
     """
     net = row.net()
-    data = given_for(net, 37, 2, 3, masked=0.4)
+    data = data_for(net, 37, 2, 3, masked=0.4)
     resets = data.resets.clone()
     resets[17, 1] = True
-    return net, Given(data.x, data.targets, resets, data.mask)
+    return net, PolicyData(data.x, data.targets, resets, data.mask)
 
 
 @pytest.mark.parametrize("change", list(BROKEN.values()), ids=list(BROKEN))
@@ -295,19 +295,19 @@ def test_broken_executor_is_not_plain_autograd(
 @some_nets("lstm", "tensor-state", "namedtuple-state")
 def test_other_policy_is_not_plain_autograd(row: Row, mutant: Policy) -> None:
     net, data = ragged(row)
-    found = policy_gradients(net, [data.chunk], mutant)
-    whole = {name: torch.stack([g[name] for *_, g in found]).sum(0) for name in found[0][2]}
+    results = policy_gradients(net, [data.chunk], mutant)
+    whole = {name: torch.stack([g[name] for *_, g in results]).sum(0) for name in results[0][2]}
     ((_, _, expected),) = plain(net, data)
     if not isinstance(mutant, Marked):
         steps = int(data.mask.sum())
         whole = {
-            name: torch.stack([g[name] * n / steps for n, _, g in found]).sum(0) for name in whole
+            name: torch.stack([g[name] * n / steps for n, _, g in results]).sum(0) for name in whole
         }
     assert apart(whole, expected) > 1e-6
 
 
 def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
     each = policy_gradients(net, [data.chunk], tt.Exact(chunk=4, segment=9))
     assert len(each) == 4
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, segment=9)):
@@ -327,7 +327,7 @@ def test_gradients_add_up_until_they_are_zeroed() -> None:
 
 
 def test_update_says_what_was_run() -> None:
-    net, data = named("hides-layer").net(), Given.draw(23, 2, 0, masked=0.3)
+    net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, masked=0.3)
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
     y, _ = net(data.x, start(net, data.x), data.resets)
     assert (update.steps, update.chunk.steps, update.chunk.valid) == (
@@ -353,7 +353,7 @@ def test_chunk_changes_no_gradient() -> None:
     Lengths found for a memory do differ.
     """
     net = named("hides-layer").net()
-    data = Given.draw(97, 1, 5, masked=0.2)
+    data = PolicyData.draw(97, 1, 5, masked=0.2)
     expected, lengths = plain(net, data), set[int]()
     for memory in MEMORIES:
         (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(memory=memory))
@@ -399,7 +399,7 @@ def test_offload_changes_no_bit_and_leaves_no_file(
 
     monkeypatch.setattr(_memory, "_map_file", watched)
     net = row.net()
-    data = given_for(net, 40, 2, 1, resets=0.05)
+    data = data_for(net, 40, 2, 1, resets=0.05)
     kept = policy_gradients(net, [data.chunk], tt.Exact(chunk=3))
     for offload in ("cpu", tmp_path, str(tmp_path)):
         for update in tt.updates(
@@ -423,7 +423,7 @@ def test_offload_leaves_no_file_behind_an_error(tmp_path: Path) -> None:
         seen.append(list(tmp_path.iterdir()))
         raise ArithmeticError("the user's loss")
 
-    data = Given.draw(40, 2, 1)
+    data = PolicyData.draw(40, 2, 1)
     with pytest.raises(ArithmeticError, match="the user's loss"):
         next(
             tt.updates(
@@ -450,37 +450,37 @@ def test_one_lane_has_one_update_for_every_recording(
     net = row.net()
     width = 2 if row.name != "gru" else 4
     stream = tt.Stream(recordings(lengths, outputs=width), lanes=1, chunk=5, seed=seed)
-    data = Given.of(join(list(stream)))
+    data = PolicyData.of(join(list(stream)))
     fresh = tt.Stream(recordings(lengths, outputs=width), lanes=1, chunk=5, seed=seed)
-    found = policy_gradients(net, fresh, tt.Exact(chunk=chunk))
-    assert sorted(steps for steps, *_ in found) == sorted(lengths)
-    assert deviation(found, alone(net, data)) < EXACT
+    results = policy_gradients(net, fresh, tt.Exact(chunk=chunk))
+    assert sorted(steps for steps, *_ in results) == sorted(lengths)
+    assert deviation(results, alone(net, data)) < EXACT
 
 
-def alone(net: tt.Carried, data: Given) -> Found:
+def alone(net: tt.Carried, data: PolicyData) -> UpdateGrads:
     """Plain autograd on every recording by itself, from the initial state."""
-    found: Found = []
+    results: UpdateGrads = []
     for begin, end in pairwise(unbroken(data)):
-        found += plain(
+        results += plain(
             net,
-            Given(
+            PolicyData(
                 data.x[begin:end],
                 data.targets[begin:end],
                 data.resets[begin:end],
                 data.mask[begin:end],
             ),
         )
-    return found
+    return results
 
 
 def test_several_lanes_have_one_update_for_the_epoch() -> None:
     net = named("hides-layer").net()
     stream, again = (tt.Stream(recordings(LENGTHS), lanes=3, chunk=8, warm_up=2) for _ in range(2))
-    data = Given.of(join(list(stream)))
+    data = PolicyData.of(join(list(stream)))
     assert (data.mask.sum(1) < 3).any()
-    found = policy_gradients(net, again, tt.Exact(chunk=4))
-    assert len(found) == 1
-    assert deviation(found, plain(net, data)) < EXACT
+    results = policy_gradients(net, again, tt.Exact(chunk=4))
+    assert len(results) == 1
+    assert deviation(results, plain(net, data)) < EXACT
 
 
 def test_lanes_whose_recordings_end_together_have_an_update_each_time() -> None:
@@ -488,9 +488,9 @@ def test_lanes_whose_recordings_end_together_have_an_update_each_time() -> None:
     stream, again = (
         tt.Stream(recordings([10, 10, 6, 6]), lanes=2, chunk=8, seed=None) for _ in range(2)
     )
-    found = policy_gradients(net, again, tt.Exact(chunk=4))
-    assert [steps for steps, *_ in found] == [20, 12]
-    assert deviation(found, alone(net, Given.of(join(list(stream))))) < EXACT
+    results = policy_gradients(net, again, tt.Exact(chunk=4))
+    assert [steps for steps, *_ in results] == [20, 12]
+    assert deviation(results, alone(net, PolicyData.of(join(list(stream))))) < EXACT
 
 
 @settings(max_examples=15)
@@ -515,20 +515,20 @@ def test_segments_cut_credit_and_carry_the_state(
     seed: int,
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, segment=segment))
-    assert deviation(found, plain(net, data, [*range(0, steps, segment), steps])) < EXACT
+    data = data_for(net, steps, lanes, seed, resets, masked)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, segment=segment))
+    assert deviation(results, plain(net, data, [*range(0, steps, segment), steps])) < EXACT
 
 
 def test_segment_is_the_truncation_of_the_same_stride() -> None:
-    net, data = named("hides-layer").net(), Given.draw(23, 2, 0, resets=0.1)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=2, segment=5))
-    assert deviation(found, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
-    assert deviation(found, policy_gradients(net, [data.chunk], tt.Truncated(5, 6))) > 1e-6
+    net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, resets=0.1)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=2, segment=5))
+    assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
+    assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5, 6))) > 1e-6
 
 
 def test_stretch_without_valid_step_yields_nothing_but_carries_the_state() -> None:
-    net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
@@ -600,21 +600,21 @@ def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
 
 
 def test_state_given_is_gone_on_from() -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
-    data = Given(data.x, data.targets, torch.zeros_like(data.resets), data.mask)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
+    data = PolicyData(data.x, data.targets, torch.zeros_like(data.resets), data.mask)
     _, middle = net(data.x[:12], start(net, data.x))
     rest = tt.Chunk.from_tensors(data.x[12:], data.targets[12:])
-    found = gradients_from(net, rest, middle)
+    results = gradients_from(net, rest, middle)
     ((*_, expected),) = plain(net, data, [0, 12, 30])[1:]
-    assert apart(found, expected) < EXACT
+    assert apart(results, expected) < EXACT
     assert apart(gradients_from(net, rest, None), expected) > 1e-6
 
 
 def gradients_from(net: tt.Carried, chunk: tt.Chunk, state: State) -> dict[str, Tensor]:
     list(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4), state=state))
-    found = gradients(net)
+    results = gradients(net)
     net.zero_grad()
-    return found
+    return results
 
 
 def test_settings_are_described() -> None:

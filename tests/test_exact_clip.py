@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Given, exact_updates, given_for
+from policy_data import PolicyData, data_for, exact_updates
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -28,7 +28,7 @@ def norms(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def by_hand(
-    net: tt.Carried, data: Given, chunk: int, most: float, *, lanes_together: bool = False
+    net: tt.Carried, data: PolicyData, chunk: int, most: float, *, lanes_together: bool = False
 ) -> tuple[Weights, list[Tensor]]:
     """By hand: each chunk starts from a leaf; its clipped gradient goes to the chunk before."""
     entering, played, state = list[Any](), list[tuple[Tensor, Any]](), start(net, data.x)
@@ -36,7 +36,7 @@ def by_hand(
         entering.append(tt.state.map_leaves(lambda leaf: leaf.detach().requires_grad_(), state))
         y, state = net(x, entering[-1], resets)
         played.append((y, state))
-    found, back = list[Tensor](), None
+    results, back = list[Tensor](), None
     for index in reversed(range(len(played))):
         y, state = played[index]
         part = slice(index * chunk, index * chunk + chunk)
@@ -53,17 +53,17 @@ def by_hand(
             for leaf in tt.state.tensors(entering[index])
         ]
         if index:
-            found.append(norms(back))
+            results.append(norms(back))
             lengths = (
-                found[-1].square().sum().sqrt().expand_as(found[-1])
+                results[-1].square().sum().sqrt().expand_as(results[-1])
                 if lanes_together
-                else found[-1]
+                else results[-1]
             )
             back = [
                 leaf * (most / lengths).clamp(max=1).view(-1, *[1] * (leaf.dim() - 1))
                 for leaf in back
             ]
-    return gradients(net), found
+    return gradients(net), results
 
 
 @settings(max_examples=15)
@@ -88,8 +88,8 @@ def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
     seed: int,
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
-    data = Given(
+    data = data_for(net, steps, lanes, seed, resets, masked)
+    data = PolicyData(
         data.x,
         data.targets,
         data.resets & ~data.resets.all(dim=1, keepdim=True),
@@ -113,10 +113,10 @@ def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
     )  # a net that rotates hands on exactly the limit, again and again
 
 
-def long_credit(row: Row) -> tuple[tt.Carried, Given]:
+def long_credit(row: Row) -> tuple[tt.Carried, PolicyData]:
     net = row.net()
-    data = given_for(net, 29, 3, 4)
-    return net, Given(
+    data = data_for(net, 29, 3, 4)
+    return net, PolicyData(
         data.x * torch.tensor([1.0, 4.0, 0.1]).view(3, 1),
         data.targets,
         torch.zeros_like(data.resets),
@@ -183,11 +183,11 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
         y, state = net(x, edges[-1])
         losses.append((y - targets).square().sum() / data.targets.numel())
     inner = [tt.state.tensors(edge) for edge in edges[1:]]
-    found = torch.autograd.grad(
+    results = torch.autograd.grad(
         torch.stack(losses).sum(), [leaf for edge in inner for leaf in edge]
     )
     width = len(inner[0])
-    expected = [norms(found[i * width : (i + 1) * width]) for i in reversed(range(len(inner)))]
+    expected = [norms(results[i * width : (i + 1) * width]) for i in reversed(range(len(inner)))]
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
     assert update.adjoint_stats is not None
     assert (update.adjoint_stats.chunk, update.adjoint_stats.clipped) == (4, 0)
@@ -215,7 +215,7 @@ def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(
 
 
 def test_where_a_lane_resets_no_credit_crosses() -> None:
-    net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
     resets = torch.zeros_like(data.resets)
     resets[10, 1] = True
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=resets)
@@ -229,7 +229,7 @@ def test_where_a_lane_resets_no_credit_crosses() -> None:
 
 
 def test_steps_without_loss_at_the_end_hand_no_credit_back_and_keep_their_rows() -> None:
-    net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
     mask = data.mask.clone()
     mask[8:] = False
     chunk = tt.Chunk.from_tensors(data.x, data.targets, mask=mask)
@@ -243,7 +243,7 @@ def test_steps_without_loss_at_the_end_hand_no_credit_back_and_keep_their_rows()
 
 
 def test_clipping_under_a_scaler_is_that_without_one() -> None:
-    data, policy = Given.draw(23, 2, 0), tt.Exact(chunk=4, clip_adjoint=0.005)
+    data, policy = PolicyData.draw(23, 2, 0), tt.Exact(chunk=4, clip_adjoint=0.005)
     usual, scaled = named("hides-layer").net(), named("hides-layer").net()
     (update,) = exact_updates(usual, data, policy)
     exact_updates(scaled, data, policy, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**7))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from policy_data import (
     POLICIES,
-    Given,
+    PolicyData,
     Tempered,
     deviation,
     every_policy,
@@ -41,7 +41,7 @@ EXACT = 1e-10
 
 
 def test_hooks_after_accumulation_are_called_once_with_the_whole_gradient() -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
     ((_, _, expected),) = plain(net, data)
     seen = list[tuple[int, Tensor]]()
 
@@ -59,7 +59,7 @@ def test_hooks_after_accumulation_are_called_once_with_the_whole_gradient() -> N
 
 def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
     """A hook that halves the gradient halves it once."""
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
     ((_, _, expected),) = plain(net, data)
     calls = list[Tensor]()
 
@@ -75,22 +75,22 @@ def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
 
 
 def each_update(
-    net: tt.Carried, loss_fn: nn.Module, data: Given, policy: Policy
+    net: tt.Carried, loss_fn: nn.Module, data: PolicyData, policy: Policy
 ) -> list[tuple[int, Weights]]:
     """Where each update ends, and its gradient to the weights of net and loss."""
     torch.manual_seed(3)  # where the randomized one cuts
-    found = list[tuple[int, Weights]]()
+    results = list[tuple[int, Weights]]()
     for update in tt.updates(net, [data.chunk], loss_fn, gradient=policy):
-        found.append((int(update.chunk.position[-1, 0]) + 1, gradients(net) | gradients(loss_fn)))
+        results.append((int(update.chunk.position[-1, 0]) + 1, gradients(net) | gradients(loss_fn)))
         net.zero_grad()
         loss_fn.zero_grad()
-    return found
+    return results
 
 
 @every_policy
 def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Policy) -> None:
     """Hooks on gradients, which halve them, and hooks after accumulation, of net and loss."""
-    net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
+    net, loss_fn, data = named("hides-layer").net(), Tempered(), PolicyData.draw(30, 2, 0)
     expected = each_update(net, loss_fn, data, policy)
     calls, accumulated = list[Tensor](), list[Tensor]()
 
@@ -102,9 +102,9 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
     for p in everything:
         p.register_hook(halve)
         p.register_post_accumulate_grad_hook(accumulated.append)
-    found = each_update(net, loss_fn, data, policy)
+    results = each_update(net, loss_fn, data, policy)
     assert len(calls) == len(accumulated) == len(everything) * len(expected)
-    for (_, got), (_, whole) in zip(found, expected, strict=True):
+    for (_, got), (_, whole) in zip(results, expected, strict=True):
         assert apart(got, {name: g / 2 for name, g in whole.items()}) < EXACT
 
 
@@ -120,7 +120,7 @@ def test_hooks_that_are_not_held_are_called_for_every_piece(
     net, loss_fn, calls = named("hides-layer").net(), Tempered(), list[Tensor]()
     for p in (*net.parameters(), *loss_fn.parameters()):
         p.register_hook(calls.append)
-    updates = each_update(net, loss_fn, Given.draw(30, 2, 0), POLICIES[name])
+    updates = each_update(net, loss_fn, PolicyData.draw(30, 2, 0), POLICIES[name])
     assert len(calls) > len(updates) * len(updates[0][1])
 
 
@@ -128,7 +128,7 @@ def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
     usual, fused, data = (
         named("hides-layer").net(),
         named("hides-layer").net(),
-        Given.draw(30, 2, 0),
+        PolicyData.draw(30, 2, 0),
     )
 
     def step(p: Tensor) -> None:
@@ -148,7 +148,7 @@ def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
 
 
 def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
     net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
     ((_, _, expected),) = plain(net, data)
     exact_updates(net, data)
@@ -159,7 +159,7 @@ def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
 
 
 def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
     net.get_submodule("module.head").requires_grad_(requires_grad=False)
     ((_, _, expected),) = plain(net, data)
     exact_updates(net, data)
@@ -168,21 +168,25 @@ def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
 
 
 def blamed_on_the_loss(
-    net: tt.Carried, loss_fn: nn.Module, data: Given, ends: list[int]
+    net: tt.Carried, loss_fn: nn.Module, data: PolicyData, ends: list[int]
 ) -> list[Tensor]:
     """Plain autograd: the gradient of the loss's own weight, for the steps up to each end."""
     y, _ = net(data.x, start(net, data.x), data.resets)
-    found = list[Tensor]()
+    results = list[Tensor]()
     for begin, end in pairwise([0, *ends]):
         valid = data.mask[begin:end]
         loss = loss_fn(y[begin:end][valid], data.targets[begin:end][valid])
-        found += torch.autograd.grad(loss, list(loss_fn.parameters()), retain_graph=True)
-    return found
+        results += torch.autograd.grad(loss, list(loss_fn.parameters()), retain_graph=True)
+    return results
 
 
 @every_policy
 def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) -> None:
-    net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0, masked=0.3)
+    net, loss_fn, data = (
+        named("hides-layer").net(),
+        Tempered(),
+        PolicyData.draw(30, 2, 0, masked=0.3),
+    )
     updates = each_update(net, loss_fn, data, policy)
     expected = blamed_on_the_loss(net, loss_fn, data, [end for end, _ in updates])
     assert len(updates) > 1 or policy is POLICIES["exact"]
@@ -209,7 +213,7 @@ def test_loss_whose_weights_nobody_asks_for_gets_none(
     list(
         tt.updates(
             named("hides-layer").net(),
-            [Given.draw(30, 2, 0).chunk],
+            [PolicyData.draw(30, 2, 0).chunk],
             loss_fn,
             gradient=POLICIES[name],
         )
@@ -220,7 +224,7 @@ def test_loss_whose_weights_nobody_asks_for_gets_none(
 @pytest.mark.parametrize("name", ["exact", "retained", "randomized", "rtrl"])
 def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused(name: str) -> None:
     """As under `Truncated` with overlapping windows, whose backward pass is autograd's own."""
-    net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
+    net, loss_fn, data = named("hides-layer").net(), Tempered(), PolicyData.draw(30, 2, 0)
     for policy in (POLICIES["truncated"], POLICIES[name]):
         loss_fn.zero_grad()
         try:
@@ -254,7 +258,7 @@ class Decayed(nn.Module):
     ids=["exact", "truncated", "overlapping", "retained", "rtrl"],
 )
 def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) -> None:
-    net, data = named("hides-layer").net(), Given.draw(30, 2, 0, masked=0.3)
+    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0, masked=0.3)
     loss_fn = Decayed(net.get_parameter("module.head.weight"))
     expected = plain(net, data, loss_fn=loss_fn)
     assert deviation(policy_gradients(net, [data.chunk], policy, loss_fn), expected) < EXACT
@@ -263,13 +267,13 @@ def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) ->
 
 def test_weights_gathered_are_named_as_the_user_knows_them() -> None:
     net, loss_fn = named("hides-layer").net(), Tempered()
-    found = trainable_weights(net, loss_fn)
-    assert list(found) == [
+    results = trainable_weights(net, loss_fn)
+    assert list(results) == [
         *(name for name, _ in net.module.named_parameters()),
         "loss_fn.temperature",
     ]
-    assert list(GradientAccumulator(found).names) == list(found)
-    assert [id(p) for p in found.values()] == [
+    assert list(GradientAccumulator(results).names) == list(results)
+    assert [id(p) for p in results.values()] == [
         id(p) for p in (*net.parameters(), loss_fn.temperature)
     ]
     net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
@@ -298,7 +302,7 @@ def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
         torch.arange(60).view(30, 2) % 7,
         torch.randn(30, 2, HIDDEN, dtype=torch.float64),
     )
-    found = list[Weights]()
+    results = list[Weights]()
     for sparse in (False, True):
         torch.manual_seed(5)
         net = tt.carry(remembering(Reads(sparse=sparse)))
@@ -313,14 +317,14 @@ def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
         grad = net.get_parameter("module.embedding.weight").grad
         assert grad is not None
         assert grad.is_sparse == sparse
-        found.append({name: g.to_dense() for name, g in gradients(net).items()})
-    assert apart(found[1], found[0]) < EXACT
-    assert found[0]["module.embedding.weight"].abs().sum(1).count_nonzero() == 7
+        results.append({name: g.to_dense() for name, g in gradients(net).items()})
+    assert apart(results[1], results[0]) < EXACT
+    assert results[0]["module.embedding.weight"].abs().sum(1).count_nonzero() == 7
 
 
 def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count() -> None:
     """The mutant looks at the last piece only, which has no loss."""
-    net, loss_fn, data = named("hides-layer").net(), Tempered(), Given.draw(30, 2, 0)
+    net, loss_fn, data = named("hides-layer").net(), Tempered(), PolicyData.draw(30, 2, 0)
     mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do

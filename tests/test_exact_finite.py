@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import POLICIES, Given, Tempered, every_policy, exact_updates
+from policy_data import POLICIES, PolicyData, Tempered, every_policy, exact_updates
 from strategies import FEATURES, HIDDEN, apart, gradients, named, recordings, remembering, weights
 from throughtime.chunk import join
 from throughtime.errors import RunError
@@ -36,10 +36,10 @@ class Roots(nn.Module):
 
 def rootless(*zeros: int) -> tt.Stream:
     """Recordings of 20 and 15 steps on one lane; the inputs are zero at some steps of the epoch."""
-    found = recordings([20, 15], outputs=HIDDEN)
+    results = recordings([20, 15], outputs=HIDDEN)
     for at in zeros:
-        found[int(at >= 20)]["inputs"][at - 20 * (at >= 20)] = 0
-    return tt.Stream(found, 1, 5, seed=None)
+        results[int(at >= 20)]["inputs"][at - 20 * (at >= 20)] = 0
+    return tt.Stream(results, 1, 5, seed=None)
 
 
 def faulty(
@@ -134,7 +134,7 @@ class Rooted(Tempered):
     [("exact", "28 to 29"), ("segments", "8 to 9"), ("retained", "0 to 9"), ("rtrl", "0 to 9")],
 )
 def test_weight_of_the_loss_is_named_as_such(name: str, steps: str) -> None:
-    net, data, loss_fn = named("hides-layer").net(), Given.draw(30, 2, 0), Rooted()
+    net, data, loss_fn = named("hides-layer").net(), PolicyData.draw(30, 2, 0), Rooted()
     with pytest.raises(
         RunError,
         match=(
@@ -239,7 +239,10 @@ def test_scaler_decides_itself_about_gradients_that_are_not_finite() -> None:
 
 
 def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
-    data, scaler = Given.draw(23, 2, 0, masked=0.3), torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    data, scaler = (
+        PolicyData.draw(23, 2, 0, masked=0.3),
+        torch.amp.GradScaler("cpu", init_scale=2.0**7),
+    )
     usual, scaled = named("hides-layer").net(), named("hides-layer").net()
     (first,), (second,) = exact_updates(usual, data), exact_updates(scaled, data, scaler=scaler)
     assert torch.equal(first.loss, second.loss)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
-from policy_data import Given, deviation, exact_updates, plain, policy_gradients
+from policy_data import PolicyData, deviation, exact_updates, plain, policy_gradients
 from strategies import apart, named, recordings, seeds
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import Objective
@@ -24,9 +24,9 @@ from throughtime.gradient import Objective
 EXACT = 1e-10
 
 
-def labelled(steps: int, lanes: int, seed: int, masked: float) -> Given:
-    data = Given.draw(steps, lanes, seed, masked=masked)
-    return Given(data.x, (data.targets[:, :, 0] > 0.6).long(), data.resets, data.mask)
+def labelled(steps: int, lanes: int, seed: int, masked: float) -> PolicyData:
+    data = PolicyData.draw(steps, lanes, seed, masked=masked)
+    return PolicyData(data.x, (data.targets[:, :, 0] > 0.6).long(), data.resets, data.mask)
 
 
 WEIGHT = torch.tensor([0.3, 5.0], dtype=torch.float64)
@@ -50,8 +50,8 @@ def test_class_weights_give_the_gradient_of_the_whole_mean(
     loss_fn: Any, steps: int, chunk: Any, lanes: int, masked: float, seed: int
 ) -> None:
     net, data = named("hides-layer").net(), labelled(steps, lanes, seed, masked)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk), loss_fn)
-    assert deviation(found, plain(net, data, loss_fn=loss_fn)) < EXACT
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk), loss_fn)
+    assert deviation(results, plain(net, data, loss_fn=loss_fn)) < EXACT
 
 
 def test_class_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +73,16 @@ def test_class_of_no_weight_does_not_count() -> None:
     net, data = named("hides-layer").net(), labelled(29, 1, 0, 0.0)
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert any(not part.any() for part in data.targets.split(3))
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
-    assert deviation(found, plain(net, data, loss_fn=loss_fn)) < EXACT
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
+    assert deviation(results, plain(net, data, loss_fn=loss_fn)) < EXACT
 
 
 def test_class_that_the_loss_ignores_does_not_count() -> None:
     net, data = named("hides-layer").net(), labelled(29, 1, 0, 0.0)
     loss_fn = nn.CrossEntropyLoss(ignore_index=1)
-    found = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
     ((_, _, expected),) = plain(net, data, loss_fn=loss_fn)
-    assert apart(found[0][2], expected) < EXACT
+    assert apart(results[0][2], expected) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_class_that_the_loss_ignores_does_not_count() -> None:
     ids=["sum", "classes' sum", "none", "float", "detached"],
 )
 def test_loss_that_is_no_mean_is_refused(loss_fn: Any, reason: str) -> None:
-    net, data = named("hides-layer").net(), Given.draw(23, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0)
     with pytest.raises(ModelError, match=reason):
         exact_updates(net, data, loss_fn=loss_fn)
     assert all(p.grad is None for p in net.parameters())
@@ -120,7 +120,7 @@ def test_frozen_net_is_refused() -> None:
     with pytest.raises(
         ModelError, match="the loss depends on no parameter that requires a gradient"
     ):
-        exact_updates(net, Given.draw(23, 2, 0))
+        exact_updates(net, PolicyData.draw(23, 2, 0))
 
 
 def some_chunks() -> list[tt.Chunk]:

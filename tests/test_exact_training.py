@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Given
+from policy_data import PolicyData
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -153,13 +153,13 @@ class After:
 ALL = {"gradient": True, "buffers": True, "generator": True}
 
 
-def swept(net: tt.Carried, data: Given, policy: tt.Exact, seed: int = 11) -> After:
+def swept(net: tt.Carried, data: PolicyData, policy: tt.Exact, seed: int = 11) -> After:
     torch.manual_seed(seed)
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy)
     return After.of(net, update.loss)
 
 
-def held(net: tt.Carried, data: Given, chunk: int, seed: int = 11) -> After:
+def held(net: tt.Carried, data: PolicyData, chunk: int, seed: int = 11) -> After:
     """The oracle: the same chunks, one after another, in one graph that is held."""
     torch.manual_seed(seed)
     y, _ = in_chunks(net, data.x, [chunk] * (len(data.x) // chunk), resets=data.resets)
@@ -182,15 +182,15 @@ def test_what_is_drawn_or_changed_is_so_once(
     name: str, chunk: int, lanes: int, resets: float, masked: float, seed: int, verify: Any
 ) -> None:
     """Gradient, loss, buffers and later random numbers equal those of one forward pass."""
-    data = together(Given.draw(29, lanes, seed, resets, masked))
-    found = swept(changing(name), data, tt.Exact(chunk=chunk, verify=verify), seed)
-    assert found.equals(held(changing(name), data, chunk, seed)) == ALL
+    data = together(PolicyData.draw(29, lanes, seed, resets, masked))
+    results = swept(changing(name), data, tt.Exact(chunk=chunk, verify=verify), seed)
+    assert results.equals(held(changing(name), data, chunk, seed)) == ALL
 
 
-def together(data: Given) -> Given:
+def together(data: PolicyData) -> PolicyData:
     """Without resets that fall into every lane at once: one update."""
     resets = data.resets & ~data.resets.all(dim=1, keepdim=True)
-    return Given(data.x, data.targets, resets, data.mask)
+    return PolicyData(data.x, data.targets, resets, data.mask)
 
 
 def nothing(*_: Any) -> None:
@@ -225,17 +225,17 @@ def test_sweep_that_puts_nothing_back_is_found_out(
     wrong: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data, policy = Given.draw(29, 2, 0), tt.Exact(chunk=7, verify="off")
+    data, policy = PolicyData.draw(29, 2, 0), tt.Exact(chunk=7, verify="off")
     expected = held(changing(name), data, 7)
     assert swept(changing(name), data, policy).equals(expected) == ALL
     monkeypatch.setattr(module, attribute, broken)
-    found = swept(changing(name), data, policy).equals(expected)
-    assert {part for part, same in found.items() if not same} == wrong
+    results = swept(changing(name), data, policy).equals(expected)
+    assert {part for part, same in results.items() if not same} == wrong
 
 
 @pytest.mark.parametrize("name", list(CHANGING))
 def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Given.draw(29, 2, 0)
+    data = PolicyData.draw(29, 2, 0)
     expected = held(changing(name), data, 29)
     assert swept(changing(name), data, tt.Exact()).equals(expected) == ALL
     if name == "dropout on outputs":
@@ -247,14 +247,14 @@ def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", [name for name in CHANGING if name != "noise on the state"])
 def test_nets_in_evaluation_draw_and_change_nothing(name: str) -> None:
-    net, data = changing(name), Given.draw(29, 2, 0, resets=0.05)
+    net, data = changing(name), PolicyData.draw(29, 2, 0, resets=0.05)
     held(net, data, 29)
     before = After.of(net.eval(), torch.zeros(()))
     net.zero_grad()
-    found = swept(net, data, tt.Exact(chunk=5, verify="all"))
+    results = swept(net, data, tt.Exact(chunk=5, verify="all"))
     net.zero_grad()
-    assert found.equals(held(net, data, 29)) == ALL
-    assert all(torch.equal(found.buffers[b], before.buffers[b]) for b in before.buffers)
+    assert results.equals(held(net, data, 29)) == ALL
+    assert all(torch.equal(results.buffers[b], before.buffers[b]) for b in before.buffers)
 
 
 class Restless(Rotation):
@@ -302,7 +302,7 @@ UNREPEATABLE = pytest.mark.parametrize("make", [PythonRandom, NumpyRandom, Count
 
 
 def judged(make: Callable[[], nn.Module], policy: tt.Exact) -> list[tt.Update]:
-    data = Given.draw(23, 2, 0)
+    data = PolicyData.draw(23, 2, 0)
     return list(tt.updates(tt.carry(make().double()), [data.chunk], nn.MSELoss(), gradient=policy))
 
 
@@ -399,7 +399,7 @@ def test_sound_modules_pass_every_comparison() -> None:
 
 
 def test_refusal_leaves_gradients_alone() -> None:
-    net, data = tt.carry(CountsCalls().double()), Given.draw(23, 2, 0)
+    net, data = tt.carry(CountsCalls().double()), PolicyData.draw(23, 2, 0)
     with pytest.raises(ModelError, match="does not repeat"):
         next(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5)))
     assert all(p.grad is None for p in net.parameters())
@@ -441,7 +441,7 @@ class Multiplies(Restless):
         return y, [*state, h]
 
 
-SWEEPS: dict[str, Callable[[tt.Carried, Given], object]] = {
+SWEEPS: dict[str, Callable[[tt.Carried, PolicyData], object]] = {
     "exact": lambda net, data: list(
         tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
     ),
@@ -476,10 +476,10 @@ SWEEPS: dict[str, Callable[[tt.Carried, Given], object]] = {
 )
 @pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
 def test_state_that_grows_is_refused_naming_the_leaf(
-    sweep: Callable[[tt.Carried, Given], object], make: Callable[[], nn.Module], reason: str
+    sweep: Callable[[tt.Carried, PolicyData], object], make: Callable[[], nn.Module], reason: str
 ) -> None:
     """States at the edges lie side by side; a truncation, which keeps none, carries them on."""
-    net, data = tt.carry(make().double()), Given.draw(23, 2, 0)
+    net, data = tt.carry(make().double()), PolicyData.draw(23, 2, 0)
     with pytest.raises(StateError, match="state leaf " + reason):
         sweep(net, data)
     assert all(p.grad is None for p in net.parameters())
@@ -488,9 +488,9 @@ def test_state_that_grows_is_refused_naming_the_leaf(
 
 @pytest.mark.parametrize("sweep", list(SWEEPS.values()), ids=list(SWEEPS))
 def test_state_that_becomes_more_leaves_is_refused(
-    sweep: Callable[[tt.Carried, Given], object],
+    sweep: Callable[[tt.Carried, PolicyData], object],
 ) -> None:
-    net, data = tt.carry(Multiplies().double()), Given.draw(23, 2, 0)
+    net, data = tt.carry(Multiplies().double()), PolicyData.draw(23, 2, 0)
     with pytest.raises(StateError, match="two states differ"):
         sweep(net, data)
 
@@ -523,7 +523,7 @@ def test_data_that_read_differently_are_refused() -> None:
         )
 
 
-def held_in_autocast(net: tt.Carried, data: Given, chunk: int) -> tuple[Weights, Any]:
+def held_in_autocast(net: tt.Carried, data: PolicyData, chunk: int) -> tuple[Weights, Any]:
     """Forward pass and losses under autocast, each chunk with casts of its own.
 
     The backward pass outside, as torch recommends.
@@ -546,7 +546,7 @@ def held_in_autocast(net: tt.Carried, data: Given, chunk: int) -> tuple[Weights,
 
 
 def in_autocast(
-    net: tt.Carried, data: Given, dtype: torch.dtype | None = torch.bfloat16
+    net: tt.Carried, data: PolicyData, dtype: torch.dtype | None = torch.bfloat16
 ) -> tuple[Weights, tt.Update]:
     torch.manual_seed(11)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -560,11 +560,11 @@ def in_autocast(
     "name", ["dropout on outputs", "noise on the state", "batch norm", "spectral norm"]
 )
 def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast(name: str) -> None:
-    data = together(Given.draw(29, 2, 0, 0.05, 0.3))
-    data = Given(data.x.float(), data.targets.float(), data.resets, data.mask)
+    data = together(PolicyData.draw(29, 2, 0, 0.05, 0.3))
+    data = PolicyData(data.x.float(), data.targets.float(), data.resets, data.mask)
     expected, state = held_in_autocast(changing(name, torch.float32), data, 5)
-    found, update = in_autocast(changing(name, torch.float32), data)
-    assert apart(found, expected) < 1e-7
+    results, update = in_autocast(changing(name, torch.float32), data)
+    assert apart(results, expected) < 1e-7
     assert states_apart(update.state, state) == 0
     assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
     assert update.outputs.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import throughtime as tt
-from policy_data import Given, deviation, given_for, plain, policy_gradients
+from policy_data import PolicyData, data_for, deviation, plain, policy_gradients
 from recurrences import needs_kernels
 from strategies import (
     FEATURES,
@@ -331,7 +331,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 def test_every_policy_has_the_gradients_of_torch_nn(policy: str, name: str) -> None:
     row = next(row for row in FUSED if row.name == name)
     net, mine = row.net(), fused(row)
-    data = given_for(net, 41, 2, resets=0.08, masked=0.1)
+    data = data_for(net, 41, 2, resets=0.08, masked=0.1)
     make = POLICIES[policy]
     expected = policy_gradients(net, [data.chunk], make())
     assert len(expected) > 1 or policy == "exact"
@@ -341,7 +341,7 @@ def test_every_policy_has_the_gradients_of_torch_nn(policy: str, name: str) -> N
 def test_policies_on_fused_nets_are_plain_autograd() -> None:
     """The same against one backward pass for every stretch, written by hand."""
     net, whole = fused(named("hides-layer")), [0, 10, 20, 30]
-    data = Given.draw(30, 3, 1, resets=0.1)
+    data = PolicyData.draw(30, 3, 1, resets=0.1)
     assert (
         deviation(
             policy_gradients(net, [data.chunk], tt.Truncated(stride=10)), plain(net, data, whole)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import throughtime as tt
-from policy_data import Found, Given, deviation, given_for, plain, policy_gradients
+from policy_data import PolicyData, UpdateGrads, data_for, deviation, plain, policy_gradients
 from strategies import (
     Row,
     Weights,
@@ -50,7 +50,7 @@ class Setting:
 
     name: str
     make: Callable[[], Policy]
-    scale: Callable[[Given], float] = lambda _: 1.0
+    scale: Callable[[PolicyData], float] = lambda _: 1.0
     reads_again: bool = False
 
 
@@ -81,12 +81,12 @@ SETTINGS = (
 every_policy = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
 
-def total(found: Found, scale: float = 1.0) -> Weights:
+def total(results: UpdateGrads, scale: float = 1.0) -> Weights:
     """The gradient of the mean loss, from the updates weighted by their valid steps."""
-    valid = sum(steps for steps, *_ in found)
+    valid = sum(steps for steps, *_ in results)
     return {
-        name: torch.stack([g[name] * (scale * steps / valid) for steps, _, g in found]).sum(0)
-        for name in found[0][2]
+        name: torch.stack([g[name] * (scale * steps / valid) for steps, _, g in results]).sum(0)
+        for name in results[0][2]
     }
 
 
@@ -104,16 +104,16 @@ def test_uncut_updates_sum_to_plain_autograd_over_the_whole_sequence(
     row: Row, setting: Setting, steps: int, lanes: int, seed: int, resets: float, masked: float
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
+    data = data_for(net, steps, lanes, seed, resets, masked)
     together = data.resets.all(dim=1, keepdim=True)
     together[0] = False
-    data = Given(
+    data = PolicyData(
         data.x, data.targets, data.resets & ~together, data.mask
     )  # Exact makes an update where all lanes start
     assume(bool(data.mask.any()))
     ((_, _, expected),) = plain(net, data)
-    found = policy_gradients(net, [data.chunk], setting.make())
-    assert apart(total(found, setting.scale(data)), expected) < EXACT
+    results = policy_gradients(net, [data.chunk], setting.make())
+    assert apart(total(results, setting.scale(data)), expected) < EXACT
 
 
 CUTTING = (
@@ -130,7 +130,7 @@ CUTTING = (
 @some_rows
 def test_mutant_that_cuts_does_not(row: Row, setting: Setting) -> None:
     net = row.net()
-    data = given_for(net, STEPS, 2)
+    data = data_for(net, STEPS, 2)
     ((_, _, expected),) = plain(net, data)
     assert apart(total(policy_gradients(net, [data.chunk], setting.make())), expected) > 1e-6
 
@@ -165,12 +165,12 @@ def test_chunk_length_of_the_stream_changes_no_gradient(
     row: Row, setting: Setting, lengths: list[int], chunks: list[int], lanes: int, seed: int
 ) -> None:
     """A stream of chunks of any length, and a list of such chunks."""
-    found: list[Found] = []
+    results: list[UpdateGrads] = []
     for chunk in chunks:
         for source in (stream(lengths, lanes, chunk, 2), list(stream(lengths, lanes, chunk, 2))):
             torch.manual_seed(seed)
-            found.append(policy_gradients(row.net(), source, setting.make()))
-    assert all(deviation(other, found[0]) < 1e-12 for other in found[1:])
+            results.append(policy_gradients(row.net(), source, setting.make()))
+    assert all(deviation(other, results[0]) < 1e-12 for other in results[1:])
 
 
 @every_setting
@@ -178,24 +178,26 @@ def test_chunk_length_of_the_stream_changes_no_gradient(
 def test_gradient_is_zero_across_a_reset(row: Row, setting: Setting) -> None:
     """What came before it is changed, and no gradient changes; without the reset all do."""
     net = row.net()
-    data = given_for(net, STEPS, 2)
+    data = data_for(net, STEPS, 2)
     mask = data.mask.clone()
     mask[:13] = False
     after_reset, before = data.resets.clone(), data.x.clone()
     after_reset[13] = True
     before[:13] += 1.0
 
-    def found(x: Any, resets: Any) -> Found:
+    def results(x: Any, resets: Any) -> UpdateGrads:
         torch.manual_seed(4)
-        return policy_gradients(net, [Given(x, data.targets, resets, mask).chunk], setting.make())
+        return policy_gradients(
+            net, [PolicyData(x, data.targets, resets, mask).chunk], setting.make()
+        )
 
-    assert deviation(found(before, after_reset), found(data.x, after_reset)) == 0
-    assert deviation(found(before, data.resets), found(data.x, data.resets)) > 1e-6
+    assert deviation(results(before, after_reset), results(data.x, after_reset)) == 0
+    assert deviation(results(before, data.resets), results(data.x, data.resets)) > 1e-6
 
 
 @every_setting
 def test_carried_state_after_the_epoch_is_that_of_one_long_forward(setting: Setting) -> None:
-    net, data = named("hides-cell").net(), Given.draw(STEPS, 2, 0, resets=0.1)
+    net, data = named("hides-cell").net(), PolicyData.draw(STEPS, 2, 0, resets=0.1)
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=setting.make())
     valid = 0
     for update in run:
@@ -210,16 +212,16 @@ def test_carried_state_after_the_epoch_is_that_of_one_long_forward(setting: Sett
 
 @every_policy
 def test_losses_weighted_by_valid_steps_are_the_mean_loss(setting: Setting) -> None:
-    net, data = named("hides-layer").net(), Given.draw(STEPS, 3, 0, masked=0.4)
+    net, data = named("hides-layer").net(), PolicyData.draw(STEPS, 3, 0, masked=0.4)
     ((steps, expected, _),) = plain(net, data)
-    found = policy_gradients(net, [data.chunk], setting.make())
-    assert sum(loss * valid for valid, loss, _ in found) / steps == pytest.approx(
+    results = policy_gradients(net, [data.chunk], setting.make())
+    assert sum(loss * valid for valid, loss, _ in results) / steps == pytest.approx(
         expected, rel=1e-10
     )
 
 
 def taken(setting: Setting, net: Any = None, chunk: Any = None, loss_fn: Any = None) -> None:
-    data = Given.draw(STEPS, 2, 0)
+    data = PolicyData.draw(STEPS, 2, 0)
     source = [data.chunk if chunk is None else chunk]
     for _ in tt.updates(
         net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=setting.make()
@@ -291,7 +293,7 @@ def test_raw_module_is_refused(setting: Setting) -> None:
 
 @every_policy
 def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(setting: Setting) -> None:
-    net, data = named("hides-layer").net(), Given.draw(STEPS, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0)
     data.targets[13] = torch.nan
     before = weights(net)
     with pytest.raises(
@@ -316,23 +318,24 @@ def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead(settin
             policy_gradients(named("hides-layer").net(), once, setting.make())
         return
     torch.manual_seed(1)
-    found = policy_gradients(named("hides-layer").net(), once, setting.make())
+    results = policy_gradients(named("hides-layer").net(), once, setting.make())
     torch.manual_seed(1)
     assert (
-        deviation(found, policy_gradients(named("hides-layer").net(), chunks, setting.make())) == 0
+        deviation(results, policy_gradients(named("hides-layer").net(), chunks, setting.make()))
+        == 0
     )
 
 
 @every_setting
 def test_gradients_add_up_until_they_are_zeroed(setting: Setting) -> None:
     """One whole gradient per update: what is in `.grad` is never gone through again."""
-    net, data = named("hides-cell").net(), Given.draw(STEPS, 2, 0)
+    net, data = named("hides-cell").net(), PolicyData.draw(STEPS, 2, 0)
     torch.manual_seed(1)
-    found = policy_gradients(net, [data.chunk], setting.make())
+    results = policy_gradients(net, [data.chunk], setting.make())
     torch.manual_seed(1)
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=setting.make()):
         pass
-    added = {name: torch.stack([g[name] for *_, g in found]).sum(0) for name in gradients(net)}
+    added = {name: torch.stack([g[name] for *_, g in results]).sum(0) for name in gradients(net)}
     assert apart(gradients(net), added) < EXACT
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Found, Given, deviation, given_for, plain, policy_gradients, train
+from policy_data import PolicyData, UpdateGrads, data_for, deviation, plain, policy_gradients, train
 from strategies import (
     Row,
     Weights,
@@ -64,30 +64,32 @@ def patterns(steps: int, grain: int, survival: Survival) -> Iterator[tuple[Lengt
         yield lengths, chance * survival(((lengths[-1] - 1) // grain) * grain)
 
 
-def summed(found: Found, policy: tt.Randomized, data: Given) -> Weights:
+def summed(results: UpdateGrads, policy: tt.Randomized, data: PolicyData) -> Weights:
     """The gradient of an epoch's mean loss from the sum of its updates: one factor for all."""
     factor = policy.mean_horizon * data.mask.shape[1] / int(data.mask.sum())
-    return {name: torch.stack([g[name] for *_, g in found]).sum(0) * factor for name in found[0][2]}
+    return {
+        name: torch.stack([g[name] for *_, g in results]).sum(0) * factor for name in results[0][2]
+    }
 
 
-def expectation(net: tt.Carried, data: Given, policy: tt.Randomized) -> Weights:
+def expectation(net: tt.Carried, data: PolicyData, policy: tt.Randomized) -> Weights:
     """The mean of the estimate over every pattern of cuts."""
     mean = {name: torch.zeros_like(w) for name, w in weights(net).items()}
     whole = 0.0
     for lengths, chance in patterns(len(data.x), policy._grain, policy._survival):
         with pytest.MonkeyPatch.context() as patch:
             cut_at(patch, lengths)
-            found = policy_gradients(net, [data.chunk], policy)
+            results = policy_gradients(net, [data.chunk], policy)
         whole += chance
-        for name, estimate in summed(found, policy, data).items():
+        for name, estimate in summed(results, policy, data).items():
             mean[name] += chance * estimate
     assert whole == pytest.approx(1.0, abs=1e-14)
     return mean
 
 
-def exact(net: tt.Carried, data: Given) -> Weights:
-    ((_, _, found),) = plain(net, data)
-    return found
+def exact(net: tt.Carried, data: PolicyData) -> Weights:
+    ((_, _, results),) = plain(net, data)
+    return results
 
 
 @settings(max_examples=10)
@@ -112,7 +114,7 @@ def test_expectation_over_all_patterns_of_cuts_is_the_exact_gradient(
     masked: float,
 ) -> None:
     (steps, grain), net = size, row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
+    data = data_for(net, steps, lanes, seed, resets, masked)
     assume(bool(data.mask.any()))
     assert (
         apart(expectation(net, data, tt.Randomized(mean, alpha, grain)), exact(net, data)) < EXACT
@@ -166,7 +168,7 @@ MUTANTS: dict[str, Change] = {
 def test_mutant_is_biased(change: Change, grain: int, monkeypatch: pytest.MonkeyPatch) -> None:
     net, data, policy = (
         named("tensor-state").net(),
-        Given.draw(4, 2, 0),
+        PolicyData.draw(4, 2, 0),
         tt.Randomized(3, grain=grain),
     )
     assert apart(expectation(net, data, policy), exact(net, data)) < EXACT
@@ -184,10 +186,14 @@ def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
     """Every mutant is biased up to any factor, for short data and for few valid steps."""
     net, data, policy = (
         named("tensor-state").net(),
-        Given.draw(4, 1, 5, masked=0.3),
+        PolicyData.draw(4, 1, 5, masked=0.3),
         tt.Randomized(2, grain=1),
     )
-    data = data if masked else Given(data.x, data.targets, data.resets, torch.ones_like(data.mask))
+    data = (
+        data
+        if masked
+        else PolicyData(data.x, data.targets, data.resets, torch.ones_like(data.mask))
+    )
     assert data.mask.all() != masked
     right, mean = (
         {name: torch.zeros_like(w) for name, w in weights(net).items()} for _ in range(2)
@@ -195,10 +201,10 @@ def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
     for lengths, chance in patterns(4, 1, policy._survival):
         with pytest.MonkeyPatch.context() as patch:
             cut_at(patch, lengths)
-            found = policy_gradients(net, [data.chunk], policy)
+            results = policy_gradients(net, [data.chunk], policy)
         stops = itertools.pairwise([0, *itertools.accumulate(lengths)])
         counted = [b - a for a, b in stops if data.mask[a:b].any()]
-        for (valid, _, g), length in zip(found, counted, strict=True):
+        for (valid, _, g), length in zip(results, counted, strict=True):
             for name, gradient in g.items():
                 right[name] += chance * gradient
                 mean[name] += chance * gradient * ((length if masked else 1) / valid)
@@ -206,20 +212,20 @@ def test_other_weights_of_an_update_are_biased(masked: bool) -> None:
     assert apart(multiple(mean, exact(net, data)), exact(net, data)) > 1e-3
 
 
-def multiple(found: Weights, truth: Weights) -> Weights:
+def multiple(results: Weights, truth: Weights) -> Weights:
     """The multiple of a gradient that comes nearest to another one."""
-    factor = sum((found[name] * g).sum().item() for name, g in truth.items()) / sum(
-        g.square().sum().item() for g in found.values()
+    factor = sum((results[name] * g).sum().item() for name, g in truth.items()) / sum(
+        g.square().sum().item() for g in results.values()
     )
-    return {name: g * factor for name, g in found.items()}
+    return {name: g * factor for name, g in results.items()}
 
 
 def weighted_oracle(
-    net: tt.Carried, data: Given, lengths: Sequence[int], policy: tt.Randomized
-) -> Found:
+    net: tt.Carried, data: PolicyData, lengths: Sequence[int], policy: tt.Randomized
+) -> UpdateGrads:
     """Step by step: hooks on the states scale the gradient wherever a cut may fall."""
     survival, grain, state = policy._survival, policy._grain, start(net, data.x)
-    found: Found = []
+    results: UpdateGrads = []
     for begin, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
         outputs: list[Tensor] = []
         for step in range(begin, end):
@@ -239,10 +245,10 @@ def weighted_oracle(
             net.zero_grad()
             loss = nn.functional.mse_loss(torch.cat(outputs)[valid], data.targets[begin:end][valid])
             (loss * (int(valid.sum()) / (policy.mean_horizon * valid.shape[1]))).backward()
-            found.append((int(valid.sum()), loss.item(), gradients(net)))
+            results.append((int(valid.sum()), loss.item(), gradients(net)))
         state = tt.state.detach(state)
     net.zero_grad()
-    return found
+    return results
 
 
 @settings(max_examples=12)
@@ -268,13 +274,13 @@ def test_every_update_equals_plain_autograd_with_weighted_states(
 ) -> None:
     """However long the pieces are in which a stretch is run again."""
     net, policy = row.net(), tt.Randomized(6, grain=grain)
-    data = given_for(net, sum(lengths), lanes, seed, resets, masked)
+    data = data_for(net, sum(lengths), lanes, seed, resets, masked)
     with pytest.MonkeyPatch.context() as patch:
         cut_at(patch, lengths)
         if piece is not None:
             patch.setattr(MemoryBudget, "segment_steps", lambda *given: min(piece, given[2]))
-        found = policy_gradients(net, [data.chunk], policy)
-    assert deviation(found, weighted_oracle(net, data, lengths, policy)) < 1e-10
+        results = policy_gradients(net, [data.chunk], policy)
+    assert deviation(results, weighted_oracle(net, data, lengths, policy)) < 1e-10
 
 
 def z_scores(samples: Sequence[Weights], truth: Weights) -> Tensor:
@@ -290,7 +296,7 @@ def z_scores(samples: Sequence[Weights], truth: Weights) -> Tensor:
 
 
 def estimates(
-    net: tt.Carried, data: Given, policy: Policy, count: int, factor: float | None
+    net: tt.Carried, data: PolicyData, policy: Policy, count: int, factor: float | None
 ) -> list[Weights]:
     """The gradient of the mean loss that an epoch of each seed says.
 
@@ -299,26 +305,26 @@ def estimates(
     samples: list[Weights] = []
     for seed in range(count):
         torch.manual_seed(seed)
-        found = policy_gradients(net, [data.chunk], policy)
-        total = sum(steps for steps, *_ in found)
+        results = policy_gradients(net, [data.chunk], policy)
+        total = sum(steps for steps, *_ in results)
         samples.append(
             {
                 n: (
                     torch.stack(
                         [
                             g[n] * (steps / total if factor is None else factor)
-                            for steps, _, g in found
+                            for steps, _, g in results
                         ]
                     ).sum(0)
                 )
-                for n in found[0][2]
+                for n in results[0][2]
             }
         )
     return samples
 
 
 def test_mean_over_many_seeds_is_the_exact_gradient_and_that_of_a_truncation_is_not() -> None:
-    net, data = named("tensor-state").net(), Given.draw(9, 2, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(9, 2, 0)
     truth = exact(net, data)
     assert (
         z_scores(estimates(net, data, tt.Randomized(3, grain=1), 250, 3 / 9), truth).abs().max()
@@ -390,12 +396,12 @@ def stream(chunk: int = 8) -> tt.Stream:
 
 
 def test_chunk_length_of_the_stream_changes_no_gradient() -> None:
-    found: list[Found] = []
+    results: list[UpdateGrads] = []
     for source in (stream(3), stream(500), list(stream(5))):
         torch.manual_seed(3)
-        found.append(policy_gradients(named("hides-layer").net(), source, tt.Randomized(6)))
-    assert deviation(found[0], found[1]) == 0
-    assert deviation(found[0], found[2]) == 0
+        results.append(policy_gradients(named("hides-layer").net(), source, tt.Randomized(6)))
+    assert deviation(results[0], results[1]) == 0
+    assert deviation(results[0], results[2]) == 0
 
 
 @pytest.mark.parametrize("done", [1, 3, 6])
@@ -426,7 +432,7 @@ def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(done: int) -> None
 def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
     cut_at(monkeypatch, (8, 5, 7, 4))
@@ -444,16 +450,16 @@ def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(
 def test_gradient_that_is_not_finite_is_refused_and_nothing_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net, data = named("tensor-state").net(), Given.draw(20, 1, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(20, 1, 0)
     data.targets[13] = torch.nan
     cut_at(monkeypatch, (5, 5, 10))
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(5, grain=5))
-    before, found = weights(net), [gradients(net) for _ in itertools.islice(run, 2)]
+    before, results = weights(net), [gradients(net) for _ in itertools.islice(run, 2)]
     with pytest.raises(
         RunError, match=r"gradient of '\w+' is not finite .* steps 10 to 19 of the epoch"
     ):
         next(run)
-    assert apart(gradients(net), found[-1]) == 0
+    assert apart(gradients(net), results[-1]) == 0
     assert apart(weights(net), before) == 0
 
 
@@ -486,19 +492,19 @@ def test_setting_out_of_range_is_refused(setting: Mapping[str, Any], message: st
 
 
 def test_memory_too_small_is_refused_saying_how_much_it_takes() -> None:
-    net, data = named("lstm").net(), Given.draw(40, 2, 0, outputs=4)
+    net, data = named("lstm").net(), PolicyData.draw(40, 2, 0, outputs=4)
     with pytest.raises(ConfigError, match="bytes"):
         policy_gradients(net, [data.chunk], tt.Randomized(20, grain=20, memory=50))
 
 
 def test_iterator_of_chunks_is_as_good_as_a_list() -> None:
     """Nothing is read again: a stretch is taken whole."""
-    found: list[Found] = []
+    results: list[UpdateGrads] = []
     for source in (list(stream()), iter(list(stream()))):
         torch.manual_seed(1)
         # an iterator
-        found.append(policy_gradients(named("tensor-state").net(), source, tt.Randomized(6)))  # pyright: ignore[reportArgumentType]
-    assert deviation(found[0], found[1]) == 0
+        results.append(policy_gradients(named("tensor-state").net(), source, tt.Randomized(6)))  # pyright: ignore[reportArgumentType]
+    assert deviation(results[0], results[1]) == 0
 
 
 def test_description_says_the_mean_and_the_variance() -> None:
@@ -511,7 +517,7 @@ def test_description_says_the_mean_and_the_variance() -> None:
 
 def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
     """The loss reported is the mean over the stretch's valid steps, as for every policy."""
-    net, data = named("tensor-state").net(), Given.draw(12, 2, 0, masked=0.4)
+    net, data = named("tensor-state").net(), PolicyData.draw(12, 2, 0, masked=0.4)
     y, _ = net(data.x, start(net, data.x), data.resets)
     with pytest.MonkeyPatch.context() as patch:
         cut_at(patch, (5, 7))

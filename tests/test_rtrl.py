@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import throughtime as tt
 from policy_data import (
     Complex,
-    Found,
-    Given,
     Marked,
+    PolicyData,
+    UpdateGrads,
+    data_for,
     deviation,
-    given_for,
     no_resets,
     plain,
     policy_gradients,
@@ -62,18 +62,18 @@ NETS = (
 )
 
 
-def summed(found: Found) -> Weights:
+def summed(results: UpdateGrads) -> Weights:
     """The gradient of the mean loss over all valid steps, from the updates' means."""
-    total = sum(steps for steps, *_ in found)
+    total = sum(steps for steps, *_ in results)
     return {
-        name: torch.stack([g[name] * (steps / total) for steps, _, g in found]).sum(0)
-        for name in found[0][2]
+        name: torch.stack([g[name] * (steps / total) for steps, _, g in results]).sum(0)
+        for name in results[0][2]
     }
 
 
-def exact(net: tt.Carried, data: Given) -> Weights:
-    ((_, _, found),) = plain(net, data)
-    return found
+def exact(net: tt.Carried, data: PolicyData) -> Weights:
+    ((_, _, results),) = plain(net, data)
+    return results
 
 
 @settings(max_examples=12)
@@ -90,10 +90,10 @@ def test_updates_sum_to_the_exact_gradient(
     row: Row, steps: int, stride: int, lanes: int, seed: int, resets: float, masked: float
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
+    data = data_for(net, steps, lanes, seed, resets, masked)
     assume(bool(data.mask.any()))
-    found = policy_gradients(net, [data.chunk], tt.RTRL(stride))
-    assert apart(summed(found), exact(net, data)) < EXACT
+    results = policy_gradients(net, [data.chunk], tt.RTRL(stride))
+    assert apart(summed(results), exact(net, data)) < EXACT
 
 
 def forgets(patch: pytest.MonkeyPatch) -> Policy:
@@ -139,7 +139,7 @@ def test_mutant_does_not_sum_to_the_exact_gradient(
     row: Row, mutant: Callable[[pytest.MonkeyPatch], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = row.net()
-    data = given_for(net, 29, 2, 3, resets=0.03)
+    data = data_for(net, 29, 2, 3, resets=0.03)
     assert data.resets[1:].any()
     expected = exact(net, data)
     assert apart(summed(policy_gradients(net, [data.chunk], tt.RTRL(5))), expected) < EXACT
@@ -149,7 +149,7 @@ def test_mutant_does_not_sum_to_the_exact_gradient(
 def test_influence_forgotten_at_every_chunk_is_a_truncation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net, data = named("gru").net(), Given.draw(29, 2, 3, resets=0.1, outputs=4)
+    net, data = named("gru").net(), PolicyData.draw(29, 2, 3, resets=0.1, outputs=4)
     mutant = policy_gradients(net, [data.chunk], forgets(monkeypatch))
     assert deviation(mutant, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
 
@@ -167,15 +167,15 @@ class ComplexAndReal(Complex):
 def test_complex_states_hand_back_their_credit_or_are_refused(
     module: Callable[[], nn.Module],
 ) -> None:
-    net, data = tt.carry(module().double()), Given.draw(13, 2, 0)
+    net, data = tt.carry(module().double()), PolicyData.draw(13, 2, 0)
     try:
-        found = policy_gradients(net, [data.chunk], tt.RTRL(4))
+        results = policy_gradients(net, [data.chunk], tt.RTRL(4))
     except ThroughtimeError:
         return
-    assert apart(summed(found), exact(net, data)) < EXACT
+    assert apart(summed(results), exact(net, data)) < EXACT
 
 
-def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> list[Weights]:
+def by_definition(net: tt.Carried, data: PolicyData, stride: int, rate: float) -> list[Weights]:
     """Williams and Zipser's recursion with whole Jacobians.
 
     The weights go downhill after every stride.
@@ -208,7 +208,7 @@ def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> lis
 
     s = torch.cat([leaf.flatten() for leaf in tt.state.tensors(first)])
     influence = torch.zeros(len(s), len(flat), dtype=torch.float64)
-    found: list[Weights] = []
+    results: list[Weights] = []
     for begin in range(0, len(data.x), stride):
         (dl_dw, dl_ds), (ds_dw, ds_ds) = torch.autograd.functional.jacobian(
             lambda w, s, begin=begin: play(begin, w, s), (flat, s)
@@ -217,8 +217,8 @@ def by_definition(net: tt.Carried, data: Given, stride: int, rate: float) -> lis
         influence = ds_ds @ influence + ds_dw
         s = play(begin, flat, s)[1].detach()
         flat = flat - rate * gradient
-        found.append(named_weights(gradient))
-    return found
+        results.append(named_weights(gradient))
+    return results
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -227,20 +227,20 @@ def test_every_update_equals_the_recursion_written_out_while_the_weights_move(
     row: Row, rate: float
 ) -> None:
     net = row.net()
-    data = given_for(net, 15, 2, 0, resets=0.1)
+    data = data_for(net, 15, 2, 0, resets=0.1)
     expected = by_definition(net, data, 4, rate)
-    before, found = weights(net), list[Weights]()
+    before, results = weights(net), list[Weights]()
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(4)):
-        found.append(gradients(net))
+        results.append(gradients(net))
         optimizer.step()
         optimizer.zero_grad()
-    assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
+    assert max(apart(a, b) for a, b in zip(results, expected, strict=True)) < EXACT
     assert (apart(weights(net), before) > 1e-3) == (rate > 0)
 
 
 def test_carried_state_is_that_of_one_long_forward() -> None:
-    net, data = named("hides-cell").net(), Given.draw(23, 2, 0, resets=0.1)
+    net, data = named("hides-cell").net(), PolicyData.draw(23, 2, 0, resets=0.1)
     for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(5)):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
@@ -250,13 +250,13 @@ def test_carried_state_is_that_of_one_long_forward() -> None:
 
 
 def test_stride_without_valid_step_yields_nothing_but_carries_state_and_influence() -> None:
-    net, data = named("hides-cell").net(), Given.draw(24, 2, 0)
+    net, data = named("hides-cell").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
-    data = Given(data.x, data.targets, data.resets, mask)
-    found = policy_gradients(net, [data.chunk], tt.RTRL(3))
-    assert [steps for steps, *_ in found] == [1, 2]
-    assert apart(summed(found), exact(net, data)) < EXACT
+    data = PolicyData(data.x, data.targets, data.resets, mask)
+    results = policy_gradients(net, [data.chunk], tt.RTRL(3))
+    assert [steps for steps, *_ in results] == [1, 2]
+    assert apart(summed(results), exact(net, data)) < EXACT
 
 
 def stream(chunk: int = 8) -> tt.Stream:
@@ -340,10 +340,10 @@ def test_operation_that_cannot_be_batched_gives_the_same() -> None:
         torch.manual_seed(0)
         return tt.carry(Custom(squash).double())
 
-    data = Given.draw(13, 2, 0)
-    found = policy_gradients(net(Opaque.apply), [data.chunk], tt.RTRL(4))
-    assert apart(summed(found), exact(net(torch.tanh), data)) < EXACT
-    assert deviation(found, policy_gradients(net(torch.tanh), [data.chunk], tt.RTRL(4))) < EXACT
+    data = PolicyData.draw(13, 2, 0)
+    results = policy_gradients(net(Opaque.apply), [data.chunk], tt.RTRL(4))
+    assert apart(summed(results), exact(net(torch.tanh), data)) < EXACT
+    assert deviation(results, policy_gradients(net(torch.tanh), [data.chunk], tt.RTRL(4))) < EXACT
 
 
 def test_error_of_the_net_in_its_backward_pass_comes_through() -> None:
@@ -362,12 +362,12 @@ def test_error_of_the_net_in_its_backward_pass_comes_through() -> None:
 
     with pytest.raises(RuntimeError, match="never mind"):
         policy_gradients(
-            tt.carry(Custom(Broken.apply).double()), [Given.draw(13, 2, 0).chunk], tt.RTRL(4)
+            tt.carry(Custom(Broken.apply).double()), [PolicyData.draw(13, 2, 0).chunk], tt.RTRL(4)
         )
 
 
 def test_state_above_max_state_is_refused_naming_the_memory() -> None:
-    net, data = named("tensor-state").net(), Given.draw(9, 3, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(9, 3, 0)
     parameters = sum(w.numel() for w in net.parameters())
     needed = f"{12 * parameters * 8 / 1000:.3g} kB"
     message = (
@@ -392,7 +392,7 @@ def test_setting_out_of_range_is_refused(setting: dict[str, Any]) -> None:
 
 
 def test_gradient_that_is_not_finite_is_refused_and_nothing_touched() -> None:
-    net, data = named("hides-cell").net(), Given.draw(20, 2, 0)
+    net, data = named("hides-cell").net(), PolicyData.draw(20, 2, 0)
     data.targets[13] = torch.nan
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(5))
     kept = [gradients(net) for _ in itertools.islice(run, 2)]
@@ -408,7 +408,7 @@ def test_gradient_that_is_not_finite_is_refused_and_nothing_touched() -> None:
 
 def test_frozen_parameters_take_no_part() -> None:
     """Neither in `.grad` nor in the memory."""
-    net, data = named("tensor-state").net(), Given.draw(13, 2, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(13, 2, 0)
     expected = exact(net, data)
     frozen = net.module.get_parameter("turn").requires_grad_(False)
     run = tt.updates(net, tt.Stream(recordings([13, 13]), 2, 5), nn.MSELoss(), gradient=tt.RTRL(4))
@@ -419,9 +419,9 @@ def test_frozen_parameters_take_no_part() -> None:
         sum(w.numel() for w in net.parameters()) - frozen.numel(),
     )
     net.zero_grad()
-    found = summed(policy_gradients(net, [data.chunk], tt.RTRL(4)))
+    results = summed(policy_gradients(net, [data.chunk], tt.RTRL(4)))
     assert frozen.grad is None
-    assert apart(found, expected | {"module.turn": torch.zeros_like(frozen)}) < EXACT
+    assert apart(results, expected | {"module.turn": torch.zeros_like(frozen)}) < EXACT
     with pytest.raises(ModelError, match="the loss depends on no parameter"):
         policy_gradients(net.requires_grad_(requires_grad=False), [data.chunk], tt.RTRL(4))
 
@@ -441,7 +441,7 @@ class Counter(Rotation):
 
 
 def test_whole_numbers_in_the_state_are_carried() -> None:
-    net, data = tt.carry(Counter().double()), Given.draw(13, 2, 0, resets=0.1)
+    net, data = tt.carry(Counter().double()), PolicyData.draw(13, 2, 0, resets=0.1)
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(4))
     assert [update.steps for update in run] == [8, 8, 8, 2]
     assert run.state[1].dtype == torch.long
@@ -450,7 +450,7 @@ def test_whole_numbers_in_the_state_are_carried() -> None:
 
 
 def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = tt.carry(TensorState().double()), Given.draw(20, 2, 0)
+    net, data = tt.carry(TensorState().double()), PolicyData.draw(20, 2, 0)
     single: Sequence[Any] = policy_gradients(net, [data.chunk], tt.RTRL(5))
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(5)):
         pass

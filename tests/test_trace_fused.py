@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
-from policy_data import Given
+from policy_data import PolicyData
 from recurrences import needs_kernels
 from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
 from test_trace import (
@@ -58,22 +58,22 @@ def fused(net: nn.RNNBase) -> nn.RNNBase:
     return tt.fuse(copy.deepcopy(net))
 
 
-def differs(found: Trace, expected: Trace) -> float:
+def differs(results: Trace, expected: Trace) -> float:
     """How far two traces are apart, in every figure that they have; names must be the same."""
-    assert set(found.names) == set(expected.names)
-    worst = max((found[name] - expected[name]).abs().max().item() for name in expected.names)
+    assert set(results.names) == set(expected.names)
+    worst = max((results[name] - expected[name]).abs().max().item() for name in expected.names)
     for name in expected.names:
         edges = expected.last.edges(name)
-        assert found.last.edges(name).keys() >= edges.keys()
+        assert results.last.edges(name).keys() >= edges.keys()
         worst = max(
-            worst, *(abs(found.last.edges(name)[at] - norm) for at, norm in edges.items()), 0.0
+            worst, *(abs(results.last.edges(name)[at] - norm) for at, norm in edges.items()), 0.0
         )
     kept = expected.last.mean_retention_gate()
-    assert found.last.mean_retention_gate().keys() == kept.keys()
+    assert results.last.mean_retention_gate().keys() == kept.keys()
     return max(
         worst,
         *(
-            (found.last.mean_retention_gate()[name] - mean).abs().max().item()
+            (results.last.mean_retention_gate()[name] - mean).abs().max().item()
             for name, mean in kept.items()
         ),
         0.0,
@@ -83,10 +83,10 @@ def differs(found: Trace, expected: Trace) -> float:
 def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
     """What is seen of one backward pass."""
     torch.manual_seed(5)
-    with trace(net, **options) as found:
+    with trace(net, **options) as results:
         play().backward()
     net.zero_grad()
-    return found
+    return results
 
 
 def loss_of(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], *given: Any) -> Tensor:
@@ -108,7 +108,7 @@ def check_norms(kind: str, net: nn.RNNBase, x: Tensor) -> None:
     torch.manual_seed(5)
     untraced = torch.autograd.grad(loss_of(net, x, states), leaves)
     torch.manual_seed(5)
-    with trace(net) as found:
+    with trace(net) as results:
         loss = loss_of(net, x, states)
         during = torch.autograd.grad(loss, leaves)
     assert max((a - b).abs().max().item() for a, b in zip(untraced, during, strict=True)) < EXACT
@@ -120,11 +120,12 @@ def check_norms(kind: str, net: nn.RNNBase, x: Tensor) -> None:
     gradients = torch.autograd.grad(
         mixed(whole.y, whole.after), [value for *_, value in flat], materialize_grads=True
     )
-    assert set(found.names) == set(whole.seen)
+    assert set(results.names) == set(whole.seen)
     for (name, t, _), gradient in zip(flat, gradients, strict=True):
-        assert (found[f"{name}[{t}]"] - gradient.norm(dim=1)).abs().max() < EXACT
+        assert (results[f"{name}[{t}]"] - gradient.norm(dim=1)).abs().max() < EXACT
     assert (
-        torch.stack([found[name].amin() for name in found.names if name[-1] == "h"]).amin() > 1e-6
+        torch.stack([results[name].amin() for name in results.names if name[-1] == "h"]).amin()
+        > 1e-6
     )  # there was something to see
 
 
@@ -201,13 +202,13 @@ def test_what_is_no_number_blows_up(kind: str, dtype: torch.dtype, value: float)
     net, x = fused(layer(kind)).to(dtype), inputs(STEPS, LANES).to(dtype)
     dy = torch.ones(STEPS, LANES, HIDDEN, dtype=dtype)
     dy[6, 1, 2] = value
-    with trace(net) as found:
+    with trace(net) as results:
         net(x)[0].backward(dy)
-    norms = found["layer0.h"]
+    norms = results["layer0.h"]
     assert not norms[6, 1].isfinite()
     assert norms[7:].isfinite().all()
     assert norms[:, 0].isfinite().all()
-    assert next(row for row in found.summary().rows if row.name == "layer0.h").exploded == 6
+    assert next(row for row in results.summary().rows if row.name == "layer0.h").exploded == 6
 
 
 def reset_at(often: float = 0.25) -> Tensor:
@@ -222,7 +223,7 @@ def with_resets(
     kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor
 ) -> dict[str, Tensor]:
     """Each lane by itself, a sequence for each recording: norms `(T, B)`, by plain autograd."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for lane in range(x.shape[1]):
         starts = [0, *[t for t in range(1, STEPS) if resets[t, lane]], STEPS]
         for start, stop in pairwise(starts):
@@ -235,10 +236,10 @@ def with_resets(
                 gradients = torch.autograd.grad(
                     loss, values, retain_graph=True, materialize_grads=True
                 )
-                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
+                results.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
                     start:stop, lane
                 ] = torch.cat(gradients).norm(dim=1)
-    return found
+    return results
 
 
 @every_kind
@@ -260,14 +261,14 @@ def test_no_gradient_crosses_a_reset(
         ends = after if isinstance(after, tuple) else (after,)
         return (y**3).sum() + (0 if ways else sum((leaf * leaf).sum() for leaf in ends))
 
-    found = traced(net, loss, tensors=tensors)
+    results = traced(net, loss, tensors=tensors)
     wanted = (
         with_resets(kind, net, x, states, resets) if not ways else both_ways(kind, net, x, resets)
     )
-    assert set(found.names) == set(wanted)
-    assert max((found[name] - norms).abs().max().item() for name, norms in wanted.items()) < EXACT
+    assert set(results.names) == set(wanted)
+    assert max((results[name] - norms).abs().max().item() for name, norms in wanted.items()) < EXACT
     if not ways and runs == "fused":
-        edge = found.last.edges("layer0.h")[0]
+        edge = results.last.edges("layer0.h")[0]
         states = tuple(leaf.detach().requires_grad_() for leaf in states)
         loss().backward()
         assert edge == pytest.approx(torch.as_tensor(states[0].grad).norm().item(), rel=1e-12)
@@ -276,7 +277,7 @@ def test_no_gradient_crosses_a_reset(
 
 def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str, Tensor]:
     """The same of a layer that also plays from the end, without a loss on the states."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for lane in range(x.shape[1]):
         starts = [0, *[t for t in range(1, STEPS) if resets[t, lane]], STEPS]
         for start, stop in pairwise(starts):
@@ -286,10 +287,10 @@ def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str
                 gradients = torch.autograd.grad(
                     (whole.y**3).sum(), values, retain_graph=True, materialize_grads=True
                 )
-                found.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
+                results.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
                     start:stop, lane
                 ] = torch.cat(gradients).norm(dim=1)
-    return found
+    return results
 
 
 def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,10 +323,10 @@ def test_autocast_is_traced_as_by_torch_nn() -> None:
     plain = traced(net, lambda: loss(net))
     other = fused(net)
     h.grad = None
-    found = traced(other, lambda: loss(other))
+    results = traced(other, lambda: loss(other))
     for name in plain.names:
-        assert (found[name] - plain[name]).abs().max() < 2**-6 * plain[name].max()
-    assert found.last.edges("layer0.h")[0] == pytest.approx(
+        assert (results[name] - plain[name]).abs().max() < 2**-6 * plain[name].max()
+    assert results.last.edges("layer0.h")[0] == pytest.approx(
         torch.as_tensor(h.grad).norm().item(), rel=1e-5
     )
 
@@ -370,20 +371,20 @@ def test_the_second_derivative_is_that_of_the_untraced_layer() -> None:
 
     plain = second()
     once = traced(net, lambda: net(x)[0].pow(3).sum())
-    with trace(net, keep=2) as found:
+    with trace(net, keep=2) as results:
         during = second()
     assert max((a - b).abs().max().item() for a, b in zip(plain, during, strict=True)) < EXACT
-    first, _ = found.passes  # the second derivative goes through y once more
+    first, _ = results.passes  # the second derivative goes through y once more
     assert max((first[name] - once[name]).abs().max().item() for name in once.names) < EXACT
 
 
 def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
     net, x = fused(layer("lstm")), inputs(4, 1).requires_grad_()
-    with trace(net) as found:
+    with trace(net) as results:
         y, _ = net(x)
         rows = torch.eye(HIDDEN, dtype=torch.float64).view(HIDDEN, 1, HIDDEN)
         torch.autograd.grad(y[-1], x, rows, is_grads_batched=True)
-    assert found.count == 0
+    assert results.count == 0
 
 
 def test_gates_under_each_other_s_names_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +427,9 @@ def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> N
         net, passes = carried(kind, fuse), list[Mapping[str, Tensor]]()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         stream = tt.Stream(recordings([63, 41]), lanes=2, chunk=10, dtype=torch.float64)
-        with trace(net) as found:
+        with trace(net) as results:
             for _ in tt.updates(net, stream, nn.MSELoss(), gradient=POLICIES[policy]):
-                passes.append({name: found[name] for name in found.names})
+                passes.append({name: results[name] for name in results.names})
                 optimizer.step()
                 optimizer.zero_grad()
         seen.append(passes)
@@ -440,21 +441,21 @@ def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> N
 
 
 def test_the_pieces_of_a_sweep_are_one_pass() -> None:
-    net, data = carried("lstm", True), Given.draw(45, 2, 0, resets=0.03)
-    with trace(net, keep=9) as found:
+    net, data = carried("lstm", True), PolicyData.draw(45, 2, 0, resets=0.03)
+    with trace(net, keep=9) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
             net.zero_grad()
-    assert len(found.passes) == found.count == 1
+    assert len(results.passes) == results.count == 1
     with trace(net) as whole:
         y, _ = net(data.x, net.initial_state(lanes=2), data.resets)
         nn.MSELoss()(y.flatten(0, 1), data.targets.flatten(0, 1)).backward()
-    assert differs(found, whole) < EXACT
+    assert differs(results, whole) < EXACT
 
 
 def test_nothing_of_the_trace_is_left_and_the_graph_is_freed() -> None:
     net, x = fused(layer("lstm")), inputs(STEPS, LANES)
     before = set(vars(net))
-    with trace(net) as found:
+    with trace(net) as results:
         with pytest.raises(ConfigError, match="traced already"):
             trace(net)
         copied = copy.deepcopy(net)
@@ -465,7 +466,7 @@ def test_nothing_of_the_trace_is_left_and_the_graph_is_freed() -> None:
     del y
     gc.collect()
     assert gone() is None
-    assert found["layer0.c"].shape == (STEPS, LANES)
+    assert results["layer0.c"].shape == (STEPS, LANES)
 
 
 def test_a_traced_layer_runs_the_kernel_forward_and_the_reference_backward(
@@ -487,8 +488,8 @@ def test_a_traced_layer_runs_the_kernel_forward_and_the_reference_backward(
 
 def test_without_a_gradient_no_step_is_counted() -> None:
     net, x = fused(layer("gru")).requires_grad_(False), inputs(STEPS, LANES)
-    with trace(net) as found:
+    with trace(net) as results:
         net(x)
         net.requires_grad_(True)
         called(net, x, states_for(net))[0].sum().backward()
-    assert len(found["layer0.h"]) == STEPS
+    assert len(results["layer0.h"]) == STEPS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Given
+from policy_data import PolicyData
 from strategies import (
     HIDDEN,
     TensorState,
@@ -62,44 +62,44 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
     nets = row.net(), row.net()
     nets[1].load_state_dict(nets[0].state_dict())
     losses, weights = trained(nets[0], POLICIES[policy])
-    with trace(nets[1]) as found:
+    with trace(nets[1]) as results:
         traced, after = trained(nets[1], POLICIES[policy])
     assert len(losses) == len(traced) > 0
     assert torch.equal(losses[0], traced[0])
     assert max((a - b).abs().item() for a, b in zip(losses, traced, strict=True)) < EXACT
     assert apart(after, weights) < EXACT
-    assert all(found[name].isfinite().all() for name in found.names)
+    assert all(results[name].isfinite().all() for name in results.names)
 
 
 def expected(
-    net: tt.Carried, data: Given, counted: int, stop: int, state: Any = None
+    net: tt.Carried, data: PolicyData, counted: int, stop: int, state: Any = None
 ) -> dict[str, Tensor]:
     """Norms of one plain graph over the first steps of `data`; mean loss from `counted` on."""
-    with trace(net) as found:
+    with trace(net) as results:
         y, _ = net(
             data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop]
         )
         nn.MSELoss()(y[counted:].flatten(0, 1), data.targets[counted:stop].flatten(0, 1)).backward()
     net.zero_grad()
-    return {name: found[name] for name in found.names}
+    return {name: results[name] for name in results.names}
 
 
-def furthest(found: Trace, wanted: dict[str, Tensor]) -> float:
-    assert set(found.names) == set(wanted)
-    return max((found[name] - norms).abs().max().item() for name, norms in wanted.items())
+def furthest(results: Trace, wanted: dict[str, Tensor]) -> float:
+    assert set(results.names) == set(wanted)
+    return max((results[name] - norms).abs().max().item() for name, norms in wanted.items())
 
 
 @CARRIED
 @pytest.mark.parametrize("graphs", ["recompute", "retain"])
 def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
-    net, data = row.net(), Given.draw(30, LANES, 0, resets=0.1)
-    with trace(net, keep=3) as found:
+    net, data = row.net(), PolicyData.draw(30, LANES, 0, resets=0.1)
+    with trace(net, keep=3) as results:
         for _ in tt.updates(
             net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30, graphs=graphs)
         ):
             net.zero_grad()
-    assert len(found.passes) == found.count == 3
-    assert furthest(found, expected(net, data, 20, 30)) < EXACT
+    assert len(results.passes) == results.count == 3
+    assert furthest(results, expected(net, data, 20, 30)) < EXACT
 
 
 @CARRIED
@@ -108,13 +108,13 @@ def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
 
     The trace puts them together again.
     """
-    net, data = row.net(), Given.draw(45, LANES, 0, resets=0.03)
-    with trace(net, keep=9) as found:
+    net, data = row.net(), PolicyData.draw(45, LANES, 0, resets=0.03)
+    with trace(net, keep=9) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
             net.zero_grad()
     wanted = expected(net, data, 0, 45)
-    assert len(found.passes) == 1
-    assert furthest(found, wanted) < EXACT
+    assert len(results.passes) == 1
+    assert furthest(results, wanted) < EXACT
 
 
 def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +143,9 @@ class Turning(nn.Module):
 
 
 def test_the_pieces_of_a_cell_of_ones_own_are_one_pass() -> None:
-    module, data = Turning(), Given.draw(30, LANES, 0)
+    module, data = Turning(), PolicyData.draw(30, LANES, 0)
     net, cell = tt.carry(module), module.cell
-    with trace(net, names={"cell": ("_", "h")}) as found:
+    with trace(net, names={"cell": ("_", "h")}) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
             net.zero_grad()
     hidden, h = list[Tensor](), module.initial_state(LANES)
@@ -154,24 +154,24 @@ def test_the_pieces_of_a_cell_of_ones_own_are_one_pass() -> None:
         hidden.append(h)
     loss = nn.MSELoss()(cell.read(torch.stack(hidden)).flatten(0, 1), data.targets.flatten(0, 1))
     norms = torch.stack(torch.autograd.grad(loss, hidden)).norm(dim=2)
-    assert (found["cell.h"] - norms).abs().max() < EXACT
+    assert (results["cell.h"] - norms).abs().max() < EXACT
 
 
 def test_strides_that_follow_one_another_are_passes_of_their_own() -> None:
-    net, data = named("hides-layer").net(), Given.draw(40, LANES, 0)
-    with trace(net, keep=9) as found:
+    net, data = named("hides-layer").net(), PolicyData.draw(40, LANES, 0)
+    with trace(net, keep=9) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10)):
             net.zero_grad()
-    assert [len(one["lstm.layer0.h"]) for one in found.passes] == [10, 10, 10, 10]
+    assert [len(one["lstm.layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
 
 
 def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
     """Every chunk ends in its first state, so states alone suggest that each follows the next."""
-    net, data = nn.RNN(3, HIDDEN).double(), Given.draw(40, LANES, 0)
+    net, data = nn.RNN(3, HIDDEN).double(), PolicyData.draw(40, LANES, 0)
     for name, weight in net.named_parameters():
         nn.init.constant_(weight, 0.3 if name == "bias_ih_l0" else 0.0)
     carried = tt.carry(net)
-    with trace(net, keep=9) as found:
+    with trace(net, keep=9) as results:
         for _ in tt.updates(
             carried,
             [data.chunk],
@@ -179,18 +179,18 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
             gradient=tt.Truncated(10),
         ):
             carried.zero_grad()
-    assert [len(one["layer0.h"]) for one in found.passes] == [10, 10, 10, 10]
+    assert [len(one["layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
 def test_online_learning_shows_the_gradient_of_its_losses_only(kind: Any) -> None:
     """The rows of the Jacobian that `tt.RTRL` takes besides are no gradients of a loss."""
-    net, data = tt.carry(kind(3, 2).double()), Given.draw(40, LANES, 0)
-    with trace(net, keep=99) as found:
+    net, data = tt.carry(kind(3, 2).double()), PolicyData.draw(40, LANES, 0)
+    with trace(net, keep=99) as results:
         updates = sum(
             1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(stride=10))
         )
-    assert found.count == updates == 4
+    assert results.count == updates == 4
 
 
 def tensors_alive() -> int:
@@ -220,7 +220,7 @@ def test_a_checkpointed_net_is_seen_as_it_is() -> None:
 
     def run(recomputed: bool) -> dict[str, Tensor]:
         lstm.zero_grad()
-        with trace(lstm) as found:
+        with trace(lstm) as results:
             outputs, state = (
                 list[Tensor](),
                 (torch.zeros(1, LANES, HIDDEN, dtype=torch.float64),) * 2,
@@ -233,7 +233,7 @@ def test_a_checkpointed_net_is_seen_as_it_is() -> None:
                 )
                 outputs.append(y)
             torch.cat(outputs).square().mean().backward()
-        return {name: found[name] for name in found.names} | gradients(lstm)
+        return {name: results[name] for name in results.names} | gradients(lstm)
 
     plain, recomputed = run(False), run(True)
     assert apart(recomputed, plain) < EXACT

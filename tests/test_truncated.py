@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import throughtime as tt
 from policy_data import (
     ORACLES,
-    Given,
     Marked,
+    PolicyData,
     deviation,
     every_stride_resets,
     last_loss_only,
@@ -74,11 +74,11 @@ def test_gradient_equals_plain_autograd(
     resets: float,
     masked: float,
 ) -> None:
-    net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
-    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
+    net, data = row.net(), PolicyData.draw(steps, lanes, seed, resets, masked)
+    results = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
     assert (
         deviation(
-            found,
+            results,
             oracle(step, leaves, dict(net.named_parameters()), data, stride, stride + further),
         )
         < EXACT
@@ -129,25 +129,25 @@ MUTANTS: dict[str, Policy] = {
 def test_mutant_is_not_the_gradient_of_plain_autograd(
     row: Row, step: Step, leaves: int, mutant: Policy
 ) -> None:
-    net, data = row.net(), Given.draw(29, 2, 3, resets=0.03)
+    net, data = row.net(), PolicyData.draw(29, 2, 3, resets=0.03)
     assert data.resets[1:].any()
     expected = oracle(step, leaves, dict(net.named_parameters()), data, 5, 11)
     assert deviation(policy_gradients(net, [data.chunk], tt.Truncated(5, 11)), expected) < EXACT
     assert deviation(policy_gradients(net, [data.chunk], mutant), expected) > 1e-6
 
 
-def blamed(net: tt.Carried, data: Given, policy: tt.Truncated) -> list[Tensor]:
+def blamed(net: tt.Carried, data: PolicyData, policy: tt.Truncated) -> list[Tensor]:
     """The gradient norm `(T, B)` that every update sends to the inputs."""
     x = data.x.clone().requires_grad_()
-    chunk, found = (
+    chunk, results = (
         tt.Chunk.from_tensors(x, data.targets, resets=data.resets, mask=data.mask),
         list[Tensor](),
     )
     for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=policy):
         assert x.grad is not None
-        found.append(x.grad.norm(dim=2))
+        results.append(x.grad.norm(dim=2))
         x.grad = None
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("stride", "horizon"), [(1, 1), (10, 10), (10, 17), (10, 60), (7, 50)])
@@ -156,17 +156,17 @@ def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
     row: Row, stride: int, horizon: int
 ) -> None:
     """Only the last step of every stride has a loss: it sees `horizon` steps and not one more."""
-    net, data = row.net(), Given.draw(61, 2, 0)
+    net, data = row.net(), PolicyData.draw(61, 2, 0)
     width = net(data.x, start(net, data.x))[0].shape[2]
-    data = Given(
+    data = PolicyData(
         data.x,
         inputs(61, 2, features=width),
         data.resets,
         torch.arange(61).unsqueeze(1).expand(61, 2) % stride == stride - 1,
     )
-    found = blamed(net, data, tt.Truncated(stride, horizon))
-    assert len(found) == 61 // stride
-    for i, norms in enumerate(found):
+    results = blamed(net, data, tt.Truncated(stride, horizon))
+    assert len(results) == 61 // stride
+    for i, norms in enumerate(results):
         last = (i + 1) * stride
         first = max(0, last - horizon)
         assert norms[:first].abs().sum() == 0
@@ -177,14 +177,14 @@ def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
 
 @every_net
 def test_gradient_is_zero_across_a_reset(row: Row) -> None:
-    net, data = row.net(), Given.draw(30, 2, 0)
+    net, data = row.net(), PolicyData.draw(30, 2, 0)
     width = net(data.x, start(net, data.x))[0].shape[2]
     resets = data.resets.clone()
     resets[13, 1] = True
     mask = torch.zeros(30, 2, dtype=torch.bool)
     mask[19] = True
     (norms,) = blamed(
-        net, Given(data.x, inputs(30, 2, features=width), resets, mask), tt.Truncated(10, 20)
+        net, PolicyData(data.x, inputs(30, 2, features=width), resets, mask), tt.Truncated(10, 20)
     )
     assert norms[:13, 1].abs().sum() == 0
     assert norms[13:20, 1].min() > 1e-9
@@ -198,27 +198,27 @@ def test_horizon_as_long_as_the_recording_gives_full_bptt(
     row: Row, stride: int, masked: float, seed: int
 ) -> None:
     """Weighted by valid steps, updates sum to one backward pass: each loss counts once."""
-    net, data = row.net(), Given.draw(23, 2, seed, resets=0.1, masked=masked)
+    net, data = row.net(), PolicyData.draw(23, 2, seed, resets=0.1, masked=masked)
     y, _ = net(data.x, start(net, data.x), data.resets)
     targets = torch.zeros_like(y.detach())
     net.zero_grad()
     y[data.mask].square().sum().backward()
     full = gradients(net)
     net.zero_grad()
-    data = Given(data.x, targets, data.resets, data.mask)
-    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + 23))
+    data = PolicyData(data.x, targets, data.resets, data.mask)
+    results = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + 23))
     sums = {
         name: sum(
-            (g[name] * steps * y.shape[2] for steps, _, g in found), torch.zeros_like(full[name])
+            (g[name] * steps * y.shape[2] for steps, _, g in results), torch.zeros_like(full[name])
         )
         for name in full
     }
-    assert sum(steps for steps, *_ in found) == int(data.mask.sum())
+    assert sum(steps for steps, *_ in results) == int(data.mask.sum())
     assert apart(sums, full) < EXACT
 
 
 def test_loss_is_the_mean_over_the_valid_steps() -> None:
-    net, data = named("hides-layer").net(), Given.draw(23, 3, 0, resets=0.1, masked=0.5)
+    net, data = named("hides-layer").net(), PolicyData.draw(23, 3, 0, resets=0.1, masked=0.5)
     y, _ = net(data.x, start(net, data.x), data.resets)
     errors = (y - data.targets).square().mean(2).detach()
     losses = list[float]()
@@ -268,18 +268,20 @@ def test_gradient_on_a_stream_equals_plain_autograd(row: Row, step: Step, leaves
     """Recordings of any length on several lanes, idle ends and warm-up included."""
     net = row.net()
     stream = tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2)
-    data = Given.of(join(list(stream)))
+    data = PolicyData.of(join(list(stream)))
     assert (data.mask.sum(1) < 3).any()
-    found = policy_gradients(
+    results = policy_gradients(
         net,
         tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2),
         tt.Truncated(4, 10),
     )
-    assert deviation(found, oracle(step, leaves, dict(net.named_parameters()), data, 4, 10)) < EXACT
+    assert (
+        deviation(results, oracle(step, leaves, dict(net.named_parameters()), data, 4, 10)) < EXACT
+    )
 
 
 def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> None:
-    net, data = named("hides-layer").net(), Given.draw(24, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
@@ -297,7 +299,7 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
 @pytest.mark.parametrize("horizon", [5, 12, 40])
 @some_nets("lstm", "hides-cell", "namedtuple-state", "learnt-start")
 def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> None:
-    net, data = row.net(), Given.draw(23, 2, 0, resets=0.1)
+    net, data = row.net(), PolicyData.draw(23, 2, 0, resets=0.1)
     y, end = net(data.x, start(net, data.x), data.resets)
     chunk = tt.Chunk.from_tensors(data.x, torch.zeros_like(y.detach()), resets=data.resets)
     for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, horizon)):
@@ -439,25 +441,25 @@ def by_hand(net: tt.Carried, chunk: tt.Chunk, loss: Callable[[Tensor, Tensor], T
     assert chunk.targets is not None
     net.zero_grad()
     loss(y[chunk.mask], chunk.targets[chunk.mask]).backward()
-    found = gradients(net)
+    results = gradients(net)
     net.zero_grad()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("masked", [0.0, 0.4])
 @pytest.mark.parametrize("column", [False, True], ids=["targets (N,)", "targets (N, 1)"])
 def test_one_column_matches_with_and_without_its_dimension(column: bool, masked: float) -> None:
     net = tt.carry(HidesLayer(outputs=1).double())
-    data = Given.draw(10, 2, 0, masked=masked)
+    data = PolicyData.draw(10, 2, 0, masked=masked)
     targets = data.targets[:, :, :1] if column else data.targets[:, :, 0]
     chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
-    ((_, _, found),) = policy_gradients(net, [chunk], tt.Truncated(10))
+    ((_, _, results),) = policy_gradients(net, [chunk], tt.Truncated(10))
     expected = by_hand(net, chunk, lambda y, t: (y.flatten() - t.flatten()).square().mean())
-    assert apart(found, expected) < EXACT
+    assert apart(results, expected) < EXACT
     broadcast = by_hand(
         net, chunk, lambda y, t: (y - t.flatten()).square().mean()
     )  # the mutant: (N, 1) against (N,)
-    assert apart(found, broadcast) > 1e-6
+    assert apart(results, broadcast) > 1e-6
 
 
 LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor], bool]] = {
@@ -476,11 +478,11 @@ LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor], bool]] = {
 def test_plain_losses_work_unchanged(
     loss_fn: Any, formula: Callable[[Tensor, Tensor], Tensor], classes: bool
 ) -> None:
-    net, data = named("hides-layer").net(), Given.draw(10, 3, 0, masked=0.3)
+    net, data = named("hides-layer").net(), PolicyData.draw(10, 3, 0, masked=0.3)
     targets = (data.targets[:, :, 0] > 0).long() if classes else data.targets
     chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
-    ((_, _, found),) = policy_gradients(net, [chunk], tt.Truncated(10), loss_fn)
-    assert apart(found, by_hand(net, chunk, formula)) < EXACT
+    ((_, _, results),) = policy_gradients(net, [chunk], tt.Truncated(10), loss_fn)
+    assert apart(results, by_hand(net, chunk, formula)) < EXACT
 
 
 def test_ignored_classes_do_not_count() -> None:
@@ -490,7 +492,7 @@ def test_ignored_classes_do_not_count() -> None:
     labels[3:9] = -100
     source = {"inputs": draw.normal(size=(20, FEATURES)), "targets": labels}
     net = named("hides-layer").net()
-    found = policy_gradients(
+    results = policy_gradients(
         net, tt.Stream(source, lanes=1, chunk=4), tt.Truncated(20), nn.CrossEntropyLoss()
     )
     (chunk,) = tt.Stream(source, lanes=1, chunk=20)
@@ -499,12 +501,12 @@ def test_ignored_classes_do_not_count() -> None:
         tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets),
         nn.CrossEntropyLoss(),
     )
-    assert found[0][0] == 14
-    assert apart(found[0][2], expected) < EXACT
+    assert results[0][0] == 14
+    assert apart(results[0][2], expected) < EXACT
 
 
 def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = tt.carry(TensorState().double()), Given.draw(20, 2, 0)
+    net, data = tt.carry(TensorState().double()), PolicyData.draw(20, 2, 0)
     apart_ = policy_gradients(net, [data.chunk], tt.Truncated(5, 8))
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(5, 8)):
         pass

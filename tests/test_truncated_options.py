@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import Found, Given, deviation, given_for, policy_gradients
+from policy_data import PolicyData, UpdateGrads, data_for, deviation, policy_gradients
 from strategies import (
     Row,
     Weights,
@@ -36,9 +36,9 @@ EXACT = 1e-11
 Window = tuple[int, int, int]  # where its graph starts, where its losses start, where it stops
 
 
-def windowed(net: tt.Carried, data: Given, windows: Sequence[Window]) -> Found:
+def windowed(net: tt.Carried, data: PolicyData, windows: Sequence[Window]) -> UpdateGrads:
     """Each window alone: earlier steps without a graph, then one forward and one backward pass."""
-    found: Found = []
+    results: UpdateGrads = []
     for begin, counted, stop in windows:
         state = start(net, data.x)
         if begin:
@@ -52,9 +52,9 @@ def windowed(net: tt.Carried, data: Given, windows: Sequence[Window]) -> Found:
                 y[counted - begin :][valid], data.targets[counted:stop][valid]
             )
             loss.backward()
-            found.append((int(valid.sum()), loss.item(), gradients(net)))
+            results.append((int(valid.sum()), loss.item(), gradients(net)))
     net.zero_grad()
-    return found
+    return results
 
 
 def strides(steps: int, stride: int, first: int | None = None) -> list[tuple[int, int]]:
@@ -101,18 +101,20 @@ def test_jittered_gradient_equals_plain_autograd_of_its_windows(
     masked: float,
 ) -> None:
     """The first stride is as drawn, the others are regular."""
-    net, data = row.net(), Given.draw(steps, lanes, seed, resets, masked)
+    net, data = row.net(), PolicyData.draw(steps, lanes, seed, resets, masked)
     first = jittered_first(seed, stride)
     torch.manual_seed(seed)
-    found = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further, jitter=True))
+    results = policy_gradients(
+        net, [data.chunk], tt.Truncated(stride, stride + further, jitter=True)
+    )
     expected = windowed(
         net, data, looking_back(strides(steps, stride, min(first, steps)), stride, stride + further)
     )
-    assert deviation(found, expected) < EXACT
+    assert deviation(results, expected) < EXACT
 
 
 def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
-    net, data = named("tensor-state").net(), Given.draw(30, 1, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(30, 1, 0)
     firsts: list[int] = []
     for seed in range(250):
         torch.manual_seed(seed)
@@ -173,12 +175,12 @@ def _training(policy: tt.Truncated) -> tuple[tt.Carried, torch.optim.Optimizer, 
 def _train(
     optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000
 ) -> list[tuple[int, float]]:
-    found: list[tuple[int, float]] = []
+    results: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
         optimizer.zero_grad()
-        found.append((update.chunk.steps, update.loss.item()))
-    return found
+        results.append((update.chunk.steps, update.loss.item()))
+    return results
 
 
 @settings(max_examples=20)
@@ -196,13 +198,13 @@ def test_refresh_changes_nothing_at_fixed_weights(
     masked: float,
 ) -> None:
     net = row.net()
-    data = given_for(net, steps, lanes, seed, resets, masked)
-    found = policy_gradients(
+    data = data_for(net, steps, lanes, seed, resets, masked)
+    results = policy_gradients(
         net, [data.chunk], tt.Truncated(stride, stride + further, burn_in=burn_in)
     )
     assert (
         deviation(
-            found, policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
+            results, policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
         )
         < EXACT
     )
@@ -217,7 +219,7 @@ def downhill(net: tt.Carried, rate: float) -> None:
 
 
 def with_burn_in(
-    net: tt.Carried, data: Given, stride: int, horizon: int, burn_in: int, rate: float
+    net: tt.Carried, data: PolicyData, stride: int, horizon: int, burn_in: int, rate: float
 ) -> list[Weights]:
     """By the definition, the weights going downhill: `burn_in` steps before each window run again
     from where the state is known.
@@ -225,7 +227,7 @@ def with_burn_in(
     That state is the one that the update before passed there, under the weights of then.
     """
     known: dict[int, State] = {0: start(net, data.x)}
-    found: list[Weights] = []
+    results: list[Weights] = []
     for counted, stop in strides(len(data.x), stride):
         begin = counted if horizon == stride else max(0, stop - horizon)
         lead = max(0, begin - burn_in)
@@ -243,9 +245,9 @@ def with_burn_in(
             torch.cat(outputs)[counted - begin :], data.targets[counted:stop]
         ).backward()
         known = states
-        found.append(gradients(net))
+        results.append(gradients(net))
         downhill(net, rate)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 3), (3, 7), (5, 11)])
@@ -254,24 +256,24 @@ def with_burn_in(
 def test_state_entering_the_window_is_that_of_a_run_under_the_new_weights(
     row: Row, stride: int, horizon: int, burn_in: int
 ) -> None:
-    rate, found = 0.05, list[Weights]()
-    net, data = row.net(), Given.draw(29, 2, 0, resets=0.05)
+    rate, results = 0.05, list[Weights]()
+    net, data = row.net(), PolicyData.draw(29, 2, 0, resets=0.05)
     for _ in tt.updates(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, burn_in=burn_in)
     ):
-        found.append(gradients(net))
+        results.append(gradients(net))
         downhill(net, rate)
     expected = with_burn_in(row.net(), data, stride, horizon, burn_in, rate)
-    assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
+    assert max(apart(a, b) for a, b in zip(results, expected, strict=True)) < EXACT
     for other in (burn_in - 1, burn_in + 1):  # the mutants: a step less, a step more
         fresh = with_burn_in(row.net(), data, stride, horizon, other, rate)
-        assert (max(apart(a, b) for a, b in zip(found, fresh, strict=True)) > 1e-9) == (
+        assert (max(apart(a, b) for a, b in zip(results, fresh, strict=True)) > 1e-9) == (
             min(other, burn_in) < 29 - horizon
         )
 
 
 def test_burn_in_from_the_start_carries_the_state_of_the_present_weights() -> None:
-    net, data = named("tensor-state").net(), Given.draw(29, 2, 0)
+    net, data = named("tensor-state").net(), PolicyData.draw(29, 2, 0)
     for update in tt.updates(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(4, 6, burn_in=100)
     ):
@@ -283,19 +285,19 @@ def test_burn_in_from_the_start_carries_the_state_of_the_present_weights() -> No
 
 def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
     """The mutant looks back as far as a whole stride would from where the last one began."""
-    net, data = named("tensor-state").net(), Given.draw(22, 2, 0)
-    found = policy_gradients(net, [data.chunk], tt.Truncated(5, 11))
+    net, data = named("tensor-state").net(), PolicyData.draw(22, 2, 0)
+    results = policy_gradients(net, [data.chunk], tt.Truncated(5, 11))
     right = looking_back(strides(22, 5), 5, 11)
     assert right[-1] == (11, 20, 22)
-    assert deviation(found, windowed(net, data, right)) < EXACT
-    assert deviation(found, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
+    assert deviation(results, windowed(net, data, right)) < EXACT
+    assert deviation(results, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
 
 
 @pytest.mark.parametrize("steps", [1, 5, 6, 11, 23, 60, 61])
 @some_nets("hides-cell", "hides-layer", "tensor-state")
 def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
     """Whatever `auto` chooses, for a last stride of a single step as for the others."""
-    data = Given.draw(steps, 1, 0, resets=0.05)
+    data = PolicyData.draw(steps, 1, 0, resets=0.05)
     expected = policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32))
     assert (
         deviation(expected, windowed(row.net(), data, looking_back(strides(steps, 5), 5, 32)))
@@ -312,7 +314,7 @@ def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
 
 
 def with_old_graphs(
-    net: tt.Carried, data: Given, stride: int, horizon: int, rate: float
+    net: tt.Carried, data: PolicyData, stride: int, horizon: int, rate: float
 ) -> list[Weights]:
     """Every step has its own copy of the weights as they were when it was run.
 
@@ -320,7 +322,7 @@ def with_old_graphs(
     """
     state = start(net, data.x)
     copies: list[Weights] = []
-    found: list[Weights] = []
+    results: list[Weights] = []
     for counted, stop in strides(len(data.x), stride):
         outputs: list[Tensor] = []
         for step in range(counted, stop):
@@ -337,15 +339,15 @@ def with_old_graphs(
             retain_graph=True,
             materialize_grads=True,
         )
-        found.append(
+        results.append(
             {
                 name: torch.stack(parts[i :: len(copies[0])]).sum(0)
                 for i, name in enumerate(copies[0])
             }
         )
         for name, weight in net.named_parameters():
-            weight.data.sub_(found[-1][name], alpha=rate)
-    return found
+            weight.data.sub_(results[-1][name], alpha=rate)
+    return results
 
 
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 4), (3, 9), (5, 11), (1, 7), (6, 100)])
@@ -354,15 +356,15 @@ def test_kept_graphs_belong_to_the_weights_they_were_run_with(
     row: Row, stride: int, horizon: int
 ) -> None:
     """While the optimizer changes the present ones in place."""
-    net, data, found = row.net(), Given.draw(30, 2, 0, resets=0.05), list[Weights]()
+    net, data, results = row.net(), PolicyData.draw(30, 2, 0, resets=0.05), list[Weights]()
     again = list[Weights]()
     for _ in tt.updates(
         net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, graphs="retain")
     ):
-        found.append(gradients(net))
+        results.append(gradients(net))
         downhill(net, 0.05)
     expected = with_old_graphs(row.net(), data, stride, horizon, 0.05)
-    assert max(apart(a, b) for a, b in zip(found, expected, strict=True)) < EXACT
+    assert max(apart(a, b) for a, b in zip(results, expected, strict=True)) < EXACT
     net = row.net()
     for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon)):
         again.append(gradients(net))
@@ -441,7 +443,7 @@ def test_resuming_in_the_middle_of_a_warm_up_goes_on_with_it(done: int) -> None:
 
 
 def test_state_that_was_brought_along_is_warm() -> None:
-    net, data = named("hides-layer").net(), Given.draw(20, 2, 0)
+    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
     chunk = tt.Chunk.from_tensors(data.x, data.targets)
     state = start(net, data.x)
     warm = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12), state=state)
@@ -477,7 +479,7 @@ def forum_loop(steps: int, *, clear: bool) -> list[float]:
     """
     w = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     pairs: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.tensor(0.9, dtype=torch.float64))]
-    found: list[float] = []
+    results: list[float] = []
     for _ in range(steps):
         entering = pairs[-1][1].detach().requires_grad_()
         pairs.append((entering, w * entering))
@@ -489,8 +491,8 @@ def forum_loop(steps: int, *, clear: bool) -> list[float]:
         for (_, before), (after, _) in zip(pairs[-2:0:-1], pairs[:1:-1], strict=True):
             before.backward(after.grad, retain_graph=True)
         assert w.grad is not None
-        found.append(w.grad.item())
-    return found
+        results.append(w.grad.item())
+    return results
 
 
 def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
@@ -504,13 +506,13 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
         (2, [0.9, 0.36, 0.072]),
     ):
         for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
-            found = policy_gradients(
+            results = policy_gradients(
                 tt.carry(Scale()),
                 [tt.Chunk.from_tensors(zeros, zeros)],
                 policy,
                 lambda y, _: y.mean(),
             )
-            assert [g["module.w"].item() for *_, g in found] == pytest.approx(expected, abs=1e-12)
+            assert [g["module.w"].item() for *_, g in results] == pytest.approx(expected, abs=1e-12)
     whole = policy_gradients(
         tt.carry(Scale()),
         [tt.Chunk.from_tensors(zeros, zeros)],
