@@ -110,10 +110,10 @@ def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: boo
 def traced(kind: type[nn.LSTM | nn.GRU | nn.RNN], *, cut: bool) -> Graph:
     """As `layer`, every layer under a trace."""
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as open_traces:
-        made = kind.__init__
+        init = kind.__init__
 
         def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs)
+            init(self, *args, **kwargs)
             open_traces.enter_context(tt.trace(self))
 
         patched.setattr(kind, "__init__", watched)
@@ -275,10 +275,10 @@ KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], in
 )
 def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     make, steps, red, more = KNOWN[name]
-    found = make()
-    assert [chunk.steps for chunk in found.chunks] == steps
-    assert [(link.source, link.target) for link in found.overdue] == red
-    assert len(found.links) == len(red) + more
+    graph = make()
+    assert [chunk.steps for chunk in graph.chunks] == steps
+    assert [(link.source, link.target) for link in graph.overdue] == red
+    assert len(graph.links) == len(red) + more
 
 
 def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
@@ -290,9 +290,9 @@ def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
 
 @given(st.lists(st.integers(3, 7), min_size=1, max_size=6))
 def test_retained_chunks_of_any_lengths_are_told_apart(lengths: list[int]) -> None:
-    found = retained(lengths)
-    assert [chunk.steps for chunk in found.chunks] == lengths
-    assert [(link.source, link.target) for link in found.overdue] == [
+    graph = retained(lengths)
+    assert [chunk.steps for chunk in graph.chunks] == lengths
+    assert [(link.source, link.target) for link in graph.overdue] == [
         (i, i + 1) for i in range(len(lengths) - 1)
     ]
 
@@ -319,9 +319,9 @@ def test_no_node_is_lost_and_none_counts_twice() -> None:
         [first + second * 2 + third],
         [first, second, first * third],
     ):
-        found = walk(losses, net)
-        assert found.nodes == all_nodes(*losses)
-        mutant = replace(found, chunks=found.chunks[1:])
+        graph = walk(losses, net)
+        assert graph.nodes == all_nodes(*losses)
+        mutant = replace(graph, chunks=graph.chunks[1:])
         assert mutant.nodes != all_nodes(*losses)
 
 
@@ -359,13 +359,13 @@ def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None
     )
     with tt.trace(net) if watched else contextlib.nullcontext():
         y, state = net(x)
-        found = [
+        enters = [
             walk(net(x, h)[0].mean()).chunks[0].enters
             for h in (None, leaf, leaf * weight, state.detach())
         ]
         again = walk(y.mean() + net(x, state)[0].mean()).chunks
     assert [(chunk.steps, chunk.enters) for chunk in again] == [(7, "none"), (7, "graph")]
-    assert found == ["none", "leaf", "computed", "none"]
+    assert enters == ["none", "leaf", "computed", "none"]
 
 
 def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
@@ -374,9 +374,9 @@ def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
     _, state = net.chunk(1, net.initial())
     loss, _ = net.chunk(1, state)
     assert len(walk(loss, net).chunks) == 1
-    found = walk(loss, net, state=state)
-    assert [chunk.steps for chunk in found.chunks] == [1, 1]
-    assert "state passed" in found.overdue[0].why
+    graph = walk(loss, net, state=state)
+    assert [chunk.steps for chunk in graph.chunks] == [1, 1]
+    assert "state passed" in graph.overdue[0].why
     assert not walk(net.chunk(1, detached(state))[0], net, state=detached(state)).overdue
 
 

@@ -51,26 +51,26 @@ class Anchor(NamedTuple):
     first: int
 
 
-def looked_at(patch: pytest.MonkeyPatch) -> list[Anchor]:
-    """Fills up with the anchors that `tt.reach` draws."""
-    found: list[Anchor] = []
-    look, draw, begin = ReachProfile.add_window, Anchors.draw, [0]
+def record_anchors(patch: pytest.MonkeyPatch) -> list[Anchor]:
+    """A list to which every anchor that `tt.reach` draws is added."""
+    drawn: list[Anchor] = []
+    add_window, draw, begin = ReachProfile.add_window, Anchors.draw, [0]
 
-    def looking(profile: ReachProfile, window: StreamSlice, *given: Any) -> None:
+    def add_noted_window(profile: ReachProfile, window: StreamSlice, *args: Any) -> None:
         begin[0] = window.begin
-        look(profile, window, *given)
+        add_window(profile, window, *args)
 
-    def drawing(*given: Any) -> Anchors:
-        anchors = draw(*given)
-        found.extend(
+    def draw_noted(*args: Any) -> Anchors:
+        anchors = draw(*args)
+        drawn.extend(
             Anchor(lane, begin[0] + at, begin[0])
             for lane, at in zip(anchors.lanes, anchors.at, strict=True)
         )
         return anchors
 
-    patch.setattr(ReachProfile, "add_window", looking)
-    patch.setattr(Anchors, "draw", drawing)
-    return found
+    patch.setattr(ReachProfile, "add_window", add_noted_window)
+    patch.setattr(Anchors, "draw", draw_noted)
+    return drawn
 
 
 class Brute(NamedTuple):
@@ -98,7 +98,7 @@ def brute(
         entering.append(tt.state.tensors(state))
         y, state = net(chunk.inputs[step : step + 1], state, chunk.resets[step : step + 1])
         outputs.append(y)
-    found: dict[int, list[list[float]]] = {}
+    by_lag: dict[int, list[list[float]]] = {}
     losses: list[float] = []
     for lane, at, first in anchors:
         step = at - offset
@@ -112,18 +112,18 @@ def brute(
             parts = torch.autograd.grad(
                 loss, entering[place], retain_graph=True, materialize_grads=True
             )
-            found.setdefault(step - place + 1, []).append(
+            by_lag.setdefault(step - place + 1, []).append(
                 [part[lane].norm().item() for part in parts]
             )
     means = {
-        lag: sum(math.hypot(*leaf) for leaf in rows) / len(rows) for lag, rows in found.items()
+        lag: sum(math.hypot(*leaf) for leaf in rows) / len(rows) for lag, rows in by_lag.items()
     }
     leaves = [
-        {lag: sum(row[i] for row in rows) / len(rows) for lag, rows in found.items()}
+        {lag: sum(row[i] for row in rows) / len(rows) for lag, rows in by_lag.items()}
         for i in range(len(entering[0]))
     ]
     return Brute(
-        means, leaves, {lag: len(rows) for lag, rows in found.items()}, sum(losses) / len(losses)
+        means, leaves, {lag: len(rows) for lag, rows in by_lag.items()}, sum(losses) / len(losses)
     )
 
 
@@ -172,9 +172,9 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
     source = stream_of(lengths, lanes, warm_up, width(net))
     assume(bool(source.read(0, source.steps).mask.any()))
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
+        chosen = record_anchors(patch)
         try:
-            found = tt.reach(
+            result = tt.reach(
                 net, source, nn.MSELoss(), max_lag=max_lag, anchors=anchors, chunk=piece, seed=seed
             )
         except DataError:
@@ -183,17 +183,17 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
             )  # nothing to look back on
             assume(False)
             raise
-    assert found.anchors == len(chosen)
-    assert found.lags == tuple(range(1, len(found.lags) + 1))
+    assert result.anchors == len(chosen)
+    assert result.lags == tuple(range(1, len(result.lags) + 1))
     expected = brute(net, source.read(0, source.steps), chosen)
-    assert found.norms == pytest.approx(
-        [expected.norms[lag] for lag in found.lags], rel=CLOSE, abs=1e-12
+    assert result.norms == pytest.approx(
+        [expected.norms[lag] for lag in result.lags], rel=CLOSE, abs=1e-12
     )
-    assert found.counts == tuple(expected.seen[lag] for lag in found.lags)
-    assert len(found.by_leaf) == len(expected.leaves)
-    for norms, leaf in zip(found.by_leaf.values(), expected.leaves, strict=True):
-        assert norms == pytest.approx([leaf[lag] for lag in found.lags], rel=CLOSE, abs=1e-12)
-    assert found.loss == pytest.approx(expected.loss, rel=CLOSE)
+    assert result.counts == tuple(expected.seen[lag] for lag in result.lags)
+    assert len(result.by_leaf) == len(expected.leaves)
+    for norms, leaf in zip(result.by_leaf.values(), expected.leaves, strict=True):
+        assert norms == pytest.approx([leaf[lag] for lag in result.lags], rel=CLOSE, abs=1e-12)
+    assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
 
 
 @pytest.mark.parametrize("piece", [1, 7])
@@ -201,14 +201,14 @@ def test_leaf_that_keeps_an_input_has_its_credit_too(piece: int) -> None:
     """A delay of one step: the state depends on no weight and no earlier state, the loss on it."""
     net, source = named("dict-state").net(), stream_of([40])
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
-        found = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=3, chunk=piece)
+        chosen = record_anchors(patch)
+        result = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=3, chunk=piece)
     expected = brute(net, source.read(0, source.steps), chosen)
     assert expected.leaves[1][1] > 0.01
-    assert found.by_leaf["last"] == pytest.approx(
-        [expected.leaves[1][lag] for lag in found.lags], rel=CLOSE
+    assert result.by_leaf["last"] == pytest.approx(
+        [expected.leaves[1][lag] for lag in result.lags], rel=CLOSE
     )
-    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
+    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
 
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -226,8 +226,8 @@ def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
 def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
     right = CreditGate.__init__
 
-    def init(gate: CreditGate, *given: Any) -> None:
-        right(gate, *given)
+    def init(gate: CreditGate, *args: Any) -> None:
+        right(gate, *args)
         gate.factor = 0.0
 
     patch.setattr(CreditGate, "__init__", init)
@@ -236,9 +236,9 @@ def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
 def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
     right = Anchors.draw
 
-    def draw(*given: Any) -> Anchors:
-        found = right(*given)
-        return Anchors(found.chunk, found.lanes, found.at, [0] * len(found.at))
+    def draw(*args: Any) -> Anchors:
+        result = right(*args)
+        return Anchors(result.chunk, result.lanes, result.at, [0] * len(result.at))
 
     patch.setattr(Anchors, "draw", draw)
 
@@ -253,7 +253,7 @@ MUTANTS: dict[str, Change] = {
 @pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
 def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     net, source = named("lstm").net(), stream_of([19, 8, 14], 2, outputs=HIDDEN)
-    chosen = looked_at(monkeypatch)
+    chosen = record_anchors(monkeypatch)
     right = tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5)
     expected = brute(net, source.read(0, source.steps), chosen)
     assert right.norms == pytest.approx([expected.norms[lag] for lag in right.lags], rel=CLOSE)
@@ -274,27 +274,27 @@ def linear(rate: float) -> tt.Carried:
 @pytest.mark.parametrize("rate", [0.5, 0.9, 0.99, 1.0, 1.05])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: int) -> None:
-    found = tt.reach(
+    result = tt.reach(
         linear(rate), stream_of([130] * lanes, lanes), nn.MSELoss(), max_lag=40, anchors=2 * lanes
     )
-    assert found.lags == tuple(range(1, 41))
-    ratios = [b / a for a, b in itertools.pairwise(found.norms)]
+    assert result.lags == tuple(range(1, 41))
+    ratios = [b / a for a, b in itertools.pairwise(result.norms)]
     assert ratios == pytest.approx([rate] * 39, rel=CLOSE)
-    assert found.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
-    assert ("gradients explode" in found.table()) == (rate > 1)
+    assert result.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
+    assert ("gradients explode" in result.table()) == (rate > 1)
     if rate < 1:
-        assert found.decay is not None
-        assert found.decay.rate == pytest.approx(rate, rel=CLOSE)
-        assert found.decay.r2 == pytest.approx(1, abs=CLOSE)
+        assert result.decay is not None
+        assert result.decay.rate == pytest.approx(rate, rel=CLOSE)
+        assert result.decay.r2 == pytest.approx(1, abs=CLOSE)
         sums = [sum(rate**k for k in range(lag)) for lag in range(1, 41)]
         within = {
             share: next(lag for lag, part in enumerate(sums, 1) if part >= share * sums[-1])
             for share in (0.5, 0.9, 0.99)
         }
-        assert found.shares == within
-        assert (found.reach_50, found.reach_90, found.reach_99) == tuple(within.values())
-    assert ("no exponential decay" in found.table()) == (found.decay is None)
-    assert found.decay is None or rate <= 1
+        assert result.shares == within
+        assert (result.reach_50, result.reach_90, result.reach_99) == tuple(within.values())
+    assert ("no exponential decay" in result.table()) == (result.decay is None)
+    assert result.decay is None or rate <= 1
 
 
 def test_lyapunov_of_long_lags_stays_a_number() -> None:
@@ -302,25 +302,25 @@ def test_lyapunov_of_long_lags_stays_a_number() -> None:
     net = tt.carry(TensorState().float())
     nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
     source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)
-    found = tt.reach(net, source, nn.MSELoss(), max_lag=600, anchors=2)
-    assert found.lyapunov == pytest.approx(math.log(0.5), abs=1e-4)
-    assert found.norms[-1] == 0
-    assert found.decay is None or found.decay.rate < 0.6
+    result = tt.reach(net, source, nn.MSELoss(), max_lag=600, anchors=2)
+    assert result.lyapunov == pytest.approx(math.log(0.5), abs=1e-4)
+    assert result.norms[-1] == 0
+    assert result.decay is None or result.decay.rate < 0.6
 
 
 def test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past() -> None:
     """Recordings of 10 and 4 steps in turn: no loss has more than 9 earlier states of its own."""
     net = linear(1.0)
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
+        chosen = record_anchors(patch)
         source = stream_of([10, 4] * 10, 2)
-        found = tt.reach(net, source, nn.MSELoss(), max_lag=50, anchors=30)
-    assert found.lags[-1] <= 9
+        result = tt.reach(net, source, nn.MSELoss(), max_lag=50, anchors=30)
+    assert result.lags[-1] <= 9
     positions = [int(source.read(a.step, a.step + 1).position[0, a.lane]) for a in chosen]
-    assert found.counts == tuple(
-        sum(position >= lag for position in positions) for lag in found.lags
+    assert result.counts == tuple(
+        sum(position >= lag for position in positions) for lag in result.lags
     )
-    assert found.norms == pytest.approx([found.norms[0]] * len(found.lags), rel=0.9)
+    assert result.norms == pytest.approx([result.norms[0]] * len(result.lags), rel=0.9)
 
 
 @pytest.mark.parametrize(("lengths", "lanes"), [([1] * 30, 2), ([1], 1)])
@@ -331,14 +331,14 @@ def test_losses_without_a_past_are_refused(lengths: list[int], lanes: int) -> No
 
 
 def test_leaves_are_named_and_apart() -> None:
-    found = tt.reach(
+    result = tt.reach(
         named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3
     )
-    assert list(found.by_leaf) == ["h", "c"]
-    assert found.by_leaf["c"][-1] > 3 * found.by_leaf["h"][-1]  # the cell remembers
-    hypots = [math.hypot(h, c) for h, c in zip(*found.by_leaf.values(), strict=True)]
+    assert list(result.by_leaf) == ["h", "c"]
+    assert result.by_leaf["c"][-1] > 3 * result.by_leaf["h"][-1]  # the cell remembers
+    hypots = [math.hypot(h, c) for h, c in zip(*result.by_leaf.values(), strict=True)]
     assert all(
-        a <= b + 1e-12 for a, b in zip(hypots, found.norms, strict=True)
+        a <= b + 1e-12 for a, b in zip(hypots, result.norms, strict=True)
     )  # a mean of norms is no less than the norm of means
 
 
@@ -346,24 +346,24 @@ def test_leaves_are_named_and_apart() -> None:
 @pytest.mark.parametrize("rate", [0.9, 1.0])
 def test_every_picks_lags_that_fall_by_that_power_of_the_rate(every: int, rate: float) -> None:
     net, source = linear(rate), stream_of([130, 130], 2)
-    found = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
-    assert found.lags == tuple(range(every, 41, every))
-    ratios = [b / a for a, b in itertools.pairwise(found.norms)]
+    result = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
+    assert result.lags == tuple(range(every, 41, every))
+    ratios = [b / a for a, b in itertools.pairwise(result.norms)]
     assert ratios == pytest.approx([rate**every] * len(ratios), rel=CLOSE)
-    assert found.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
+    assert result.lyapunov == pytest.approx(math.log(rate), abs=CLOSE)
     if rate < 1 and every == 2:
-        assert found.decay is not None
-        assert found.decay.rate == pytest.approx(rate, rel=CLOSE)
+        assert result.decay is not None
+        assert result.decay.rate == pytest.approx(rate, rel=CLOSE)
 
 
 @pytest.mark.parametrize("every", [2, 5])
 def test_lag_with_a_resolution_is_the_lag_of_one_backward_pass_per_loss(every: int) -> None:
     net, source = linear(0.9), stream_of([130, 130], 2)
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
-        found = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
+        chosen = record_anchors(patch)
+        result = tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=8, every=every)
     expected = brute(net, source.read(0, source.steps), chosen)
-    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
+    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
 
 
 class Delay(nn.Module):
@@ -397,16 +397,16 @@ def delayed(steps: int, count: int = 300) -> tt.Stream:
 def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
     """The loss falls once the net has seen `delay` steps, and credit ends exactly there."""
     net = tt.carry(Delay(delay).double())
-    found = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=40)
-    assert found.memory_used
-    assert found.loss == pytest.approx(0.01)
-    assert all((loss > 0.1) == (steps <= delay) for steps, loss in found.contexts.items())
-    assert [lag for lag, norm in zip(found.lags, found.norms, strict=True) if norm > 0] == list(
+    result = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=40)
+    assert result.memory_used
+    assert result.loss == pytest.approx(0.01)
+    assert all((loss > 0.1) == (steps <= delay) for steps, loss in result.contexts.items())
+    assert [lag for lag, norm in zip(result.lags, result.norms, strict=True) if norm > 0] == list(
         range(1, delay + 1)
     )
-    assert found.norms[:delay] == pytest.approx([found.norms[0]] * delay)
-    assert found.reach_99 == delay
-    assert "plateau" in found.warning()
+    assert result.norms[:delay] == pytest.approx([result.norms[0]] * delay)
+    assert result.reach_99 == delay
+    assert "plateau" in result.warning()
 
 
 class Ignores(TensorState):
@@ -417,23 +417,23 @@ class Ignores(TensorState):
 
 
 def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
-    found = tt.reach(
+    result = tt.reach(
         tt.carry(Ignores().double()), stream_of([200]), nn.MSELoss(), max_lag=20, anchors=30
     )
-    assert not found.memory_used
-    assert set(found.norms) == {0.0}
-    assert "the net has not learnt to use it" in found.warning()
-    assert found.contexts == pytest.approx(dict.fromkeys(found.contexts, found.loss), rel=1e-9)
+    assert not result.memory_used
+    assert set(result.norms) == {0.0}
+    assert "the net has not learnt to use it" in result.warning()
+    assert result.contexts == pytest.approx(dict.fromkeys(result.contexts, result.loss), rel=1e-9)
 
 
 def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -> None:
     net, source = named("hides-layer").net(), stream_of([120, 101], 2)
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
-        found = tt.reach(net, source, nn.MSELoss(), max_lag=20, anchors=6)
+        chosen = record_anchors(patch)
+        result = tt.reach(net, source, nn.MSELoss(), max_lag=20, anchors=6)
     whole = source.read(0, source.steps)
     assert whole.targets is not None
-    for steps, loss in found.contexts.items():
+    for steps, loss in result.contexts.items():
         losses: list[float] = []
         for lane, step, _ in chosen:
             rows = slice(step - steps + 1, step + 1)
@@ -444,7 +444,7 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
             )
             losses.append(nn.functional.mse_loss(y[-1, 0], whole.targets[step, lane]).item())
         assert loss == pytest.approx(sum(losses) / len(losses), rel=CLOSE)
-    assert list(found.contexts) == [1, 2, 4, 8, 16]
+    assert list(result.contexts) == [1, 2, 4, 8, 16]
 
 
 @settings(max_examples=8)
@@ -461,14 +461,16 @@ def test_reach_in_the_middle_of_an_epoch_starts_from_the_state_given(
         lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape), like
     )
     with pytest.MonkeyPatch.context() as patch:
-        chosen = looked_at(patch)
-        found = tt.reach(net, source, nn.MSELoss(), max_lag=12, anchors=6, state=state, steps=steps)
+        chosen = record_anchors(patch)
+        result = tt.reach(
+            net, source, nn.MSELoss(), max_lag=12, anchors=6, state=state, steps=steps
+        )
     assert all(
         begin <= anchor.step < min(begin + (steps or 1000), source.steps) for anchor in chosen
     )
     expected = brute(net, source.read(begin, source.steps), chosen, state, begin)
-    assert found.norms == pytest.approx([expected.norms[lag] for lag in found.lags], rel=CLOSE)
-    assert found.loss == pytest.approx(expected.loss, rel=CLOSE)
+    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
+    assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
 
 
 def test_anchors_are_spread_over_the_stretch_and_drawn_by_the_seed() -> None:
@@ -476,7 +478,7 @@ def test_anchors_are_spread_over_the_stretch_and_drawn_by_the_seed() -> None:
     chosen: dict[int, list[Anchor]] = {}
     for seed in (0, 1):
         with pytest.MonkeyPatch.context() as patch:
-            chosen[seed] = looked_at(patch)
+            chosen[seed] = record_anchors(patch)
             tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=20, seed=seed)
     steps = sorted({anchor.step for anchor in chosen[0]})
     assert len(chosen[0]) == 20
@@ -529,20 +531,20 @@ def test_frozen_net_has_a_reach_too() -> None:
     """Credit is of the state; no parameter is asked."""
     free, frozen = named("hides-layer").net(), named("hides-layer").net().requires_grad_(False)
     source = stream_of([60, 50], 2)
-    found = tt.reach(frozen, source, nn.MSELoss(), max_lag=10, anchors=6)
-    assert found.norms == pytest.approx(
+    result = tt.reach(frozen, source, nn.MSELoss(), max_lag=10, anchors=6)
+    assert result.norms == pytest.approx(
         tt.reach(free, source, nn.MSELoss(), max_lag=10, anchors=6).norms, rel=CLOSE
     )
 
 
 def test_figures_are_plain_numbers_for_any_logger() -> None:
-    found = tt.reach(linear(0.9), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
-    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert again["norms"] == list(found.norms)
-    assert again["lags"] == list(found.lags)
-    assert again["shares"]["0.9"] == found.reach_90
-    assert again["memory_used"] is found.memory_used
-    assert again["by_leaf"].keys() == found.by_leaf.keys()
+    result = tt.reach(linear(0.9), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
+    again = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert again["norms"] == list(result.norms)
+    assert again["lags"] == list(result.lags)
+    assert again["shares"]["0.9"] == result.reach_90
+    assert again["memory_used"] is result.memory_used
+    assert again["by_leaf"].keys() == result.by_leaf.keys()
 
 
 def test_figures_of_a_net_without_credit_are_plain_numbers() -> None:
@@ -551,41 +553,43 @@ def test_figures_of_a_net_without_credit_are_plain_numbers() -> None:
             y, h = super().forward(x, state)
             return y, torch.zeros_like(h)
 
-    found = tt.reach(tt.carry(Cut().double()), stream_of([60]), nn.MSELoss(), max_lag=10, anchors=3)
-    assert found.lyapunov == -math.inf
-    json.dumps(found.as_dict(), allow_nan=False)
+    result = tt.reach(
+        tt.carry(Cut().double()), stream_of([60]), nn.MSELoss(), max_lag=10, anchors=3
+    )
+    assert result.lyapunov == -math.inf
+    json.dumps(result.as_dict(), allow_nan=False)
 
 
 def test_table_and_warning_say_what_was_found() -> None:
-    found = tt.reach(linear(0.99), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
-    lines = str(found).splitlines()
+    result = tt.reach(linear(0.99), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
+    lines = str(result).splitlines()
     assert lines[0] == "3 losses, back through at most 40 steps"
     assert lines[1].split() == [
         "reach_50",
-        str(found.reach_50),
+        str(result.reach_50),
         "reach_90",
-        str(found.reach_90),
+        str(result.reach_90),
         "reach_99",
-        str(found.reach_99),
+        str(result.reach_99),
     ]
-    assert "x 0.9900 per step" in found.table()
-    assert f"Lyapunov {math.log(0.99):+.4f} per step" in found.table()
-    if found.memory_used:
-        assert "pass a larger max_lag" in found.warning()
+    assert "x 0.9900 per step" in result.table()
+    assert f"Lyapunov {math.log(0.99):+.4f} per step" in result.table()
+    if result.memory_used:
+        assert "pass a larger max_lag" in result.warning()
 
 
 def test_plot_draws_the_norms_over_the_lag() -> None:
     from matplotlib import pyplot as plt
 
-    found = tt.reach(
+    result = tt.reach(
         named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3
     )
-    axes = found.plot()
+    axes = result.plot()
     whole, *leaves = axes.get_lines()
-    assert whole.get_xdata().tolist() == list(found.lags)
-    assert whole.get_ydata().tolist() == list(found.norms)
+    assert whole.get_xdata().tolist() == list(result.lags)
+    assert whole.get_ydata().tolist() == list(result.norms)
     assert [line.get_label() for line in leaves] == ["h", "c"]
-    assert found.plot(axes) is axes
+    assert result.plot(axes) is axes
     plt.close("all")
 
 
