@@ -216,6 +216,10 @@ class Chunk:
         start, stop, _ = span.indices(self.steps)
         if start == 0 and stop == self.steps:
             return self
+        return self._cut(start, stop)
+
+    def _cut(self, start: int, stop: int) -> "Chunk":
+        """The steps `start` to before `stop`, both within the chunk."""
         targets = None if self.targets is None else self.targets[start:stop]
         return Chunk(
             self.inputs[start:stop], targets, self.metadata, self.start + start, self.start + stop

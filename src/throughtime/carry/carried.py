@@ -19,10 +19,15 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter, ResetsRefusedError, custom_initial_state
-from throughtime.carry.chain import ChainAdapter, StatelessAdapter
 from throughtime.carry.explicit import ExplicitAdapter
 from throughtime.carry.hooks import HookAdapter
-from throughtime.carry.layers import RECURRENT, RecurrentModule, layer_adapter
+from throughtime.carry.layers import (
+    RECURRENT,
+    ChainAdapter,
+    RecurrentModule,
+    StatelessAdapter,
+    layer_adapter,
+)
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State

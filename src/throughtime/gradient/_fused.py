@@ -32,8 +32,7 @@ from torch._C._autograd import _profiler_enabled as profiler_enabled  # as torch
 from torch.nn.modules import module as torch_modules
 
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.chain import ChainAdapter, StatelessAdapter
-from throughtime.carry.layers import LayerAdapter
+from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
 from throughtime.chunk import Chunk
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
@@ -664,8 +663,8 @@ def _loss_code(fn: object, chunk: Chunk, classes: int, dtype: torch.dtype) -> in
         fits = targets.dtype is torch.int64 and targets.dim() == 2
     elif type(fn) is nn.MSELoss:
         code, default = kernel.SQUARED_ERROR, targets.dtype is dtype
-        columns = targets.shape[2:]
-        fits = columns == (classes,) or (classes == 1 and not columns)
+        dims = targets.dim()
+        fits = targets.shape[2] == classes if dims == 3 else dims == 2 and classes == 1
     else:
         return None
     return (

@@ -41,7 +41,7 @@ class AdjointStats:
     clipped: int = 0
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False)
 class Update:
     """One update: its gradient is in `.grad`.
 
@@ -66,27 +66,6 @@ class Update:
     chunk: Chunk
     adjoint_stats: AdjointStats | None = None
     weight: float | None = None
-
-    def __init__(
-        self,
-        loss: Tensor,
-        steps: int,
-        state: State,
-        outputs: Tensor,
-        chunk: Chunk,
-        adjoint_stats: AdjointStats | None = None,
-        weight: float | None = None,
-    ) -> None:
-        # at once: a frozen dataclass sets every attribute by a call
-        self.__dict__.update(
-            loss=loss,
-            steps=steps,
-            state=state,
-            outputs=outputs,
-            chunk=chunk,
-            adjoint_stats=adjoint_stats,
-            weight=weight,
-        )
 
     def __repr__(self) -> str:
         return (

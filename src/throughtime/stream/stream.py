@@ -395,7 +395,7 @@ class Stream:
             and self._missing == NONE_MISSING
         ):  # the usual case
             self._position = stop
-            return block[begin : stop - self._block_start]
+            return block._cut(begin, stop - self._block_start)
         parts: list[Chunk] = []
         position, masked, missing = self._position, 0, 0
         while position < stop:
