@@ -72,18 +72,18 @@ class Ranks:
     def weighted_mean(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
         """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
         (everywhere,) = self.total([weight])
-        found = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
+        scaled = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
         with rank_errors():
-            for tensor in found:
+            for tensor in scaled:
                 distributed.all_reduce(tensor)
-        return found
+        return scaled
 
     def broadcast(self, value: int) -> int:
         """That of the first rank, for what is drawn at random and must be drawn alike."""
-        told = torch.tensor([value], device=self.device)
+        shared = torch.tensor([value], device=self.device)
         with rank_errors():
-            distributed.broadcast(told, src=0)
-        return int(told)
+            distributed.broadcast(shared, src=0)
+        return int(shared)
 
     def check_equal(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
         """Refuses to train what is not one net, or not on one plan of who plays what.
@@ -115,11 +115,12 @@ class Ranks:
                     " same weights on every rank."
                 )
             if apart:
-                told = "; ".join(
+                differences = "; ".join(
                     f"{key} is {first.get(key)} there and {other.get(key)} here" for key in apart
                 )
                 raise RankError(
-                    f"rank {rank} would not play its share of the plan of rank 0: {told}. Every"
+                    f"rank {rank} would not play its share of the plan of rank 0:"
+                    f" {differences}. Every"
                     " rank makes the same stream, of the same recordings in the same order and the"
                     " same seed, and takes up the same checkpoint."
                 )
@@ -142,14 +143,14 @@ class Ranks:
     def reduce_update(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
         """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
         weight = update.steps if update.weight is None else update.weight
-        told = [
+        terms = [
             0.0,
             weight,
             update.steps,
             update.loss.item() * weight if weight else 0.0,
             *(float(w.grad is not None) for w in weights),
         ]
-        failed, everywhere, steps, loss, *some = self.total(told)
+        failed, everywhere, steps, loss, *some = self.total(terms)
         if failed:
             raise RankError(
                 f"{failed:.0f} of {self.count} ranks could not make this update; their own output"
@@ -248,12 +249,12 @@ def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:
         ModelError: one with a MixedPrecisionPolicy, under which gradients are kept elsewhere than
             in `.grad`.
     """
-    found = [
+    sharded = [
         module
         for module in net.modules()
         if any(c.__name__ == "FSDPModule" for c in type(module).__mro__)
     ]
-    shards = tuple(cast("FSDPModule", module) for module in found)
+    shards = tuple(cast("FSDPModule", module) for module in sharded)
     for shard in shards:
         policy = shard._get_fsdp_state()._mp_policy  # there is no public way
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
@@ -286,7 +287,7 @@ def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generat
     try:
         yield
     finally:
-        found = {name: weight.grad for name, weight in net.named_parameters()}
+        grads = {name: weight.grad for name, weight in net.named_parameters()}
         for weight in net.parameters():
             weight.grad = None
         for shard in shards:
@@ -294,7 +295,7 @@ def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generat
             shard.set_requires_gradient_sync(True, recurse=False)
             shard.set_reshard_after_backward(True, recurse=False)
         for name, weight in net.named_parameters():
-            _spread(weight, found[name])
+            _spread(weight, grads[name])
 
 
 def _spread(weight: Tensor, gradient: Tensor | None) -> None:

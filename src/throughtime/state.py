@@ -47,7 +47,8 @@ def _rebuild(tree: State, branches: list[State]) -> State:
     """A node of the same type as `tree` around new branches."""
     if isinstance(tree, Mapping):
         # Mapping has no constructor contract; dict and OrderedDict do
-        return type(tree)(zip(tree.keys(), branches, strict=True))  # pyright: ignore[reportCallIssue]
+        pairs = zip(tree.keys(), branches, strict=True)
+        return type(tree)(pairs)  # pyright: ignore[reportCallIssue]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*branches)
     if isinstance(tree, (tuple, list)):
@@ -126,18 +127,18 @@ def arranged(state: State, like: State) -> State:
 
 
 def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list[tuple[str, State]]:
-    found = _children(other, path)
-    by_name = dict(found)
+    pairs = _children(other, path)
+    by_name = dict(pairs)
     if isinstance(other, Mapping) and by_name.keys() == {
         name for name, _ in branches
     }:  # the order of keys says nothing
-        found = [(name, by_name[name]) for name, _ in branches]
-    if [name for name, _ in found] != [name for name, _ in branches]:
+        pairs = [(name, by_name[name]) for name, _ in branches]
+    if [name for name, _ in pairs] != [name for name, _ in branches]:
         raise StateError(
             f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and"
-            f" {[n for n, _ in found]}"
+            f" {[n for n, _ in pairs]}"
         )
-    return found
+    return pairs
 
 
 def leaves(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -177,20 +178,20 @@ def lanes(state: State) -> int | None:
     Raises:
         StateError: leaves that disagree, or one without a lane dimension.
     """
-    found: int | None = None
+    count: int | None = None
     first = ""
     for name, leaf in leaves(state):
         if leaf.dim() == 0:
             raise StateError(
                 f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)"
             )
-        if found is None:
-            found, first = leaf.shape[0], name
-        elif leaf.shape[0] != found:
+        if count is None:
+            count, first = leaf.shape[0], name
+        elif leaf.shape[0] != count:
             raise StateError(
-                f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {found}"
+                f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {count}"
             )
-    return found
+    return count
 
 
 def detach(state: State) -> State:
@@ -310,24 +311,24 @@ def load(path: str | Path, like: State) -> State:
             all differences are listed.
     """
     try:
-        found = safetensors.torch.load_file(path)
+        loaded = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise StateError(
             f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote"
         ) from error
-    return unflatten(found, like, source=str(path))
+    return unflatten(loaded, like, source=str(path))
 
 
-def unflatten(found: Mapping[str, Tensor], like: State, *, source: str) -> State:
-    """The tensors of `found`, by leaf name, in the structure of `like`.
+def unflatten(values: Mapping[str, Tensor], like: State, *, source: str) -> State:
+    """The tensors of `values`, by leaf name, in the structure of `like`.
 
     Every difference is listed.
     """
-    wanted = dict(leaves(like))
-    faults = [f"leaf '{name}' is missing" for name in wanted if name not in found]
-    faults += [f"leaf '{name}' is unknown" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        got, expected = found[name], wanted[name]
+    expected_leaves = dict(leaves(like))
+    faults = [f"leaf '{name}' is missing" for name in expected_leaves if name not in values]
+    faults += [f"leaf '{name}' is unknown" for name in values if name not in expected_leaves]
+    for name in expected_leaves.keys() & values.keys():
+        got, expected = values[name], expected_leaves[name]
         if got.shape != expected.shape or got.dtype != expected.dtype:
             faults.append(
                 f"leaf '{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)}"
@@ -337,5 +338,5 @@ def unflatten(found: Mapping[str, Tensor], like: State, *, source: str) -> State
         raise StateError(
             f"{source}: not a state of this model and lane count: " + "; ".join(sorted(faults))
         )
-    names = iter(wanted)
-    return map_leaves(lambda leaf: found[next(names)].to(leaf.device), like)
+    names = iter(expected_leaves)
+    return map_leaves(lambda leaf: values[next(names)].to(leaf.device), like)
