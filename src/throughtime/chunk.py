@@ -1,4 +1,4 @@
-"""Chunk: consecutive steps of all lanes, what one forward call sees.
+"""A chunk: consecutive steps of all lanes, the input of one forward call.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 """
@@ -17,27 +17,26 @@ from throughtime.errors import DataError, ModelError
 
 @dataclass(frozen=True, eq=False)
 class ChunkMetadata:
-    """Resets, mask, recording and position of every step, and counts as plain integers.
+    """Resets, mask, recording and position of every step, and counts of valid steps.
 
-    Shared by all chunks cut from the same stretch, so that cutting costs no tensor operation here.
+    Shared by all chunks sliced from the same block, so slicing a chunk slices none of these.
     """
 
     resets: Tensor
     mask: Tensor
     recording: Tensor
     position: Tensor
-    reset_steps: tuple[int, ...]
-    counted: Sequence[int]  # valid steps before each step, over all lanes; one entry more
+    reset_steps: tuple[int, ...]  # steps at which any lane resets, ascending
+    counted: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
 
     @classmethod
     def of(
         cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor
     ) -> "ChunkMetadata":
-        """The metadata with their counts."""
+        """Compute the counts from the tensors."""
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
-        full = mask.numel() > 0 and bool(
-            mask.all()
-        )  # the usual case, without a number for every step
+        # the usual case: all steps are valid, and a range is enough
+        full = mask.numel() > 0 and bool(mask.all())
         counted = (
             range(0, mask.numel() + 1, mask.shape[1])
             if full
@@ -54,10 +53,10 @@ class Chunk:
 
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
-        targets: `(T, B)` or `(T, B, C)`; `None` where the recordings have none.
-        metadata: resets, mask, recording and position of the stretch that the chunk is cut from.
-        start: where the chunk begins in that stretch, in steps.
-        stop: where it ends there.
+        targets: `(T, B)` or `(T, B, C)`; `None` if the recordings have no targets.
+        metadata: resets, mask, recording and position of the block that contains the chunk.
+        start: the first step of the chunk in that block.
+        stop: the end of the chunk in that block, exclusive.
         steps: T.
         lanes: B.
         valid: the number of true entries of `mask`.
@@ -87,7 +86,7 @@ class Chunk:
         if resets:
             first = bisect_left(resets, start)
             any_reset = first < len(resets) and resets[first] < stop
-        # a frozen class sets attributes here; chunks are cut several times per update
+        # one assignment for all attributes of a frozen class: every update creates several chunks
         self.__dict__.update(
             inputs=inputs,
             targets=targets,
@@ -111,18 +110,18 @@ class Chunk:
         recording: Tensor | None = None,
         position: Tensor | None = None,
     ) -> "Chunk":
-        """A checked chunk from tensors at hand.
+        """Build a chunk from tensors, with checks of shapes and dtypes.
 
         Args:
             inputs: `(T, B, D)` or `(T, B)`.
             targets: `(T, B)` or `(T, B, C)`, optional.
-            resets: `(T, B)` bool; default none.
-            mask: `(T, B)` bool; default every step that has a target.
+            resets: `(T, B)` bool; default: no resets.
+            mask: `(T, B)` bool; default: all true with `targets`, else all false.
             recording: `(T, B)` int64; default 0.
             position: `(T, B)` int64; default 0 to T-1.
 
         Raises:
-            DataError: a tensor whose first two sizes are not `(T, B)`; all are listed.
+            DataError: a shape or dtype is wrong; every such tensor is listed.
 
         Example:
             >>> import torch, throughtime as tt
@@ -158,13 +157,13 @@ class Chunk:
             "position": position,
         }
         faults = [
-            f"{name} have shape {tuple(t.shape)}, expected ({shape[0]}, {shape[1]}) first as the"
-            f" inputs {tuple(inputs.shape)}"
+            f"{name}: shape {tuple(t.shape)}, expected the first two sizes ({shape[0]}, {shape[1]})"
+            f" of the inputs {tuple(inputs.shape)}"
             for name, t in named.items()
             if t is not None and t.shape[:2] != shape
         ]
         faults += [
-            f"{name} are {t.dtype}, expected torch.bool"
+            f"{name}: dtype {t.dtype}, expected torch.bool"
             for name, t in (("resets", resets), ("mask", mask))
             if t.dtype != torch.bool
         ]
@@ -183,22 +182,22 @@ class Chunk:
 
     @property
     def resets(self) -> Tensor:
-        """`(T, B)` bool, true where a lane starts a recording, from the initial state."""
+        """`(T, B)` bool, true where a lane starts a recording and resets to the initial state."""
         return self.metadata.resets[self.start : self.stop]
 
     @property
     def mask(self) -> Tensor:
-        """`(T, B)` bool, true where the step has a target that counts."""
+        """`(T, B)` bool, true where the step counts in the loss."""
         return self.metadata.mask[self.start : self.stop]
 
     @property
     def recording(self) -> Tensor:
-        """`(T, B)` int64, index of the recording; -1 where a lane has nothing left."""
+        """`(T, B)` int64, index of the recording; -1 after the end of the lane's data."""
         return self.metadata.recording[self.start : self.stop]
 
     @property
     def position(self) -> Tensor:
-        """`(T, B)` int64, step within the recording; -1 where a lane has nothing left."""
+        """`(T, B)` int64, step within the recording; -1 after the end of the lane's data."""
         return self.metadata.position[self.start : self.stop]
 
     def __getitem__(self, span: slice) -> "Chunk":
@@ -226,10 +225,10 @@ class Chunk:
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
-        """Mask the first `steps` steps after each reset.
+        """Mask out the first `steps` steps after each reset.
 
         Args:
-            steps: of a warm-up.
+            steps: the length of the warm-up.
             since: `(B,)`, steps since each lane's last reset, before the chunk.
 
         Returns:
@@ -244,9 +243,8 @@ class Chunk:
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N valid steps, time first.
 
-        A floating target of one column matches outputs of one column whether or not the last
-        dimension of size 1 is written: `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N,
-        N)`.
+        Floating-point targets of one column get the shape of the outputs, `(N, 1)`. Otherwise
+        `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
 
         Args:
             outputs: `(T, B, C)`, of the steps of this chunk.
@@ -286,7 +284,7 @@ class Chunk:
         return rows, targets
 
     def to(self, device: torch.device) -> "Chunk":
-        """The chunk on another device; itself if it is there already."""
+        """The chunk on a device; itself if it is on that device."""
         if self.inputs.device == device:
             return self
         metadata = ChunkMetadata.of(self.resets, self.mask, self.recording, self.position)
@@ -308,7 +306,7 @@ class Chunk:
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk from adjacent ones, in order; copies, unless there is only one."""
+    """Concatenate adjacent chunks, in order; copies, unless there is only one."""
     if len(chunks) == 1:
         return chunks[0]
     targets = [c.targets for c in chunks if c.targets is not None]
@@ -327,16 +325,16 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 @runtime_checkable
 class Readable(Protocol):
-    """Steps that can be read anywhere without moving, as from a `tt.Stream`: for measurements."""
+    """Steps that can be read in any order without advancing, as those of a `tt.Stream`."""
 
     @property
     def lanes(self) -> int:
-        """B."""
+        """The number of lanes."""
         ...
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch."""
+        """The number of steps of an epoch."""
         ...
 
     @property
@@ -358,25 +356,25 @@ class Source(Protocol):
         ...
 
     def take(self, steps: int) -> Chunk | None:
-        """The next `steps` steps (fewer at the end of the epoch), or `None` when it is over."""
+        """The next `steps` steps (fewer at the end of the epoch), or `None` after it."""
         ...
 
     def remaining(self, steps: int) -> int:
-        """How many of the next `steps` steps there are: fewer at the end, 0 after it."""
+        """How many of the next `steps` steps exist: fewer at the end of the epoch, 0 after it."""
         ...
 
     def read(self, start: int, stop: int) -> Chunk:
-        """The steps `start` to before `stop` of this epoch once more, or ahead of time.
+        """The steps `start` to before `stop` of this epoch whether taken already or not.
 
         Raises:
-            DataError: the chunks come from an iterator, which gives every step once.
+            DataError: the chunks come from an iterator, which can be read only once.
         """
         ...
 
     def steps_to_common_reset(self) -> int:
-        """Steps to the next one at which all lanes start a recording, or to the end of the epoch.
+        """The steps before the next one at which all lanes reset, or before the end of the epoch.
 
-        No credit can cross that step.
+        No gradient flows across that step.
 
         Raises:
             DataError: the chunks come from an iterator, which cannot be read ahead.

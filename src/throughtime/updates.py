@@ -14,7 +14,7 @@ from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import Accumulated, LossFn, Objective, Policy, Scaler, Update
+from throughtime.gradient import Accumulation, LossFn, Objective, Policy, Scaler, Update
 from throughtime.gradient._backward import trainable_weights
 from throughtime.gradient.policy import S
 from throughtime.nn.fuse import ADVISE_AFTER, advise
@@ -86,7 +86,7 @@ def updates(
     _check_policy(gradient)
     ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
     objective = Objective(loss_fn, scaler, ranks if ranks.count > 1 else None)
-    policy = gradient if accumulate == 1 else Accumulated(gradient, accumulate)
+    policy = gradient if accumulate == 1 else Accumulation(gradient, accumulate)
     return Updates(net, stream, objective, policy, (state, policy_state), ranks)
 
 

@@ -27,7 +27,7 @@ from throughtime.app.run_folder import RunFolder, load_checkpoint
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, audit, reach
-from throughtime.diagnose._slice import plain
+from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import Decay
 from throughtime.errors import ConfigError, DataError, RunError
@@ -136,7 +136,7 @@ class AuditReport:
         """Plain numbers for JSON, `None` where one is not finite."""
         row = self.enough
         enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
-        return plain({**asdict(self), "enough": enough, "warning": self.warning()})
+        return json_safe({**asdict(self), "enough": enough, "warning": self.warning()})
 
     def write(self, path: Path) -> None:
         """Write the facts as JSON, atomically."""
@@ -186,7 +186,7 @@ def _flags(row: Truncation) -> str:
 
 
 def _restore(value: Any, missing: float, name: str = "") -> Any:
-    """The value before `plain` and JSON: tuples, and `missing` for numbers that were not finite."""
+    """The value before `json_safe` and JSON: tuples, and `missing` for numbers that were not finite."""
     if isinstance(value, list):
         return tuple(_restore(item, missing) for item in value)
     if isinstance(value, dict):

@@ -34,13 +34,13 @@ _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
 # about 10 in which the threads wait for each other.
 _WORTH_THREADS = 2e6
-BLOCK = 65_536  # steps read at once, fewer of many columns
-_WIDE = 16  # columns
+BLOCK = 65_536  # steps read at once, fewer if there are many columns
+_WIDE = 16  # up to so many columns, a block has BLOCK steps
 
 
 @dataclass
 class Moments:
-    """Count, mean and spread of columns; values that are not finite are left out."""
+    """Count, mean and squared deviations of columns, without values that are not finite."""
 
     count: Array = field(default_factory=lambda: np.zeros(0))
     mean: Array = field(default_factory=lambda: np.zeros(0))
@@ -77,10 +77,10 @@ class Statistics:
         classes: how often each class occurs.
         missing: steps with inputs that are NaN or infinite.
         missing_targets: steps without a target.
-        steps: all of them.
-        rising: input columns that only rise within every recording.
-        faults: recordings with missing inputs, in words.
-        bad_targets: recordings with infinite targets, in words.
+        steps: the number of steps.
+        rising: input columns that increase strictly within every block.
+        faults: one message for each recording with such inputs.
+        bad_targets: one message for each block with infinite targets.
     """
 
     inputs: Moments = field(default_factory=Moments)
@@ -107,13 +107,13 @@ class Statistics:
         self.missing_targets += self.classes.pop("", 0)
 
     def add_targets(self, name: str, start: int, targets: Array) -> None:
-        """Add the targets of a regression from step `start` of a recording on."""
+        """Add a block of the targets of a regression, which starts at step `start`."""
         rows = targets.reshape(len(targets), -1).astype(np.float64)
         infinite = np.isinf(rows).any(axis=1)
         if infinite.any():
             self.bad_targets.append(
-                f"recording '{name}': {int(infinite.sum())} targets are infinite from step"
-                f" {start + int(infinite.argmax())} on"
+                f"recording '{name}': {int(infinite.sum())} steps have infinite targets,"
+                f" the first is step {start + int(infinite.argmax())}"
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -125,10 +125,10 @@ def collect_statistics(
     classify: bool,
     on_steps: Callable[[int], None] | None = None,
 ) -> Statistics:
-    """Read every recording once.
+    """Collect the statistics of all recordings in one pass.
 
     Args:
-        recordings: to read.
+        recordings: those of one split.
         classify: whether the targets are classes.
         on_steps: called with the number of steps of each block read.
 
@@ -145,7 +145,7 @@ def collect_statistics(
             if inputs.shape[1] != width[1]:
                 raise DataError(
                     f"recording '{recording.name}' has {inputs.shape[1]} input columns,"
-                    f" '{width[0]}' has {width[1]}; all need the same"
+                    f" '{width[0]}' has {width[1]}; all recordings need the same number"
                 )
             bad = ~np.isfinite(inputs)
             if bad.any() and not first:
@@ -170,7 +170,7 @@ def collect_statistics(
 
 
 def read_blocks(recording: Recording) -> Iterator[tuple[int, Steps]]:
-    """The whole recording in blocks: the first step of each, and its steps."""
+    """The blocks of a recording: the first step of each, and its steps."""
     count = max(1, BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))
     for start in range(0, len(recording), count):
         yield start, recording.read(start, min(start + count, len(recording)))
@@ -186,7 +186,7 @@ def _features(steps: Steps) -> Array:
 
 
 def class_name(value: object) -> str:
-    """The one name of a class: whole numbers without a point; empty for a missing value."""
+    """The name of a class: integers without a decimal point, empty for a missing value."""
     text = str(value).strip()
     if re.fullmatch(r"-?[0-9]+", text):
         return str(int(text))
@@ -200,7 +200,7 @@ def class_name(value: object) -> str:
 
 
 def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
-    """Class names in a stable order: numbers by value, then text."""
+    """Class names in a fixed order: numbers by value, then text."""
 
     def key(name: str) -> tuple[int, float, str]:
         try:

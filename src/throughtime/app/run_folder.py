@@ -41,9 +41,7 @@ class RunFolder:
         """
         folder = cls(Path(config.out))
         if folder.path.exists() and not folder.path.is_dir():
-            raise RunError(
-                f"{folder.path}: is a file; choose another --out, a folder that does not exist yet"
-            )
+            raise RunError(f"{folder.path}: is a file; choose another --out")
         if folder.config.exists():
             raise RunError(
                 f"{folder.path}: holds a run already; continue it with --resume {folder.path}, or"
@@ -53,7 +51,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> "RunFolder":
-        """A new folder with the resolved settings."""
+        """Create the folder and write the resolved settings."""
         folder = cls.check_free(config)
         write_atomically(folder.config, config.to_toml().encode())
         return folder
@@ -75,12 +73,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The log: one JSON object a line."""
+        """The log: one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def report(self) -> Path:
-        """The HTML page."""
+        """The HTML report."""
         return self.path / "report.html"
 
     def scores(self, split: str) -> Path:
@@ -106,19 +104,19 @@ class RunFolder:
         return make_config(read_toml(self.config), source=str(self.config))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of the log; a last line cut short by a kill is dropped."""
+        """The lines of the log; an incomplete last line is dropped."""
         if not self.metrics.is_file():
             return []
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def remove_temporary_files(self) -> None:
-        """Remove files that a kill in the middle of a write has left."""
+        """Remove files left by an interrupted write."""
         for path in self.path.glob("*.tmp"):
             path.unlink()
 
     def remove_scores(self) -> None:
-        """Remove scores of a model that is about to change."""
+        """Remove the scores: they become stale when training continues."""
         for path in self.path.glob("scores-*.json"):
             path.unlink()
 

@@ -1,5 +1,7 @@
 """The interface of an adapter, and the checks and trials that adapters share.
 
+A trial is a forward call on one step of example inputs, to find the layout of the state.
+
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
@@ -17,49 +19,50 @@ from throughtime.state import State
 
 
 class Adapter(ABC):
-    """Runs one kind of module with its state as an argument and a result."""
+    """Calls one kind of module as `(x, state) -> (y, state)`."""
 
     @abstractmethod
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        """The state that enters the first step of a recording."""
+        """The state before the first step of a recording; `like` are example inputs."""
 
     @abstractmethod
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        """`(T, B, ...)` to `(T, B, C)` and the state after it.
+        """Map `x` `(T, B, ...)` to outputs `(T, B, C)` and the final state.
 
-        `resets` `(T, B)` are passed only to an adapter whose `takes_resets` is true.
+        `resets` `(T, B)` are true where a lane starts a recording; they are passed only if
+        `takes_resets` is true.
         """
 
     def takes_resets(self, x: Tensor | None) -> bool | None:
-        """Whether `run` applies resets itself; None if only a trial with inputs can show it."""
+        """Whether `run` applies resets itself; None if that is unknown until a trial."""
         del x
         return False
 
     def needs_trial(self) -> bool:
-        """Whether `initial_state` still needs inputs, to learn the state's layout from a trial."""
+        """Whether `initial_state` needs example inputs to find the layout of the state."""
         return False
 
     def leaf_names(self, state: State) -> list[str]:
-        """The leaves of a state by name: the module's own names, `h` and `c` in torch's layers."""
+        """The names of the state's tensors: the module's own, or `h` and `c` of torch's layers."""
         return [name for name, _ in trees.leaves(state)]
 
 
-class ResetsRefusedError(Exception):
-    """A module that was given resets calls its layers more than once, or with part of the steps.
+class ResetsUnsupportedError(Exception):
+    """A module cannot apply resets: it calls a layer more than once, or with part of the steps.
 
-    The caller splits the forward call instead, which is always correct.
+    The caller splits the forward call at the resets instead, which is always correct.
     """
 
 
 @dataclass(frozen=True)
 class LaneLayout:
-    """The dimension of the lanes in each leaf of a user's state."""
+    """The dimension of each state tensor that indexes the lanes."""
 
     dims: tuple[int, ...]
-    example: State  # as the module returns it, for two lanes
+    example: State  # zeros in the module's own layout, for two lanes
 
     @classmethod
-    def compare(cls, two: State, three: State) -> "LaneLayout":
+    def infer(cls, two: State, three: State) -> "LaneLayout":
         """Find the lanes by comparing states for two and for three lanes."""
         pairs = zip(trees.leaves(two), trees.leaves(three), strict=True)
         dims = tuple(_lane_dim(name, a.shape, b.shape) for (name, a), (_, b) in pairs)
@@ -69,18 +72,18 @@ class LaneLayout:
         """The state with its lanes moved to the front."""
         return self._move(state, lambda leaf, dim: leaf.movedim(dim, 0))
 
-    def as_module(self, state: State) -> State:
+    def to_module(self, state: State) -> State:
         """The state with its lanes moved back to the dimensions that the module uses."""
         return self._move(state, lambda leaf, dim: leaf.movedim(0, dim))
 
     def _move(self, state: State, move: Callable[[Tensor, int], Tensor]) -> State:
-        if not any(self.dims):
+        if not any(self.dims):  # all lanes are first already
             return state
         dims = iter(self.dims)
         return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
 
     def zeros(self, lanes: int, device: torch.device | None) -> State:
-        """The zero state for `lanes` lanes, lanes first."""
+        """A zero state for `lanes` lanes, lanes first."""
 
         def zero(leaf: Tensor) -> Tensor:
             shape = (lanes, *leaf.shape[1:])
@@ -97,41 +100,43 @@ def _lane_dim(name: str, two: torch.Size, three: torch.Size) -> int:
             return dim
     raise StateError(
         f"state leaf '{name}' has shape {tuple(two)} for 2 lanes and {tuple(three)} for 3:"
-        " expected exactly one dimension that is the number of lanes. A value that all lanes share"
-        " cannot be reset for one of them; keep it per lane, or as a buffer that never changes."
+        " expected exactly one dimension equal to the number of lanes. A value shared by all"
+        " lanes cannot be reset for one lane; give it a lane dimension, or make it a buffer."
     )
 
 
 def custom_initial_state(module: nn.Module) -> Callable[[int], State] | None:
-    """The module's own method `initial_state(lanes)`, if any; a parameter of that name is not."""
+    """The module's method `initial_state(lanes)`, or None; an attribute is ignored."""
     method = getattr(module, "initial_state", None)
     return method if callable(method) else None
 
 
 def check_outputs(module: nn.Module, y: Any, x: Tensor, batch_first: bool) -> Tensor:
-    """The outputs, time first, if there is one for each step and lane.
+    """Check that `y` has one output per step and lane, and return it time first.
 
     Raises:
-        ModelError: they are not a tensor, or have other steps or lanes than the inputs.
+        ModelError: `y` is not a tensor, or its steps or lanes differ from those of the inputs.
     """
     name = type(module).__name__
     if not isinstance(y, Tensor):
         raise ModelError(
             f"{name} returned a {type(y).__name__}, expected one tensor of outputs (T, B, C). If it"
-            " returns its state as well, let its forward take it: forward(x, state) -> (y, state)."
+            " returns its state as well, its forward must take it: forward(x, state) -> (y, state)."
         )
     outputs = y.transpose(0, 1) if batch_first and y.dim() > 1 else y
     if outputs.shape[:2] != x.shape[:2]:
         raise ModelError(
             f"{name} returned outputs of shape {tuple(y.shape)} for {x.shape[0]} steps of"
             f" {x.shape[1]} lanes, expected {'(B, T, C)' if batch_first else '(T, B, C)'}: one"
-            " output per step; the stream's mask says which of them count."
+            " output per step; the stream's mask selects those that count in the loss."
         )
     return outputs
 
 
 def trial_call(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tuple[Any, State]:
-    """Run `call` in evaluation mode; modes and random state are afterwards as before.
+    """Run `call` in evaluation mode, without gradients or autocast.
+
+    Training modes and random state are restored.
 
     Raises:
         ModelError: the call failed.
@@ -146,9 +151,9 @@ def trial_call(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tupl
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(module).__name__}.forward(x, None) failed in a trial of one step ({error}); let"
-            " it take None for the state at the start of a recording, or give it an"
-            " initial_state(lanes) method"
+            f"{type(module).__name__}.forward failed in a trial of one step ({error}). Let it"
+            " accept state=None at the start of a recording, or give it an initial_state(lanes)"
+            " method"
         ) from error
     finally:
         for m, mode in modes:

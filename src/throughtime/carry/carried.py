@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Adapter, ResetsRefusedError, custom_initial_state
+from throughtime.carry._adapter import Adapter, ResetsUnsupportedError, custom_initial_state
 from throughtime.carry.explicit import ExplicitAdapter
 from throughtime.carry.hooks import HookAdapter
 from throughtime.carry.layers import (
@@ -130,7 +130,7 @@ class Carried(nn.Module):
             return y, _as_entering(after, state) if torch.is_autocast_enabled(
                 x.device.type
             ) else after
-        except ResetsRefusedError:  # at most once per net: takes_resets is false from now on
+        except ResetsUnsupportedError:  # at most once per net: takes_resets is false from now on
             return self._run_split(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)

@@ -24,14 +24,14 @@ from throughtime.state import State
 
 @dataclass
 class ExplicitAdapter(Adapter):
-    """A module that maps `(x, state)` to `(y, state)`.
+    """The adapter of a module whose forward maps `(x, state)` to `(y, state)`.
 
-    A trial with two and three lanes shows which dimension of each leaf is the lanes.
+    Trials with two and three lanes find the lane dimension of each state tensor.
     """
 
     module: nn.Module
     batch_first: bool
-    # by the dtype of the weights, since a module may be converted
+    # by the dtype of the weights, which `.half()` or `.to()` may change
     _layouts: dict[torch.dtype | None, LaneLayout] = field(init=False, repr=False)
     _weight: Tensor | None = field(init=False, repr=False)
     _takes_resets: bool = field(init=False, repr=False)
@@ -58,7 +58,7 @@ class ExplicitAdapter(Adapter):
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         layout = self._layout(x)
-        y, after = self._call(x, layout.as_module(state), resets)
+        y, after = self._call(x, layout.to_module(state), resets)
         return y, layout.lanes_first(after)
 
     def _call(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
@@ -70,7 +70,7 @@ class ExplicitAdapter(Adapter):
             raise ModelError(
                 f"{type(self.module).__name__}.forward takes a second argument, so it must return"
                 f" the pair (y, state); it returned a {type(result).__name__}. If that argument is"
-                " no state, wrap the module in one whose forward takes x alone."
+                " not a state, wrap the module so that its forward takes only x."
             )
         return check_outputs(self.module, result[0], x, self.batch_first), result[1]
 
@@ -83,30 +83,30 @@ class ExplicitAdapter(Adapter):
             custom = custom_initial_state(self.module)
             with torch.no_grad():
                 self._layouts[dtype] = (
-                    self._learn_layout(like)
+                    self._infer_layout(like)
                     if custom is None
-                    else LaneLayout.compare(custom(2), custom(3))
+                    else LaneLayout.infer(custom(2), custom(3))
                 )
         return self._layouts[dtype]
 
-    def _learn_layout(self, like: Tensor | None) -> LaneLayout:
-        """Learn the layout from trials with two and three lanes."""
+    def _infer_layout(self, like: Tensor | None) -> LaneLayout:
+        """Find the layout by trials, and check that a state of None means zeros."""
         name = type(self.module).__name__
         if like is None:
             raise StateError(
-                f"the state of {name} is known after a trial: net.initial_state(lanes,"
+                f"the layout of the state of {name} is not known yet: call net.initial_state(lanes,"
                 " like=inputs), or give the module an initial_state(lanes) method"
             )
         two, three = (like[:1, :1].expand(1, n, *like.shape[2:]) for n in (2, 3))
         y_none, state_two = trial_call(self.module, partial(self._call, two, None))
         _, state_three = trial_call(self.module, partial(self._call, three, None))
-        layout = LaneLayout.compare(state_two, state_three)
-        zeros = layout.as_module(layout.zeros(2, like.device))
+        layout = LaneLayout.infer(state_two, state_three)
+        zeros = layout.to_module(layout.zeros(2, like.device))
         y_zeros, _ = trial_call(self.module, partial(self._call, two, zeros))
         if not torch.equal(y_none, y_zeros):
             raise StateError(
-                f"{name} starts from something else than zeros when its state is None; give it an"
-                " initial_state(lanes) method that returns the state its recordings start from (or"
-                " it returns other outputs each time, from random numbers or a counter of calls)"
+                f"{name} gives different outputs for the state None and for a zero state. If its"
+                " initial state is not zero, give it an initial_state(lanes) method that returns"
+                " it. Otherwise its forward is not deterministic (random numbers, a counter)"
             )
         return layout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Adapter, ResetsRefusedError, check_outputs, trial_call
+from throughtime.carry._adapter import Adapter, ResetsUnsupportedError, check_outputs, trial_call
 from throughtime.carry.layers import RecurrentModule, layer_adapter, swap_lane_dim
 from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
@@ -100,7 +100,7 @@ class HookAdapter(Adapter):
         token = _active_call.set(call)
         try:
             return self.module(x.transpose(0, 1) if self.batch_first else x)
-        except ResetsRefusedError:
+        except ResetsUnsupportedError:
             self._single_calls = False
             raise
         except RuntimeError as error:
@@ -137,7 +137,7 @@ class HookAdapter(Adapter):
         if kwargs.get("resets") is not None or name in call.after or sequence.shape[:2] != shape:
             call.single_calls = False
         if call.resets is not None and not call.single_calls:
-            raise ResetsRefusedError
+            raise ResetsUnsupportedError
         if name in call.after:
             _check_continues(name, passed, call.after[name])
             return (sequence, passed), kwargs

@@ -1,4 +1,4 @@
-"""The steps of a stream that a measurement reads, without moving it, on the net's device."""
+"""A slice of a stream for measurements; reading it does not advance the stream."""
 
 import math
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class StreamSlice:
 
     Attributes:
         stream: the stream.
-        begin: its first step, counted from the start of the epoch.
-        steps: the number of steps of every lane.
-        state: the state entering the first; `None` for the net's initial state.
-        device: where the net computes.
+        begin: the first step of the slice, counted from the start of the epoch.
+        steps: the number of steps.
+        state: the state before the first step; `None` for the net's initial state.
+        device: that of the net's parameters.
     """
 
     stream: Readable
@@ -35,13 +35,13 @@ class StreamSlice:
 
     @classmethod
     def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "StreamSlice":
-        """From the stream's position if its state is passed, otherwise from the start."""
+        """From the stream's position if `state` is passed, else from the start of the epoch."""
         require_carried(net)
-        # users pass lists of chunks
+        # users do pass lists of chunks
         if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
-                f"got a {type(stream).__name__}, expected a tt.Stream: a measurement reads any"
-                " steps, without moving the stream"
+                f"got a {type(stream).__name__}, expected a tt.Stream: a measurement needs"
+                " random access to the steps"
             )
         if steps is not None:
             check_whole("steps", steps, 1)
@@ -68,7 +68,7 @@ class StreamSlice:
         )
 
     def valid(self) -> list[int]:
-        """Valid steps before each step, over all lanes; one entry more than steps."""
+        """The number of valid steps before each step, over all lanes; `steps + 1` entries."""
         counts = [0]
         for start in range(0, self.steps, _BLOCK):
             block = self.stream.read(
@@ -82,29 +82,29 @@ class StreamSlice:
         return counts
 
     def inner(self, begin: int, steps: int, state: State) -> "StreamSlice":
-        """A part of the slice."""
+        """Up to `steps` steps of this slice from step `begin` on, entered with `state`."""
         return StreamSlice(
             self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device
         )
 
 
-def axes_of(axes: Any) -> Any:
-    """The passed axes of matplotlib, or new ones."""
+def get_axes(axes: Any) -> Any:
+    """`axes`, or new matplotlib axes if None."""
     if axes is not None:
         return axes
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
         raise MissingExtraError(
-            "plot() draws with matplotlib: pip install 'throughtime[plot]'"
+            "plot() needs matplotlib: pip install 'throughtime[plot]'"
         ) from error
     return plt.subplots()[1]
 
 
-def plain(value: Any) -> Any:
-    """The same with `None` for numbers that are not finite, as JSON needs."""
+def json_safe(value: Any) -> Any:
+    """The value with `None` for floats that are not finite, which JSON cannot express."""
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [json_safe(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Readable
-from throughtime.diagnose._slice import StreamSlice, axes_of, plain
+from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import norm, trainable_weights
@@ -107,7 +107,7 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for any logger; `None` for what is not finite."""
-        return plain(asdict(self))
+        return json_safe(asdict(self))
 
     def plot(self, axes: Any = None) -> Any:
         """Bias and cosine over the horizon; returns matplotlib's axes.
@@ -115,7 +115,7 @@ class Audit:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        axes = axes_of(axes)
+        axes = get_axes(axes)
         horizons = [row.horizon for row in self.rows]
         axes.semilogx(horizons, [row.bias for row in self.rows], marker="o", label="relative bias")
         axes.semilogx(horizons, [row.cosine for row in self.rows], marker="s", label="cosine")

@@ -24,7 +24,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Readable
-from throughtime.diagnose._slice import StreamSlice, axes_of, plain
+from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import (
@@ -153,7 +153,7 @@ class Reach:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for any logger; `None` for what is not finite."""
-        return plain(asdict(self))
+        return json_safe(asdict(self))
 
     def plot(self, axes: Any = None) -> Any:
         """Norms over the lag, of the whole state and of each leaf; returns matplotlib's axes.
@@ -161,7 +161,7 @@ class Reach:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        axes = axes_of(axes)
+        axes = get_axes(axes)
         axes.loglog(self.lags, self.norms, label="state")
         for name, norms in self.by_leaf.items():
             axes.loglog(self.lags, norms, linewidth=0.8, label=name)

@@ -1,4 +1,4 @@
-"""The autograd graph: the order of its nodes, freed nodes, and edges into older graphs."""
+"""The autograd graph: order of nodes, freed nodes, edges into older graphs, means of a loss."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from throughtime.doctor._torch_private import factor_of, mean_count, output_shape, sequence
 
 MAX_NODES = 20_000  # nodes visited in one search
-# Nodes that only pass on or rearrange the values of another.
-PASS_ON = {
+# Operations that only copy, view or index a tensor.
+COPY_OR_VIEW = {
     "Clone",
     "View",
     "Select",
@@ -27,17 +27,17 @@ PASS_ON = {
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node accumulates the gradient of a parameter."""
+    """Whether a node accumulates the gradient of a leaf tensor, such as a parameter."""
     return node.name().endswith("AccumulateGrad")
 
 
 def children(node: Any) -> list[Any]:
-    """The nodes that receive its gradient."""
+    """The `next_functions` of a node, without None."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def nodes_below(root: Any, limit: int = MAX_NODES) -> Iterator[Any]:
-    """Every node below `root`, itself included."""
+def reachable_nodes(root: Any, limit: int = MAX_NODES) -> Iterator[Any]:
+    """The nodes reachable from `root`, itself included, up to about `limit`."""
     stack, visited = [root], {root}
     while stack and len(visited) < limit:
         node = stack.pop()
@@ -48,15 +48,15 @@ def nodes_below(root: Any, limit: int = MAX_NODES) -> Iterator[Any]:
                 stack.append(child)
 
 
-def leaves_of(node: Any, limit: int = 200) -> frozenset[int]:
-    """The ids of the leaves, such as weights, that are near below a node."""
+def leaf_ids(node: Any, limit: int = 200) -> frozenset[int]:
+    """The ids of the leaf tensors, such as weights, among the nodes first reached from a node."""
     if node is None:
         return frozenset()
-    return frozenset(id(below.variable) for below in nodes_below(node, limit) if is_leaf(below))
+    return frozenset(id(below.variable) for below in reachable_nodes(node, limit) if is_leaf(below))
 
 
 def _saved_errors(node: Any) -> Iterator[str]:
-    """The messages of a node whose saved tensors cannot be read."""
+    """The errors raised on reading the saved tensors of a node."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             try:
@@ -66,30 +66,30 @@ def _saved_errors(node: Any) -> Iterator[str]:
 
 
 def reaches_freed(node: Any, limit: int = 400) -> bool:
-    """Whether a backward has already freed this node or one below it."""
+    """Whether a backward freed the saved tensors of this node or of one that it reaches."""
     return any(
         "second time" in text
-        for below in nodes_below(node, limit)
+        for below in reachable_nodes(node, limit)
         if not is_leaf(below)
         for text in _saved_errors(below)
     )
 
 
 def modified_in_place(root: Any) -> tuple[Any, str] | None:
-    """The first node whose saved tensor was modified in place, with torch's message."""
-    for node in nodes_below(root):
+    """A node whose saved tensor was modified in place, with torch's message."""
+    for node in reachable_nodes(root):
         for text in _saved_errors(node):
             if "inplace operation" in text:
                 return node, text
     return None
 
 
-def _passes_on(node: Any) -> bool:
+def _is_copy_or_view(node: Any) -> bool:
     name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-    return name in PASS_ON and len(children(node)) == 1
+    return name in COPY_OR_VIEW and len(children(node)) == 1
 
 
-class OldEdge:
+class StaleEdge:
     """An edge from a node of this chunk to one of an earlier chunk.
 
     Attributes:
@@ -102,22 +102,27 @@ class OldEdge:
 
     @property
     def entry(self) -> Any:
-        """The operation that takes the old tensor in; below it are only views and copies."""
-        return next((node for node in reversed(self.path) if not _passes_on(node)), self.path[-1])
+        """The first operation on the old tensor that is not a view or copy."""
+        return next(
+            (node for node in reversed(self.path) if not _is_copy_or_view(node)), self.path[-1]
+        )
 
     @property
     def is_state(self) -> bool:
-        """Whether a parameter is used on the path: a state is, a kept loss or output is not."""
+        """Whether the old tensor is a state: its path uses a parameter and it is not a scalar.
+
+        A kept loss or output fails this.
+        """
         below = [child for node in self.path for child in children(node)]
         shape = output_shape(self.entry)
         is_number = shape is not None and all(n == 1 for n in shape)
         return not is_number and any(is_leaf(child) for child in below)
 
 
-def old_edges(root: Any, boundary: int) -> list[OldEdge]:
-    """The edges from nodes younger than `boundary` to older freed ones, oldest entry first."""
+def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
+    """The edges from nodes with a sequence number above `boundary` to freed nodes, in order."""
     parents: dict[Any, Any] = {root: None}
-    stack, edges = [root], list[OldEdge]()
+    stack, edges = [root], list[StaleEdge]()
     while stack and len(parents) < MAX_NODES:
         node = stack.pop()
         for child in children(node):
@@ -127,7 +132,7 @@ def old_edges(root: Any, boundary: int) -> list[OldEdge]:
             if sequence(child) > boundary:
                 stack.append(child)
             elif reaches_freed(child):
-                edges.append(OldEdge(_path_to(node, parents), child))
+                edges.append(StaleEdge(_path_to(node, parents), child))
     return sorted(edges, key=lambda edge: sequence(edge.entry))
 
 
@@ -139,7 +144,7 @@ def _path_to(node: Any, parents: dict[Any, Any]) -> list[Any]:
 
 
 def mean_terms(root: Any) -> list[tuple[str, float, float]]:
-    """The means that a loss is a weighted sum of: kind, weight and number of elements.
+    """Split a loss into a weighted sum of means: node name, weight and number of elements.
 
     Empty if the loss is anything else.
     """

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from throughtime.doctor._frames import (
     SourceLine,
-    called_by_framework,
+    called_by_trainer,
     current_frame,
     current_line,
     user_frame,
@@ -280,13 +280,13 @@ class LoopEvents:
 
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)
-        if not called_by_framework(current_frame(1)):
+        if not called_by_trainer(current_frame(1)):
             self._loaders[loader] = current_line(2)
 
     def _iterate_loader(self, original: Any, loader: Any) -> Any:
         iterator = original(loader)
         frame = current_frame(2)
-        line = self._loaders.get(loader) if called_by_framework(frame) else current_line(2)
+        line = self._loaders.get(loader) if called_by_trainer(frame) else current_line(2)
         self._watch(AGAIN_CHUNKS)
         number, line = next(self._numbers), line or current_line(2)
         self._iterators[iterator] = number, draws_at_random(loader), line

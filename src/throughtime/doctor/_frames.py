@@ -1,4 +1,4 @@
-"""The user's frames: the line that runs, the path of a variable, the line that fills a list.
+"""The user's stack frames: the running line, the path to a variable, the line that appends.
 
 A frame is the user's if its file belongs neither to a library nor to throughtime.
 """
@@ -22,23 +22,26 @@ from torch import Tensor, nn
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 DOCTOR = Path(__file__).parent
 PACKAGE = DOCTOR.parent
-# The doctor itself, and what replaces torch's layers or wraps them: as transparent as a library.
-TRANSPARENT = (
+# Files of throughtime that are skipped like a library's: the doctor, and layers and wrappers
+# that replace torch's. The last two are prefixes of file names.
+SKIPPED = (
     str(DOCTOR),
     f"{PACKAGE / 'nn'}{os.sep}",
     f"{PACKAGE / 'kernels'}{os.sep}",
     str(PACKAGE / "diagnose" / "trace"),
     str(PACKAGE / "diagnose" / "_trace"),
 )
-_SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
-_FOLDERS = [*site.getsitepackages(), *map(sysconfig.get_path, _SCHEMES)]
-_LIBRARIES = tuple({*_FOLDERS, *(str(Path(folder).resolve()) for folder in _FOLDERS)})
-_KINDS: dict[str, int] = {}
-PATH_DEPTH = 3  # attributes and indices in the path of a variable
-MAX_BRANCHES = 32  # items of a container that are searched
+_PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARY_DIRS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
+_RESOLVED_LIBRARY_DIRS = tuple(
+    {*_LIBRARY_DIRS, *(str(Path(folder).resolve()) for folder in _LIBRARY_DIRS)}
+)
+_owner_cache: dict[str, int] = {}
+MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
+MAX_ITEMS = 32  # items searched per container
 
 Instruction = tuple[CodeType, int]
-"""One instruction of the user's code."""
+"""A code object and a bytecode offset in it."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,23 @@ class SourceLine:
         return f"{self.file}:{self.line}"
 
 
-def file_kind(file: str) -> int:
+def file_owner(file: str) -> int:
     """The owner of a source file: `USER`, `LIBRARY`, `OURS` or `OPTIMIZER`."""
-    kind = _KINDS.get(file)
-    if kind is None:
-        kind = _KINDS[file] = _classify(file)
-    return kind
+    owner = _owner_cache.get(file)
+    if owner is None:
+        owner = _owner_cache[file] = _classify(file)
+    return owner
 
 
 def _classify(file: str) -> int:
-    if file.startswith(("<frozen", *TRANSPARENT)):
+    if file.startswith(("<frozen", *SKIPPED)):
         return LIBRARY
     if file.startswith(f"{PACKAGE}{os.sep}"):
         return OURS
     if f"{os.sep}torch{os.sep}optim{os.sep}" in file:
         return OPTIMIZER
     if (
-        file.startswith(_LIBRARIES)
+        file.startswith(_RESOLVED_LIBRARY_DIRS)
         or "site-packages" in file
         or file in {"<string>", "<__array_function__ internals>"}
     ):
@@ -77,32 +80,31 @@ def _classify(file: str) -> int:
 
 
 def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> FrameType | None:
-    """The user's innermost frame; `None` if a frame of throughtime comes first.
+    """The user's innermost frame; `None` if a frame of throughtime is met first.
 
-    Loops of throughtime are not the user's. Neither is the work of an optimizer, unless
-    `skip_optimizer`.
+    Frames of `torch.optim` are skipped; with `skip_optimizer=False` they also give `None`.
     """
     while frame is not None:
-        kind = _KINDS.get(frame.f_code.co_filename)
-        if kind is None:
-            kind = file_kind(frame.f_code.co_filename)
-        if kind == USER:
+        owner = _owner_cache.get(frame.f_code.co_filename)
+        if owner is None:
+            owner = file_owner(frame.f_code.co_filename)
+        if owner == USER:
             return frame
-        if kind == OURS or (kind == OPTIMIZER and not skip_optimizer):
+        if owner == OURS or (owner == OPTIMIZER and not skip_optimizer):
             return None
         frame = frame.f_back
     return None
 
 
 def current_line(depth: int = 1) -> SourceLine | None:
-    """The user's line that runs now."""
+    """The line of user code now running; `depth` as in `sys._getframe`."""
     frame = user_frame(current_frame(depth))
     return SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame else None
 
 
-def called_by_framework(frame: FrameType | None) -> bool:
-    """Whether a trainer of Lightning or Ignite runs between this frame and the user's code."""
-    while frame is not None and file_kind(frame.f_code.co_filename) != USER:
+def called_by_trainer(frame: FrameType | None) -> bool:
+    """Whether Lightning or Ignite code is between this frame and the user's."""
+    while frame is not None and file_owner(frame.f_code.co_filename) != USER:
         if str(frame.f_globals.get("__name__", "")).startswith(
             ("lightning.", "pytorch_lightning.", "ignite.")
         ):
@@ -112,7 +114,7 @@ def called_by_framework(frame: FrameType | None) -> bool:
 
 
 def line_of(instruction: Instruction) -> SourceLine:
-    """The line of an instruction."""
+    """The source line of a bytecode instruction."""
     code, offset = instruction
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
@@ -121,7 +123,7 @@ def line_of(instruction: Instruction) -> SourceLine:
     return SourceLine(code.co_filename, line)
 
 
-def enclosing_for(line: SourceLine) -> SourceLine:
+def enclosing_loop(line: SourceLine) -> SourceLine:
     """The innermost `for` around a line; the line itself if there is none."""
     try:
         tree = ast.parse(Path(line.file).read_text(encoding="utf-8"))
@@ -138,12 +140,14 @@ def enclosing_for(line: SourceLine) -> SourceLine:
 def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> str:
     """The path from a user's variable to the first value that matches, such as `self.h[0]`.
 
-    `""` if no frame reaches such a value. Attributes of `self` come first.
+    Empty if there is none. `self` is searched first.
     """
     while frame is not None:
-        if file_kind(frame.f_code.co_filename) == USER:
+        if file_owner(frame.f_code.co_filename) == USER:
             for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
-                path = None if name.startswith("__") else _search(value, matches, name, PATH_DEPTH)
+                path = (
+                    None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
+                )
                 if path:
                     return re.sub(r"\._buffers\['(.*?)'\]", r".\1", path)
         frame = frame.f_back
@@ -155,16 +159,16 @@ def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -
         return path
     if depth == 0 or isinstance(value, Tensor):
         return None
-    results = (_search(item, matches, path + name, depth - 1) for name, item in _branches(value))
+    results = (_search(item, matches, path + name, depth - 1) for name, item in _items(value))
     return next(filter(None, results), None)
 
 
-def _branches(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items or attributes of a value, with their part of the path."""
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """The items or attributes of a value, each with its path suffix, such as `[0]` or `.h`."""
     if isinstance(value, (tuple, list)):
-        branches = ((f"[{i}]", item) for i, item in enumerate(value))
+        items = ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        branches = ((f"[{key!r}]", item) for key, item in value.items())
+        items = ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, nn.Module):
         names = (*vars(value).items(), *value.named_buffers(recurse=False))
         yield from ((f".{key}", item) for key, item in names if not key.startswith("__"))
@@ -172,16 +176,16 @@ def _branches(value: Any) -> Iterator[tuple[str, Any]]:
     elif (
         hasattr(value, "__dict__") and not isinstance(value, (type, Tensor)) and not callable(value)
     ):
-        branches = ((f".{key}", item) for key, item in vars(value).items())
+        items = ((f".{key}", item) for key, item in vars(value).items())
     else:
         return
-    yield from list(itertools.islice(branches, MAX_BRANCHES))
+    yield from list(itertools.islice(items, MAX_ITEMS))
 
 
-def container_of(tensors: list[Tensor]) -> Any:
-    """The list or dict that holds many of these tensors, directly or in pairs.
+def find_container(tensors: list[Tensor]) -> Any:
+    """The list or dict that holds many of these tensors, directly or inside tuples.
 
-    Costs one pass over all objects of the process, or two.
+    Scans all objects of the garbage collector, once or twice.
     """
     ids = {id(tensor) for tensor in tensors}
     referrers = [c for c in gc.get_referrers(*tensors) if c is not tensors]
@@ -202,7 +206,7 @@ def _names_of(container: Any) -> set[str]:
     names: set[str] = set()
     frame: FrameType | None = current_frame()
     while frame is not None:
-        if file_kind(frame.f_code.co_filename) == USER:
+        if file_owner(frame.f_code.co_filename) == USER:
             names |= {name for name, value in frame.f_locals.items() if value is container}
         frame = frame.f_back
     for owner in gc.get_referrers(container):
@@ -216,10 +220,10 @@ def _names_of(container: Any) -> set[str]:
     return names
 
 
-def line_that_fills(container: Any, files: set[str]) -> tuple[SourceLine, str] | None:
-    """The line `name.append(...)` of a user's file, with the name."""
+def find_append_line(container: Any, files: set[str]) -> tuple[SourceLine, str] | None:
+    """The first line of the files that adds to the container, and the container's name."""
     for name in sorted(_names_of(container)):
-        filling = re.compile(
+        pattern = re.compile(
             rf"\b{re.escape(name)}(\.(append|extend|insert|add)\(|\s*\+=|\[.*\]\s*=)"
         )
         for file in sorted(files):
@@ -228,6 +232,6 @@ def line_that_fills(container: Any, files: set[str]) -> tuple[SourceLine, str] |
             except OSError:
                 continue
             for number, line in enumerate(lines, 1):
-                if filling.search(line):
+                if pattern.search(line):
                     return SourceLine(file, number), name
     return None

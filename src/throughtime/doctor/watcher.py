@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from throughtime.doctor._autograd import leaves_of
+from throughtime.doctor._autograd import leaf_ids
 from throughtime.doctor._frames import Instruction, current_frame, user_frame, variable_path
 from throughtime.doctor._records import (
     EMPTY,
@@ -43,7 +43,7 @@ DETACHES = frozenset(["detach", "data", "detach_"])
 # those through which data is followed,
 COPIES = ROWS | CASTS | {"stack", "cat", "one_hot"}
 # those that pass a state on unchanged,
-PASS_ON = (
+COPY_OR_VIEW = (
     DETACHES
     | ROWS
     | SLICES
@@ -309,7 +309,7 @@ class Watcher(TorchFunctionMode):
         self.current.add(instruction)
         self.files.add(instruction[0].co_filename)
         self._record_nodes(op)
-        if (name in PASS_ON or name in EDITS) and len(set(map(id, learned))) == 1:
+        if (name in COPY_OR_VIEW or name in EDITS) and len(set(map(id, learned))) == 1:
             result = self._passed_on(op, learned[0])
         else:
             result = self._computed(op)
@@ -394,7 +394,7 @@ class Watcher(TorchFunctionMode):
         self, instruction: Instruction, record: TensorRecord, source: Tensor
     ) -> DetachRecord:
         """The record of a detach; it counts those of the same line and weights in this chunk."""
-        weights = EMPTY if record.repeated else leaves_of(source.grad_fn)
+        weights = EMPTY if record.repeated else leaf_ids(source.grad_fn)
         last, chunk = record.detach, self.clock.chunk
         repeats = (
             last is not None

@@ -1,6 +1,6 @@
 """Gradient policies: how credit flows back through time."""
 
-from throughtime.gradient._accumulated import Accumulated
+from throughtime.gradient._accumulated import Accumulation
 from throughtime.gradient._memory import generators, set_generators
 from throughtime.gradient.adaptive import Adaptive
 from throughtime.gradient.exact import Exact
@@ -13,7 +13,7 @@ from throughtime.gradient.truncated import Truncated
 
 __all__ = [
     "RTRL",
-    "Accumulated",
+    "Accumulation",
     "Adaptive",
     "AdjointStats",
     "CarriedState",

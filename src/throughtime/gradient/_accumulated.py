@@ -43,7 +43,7 @@ class _SingleRank:
 
 
 @dataclass(frozen=True)
-class Accumulated(Generic[S]):
+class Accumulation(Generic[S]):
     """`updates` updates of `policy` as one.
 
     Strides without a valid step count as updates; at the end of an epoch there may be fewer.

@@ -59,7 +59,7 @@ class BiasProbe:
         net: made by `tt.carry`.
         read: returns the steps between two bounds.
         steps: their number.
-        state: the state entering the first; `None` for the net's initial state.
+        state: the state before the first step; `None` for the net's initial state.
         objective: the loss.
         memory: the budget of the pass.
         verify: as for `tt.Exact`.

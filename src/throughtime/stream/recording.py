@@ -50,7 +50,7 @@ class Recording(Protocol):
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """The rows of an array; only those that are read leave a memory-mapped one."""
+    """The rows of an array; if it is memory-mapped, only the rows read are loaded."""
 
     where: str
     array: Array
@@ -64,7 +64,7 @@ class ArrayRows:
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Columns of a table, `(n, D)`; with `flat` a single one is `(n,)`."""
+    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`."""
 
     table: formats.Table
     columns: tuple[str, ...]
@@ -84,7 +84,7 @@ class ColumnRows:
 
 @dataclass(frozen=True)
 class ConcatRows:
-    """The columns of several rows, side by side."""
+    """The columns of several row sources, concatenated."""
 
     parts: tuple[Rows, ...]
 
@@ -102,7 +102,7 @@ class ConcatRows:
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
-    """Refuse inputs of different lengths; each is a name for messages and its number of rows."""
+    """Refuse inputs of different lengths; each part is a name and a number of rows."""
     for (first, length), (second, other) in pairwise(parts):
         if length != other:
             raise DataError(

@@ -20,9 +20,9 @@ from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
 
 _DECADES = 6  # shown below the largest norm
-_LARGEST_BIAS = 3.0
-_MOST_LEAVES = 6  # curves beside that of the whole state
-_CELLS = 48  # of a row of the gradient by part
+_BIAS_AXIS_MAX = 3.0
+_MAX_LEAVES = 6  # curves beside that of the whole state
+_LAG_BINS = 48  # of a row of the gradient by part
 _TIME_CELLS = 200  # of a row of the gradient over time
 _MOST_CUTS = 60  # closer together, the lines would hide the cells
 _FEWEST_DECADES, _MOST_DECADES = 2, 6  # more shades cannot be distinguished
@@ -54,7 +54,7 @@ def gradient_by_lag(reach: Reach, window: int | None = None) -> Figure:
     """The norm of the gradient with respect to the state `lag` steps before the loss."""
     curves = {"whole state": reach.norms}
     if len(reach.by_leaf) > 1:
-        curves |= dict(list(reach.by_leaf.items())[:_MOST_LEAVES])
+        curves |= dict(list(reach.by_leaf.items())[:_MAX_LEAVES])
     y_range = _upper_decades([norm for norm in reach.norms if norm > 0])
     shown = len(reach.lags)
     if y_range is not None:
@@ -86,9 +86,9 @@ def gradient_by_lag(reach: Reach, window: int | None = None) -> Figure:
 
 
 def gradient_by_part(reach: Reach, window: int | None = None) -> Figure:
-    """The same for each part of the state: which part carries the long memory."""
+    """The gradient norm by lag, for each part of the state."""
     last = reach.lags[-1]
-    edges = sorted({round(last ** (i / _CELLS)) for i in range(_CELLS + 1)} | {last + 1})
+    edges = sorted({round(last ** (i / _LAG_BINS)) for i in range(_LAG_BINS + 1)} | {last + 1})
     rows = [
         (name, [_mean(reach.lags, norms, a, b) for a, b in pairwise(edges)])
         for name, norms in reach.by_leaf.items()
@@ -129,14 +129,14 @@ def _window_mark(window: int | None) -> list[Mark]:
 
 
 def _beyond_window(reach: Reach, window: int | None) -> str:
-    """The share of the gradient that training truncated."""
+    """A sentence on the share of the gradient that training leaves out."""
     norms = [(lag, n) for lag, n in zip(reach.lags, reach.norms, strict=True) if math.isfinite(n)]
     total = sum(norm for _, norm in norms)
     if window is None or not total:
         return ""
     beyond = sum(norm for lag, norm in norms if lag > window)
     return (
-        f" Training truncated it after {window:,} steps, which leaves out {beyond / total:.1%} of"
+        f" Training truncated it after {window:,} steps, leaving out {beyond / total:.1%} of"
         " the sum."
     )
 
@@ -166,7 +166,7 @@ def _bias_by_horizon(audit: Audit, tolerance: float, own: Truncation | None) -> 
         description=f"{figures}; exact: bias 0, cosine 1.",
         x_label="horizon (steps)",
         y_label="bias, cosine",
-        y_range=(min(0.0, *cosines), _LARGEST_BIAS) if max(biases) > _LARGEST_BIAS else None,
+        y_range=(min(0.0, *cosines), _BIAS_AXIS_MAX) if max(biases) > _BIAS_AXIS_MAX else None,
         log_x=True,
         dots=True,
         marks=[
@@ -177,8 +177,8 @@ def _bias_by_horizon(audit: Audit, tolerance: float, own: Truncation | None) -> 
     )
     return Figure(
         svg,
-        "The bias is the norm of the difference to the exact gradient, divided by the norm of that"
-        " gradient. A cosine of 1 means the same direction.",
+        "The bias is the norm of the difference from the exact gradient, divided by the norm of"
+        " that gradient. A cosine of 1 means the same direction.",
     )
 
 
@@ -187,7 +187,7 @@ def _loss_by_context(reach: Reach) -> Figure:
     steps, losses = zip(*reach.contexts.items(), strict=True)
     svg = lines(
         [Series("from a zero state", steps, losses)],
-        title="What the past is worth",
+        title="Loss by context length",
         description=(
             f"Loss from a zero state after {steps[0]} to {steps[-1]} steps of context:"
             f" {losses[0]:.4g} to {losses[-1]:.4g}; with the state carried from the start of the"

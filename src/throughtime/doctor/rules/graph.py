@@ -18,16 +18,16 @@ from torch import Tensor
 from throughtime.doctor._autograd import (
     is_leaf,
     modified_in_place,
-    nodes_below,
-    old_edges,
+    reachable_nodes,
     reaches_freed,
+    stale_edges,
 )
 from throughtime.doctor._frames import (
     Instruction,
     SourceLine,
-    container_of,
+    find_append_line,
+    find_container,
     line_of,
-    line_that_fills,
 )
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord
 from throughtime.doctor._torch_private import sequence
@@ -81,7 +81,7 @@ class GrowthRule(Rule):
         if len(sizes) > 2 * MAX_REACH:
             return
         oldest, nodes = sequence(root), 0
-        for node in nodes_below(root, MAX_NODES):
+        for node in reachable_nodes(root, MAX_NODES):
             nodes += 1
             if not is_leaf(node):
                 oldest = min(oldest, sequence(node))
@@ -129,8 +129,8 @@ class GrowthRule(Rule):
     def _report_kept(self, tensors: list[Tensor]) -> None:
         if len(tensors) < MIN_KEPT or not reaches_freed(tensors[0].grad_fn, 60):
             return
-        container = container_of(tensors)
-        filled = line_that_fills(container, self.watcher.files) if container is not None else None
+        container = find_container(tensors)
+        filled = find_append_line(container, self.watcher.files) if container is not None else None
         if filled:
             line, name = filled
             self.findings.add("TT104", line, f"{len(tensors)} of them still exist.", name)
@@ -187,7 +187,7 @@ class AutogradErrorRule(Rule):
         watcher = self.watcher
         if watcher.active and not watcher.current & watcher.earlier:
             return None
-        edges = old_edges(root, watcher.boundary)
+        edges = stale_edges(root, watcher.boundary)
         if not edges:
             if sequence(root) > watcher.boundary:
                 return None

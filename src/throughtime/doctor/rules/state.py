@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
-from throughtime.doctor._frames import Instruction, SourceLine, enclosing_for, line_of
+from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
 from throughtime.doctor._provenance import MAX_LANES, lane_ends, relation
 from throughtime.doctor._records import Operation, TensorRecord, Unit, UnitCall, tensors
 from throughtime.doctor._torch_private import base_of, root_of
@@ -268,7 +268,7 @@ class StateRule(Rule):
         elif how == "rows" and not state.edited:
             code, detail = "TT206", ""
         elif how == "jump" and call.chunk != origin.chunk:
-            code, at = "TT207", (self.clock.loader if new_batch else enclosing_for(line)) or line
+            code, at = "TT207", (self.clock.loader if new_batch else enclosing_loop(line)) or line
         elif starts:
             self._enter_recording(call, origin, state, line)
         if code:

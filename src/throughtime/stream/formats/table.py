@@ -44,7 +44,7 @@ class Rows(Protocol):
 
     @property
     def where(self) -> str:
-        """The name of the source in messages."""
+        """The name of the source in error messages."""
         ...
 
     def __len__(self) -> int:
