@@ -186,7 +186,7 @@ def _flags(row: Truncation) -> str:
 
 
 def _restore(value: Any, missing: float, name: str = "") -> Any:
-    """The value before `json_safe` and JSON: tuples, and `missing` for numbers that were not finite."""
+    """The value that `json_safe` wrote: tuples, and `missing` for numbers that were not finite."""
     if isinstance(value, list):
         return tuple(_restore(item, missing) for item in value)
     if isinstance(value, dict):
