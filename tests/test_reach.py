@@ -422,7 +422,7 @@ def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
     )
     assert not result.memory_used
     assert set(result.norms) == {0.0}
-    assert "the net has not learnt to use it" in result.warning()
+    assert "the net has not learned to use it" in result.warning()
     assert result.contexts == pytest.approx(dict.fromkeys(result.contexts, result.loss), rel=1e-9)
 
 

@@ -136,9 +136,9 @@ def test_the_share_beyond_the_window_is_that_of_the_norms(folder: RunFolder) -> 
     """With equal norms, half of the sum lies beyond half of the lags and none beyond the last."""
     flat = replace(reach_of(folder), lags=tuple(range(1, 41)), norms=(0.25,) * 40)
     assert audit_section.gradient_by_lag(flat, 20).caption.endswith(
-        "Training truncated it after 20 steps, which leaves out 50.0% of the sum."
+        "Training truncated it after 20 steps, leaving out 50.0% of the sum."
     )
-    assert audit_section.gradient_by_lag(flat, 40).caption.endswith("leaves out 0.0% of the sum.")
+    assert audit_section.gradient_by_lag(flat, 40).caption.endswith("leaving out 0.0% of the sum.")
     assert "Training truncated" not in audit_section.gradient_by_lag(flat).caption
 
 

@@ -402,7 +402,7 @@ def test_complex_states_hand_back_their_credit() -> None:
             inputs(23, 2),
             {"resets": torch.zeros(22, 2, dtype=torch.bool)},
             DataError,
-            r"resets have shape \(22, 2\), expected \(23, 2\)",
+            r"resets: shape \(22, 2\), expected the first two sizes \(23, 2\)",
         ),
         (
             inputs(23, 2),

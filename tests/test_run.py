@@ -416,7 +416,9 @@ def test_a_value_that_is_missing_in_held_out_data_is_found_before_training(tmp_p
 def test_infinite_targets_are_refused(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     np.save(data / "0_y.npy", np.where(np.arange(400) == 17, np.inf, 0.0))
-    with pytest.raises(DataError, match="recording '0': 1 targets are infinite from step 17 on"):
+    with pytest.raises(
+        DataError, match="recording '0': 1 steps have infinite targets, the first is step 17"
+    ):
         Training.begin(make_config(settings(data, tmp_path / "run", task="regress")))
 
 

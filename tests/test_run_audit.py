@@ -61,7 +61,7 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     for words in (
         "How far back the gradient goes",
         "What truncating the gradient costs",
-        "What the past is worth",
+        "Loss by context length",
         "worst parameter",
     ):
         assert words in page

@@ -525,9 +525,9 @@ def test_chunks_by_hand_are_checked_and_filled_in() -> None:
         )
     message = str(caught.value)
     for part in (
-        "targets have shape (2, 5), expected (5, 2) first",
-        "resets have shape (4, 2)",
-        "mask are torch.float32, expected torch.bool",
+        "targets: shape (2, 5), expected the first two sizes (5, 2)",
+        "resets: shape (4, 2)",
+        "mask: dtype torch.float32, expected torch.bool",
     ):
         assert part in message
 

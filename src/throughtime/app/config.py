@@ -391,8 +391,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as TOML ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML ({error}); text needs quotes") from error
     table = settings.get("gradient")
     if isinstance(table, dict):
         name = table.pop("policy", None)
@@ -427,6 +429,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     faults = [_unknown(key, list(types)) for key in present if key not in types]
     faults += [
         f"'{f.name}' is missing"
+        + (f" ({' or '.join(get_args(types[f.name]))})" if get_args(types[f.name]) else "")
         for f in fields(Config)
         if f.default is MISSING and f.name not in present
     ]

@@ -112,9 +112,9 @@ class Reach:
         """How to interpret the result."""
         if not self.memory_used:
             return (
-                "the past lowers the loss by less than 1 %"
+                "the past does not lower the loss by 1 % or more"
                 f" ({self.contexts[min(self.contexts)]:.4g} from a single step, {self.loss:.4g}"
-                " with all of it): the net has not learnt to use it, and this reach is a lower"
+                " with all of it): the net has not learned to use it, and this reach is a lower"
                 " bound of the reach that the task needs"
             )
         more = (

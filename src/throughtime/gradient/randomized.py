@@ -106,10 +106,10 @@ class Randomized:
 
     Example:
         >>> import throughtime as tt
-        >>> print(tt.Randomized(mean_horizon=100).describe())
-        an update every 100 steps on average (every 6 steps a cut may fall), credit unbiased; the
-        second moment of credit over 100, \
-400, 1600 steps grows up to 3.08, 37, 6.32e+03 times
+        >>> for part in tt.Randomized(mean_horizon=100).describe().split("; "):
+        ...     print(part)
+        an update every 100 steps on average (every 6 steps a cut may fall), credit unbiased
+        the second moment of credit over 100, 400, 1600 steps grows up to 3.08, 37, 6.32e+03 times
 
     References: Tallec & Ollivier (2017).
     """
