@@ -23,7 +23,7 @@ from strategies import (
     some_nets,
     start,
 )
-from throughtime.diagnose._trace_record import RunRecord
+from throughtime.diagnose._trace_record import BackwardRecord
 from throughtime.diagnose.trace import Trace, trace
 from throughtime.gradient import Policy
 
@@ -119,7 +119,7 @@ def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
 
 def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every run of the engine a pass of its own."""
-    monkeypatch.setattr(RunRecord, "precedes", lambda *_: False)
+    monkeypatch.setattr(BackwardRecord, "precedes", lambda *_: False)
     with pytest.raises(AssertionError):
         test_the_pieces_of_a_sweep_are_one_pass(named("hides-layer"))
 

@@ -8,7 +8,7 @@ Shapes: `T` steps, `B` lanes, `H` size of a state or gate.
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -26,85 +26,58 @@ STEP_NAME = re.compile(r"(?P<track>.+)\.(?P<leaf>[^.\[\]]+)(\[(?P<step>-?\d+)\])
 OUTSIDE = -1  # torch's task id outside of a backward pass
 
 
-@dataclass(eq=False)
-class CallRecord:
-    """The gradients of consecutive steps of one track, from one call of a layer or cell.
+@dataclass(frozen=True, eq=False)
+class TrackRecord:
+    """Steps of one track in one run of the engine: those of one call, or of all calls.
 
     Attributes:
         start: the first step, counted over all calls of the track.
-        gradients: by leaf, `(T, B, ...)`, in the order of time.
-        entering: by leaf, the gradient of the state entering the first step, `(B, ...)`.
+        gradients: by leaf, `(T, B, H)`. Steps without a gradient, and lanes that a call lacked, are
+            zero. Empty in a finished record that keeps norms only.
+        edges: by step, then by leaf, the gradient of the state entering a call, `(B, H)`.
         before: the state entering the first step.
         after: the state after the last step.
         from_graph: whether the state entering requires a gradient.
         gate_sum: the retention gate, summed over steps and lanes, `(H,)`.
         gate_count: the number of values in that sum.
+        norms: of a finished record, by leaf, `(T, B)`.
     """
 
     start: int
     gradients: dict[str, Tensor]
-    entering: dict[str, Tensor]
+    edges: dict[int, dict[str, Tensor]]
     before: list[Tensor]
     after: list[Tensor]
     from_graph: bool
     gate_sum: Tensor | None = None
     gate_count: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class TrackRecord:
-    """All steps of one track in one run of the engine.
-
-    Attributes:
-        norms: by leaf, `(T, B)`. Steps without a gradient, and lanes that a call lacked, are zero.
-        tensors: by leaf, `(T, B, H)`; empty where only norms are kept.
-        edges: by step, then by leaf, the gradient norm of the state entering a call.
-        gate_sum: see `CallRecord`.
-        gate_count: see `CallRecord`.
-        before: the state entering the first step.
-        after: the state after the last step.
-        from_graph: whether the state entering requires a gradient.
-    """
-
-    norms: dict[str, Tensor]
-    tensors: dict[str, Tensor]
-    edges: dict[int, dict[str, Tensor]]
-    gate_sum: Tensor | None
-    gate_count: int
-    before: list[Tensor]
-    after: list[Tensor]
-    from_graph: bool
+    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @classmethod
-    def from_calls(cls, track: "Track", calls: Sequence[CallRecord]) -> "TrackRecord":
-        """Put calls, ordered by their steps, one after another."""
+    def from_calls(cls, track: "Track", calls: Sequence["TrackRecord"]) -> "TrackRecord":
+        """Finish the calls of a run, ordered by their steps."""
         first = calls[0]
-        tensors = {leaf: _joined(leaf, calls) for leaf in first.gradients}
+        gradients = {leaf: _joined(leaf, calls) for leaf in first.gradients}
         edge_calls = calls if track.all_edges else calls[:1]
-        gates = [call.gate_sum for call in calls if call.gate_sum is not None]
         return cls(
-            {leaf: norms(gradient, 2) for leaf, gradient in tensors.items()},
-            tensors if track.history.tensors else {},
-            {
-                call.start - first.start: {
-                    leaf: norms(gradient.flatten(), 0) for leaf, gradient in call.entering.items()
-                }
-                for call in edge_calls
-            },
-            torch.stack(gates).sum(0) if gates else None,
-            sum(call.gate_count for call in calls),
+            first.start,
+            gradients if track.history.tensors else {},
+            {step: edge for call in edge_calls for step, edge in call.edges.items()},
             first.before,
             calls[-1].after,
             first.from_graph,
+            *_summed_gates(calls),
+            norms={leaf: vector_norms(gradient, 2) for leaf, gradient in gradients.items()},
         )
 
-    @property
-    def steps(self) -> int:
-        """T."""
-        return len(next(iter(self.norms.values())))
+
+def _summed_gates(records: Sequence[TrackRecord]) -> tuple[Tensor | None, int]:
+    """The retention gate summed over the records, and the number of its values."""
+    gates = [record.gate_sum for record in records if record.gate_sum is not None]
+    return torch.stack(gates).sum(0) if gates else None, sum(r.gate_count for r in records)
 
 
-def _joined(leaf: str, calls: Sequence[CallRecord]) -> Tensor:
+def _joined(leaf: str, calls: Sequence[TrackRecord]) -> Tensor:
     """`(T, B, ...)`, with zeros between calls and in lanes that a call lacked."""
     parts: list[Tensor] = []
     end = calls[0].start
@@ -119,22 +92,15 @@ def _joined(leaf: str, calls: Sequence[CallRecord]) -> Tensor:
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate steps, with zeros in the lanes that a part lacks."""
-    if len(parts) == 1:
-        return parts[0]
     lanes = max(part.shape[1] for part in parts)
-    return torch.cat([padded(part, lanes, 1) for part in parts])
+    padded: list[Tensor] = []
+    for part in parts:
+        missing = part.new_zeros(len(part), lanes - part.shape[1], *part.shape[2:])
+        padded.append(torch.cat([part, missing], 1) if missing.shape[1] else part)
+    return torch.cat(padded) if len(padded) > 1 else padded[0]
 
 
-def padded(rows: Tensor, size: int, dim: int) -> Tensor:
-    """The tensor with zeros up to `size` along one dimension."""
-    missing = size - rows.shape[dim]
-    if not missing:
-        return rows
-    shape = [*rows.shape[:dim], missing, *rows.shape[dim + 1 :]]
-    return torch.cat([rows, rows.new_zeros(shape)], dim)
-
-
-def norms(gradient: Tensor, dims: int) -> Tensor:
+def vector_norms(gradient: Tensor, dims: int) -> Tensor:
     """The norm over all but the first `dims` dimensions.
 
     In double precision where the device has it, since squares of small numbers vanish in single.
@@ -144,45 +110,6 @@ def norms(gradient: Tensor, dims: int) -> Tensor:
     if flat.is_complex():
         kind = torch.complex128
     return torch.linalg.vector_norm(flat, dim=dims, dtype=kind)
-
-
-@dataclass(eq=False)
-class RunRecord:
-    """One run of the engine: first the calls of each track, then the record of each track."""
-
-    calls: dict["Track", dict[int, CallRecord]] = field(
-        default_factory=dict["Track", dict[int, CallRecord]]
-    )
-    tracks: dict[str, TrackRecord] = field(default_factory=dict[str, TrackRecord])
-
-    def finish(self) -> None:
-        """Turn calls into tracks."""
-        for track, calls in self.calls.items():
-            ordered = [calls[start] for start in sorted(calls)]
-            self.tracks[track.name] = TrackRecord.from_calls(track, ordered)
-        self.calls = {}
-
-    def precedes(self, later: "RunRecord") -> bool:
-        """Whether `later` is the next segment of the same pass.
-
-        A segment starts from a state that requires a gradient, and one lane of that state left this
-        run, which had changed it.
-        """
-        for name, track in self.tracks.items():
-            other = later.tracks.get(name)
-            if other is None or not other.from_graph:
-                continue
-            for state in track.after:
-                unchanged = any(_share_a_lane(before, state) for before in track.before)
-                if not unchanged and any(_share_a_lane(entry, state) for entry in other.before):
-                    return True
-        return False
-
-    def forget_states(self) -> None:
-        """Free the states once the run needs no further comparison."""
-        for track in self.tracks.values():
-            track.before.clear()
-            track.after.clear()
 
 
 def _share_a_lane(a: Tensor, b: Tensor) -> bool:
@@ -203,18 +130,14 @@ class BackwardRecord:
     `layer0.c[17]` for one step.
     """
 
-    runs: tuple[RunRecord, ...]  # in the order of time
+    tracks: dict[str, tuple[TrackRecord, ...]]  # one record for each run of the engine, in time
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every state and gate with a gradient: `layer0.h`, `layer0.c`, `layer0.f` and so on."""
-        names = [
-            f"{name}.{leaf}"
-            for run in self.runs
-            for name, track in run.tracks.items()
-            for leaf in track.norms
-        ]
-        return tuple(dict.fromkeys(names))
+        return tuple(
+            f"{name}.{leaf}" for name, records in self.tracks.items() for leaf in records[0].norms
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         """Gradient norms per lane: `(T, B)` for `layer0.c`, `(B,)` for `layer0.c[17]`.
@@ -223,7 +146,7 @@ class BackwardRecord:
             ConfigError: no such name, or no such step.
         """
         track, leaf, step = self._parsed(name)
-        return _at(side_by_side([t.norms[leaf] for _, t in self._track(track)]), name, step)
+        return _at(side_by_side([record.norms[leaf] for record in self.tracks[track]]), name, step)
 
     def tensor(self, name: str) -> Tensor:
         """The gradient itself: `(T, B, H)` for `layer0.c`, `(B, H)` for `layer0.c[17]`.
@@ -232,13 +155,13 @@ class BackwardRecord:
             ConfigError: no such name or step, or the trace keeps norms only.
         """
         track, leaf, step = self._parsed(name)
-        parts = [t.tensors for _, t in self._track(track)]
+        parts = [record.gradients for record in self.tracks[track]]
         if not any(parts):
             raise ConfigError(
                 f"'{name}': this trace keeps norms only; to have the gradients themselves,"
                 " tt.trace(net, tensors=True)"
             )
-        return _at(side_by_side([tensors[leaf] for tensors in parts]), name, step)
+        return _at(side_by_side([gradients[leaf] for gradients in parts]), name, step)
 
     def norms(self, name: str) -> Tensor:
         """Norms over all lanes, `(T,)`."""
@@ -253,25 +176,24 @@ class BackwardRecord:
         entering state has no name.
         """
         track, leaf, _ = self._parsed(name)
-        return {
-            start + step: edge[leaf].item()
-            for start, record in self._track(track)
-            for step, edge in record.edges.items()
-            if leaf in edge
-        }
+        edges: dict[int, float] = {}
+        first = 0
+        for record in self.tracks[track]:
+            for step, edge in record.edges.items():
+                if leaf in edge:
+                    edges[first + step - record.start] = vector_norms(
+                        edge[leaf].flatten(), 0
+                    ).item()
+            first += len(record.norms[leaf])
+        return edges
 
     def mean_retention_gate(self) -> dict[str, Tensor]:
         """The mean of the gate that scales the past, over steps and lanes, by layer, `(H,)`.
 
         That is f of an LSTM and z of a GRU. Other layers are left out.
         """
-        means: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for run in self.runs for name in run.tracks):
-            records = [record for _, record in self._track(name)]
-            sums = [record.gate_sum for record in records if record.gate_sum is not None]
-            if sums:
-                means[name] = torch.stack(sums).sum(0) / sum(r.gate_count for r in records)
-        return means
+        sums = {name: _summed_gates(records) for name, records in self.tracks.items()}
+        return {name: gates / count for name, (gates, count) in sums.items() if gates is not None}
 
     def _parsed(self, name: str) -> tuple[str, str, int | None]:
         match = STEP_NAME.fullmatch(name)
@@ -284,13 +206,25 @@ class BackwardRecord:
         step = match["step"]
         return match["track"], match["leaf"], None if step is None else int(step)
 
-    def _track(self, name: str) -> Iterator[tuple[int, TrackRecord]]:
-        """The records of a track in all runs, each with its first step in the pass."""
-        start = 0
-        for run in self.runs:
-            if name in run.tracks:
-                yield start, run.tracks[name]
-                start += run.tracks[name].steps
+    def precedes(self, later: "BackwardRecord") -> bool:
+        """Whether this run and the first one of `later` are segments of the same pass.
+
+        A segment starts from a state that requires a gradient, and one lane of that state left this
+        run, which had changed it.
+        """
+        for name in self.tracks.keys() & later.tracks.keys():
+            track, other = self.tracks[name][0], later.tracks[name][0]
+            for state in track.after if other.from_graph else ():
+                unchanged = any(_share_a_lane(before, state) for before in track.before)
+                if not unchanged and any(_share_a_lane(entry, state) for entry in other.before):
+                    return True
+        return False
+
+    def forget_states(self) -> None:
+        """Free the states of the first run once it needs no further comparison."""
+        for record, *_ in self.tracks.values():
+            record.before.clear()
+            record.after.clear()
 
 
 def _at(steps: Tensor, name: str, step: int | None) -> Tensor:
@@ -314,39 +248,48 @@ class History:
         self.tensors, self.sampler, self.count = tensors, sampler, 0
         self._passes = deque[BackwardRecord](maxlen=keep)
         # A run is held by its callback in the engine; a pass that fails leaves nothing behind.
-        self._running: WeakValueDictionary[int, RunRecord] = WeakValueDictionary()
+        self._running: WeakValueDictionary[int, EngineRun] = WeakValueDictionary()
         self._lock = Lock()  # another thread may read while a pass ends
 
-    def calls_of(self, track: "Track") -> dict[int, CallRecord]:
+    def calls_of(self, track: "Track") -> dict[int, TrackRecord]:
         """The calls of a track in the engine's present run, by their first step."""
         self.sampler.note_backward()
         task = backward_task()
         run = self._running.get(task)
         if run is None:
-            run = self._running[task] = RunRecord()
+            run = self._running[task] = EngineRun()
             engine: Any = Variable._execution_engine  # as DistributedDataParallel does
             engine.queue_callback(partial(self._finish, run))
-        return run.calls.setdefault(track, {})
+        return run.setdefault(track, {})
 
     def passes(self) -> tuple[BackwardRecord, ...]:
         """The last ones, the oldest first."""
         with self._lock:
             return tuple(self._passes)
 
-    def _finish(self, run: RunRecord) -> None:
+    def _finish(self, run: "EngineRun") -> None:
         """Put a run that has ended before the pass that it leads to, or begin a pass with it."""
+        tracks: dict[str, tuple[TrackRecord, ...]] = {}
         with torch.no_grad():
-            run.finish()
+            for track, calls in run.items():
+                ordered = [calls[start] for start in sorted(calls)]
+                tracks[track.name] = (TrackRecord.from_calls(track, ordered),)
+        record = BackwardRecord(tracks)
         with self._lock:
-            last = self._passes[-1] if self._passes else None
-            if last is not None and run.precedes(last.runs[0]):
-                last.runs[0].forget_states()
-                self._passes[-1] = BackwardRecord((run, *last.runs))
-                return
-            if last is not None:
-                last.runs[0].forget_states()
-            self.count += 1
-            self._passes.append(BackwardRecord((run,)))
+            last = self._passes[-1] if self._passes else BackwardRecord({})
+            joined = record.precedes(last)
+            last.forget_states()
+            if joined:
+                for name, records in last.tracks.items():
+                    tracks[name] = (*tracks.get(name, ()), *records)
+                self._passes[-1] = record
+            else:
+                self.count += 1
+                self._passes.append(record)
+
+
+class EngineRun(dict["Track", dict[int, TrackRecord]]):
+    """One run of the engine: the calls of each track, by their first step."""
 
 
 @dataclass(eq=False)
@@ -371,7 +314,7 @@ class Track:
         self.steps += steps
         return start
 
-    def record(self, call: CallRecord) -> None:
+    def record(self, call: TrackRecord) -> None:
         """Add a call to the engine's present run."""
         self.history.calls_of(self)[call.start] = call
 

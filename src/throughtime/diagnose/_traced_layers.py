@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from throughtime.diagnose._trace_record import CallRecord, History, Track, is_batched
+from throughtime.diagnose._trace_record import History, Track, TrackRecord, is_batched
 from throughtime.errors import ConfigError, ModelError
 from throughtime.kernels import reference
 from throughtime.kernels.cells import CELLS, Cell, Weights
@@ -58,8 +58,9 @@ def traced_module(
         path = f"{name}." if name else ""
         ends = ("", "_reverse") if module.bidirectional else ("",)
         tracks = [
-            [Track(f"{path}layer{k}{end}", history, all_edges=True) for end in ends]
+            Track(f"{path}layer{k}{end}", history, all_edges=True)
             for k in range(module.num_layers)
+            for end in ends
         ]
         run = partial(_run_torch_layer, tracks)
         if isinstance(module, Recurrent):
@@ -190,14 +191,12 @@ def _run_torch_cell(track: Track, forward: Callable[..., Any], *args: Any, **kwa
         if not _needs_grad(x, *states, *weights):
             return func(x, state, *weights)
 
-        def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
-            (own,) = directions
-            ends = func(x[0], _one_or_all(own.states), *own.weights[:4])
-            ends = (ends,) if isinstance(ends, Tensor) else ends
-            return ends[0].unsqueeze(0).clone(), *ends
-
-        own = Direction(states, Weights(*weights, hr=None))  # pyright: ignore[reportArgumentType]
-        _, (ends,) = TracedCall(cell, kernel, [track])(x.unsqueeze(0), own)
+        with torch.no_grad():
+            ends = func(x, state, *weights)
+        ends = (ends,) if isinstance(ends, Tensor) else ends
+        own = Weights(*weights, hr=None)  # pyright: ignore[reportArgumentType]
+        outputs = ends[0].unsqueeze(0).clone(), *ends
+        _, ends = TracedCall(cell, track)(outputs, x.unsqueeze(0), states, own)
         return _one_or_all(ends)
 
     with KernelIntercept(CELL_KERNELS, call):
@@ -205,72 +204,96 @@ def _run_torch_cell(track: Track, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _run_torch_layer(
-    tracks: Sequence[Sequence[Track]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    tracks: Sequence[Track], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """nn.LSTM, nn.GRU, nn.RNN: a node for each layer, with dropout between them as torch draws it.
-
-    `tracks` are by layer and direction.
-    """
+    """nn.LSTM, nn.GRU, nn.RNN: a node for each layer and direction; `tracks` are in that order."""
     inputs = args[0] if args else kwargs.get("input")
-    order = inputs.unsorted_indices if isinstance(inputs, PackedSequence) else None
-    with KernelIntercept(LAYER_KERNELS, partial(_call_torch_layers, tracks, order)):
+    packing = Packing(inputs) if isinstance(inputs, PackedSequence) else None
+    with KernelIntercept(LAYER_KERNELS, partial(_call_torch_layers, tracks, packing)):
         return forward(*args, **kwargs)
 
 
+class Packing:
+    """Lanes of unequal length, longest first, as torch packs them.
+
+    Attributes:
+        sizes: the lanes of each step.
+        order: puts lanes back into the caller's order.
+        active: `(T, B)`, the lanes that each step has.
+        reverse: the steps and lanes of padded data, each lane from its last step to its first.
+    """
+
+    def __init__(self, inputs: PackedSequence) -> None:
+        self.sizes, self.order = inputs.batch_sizes, inputs.unsorted_indices
+        lanes = torch.arange(int(self.sizes[0]))
+        active = lanes < self.sizes.unsqueeze(1)
+        steps = active.sum(0) - 1 - torch.arange(len(active)).unsqueeze(1)
+        self.active = active.to(inputs.data.device)
+        self.reverse = steps % len(active), lanes
+
+    def padded(self, data: Tensor) -> Tensor:
+        """`(T, B, ...)`, zeros where a lane has ended."""
+        return data.new_zeros(*self.active.shape, *data.shape[1:]).index_put((self.active,), data)
+
+    def reversed(self, data: Tensor) -> Tensor:
+        """Packed data with the steps of each lane in the opposite order."""
+        return self.padded(data)[self.reverse][self.active]
+
+
 def _call_torch_layers(
-    tracks: Sequence[Sequence[Track]],
-    order: Tensor | None,
+    tracks: Sequence[Track],
+    packing: Packing | None,
     func: Any,
     cell: Cell,
     x: Tensor,
     *rest: Any,
 ) -> Any:
-    sizes, rest = (rest[0], rest[1:]) if isinstance(rest[2], (list, tuple)) else (None, rest)
-    hx, weights, biases, layers, dropout, train, both, *first = rest
+    """Replace one call of torch's kernel, with dropout between the layers as torch draws it."""
+    sizes = () if packing is None else rest[:1]
+    hx, weights, biases, layers, dropout, train, both, *first = rest[len(sizes) :]
     states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
     if not _needs_grad(x, *states, *weights):
-        return func(x, *([] if sizes is None else [sizes]), *rest)
+        return func(x, *rest)
     dropout = dropout if train and layers > 1 else 0.0
     if dropout and x.is_cuda:
         raise ModelError(
-            f"dropout={dropout:g} between the layers from '{tracks[0][0].name}' on: cuDNN"
+            f"dropout={dropout:g} between the layers from '{tracks[0].name}' on: cuDNN"
             " draws it inside its kernel, so a trace cannot repeat it. Trace in eval() mode or"
             " with dropout=0, or put nn.Dropout between single layers"
         )
 
-    def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
-        """Run torch's kernel for one layer, time first."""
-        leaves = [torch.stack(leaf) for leaf in zip(*(d.states for d in directions), strict=True)]
-        flat = [weight for d in directions for weight in d.weights if weight is not None]
-        options = [flat, biases, 1, 0.0, train, both]
-        if sizes is None:
-            y, *ends = func(x, _one_or_all(leaves), *options, False)
-        else:
-            y, *ends = func(x, sizes, _one_or_all(leaves), *options)
-        return y, *(leaf[d] for d in range(len(directions)) for leaf in ends)
+    def in_reverse(x: Tensor) -> Tensor:
+        return x.flip(0) if packing is None else packing.reversed(x)
 
-    rows, per = len(states[0]), len(weights) // len(states[0])
-    directions = [
-        Direction(
-            tuple(leaf[row] for leaf in states),
-            _named(weights[per * row : per * (row + 1)], biases),
-        )
-        for row in range(rows)
-    ]
-    swapped = bool(first and first[0])
-    y, ends = x.transpose(0, 1) if swapped else x, list[States]()
-    for k, pair in enumerate(tracks):
-        y = torch.dropout(y, dropout, True) if k and dropout else y
-        call = TracedCall(cell, kernel, pair, sizes=sizes, order=order)
-        y, after = call(y, *directions[len(pair) * k : len(pair) * (k + 1)])
-        ends += after
+    count, per, ends = 1 + both, len(weights) // len(tracks), list[States]()
+    x = x.transpose(0, 1) if first and first[0] else x
+    for k in range(layers):
+        x = torch.dropout(x, dropout, True) if k and dropout else x
+        rows = slice(count * k, count * (k + 1))
+        own = weights[per * rows.start : per * rows.stop]
+        entering = [leaf[rows] for leaf in states]
+        options = [_one_or_all(entering), own, biases, 1, 0.0, train, both]
+        with torch.no_grad():
+            y, *after = func(x, *sizes, *options, *([False] if first else []))
+        outputs: list[Tensor] = []
+        for d, (part, track) in enumerate(zip(y.chunk(count, -1), tracks[rows], strict=True)):
+            call = TracedCall(cell, track, packing, reverse=d > 0)
+            output, end = call(
+                [in_reverse(part) if d else part, *(leaf[d] for leaf in after)],
+                in_reverse(x) if d else x,
+                tuple(leaf[d] for leaf in entering),
+                _named(own[per * d : per * (d + 1)], biases),
+            )
+            outputs.append(in_reverse(output) if d else output)
+            ends.append(end)
+        x = torch.cat(outputs, -1)
     after = [torch.stack(leaf) for leaf in zip(*ends, strict=True)]
-    return (y.transpose(0, 1) if swapped else y, *after)
+    return (x.transpose(0, 1) if first and first[0] else x, *after)
 
 
 def _run_fused_layer(
     module: Recurrent,
-    tracks: Sequence[Sequence[Track]],
+    tracks: Sequence[Track],
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -279,10 +302,8 @@ def _run_fused_layer(
 
     def run(backend: str) -> Run:
         layer_run = Recurrent._run(module, backend)
-        if _transformed():
-            return layer_run
-        order = iter([(track, d > 0) for pair in tracks for d, track in enumerate(pair)])
-        return partial(_run_traced, order, layer_run)
+        order = enumerate(tracks)
+        return layer_run if _transformed() else partial(_run_traced, module, order, layer_run)
 
     def by_torch(*args: Any) -> Any:
         return _run_torch_layer(tracks, partial(Recurrent._by_torch, module), *args)
@@ -297,7 +318,8 @@ def _run_fused_layer(
 
 
 def _run_traced(
-    tracks: Iterator[tuple[Track, bool]],
+    module: Recurrent,
+    tracks: Iterator[tuple[int, Track]],
     run: Run,
     cell: Cell,
     x: Tensor,
@@ -306,18 +328,16 @@ def _run_traced(
     resets: Tensor | None,
 ) -> tuple[Tensor, States]:
     """One layer in one direction, by `run`; the backward direction gets its inputs reversed."""
-    track, backward = next(tracks)
+    row, track = next(tracks)
     if not len(x) or not _needs_grad(x, *states, *weights):
         return run(cell, x, states, weights, resets)
 
-    def kernel(x: Tensor, directions: Sequence[Direction]) -> Sequence[Tensor]:
-        y, ends = run(cell, x, *directions[0], resets)
-        return y, *ends
-
+    with torch.no_grad():
+        y, ends = run(cell, x, states, weights, resets)
+    backward = module.bidirectional and row % 2 == 1
     products = product_type(weights.ih.dtype, x.shape[1]) if autocast_applies(weights.ih) else None
-    call = TracedCall(cell, kernel, [track], resets=resets, reverse=backward, products=products)
-    y, (ends,) = call(x, Direction(states, weights))
-    return y, ends
+    call = TracedCall(cell, track, resets=resets, reverse=backward, products=products)
+    return call([y, *ends], x, states, weights)
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -336,63 +356,51 @@ def _named(weights: Sequence[Tensor], biases: bool) -> Weights:
     return Weights(weights[0], weights[1], b_ih, b_hh, rest[0] if rest else None)
 
 
-class Direction(NamedTuple):
-    """The entering states, `(B, P)` and `(B, H)`, and the weights of one direction of a layer."""
-
-    states: States
-    weights: Weights
-
-
 @dataclass(eq=False)
 class TracedCall:
-    """One call of one layer, both directions.
+    """One call of one layer in one direction.
 
     Attributes:
         cell: of the layer.
-        kernel: computes the outputs, then the last states of each direction.
-        tracks: one for each direction.
-        sizes: of packed data, the lanes of each step, longest first.
-        order: puts packed lanes back into the caller's order.
+        track: where the call is recorded.
+        packing: of packed data.
         resets: `(T, B)`, where the state entering the step becomes zeros.
         reverse: whether the data run from the last step to the first.
         products: the type to which factors of products are rounded; None: autocast's, if it is on.
     """
 
     cell: Cell
-    kernel: Callable[[Tensor, Sequence[Direction]], Sequence[Tensor]]
-    tracks: Sequence[Track]
-    sizes: Tensor | None = None
-    order: Tensor | None = None
+    track: Track
+    packing: Packing | None = None
     resets: Tensor | None = None
     reverse: bool = False
     products: torch.dtype | None = None
 
-    def __call__(self, x: Tensor, *directions: Direction) -> tuple[Tensor, list[States]]:
-        """Outputs, and the states after the last step of each direction.
+    def __call__(
+        self, results: Sequence[Tensor], x: Tensor, states: States, weights: Weights
+    ) -> tuple[Tensor, States]:
+        """Outputs, and the states after the last step, with a graph.
 
         Args:
+            results: the same without a graph.
             x: `(T, B, D)`, or packed.
-            directions: one for each track.
+            states: entering the first step, `(B, P)` and `(B, H)`.
+            weights: of this direction.
         """
-        steps = len(x) if self.sizes is None else len(self.sizes)
-        self.starts = [track.begin(steps) for track in self.tracks]
-        device, dtype = x.device.type, directions[0].weights.ih.dtype
+        self.start = self.track.begin(len(x if self.packing is None else self.packing.sizes))
+        device, dtype = x.device.type, weights.ih.dtype
         if self.products is None and torch.is_autocast_enabled(device):
             floating = dtype in (torch.float32, torch.float16, torch.bfloat16)
             self.products = torch.get_autocast_dtype(device) if floating else None
-        flat = chain.from_iterable((*states, *weights) for states, weights in directions)
-        y, *ends = TracedSteps.apply(self, x, *flat)
-        count = len(self.cell.states)
-        return y, [tuple(ends[i : i + count]) for i in range(0, len(ends), count)]
+        y, *ends = TracedSteps.apply(self, results, x, *states, *weights)
+        return y, tuple(ends)
 
-    def directions(self, flat: Sequence[Any]) -> list[Direction]:
-        """The arguments of the node after `x`, or their gradients, by direction."""
-        count = len(self.cell.states)
-        size = count + len(Weights._fields)
-        rows = [flat[i : i + size] for i in range(0, len(flat), size)]
-        return [Direction(tuple(row[:count]), Weights(*row[count:])) for row in rows]
+    def arguments(self, flat: Sequence[Any]) -> tuple[Tensor, States, Weights]:
+        """The inputs of the node: `x`, the states and the weights."""
+        end = 1 + len(self.cell.states)
+        return flat[0], tuple(flat[1:end]), Weights(*flat[end:])
 
-    def pull(
+    def vjp(
         self,
         tensors: Sequence[Tensor | None],
         cotangents: Sequence[Tensor | None],
@@ -408,127 +416,87 @@ class TracedCall:
             else tensor.detach().requires_grad_(need)
             for tensor, need in zip(tensors, needed, strict=True)
         ]
-        before = self.directions(leaves[1:])
-        for leaf in chain.from_iterable(direction.states for direction in before):
+        _, entering, _ = self.arguments(leaves)
+        for leaf in entering:
             leaf.requires_grad_()
-        wide = torch.promote_types(before[0].weights.ih.dtype, torch.float32)
-        promoted: list[Any] = [leaf if leaf is None else leaf.to(wide) for leaf in leaves]
-        x, *flat = promoted
-        directions = self.directions(flat)
-        active = self._active(directions[0].states[0])
-        if active is not None:
-            x = x.new_zeros(*active.shape, x.shape[1]).index_put((active,), x)
-        runs = [self._run(x, active, own, bool(d), wide) for d, own in enumerate(directions)]
-        y = torch.cat([torch.stack([step.states[0] for step in run.steps]) for run in runs], -1)
-        outputs = [y if active is None else y[active]]
-        outputs += chain.from_iterable(run.ends for run in runs)
-        pairs = [
-            (output, cotangent.to(wide))
+        steps, outputs = self._run(leaves)
+        rows = [
+            step.gates | dict(zip(self.cell.states, step.states, strict=True)) for step in steps
+        ]
+        values = {leaf: [row[leaf] for row in rows] for leaf in self.cell.values}
+        roots = [
+            (output, cotangent.to(output.dtype))
             for output, cotangent in zip(outputs, cotangents, strict=True)
             if cotangent is not None
         ]
-        values = [run.values(self.cell) for run in runs]
-        differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        traced = {
+            i: leaf for i, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad
+        }
         gradients = iter(
             torch.autograd.grad(
-                [output for output, _ in pairs],
-                [*chain.from_iterable(chain(*values)), *differentiable],
-                [cotangent for _, cotangent in pairs],
+                [output for output, _ in roots],
+                [*chain.from_iterable(values.values()), *traced.values()],
+                [cotangent for _, cotangent in roots],
                 create_graph=create_graph,
                 allow_unused=True,
                 materialize_grads=True,
             )
         )
-        by_step = [[[next(gradients) for _ in leaf] for leaf in value] for value in values]
-        by_leaf = [
-            next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves
-        ]
+        by_step = {leaf: [next(gradients) for _ in steps] for leaf in values}
+        by_input = dict(zip(traced, gradients, strict=True))
         if not is_batched(cotangents):
-            from_graph = any(any(own.states) for own in self.directions(needed[1:]))
-            grads = self.directions(by_leaf[1:])
+            states = range(1, 1 + len(entering))
             with torch.no_grad():
-                for d, run in enumerate(runs):
-                    states = [leaf.detach() for leaf in before[d].states]
-                    ends = [leaf.detach() for leaf in run.ends]
-                    gate_sum, gate_count = run.retention(self.cell, active)
-                    gradients, edges = self._in_time_order(by_step[d], grads[d].states, d)
-                    self.tracks[d].record(
-                        CallRecord(
-                            self.starts[d],
-                            gradients,
-                            edges,
-                            states,
-                            ends,
-                            from_graph,
-                            gate_sum,
-                            gate_count,
-                        )
+                self.track.record(
+                    TrackRecord(
+                        self.start,
+                        {leaf: self._in_time_order(rows) for leaf, rows in by_step.items()},
+                        {} if self.reverse else self._edge([by_input[i] for i in states]),
+                        [leaf.detach() for leaf in entering],
+                        [leaf.detach() for leaf in outputs[1:]],
+                        any(needed[i] for i in states),
+                        *self._retention(steps),
                     )
-        return [leaf if need else None for leaf, need in zip(by_leaf, needed, strict=True)]
+                )
+        return [by_input[i] if need else None for i, need in enumerate(needed)]
 
-    def _active(self, like: Tensor) -> Tensor | None:
-        """`(T, B)`, the lanes that each step of packed data has."""
-        if self.sizes is None:
-            return None
-        return (torch.arange(len(like)) < self.sizes.unsqueeze(1)).to(like.device)
-
-    def _run(
-        self, x: Tensor, active: Tensor | None, own: Direction, backward: bool, wide: torch.dtype
-    ) -> "DirectionRun":
-        """One direction; packed lanes end early, and in the backward direction start late."""
-        products = None if self.products is wide else self.products
-        sums = reference.input_sums(x, own.weights, products)
-        steps, now = list[Step](), own.states
-        times = range(len(sums))
-        for t in reversed(times) if backward else times:
-            if self.resets is not None:
-                now = reference.reset(now, self.resets[t])
-            steps.append(reference.step(self.cell, sums[t], now, own.weights, products))
-            pairs = zip(steps[-1].states, now, strict=True)
-            now = (
-                steps[-1].states
-                if active is None
-                else tuple(torch.where(active[t].unsqueeze(1), new, old) for new, old in pairs)
-            )
-        return DirectionRun(steps[::-1] if backward else steps, now)
-
-    def _in_time_order(
-        self, gradients: Sequence[list[Tensor]], entering: States, index: int
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Gradients of the steps and of the entering state by leaf, lanes in the caller's order."""
-        lanes = slice(None) if self.order is None else self.order
-        rows = [torch.stack(leaf[::-1] if self.reverse else leaf).detach() for leaf in gradients]
-        edges = [] if self.reverse or index else [leaf.detach()[lanes] for leaf in entering]
-        return (
-            {leaf: steps[:, lanes] for leaf, steps in zip(self.cell.values, rows, strict=True)},
-            dict(zip(self.cell.states, edges, strict=False)),
+    def _run(self, leaves: Sequence[Tensor | None]) -> tuple[list[Step], list[Tensor]]:
+        """Run the reference with a graph: its steps, and the outputs of the call."""
+        wide = torch.promote_types(self.arguments(leaves)[2].ih.dtype, torch.float32)
+        x, states, weights = self.arguments(
+            [None if leaf is None else leaf.to(wide) for leaf in leaves]
         )
+        packing, active = self.packing, None
+        if packing is not None:
+            x, active = packing.padded(x), packing.active
+        products = None if self.products is wide else self.products
+        pairs = list(reference.steps(self.cell, x, states, weights, self.resets, products, active))
+        y = torch.stack([step.states[0] for step, _ in pairs])
+        return [step for step, _ in pairs], [y if active is None else y[active], *pairs[-1][1]]
 
+    def _in_time_order(self, rows: list[Tensor]) -> Tensor:
+        """The gradients of one leaf, `(T, B, ...)`, lanes in the caller's order."""
+        steps, packing = torch.stack(rows).detach(), self.packing
+        if self.reverse:
+            steps = steps.flip(0) if packing is None else steps[packing.reverse]
+        return steps if packing is None or packing.order is None else steps[:, packing.order]
 
-class DirectionRun(NamedTuple):
-    """One direction of a call, run step by step with a graph.
+    def _edge(self, gradients: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
+        """The gradients of the entering state, by its step."""
+        return {
+            self.start: {
+                leaf: gradient.detach()
+                for leaf, gradient in zip(self.cell.states, gradients, strict=True)
+            }
+        }
 
-    Attributes:
-        steps: in the order of the data.
-        ends: the state after the last step, `(B, P)` and `(B, H)`.
-    """
-
-    steps: list[Step]
-    ends: States
-
-    def values(self, cell: Cell) -> list[list[Tensor]]:
-        """States and gates of all steps, in the order of `Cell.values`."""
-        named = [
-            step.gates | dict(zip(cell.states, step.states, strict=True)) for step in self.steps
-        ]
-        return [[values[leaf] for values in named] for leaf in cell.values]
-
-    def retention(self, cell: Cell, active: Tensor | None) -> tuple[Tensor | None, int]:
+    def _retention(self, steps: Sequence[Step]) -> tuple[Tensor | None, int]:
         """The retention gate summed over steps and lanes, and the number of its values."""
-        if cell.retention_gate is None:
+        name = self.cell.retention_gate
+        if name is None:
             return None, 0
-        gates = torch.stack([step.gates[cell.retention_gate].detach() for step in self.steps])
-        gates = gates.flatten(0, 1) if active is None else gates[active]
+        gates = torch.stack([step.gates[name].detach() for step in steps])
+        gates = gates.flatten(0, 1) if self.packing is None else gates[self.packing.active]
         return gates.sum(0), len(gates)
 
 
@@ -536,20 +504,22 @@ class TracedSteps(torch.autograd.Function):
     """A traced call as one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: TracedCall, x: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: TracedCall, results: Sequence[Tensor], *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *rest)
-        return tuple(call.kernel(x, call.directions(rest)))
+        ctx.save_for_backward(*inputs)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
         tensors = ctx.saved_tensors  # read once: a checkpoint returns them once
         if all(gradient is None for gradient in grads):
-            return (None,) * (1 + len(tensors))
+            return (None,) * (2 + len(tensors))
         with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-            return None, *ctx.call.pull(tensors, grads, ctx.needs_input_grad[1:], create_graph)
+            return None, None, *ctx.call.vjp(tensors, grads, ctx.needs_input_grad[2:], create_graph)
 
 
 def _run_named_cell(
@@ -582,9 +552,8 @@ def _run_named_cell(
         calls = track.history.calls_of(track)
         if start not in calls:
             zeros = {name: torch.zeros_like(value).unsqueeze(0) for name, value in after.items()}
-            calls[start] = CallRecord(
-                start, zeros, {}, list(before), list(after.values()), from_graph
-            )
+            states = list(before), list(after.values())
+            calls[start] = TrackRecord(start, zeros, {}, *states, from_graph)
         calls[start].gradients[leaf] = gradient.detach().unsqueeze(0)
 
     for leaf, tensor in returned.items():

@@ -26,7 +26,7 @@ in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, 
 (2019).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +91,44 @@ def _run(
     resets: Tensor | None,
     rounded: torch.dtype | None,
 ) -> tuple[Tensor, States]:
-    sums = input_sums(x, weights, rounded)
     outputs: list[Tensor] = []
-    for t, row in enumerate(sums.unbind(0)):
+    for _, states in steps(cell, x, states, weights, resets, rounded):  # noqa: B020  # the last ones
+        outputs.append(states[0])
+    return torch.stack(outputs) if outputs else states[0].new_empty(0, *states[0].shape), states
+
+
+def steps(
+    cell: Cell,
+    x: Tensor,
+    states: States,
+    weights: Weights,
+    resets: Tensor | None = None,
+    rounded: torch.dtype | None = None,
+    active: Tensor | None = None,
+) -> Iterator[tuple[Step, States]]:
+    """Each step of a layer, and the states that enter the next one.
+
+    Args:
+        cell: a row of the table.
+        x: `(T, B, D)`.
+        states: entering the first step.
+        weights: of the layer.
+        resets: as of `run`.
+        rounded: as of `step`.
+        active: `(T, B)` bool, false where a lane has ended: it keeps its state. None: all lanes
+            have every step.
+    """
+    for t, row in enumerate(input_sums(x, weights, rounded).unbind(0)):
         if resets is not None:
             states = reset(states, resets[t])
-        states = step(cell, row, states, weights, rounded).states
-        outputs.append(states[0])
-    return torch.stack(outputs) if outputs else sums.new_empty(0, *states[0].shape), states
+        result = step(cell, row, states, weights, rounded)
+        states = result.states if active is None else _where(active[t], result.states, states)
+        yield result, states
+
+
+def _where(lanes: Tensor, states: States, others: States) -> States:
+    column, pairs = lanes.unsqueeze(1), zip(states, others, strict=True)
+    return tuple(torch.where(column, leaf, other) for leaf, other in pairs)
 
 
 def input_sums(x: Tensor, weights: Weights, rounded: torch.dtype | None = None) -> Tensor:
