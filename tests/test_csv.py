@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
-from throughtime.stream.formats.csv import is_number, read_columns
+from throughtime.stream.formats.csv import is_number
 from throughtime.stream.formats.csv_rows import parse_numbers
+from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import columns
 
 
@@ -224,10 +225,10 @@ def test_blank_lines_are_values_of_a_single_column_only(end: str, tmp_path: Path
 
 
 def test_a_manifest_is_text(tmp_path: Path) -> None:
-    assert read_columns(written(tmp_path / "r.csv", "id,inputs\n001,a.csv\n1,b.csv\n"))["id"] == [
-        "001",
-        "1",
-    ]
+    for name in ("a.csv", "b.csv"):
+        written(tmp_path / name, "x\n1\n")
+    path = written(tmp_path / "r.csv", "id,inputs\n001,a.csv\n\n1,b.csv\n")
+    assert [entry.name for entry in find_recordings(path)] == ["001", "1"]
 
 
 @given(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.errors import RunError
 from throughtime.gradient import _fused, truncated
-from throughtime.kernels import fused_step as kernel
+from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
 
 pytestmark = pytest.mark.skipif(
@@ -44,13 +44,13 @@ class Seen(NamedTuple):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the call was made."""
     made: list[int] = []
-    true = kernel.step
+    true = kernel.fused_step
 
     def counted(what: kernel.FusedStep) -> int:
         made.append(what.steps)
         return true(what)
 
-    monkeypatch.setattr(kernel, "step", counted)
+    monkeypatch.setattr(kernel, "fused_step", counted)
     return made
 
 
@@ -214,13 +214,13 @@ def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
 
 def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a mean over one row more."""
-    true = kernel.step
+    true = kernel.fused_step
 
     def wrong(what: kernel.FusedStep) -> int:
         what.valid += 1
         return true(what)
 
-    monkeypatch.setattr(kernel, "step", wrong)
+    monkeypatch.setattr(kernel, "fused_step", wrong)
     found = epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12))
     by_graph(monkeypatch)
     with pytest.raises(AssertionError):

@@ -15,7 +15,7 @@ import throughtime as tt
 from recurrences import needs_kernels
 from test_fused_update import Seen, assert_same, by_graph, calls
 from throughtime.errors import ModelError, RunError
-from throughtime.kernels import fused_step as kernel
+from throughtime.kernels import recurrent as kernel
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
@@ -145,14 +145,14 @@ def test_a_front_may_share_its_weights_with_the_readout(
 def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    true = kernel.step
+    true = kernel.fused_step
 
     def short(what: kernel.FusedStep) -> int:
         code = true(what)
         ctypes.memset(what.layers[0].dx, 0, 8 * WIDTH)
         return code
 
-    monkeypatch.setattr(kernel, "step", short)
+    monkeypatch.setattr(kernel, "fused_step", short)
     found = epoch(make(embedding()), tt.Truncated(12))
     by_graph(monkeypatch)
     with pytest.raises(AssertionError):

@@ -26,6 +26,8 @@ from throughtime.app.run_folder import load_tensors, save_tensors
 from throughtime.carry.carried import Carried, carry
 from throughtime.errors import ConfigError, DataError
 from throughtime.metrics import Classification, Metric, Regression
+from throughtime.nn import GRU, LSTM, RNN
+from throughtime.predict import Predictor
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Steps
@@ -36,6 +38,8 @@ _MODEL = "throughtime.model/1"
 _WORTH_THREADS = 2e6
 BLOCK = 65_536  # steps read at once, fewer if there are many columns
 _WIDE = 16  # up to so many columns, a block has BLOCK steps
+_SEARCHED = 20_000  # steps predicted to find the busiest, from the start of the recording
+_SHOWN = 1_500  # steps of an excerpt
 
 
 @dataclass
@@ -301,7 +305,7 @@ class Affine(nn.Module):
 
 def build_model(spec: ModelSpec) -> Carried:
     """The net: raw inputs in, logits of the classes or values in the targets' units out."""
-    layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[spec.model]
+    layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     parts: list[tuple[str, nn.Module]] = [
         ("standardise", Affine(spec.features, inverse=False)),
         ("recurrent", layer(spec.features, spec.hidden, spec.layers)),
@@ -309,7 +313,7 @@ def build_model(spec: ModelSpec) -> Carried:
     ]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))
-    return carry(nn.Sequential(OrderedDict(parts)), fused=True).to(spec.torch_dtype)
+    return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
 
 
 def set_statistics(net: Carried, statistics: Statistics) -> None:
@@ -432,6 +436,49 @@ def unbroken_stream(
         rank=0,
         ranks=1,
     )
+
+
+@dataclass(frozen=True)
+class SignalExcerpt:
+    """Consecutive steps of a recording: its first input column, first target and predictions."""
+
+    recording: str
+    start: int
+    signal: Array
+    targets: Array
+    predicted: Array
+
+
+def busiest_excerpt(
+    net: Carried, spec: ModelSpec, recording: Recording, config: Config
+) -> SignalExcerpt:
+    """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
+    steps = min(len(recording), _SEARCHED)
+    chunk = unbroken_stream([recording], spec, config, 1, steps).read(0, steps)
+    predict = Predictor(net)
+    parts = [predict(x.to(predict.device)).squeeze(1).cpu() for x in chunk.inputs.split(1024)]
+    outputs = torch.cat(parts).numpy()
+    targets = np.zeros(steps) if chunk.targets is None else first_column(chunk.targets).numpy()
+    if spec.classes:
+        start, predicted = _busiest(targets), outputs.argmax(axis=1)
+    else:
+        start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
+    shown = slice(start, start + _SHOWN)
+    signal = first_column(chunk.inputs).numpy()
+    return SignalExcerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
+
+
+def first_column(values: Tensor) -> Tensor:
+    """The first column of the first lane of `(T, B, ...)`: `(T,)`."""
+    return values[:, 0].reshape(len(values), -1)[:, 0]
+
+
+def _busiest(targets: Array) -> int:
+    """The start of the excerpt with most classes, then most changes of class."""
+    starts = range(0, max(1, len(targets) - _SHOWN + 1), _SHOWN // 3)
+    excerpts = [targets[start : start + _SHOWN] for start in starts]
+    activity = [(len(np.unique(e)), np.count_nonzero(np.diff(e))) for e in excerpts]
+    return starts[activity.index(max(activity))]
 
 
 def save_model(path: Path, net: Carried, spec: ModelSpec) -> None:

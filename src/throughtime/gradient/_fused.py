@@ -36,7 +36,7 @@ from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapte
 from throughtime.chunk import Chunk
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
-from throughtime.kernels import fused_step as kernel
+from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import active_torch_modes, static_backend
 from throughtime.kernels.recurrent import TYPES, Call, saved_size
@@ -521,7 +521,7 @@ class _Buffers:
             setattr(struct, gradient, grad.data_ptr())
         outputs = x.new_empty_strided((chunk.steps, self._lanes, self._row[1]), self._row)
         mask = self._point_readout(chunk, outputs, loss, fresh)
-        code = kernel.step(self._step)
+        code = kernel.fused_step(self._step)
         del mask, resets  # the call has read them
         if code == kernel.INVALID_TARGET:
             return None  # torch says which target, and of how many classes
@@ -570,7 +570,7 @@ class _Buffers:
         mask = None if valid == count * self._lanes else chunk.mask.contiguous()
         step.loss, step.accumulate, step.steps, step.valid = loss, not fresh, count, valid
         if count > self._scratch_steps:
-            size = kernel.scratch_size(step)
+            size = kernel.fused_scratch_size(step)
             self._scratch_steps = count
             self._scratch = torch.empty(size, dtype=self._dtype, device="cpu")
             step.scratch = self._scratch.data_ptr()

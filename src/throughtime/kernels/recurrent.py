@@ -1,11 +1,15 @@
 """LSTM, GRU and RNN in the compiled core: one call for the forward pass of a layer, one backward.
 
+`fused_step` is a whole update in one call: a stack of layers, a linear readout, its loss and all
+gradients.
+
 `reference.py` defines what they compute; `dispatch.py` says when they run. They take float32 and
 float64 on the CPU, time first. Under autocast the products of float32 are rounded to bfloat16, in
 the forward pass and in its backward pass, wherever that runs. The reference computes gradients of
 gradients and the rows of a Jacobian (`is_grads_batched`), from what the forward pass saved.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
+Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection,
+`C` outputs of the readout.
 """
 
 import ctypes
@@ -29,6 +33,8 @@ Grads = tuple[Tensor | None, ...]
 TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # tt_type by the type to which both factors of a product are rounded; with 2, numbers are float32
 PRODUCT_TYPES = {**TYPES, torch.bfloat16: 2}
+CROSS_ENTROPY, SQUARED_ERROR = 0, 1  # losses of a fused step
+INVALID_TARGET, NON_FINITE = 2, 3  # tt_fault; after the first nothing has been written
 _POINTERS = (
     *("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets"),
     *("y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end"),
@@ -47,6 +53,19 @@ class Call(ctypes.Structure):
     ]
 
 
+class FusedStep(ctypes.Structure):
+    """`tt_fused_step` of throughtime.h."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(Call)),
+        *((name, ctypes.c_int32) for name in ("count", "loss", "accumulate")),
+        *((name, ctypes.c_int64) for name in ("steps", "classes", "valid")),
+        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "dw", "db")),
+        ("mean", ctypes.POINTER(ctypes.c_double)),
+    ]
+
+
 @cache
 def core() -> ctypes.CDLL:
     """The library, with the types of its recurrent calls set."""
@@ -55,14 +74,32 @@ def core() -> ctypes.CDLL:
         raise ThroughtimeError(
             "the compiled kernels are not installed; kernels.reference.run computes the same"
         )
-    for name, restype in (
-        ("tt_saved", ctypes.c_int64),
-        ("tt_forward", ctypes.c_int),
-        ("tt_backward", ctypes.c_int),
+    for name, argument, restype in (
+        ("tt_saved", Call, ctypes.c_int64),
+        ("tt_forward", Call, ctypes.c_int),
+        ("tt_backward", Call, ctypes.c_int),
+        ("tt_fused_step_scratch", FusedStep, ctypes.c_int64),
+        ("tt_fused_step_run", FusedStep, ctypes.c_int),
     ):
         function = getattr(result, name)
-        function.argtypes, function.restype = [ctypes.POINTER(Call)], restype
+        function.argtypes, function.restype = [ctypes.POINTER(argument)], restype
     return result
+
+
+def fused_scratch_size(call: FusedStep) -> int:
+    """How many numbers the scratch memory of a call holds, by its layers, steps and classes."""
+    return core().tt_fused_step_scratch(call)
+
+
+def fused_step(call: FusedStep) -> int:
+    """Run it; the result is 0, `INVALID_TARGET` or `NON_FINITE`.
+
+    Raises:
+        MemoryError: there is no memory for its work.
+    """
+    code: int = core().tt_fused_step_run(call)
+    check(code)
+    return code
 
 
 def run(

@@ -3,9 +3,10 @@
 Shapes: `T` steps, `B` lanes, `S` static features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,9 +32,24 @@ class MissingCounts(NamedTuple):
     targets: Counts  # NaN or -100
 
 
+class ReadRequest(NamedTuple):
+    """A block: its first step in the epoch, its length, and the slices that lanes play in it."""
+
+    start: int
+    steps: int
+    slices: tuple[LaneSlice, ...]
+
+
+Block: TypeAlias = tuple[Chunk, MissingCounts]
+
+
 @dataclass
 class Collator:
-    """Makes chunks of one layout: that of the first recording that is read."""
+    """Makes chunks of one layout: that of the first recording that is read.
+
+    It is the reader of a stream that reads when needed, one thread at a time: an open file has one
+    position.
+    """
 
     recordings: Sequence[Recording]
     lanes: int
@@ -44,8 +60,21 @@ class Collator:
     def __post_init__(self) -> None:
         self._first: tuple[str, Steps] | None = None
         self._accepted = set[tuple[Any, ...]]()
+        self._lock = Lock()
 
-    def collate(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Chunk, MissingCounts]:
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
+
+    def read(self, request: ReadRequest, later: Iterable[ReadRequest] = ()) -> Block:
+        """The requested block, when no other thread reads one."""
+        del later
+        with self._lock:
+            return self.collate(request.slices, request.steps)
+
+    def collate(self, slices: Sequence[LaneSlice], steps: int) -> Block:
         """The chunk in which lanes play these slices, and how many of its steps are missing."""
         reads = [(part, self._read(part)) for part in slices]
         resets, mask, recording, position = self._metadata(slices, steps)

@@ -1,36 +1,24 @@
-"""Readers of blocks of a stream: when needed, ahead in a thread, or ahead in worker processes.
+"""Readers of blocks of a stream: ahead in a thread, or ahead in worker processes.
 
 A block is a pure function of the slices that lanes play in it. So the choice of a reader changes no
 number, and blocks read ahead are no part of the position in a stream. The processes are those of
 `torch.utils.data.DataLoader`.
 """
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset
 
-from throughtime.chunk import Chunk
 from throughtime.errors import DataError
-from throughtime.stream._collate import Collator, MissingCounts
-from throughtime.stream.lanes import LaneSlice
+from throughtime.stream._collate import Block, Collator, ReadRequest
 
 Workers: TypeAlias = int | Literal["thread"]
-Block: TypeAlias = tuple[Chunk, MissingCounts]
 DEPTH = 2  # blocks read ahead by a thread, and by each process
-
-
-class ReadRequest(NamedTuple):
-    """A block: its first step in the epoch, its length, and the slices that lanes play in it."""
-
-    start: int
-    steps: int
-    slices: tuple[LaneSlice, ...]
 
 
 class Reader(Protocol):
@@ -41,31 +29,16 @@ class Reader(Protocol):
         ...
 
 
-class SyncReader:
-    """Reads when needed, one thread at a time: an open file has one position."""
-
-    def __init__(self, collator: Collator) -> None:
-        self._collator, self._lock = collator, threading.Lock()
-
-    def __reduce__(self) -> tuple[type["SyncReader"], tuple[Collator]]:
-        return SyncReader, (self._collator,)
-
-    def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
-        del later
-        with self._lock:
-            return self._collator.collate(request.slices, request.steps)
-
-
 class ThreadReader:
     """Reads the next blocks in a thread: enough for slow disks, and for decoders outside Python."""
 
-    def __init__(self, reader: SyncReader) -> None:
+    def __init__(self, reader: Collator) -> None:
         self._reader = reader
         self._pending = deque[tuple[ReadRequest, Future[Block]]]()
         self._later: Iterator[ReadRequest] = iter(())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="throughtime-stream")
 
-    def __reduce__(self) -> tuple[type["ThreadReader"], tuple[SyncReader]]:
+    def __reduce__(self) -> tuple[type["ThreadReader"], tuple[Collator]]:
         return ThreadReader, (self._reader,)
 
     def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
@@ -75,7 +48,7 @@ class ThreadReader:
             self._pending.clear()
             self._later = chain([request], later)
         for following in self._later:
-            self._pending.append((following, self._thread.submit(self._reader.read, following, ())))
+            self._pending.append((following, self._thread.submit(self._reader.read, following)))
             if len(self._pending) > DEPTH:
                 break
         return self._pending.popleft()[1].result()

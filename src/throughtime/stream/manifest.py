@@ -1,6 +1,6 @@
 """The manifest of a data set: its recordings, their entry, and what holds for a whole recording."""
 
-import csv as lines
+import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from throughtime.errors import DataError
 from throughtime.stream import formats
-from throughtime.stream.formats import csv
 from throughtime.stream.formats.csv import is_number
+from throughtime.stream.formats.table import column_names
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
@@ -96,8 +96,8 @@ def header_of(path: Path) -> tuple[str, ...]:
     with path.open("rb") as file:
         first = file.readline(_HEADER).decode("utf-8-sig", errors="replace")
     try:
-        return tuple(field.strip() for field in next(lines.reader([first]), []))
-    except lines.Error:
+        return tuple(field.strip() for field in next(csv.reader([first]), []))
+    except csv.Error:
         return ()
 
 
@@ -107,12 +107,8 @@ def _is_manifest(path: Path) -> bool:
 
 def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
     """The entries of a manifest, read as text: the ids `1` and `001` are two recordings."""
-    columns = csv.read_columns(path)
-    _check_columns(path, list(columns), static)
-    rows = [
-        dict(zip(columns, map(str.strip, row), strict=True))
-        for row in zip(*columns.values(), strict=True)
-    ]
+    columns, rows = _read_text(path)
+    _check_columns(path, columns, static)
     if not rows:
         raise DataError(
             f"{path}: the manifest lists no recording; write a line for each, such as:"
@@ -127,6 +123,32 @@ def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
     if faults:
         raise DataError(f"{path}: {join_faults(faults)}")
     return entries
+
+
+def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns, and the fields of each line that is not blank.
+
+    Raises:
+        DataError: no header, duplicate column names, a line with more or fewer fields, or bytes
+            that are not UTF-8; the message names the line.
+    """
+    rows: list[dict[str, str]] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            columns = column_names(path, next(reader, []))
+            for fields in filter(None, reader):
+                if len(fields) != len(columns):
+                    raise DataError(
+                        f"{path}: line {reader.line_num} has {len(fields)} fields, the header has"
+                        f" {len(columns)}"
+                    )
+                rows.append(dict(zip(columns, map(str.strip, fields), strict=True)))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line"
+        ) from error
+    return columns, rows
 
 
 def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:

@@ -20,15 +20,8 @@ from torch import distributed
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
 from throughtime.state import State
-from throughtime.stream._collate import DTYPES, Collator, MissingCounts
-from throughtime.stream._prefetch import (
-    ProcessReader,
-    Reader,
-    ReadRequest,
-    SyncReader,
-    ThreadReader,
-    Workers,
-)
+from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
+from throughtime.stream._prefetch import ProcessReader, Reader, ThreadReader, Workers
 from throughtime.stream.lanes import LaneSchedule
 from throughtime.stream.recording import Recording, as_recording, with_one_kind
 
@@ -174,7 +167,6 @@ class Stream:
         self._refuse_empty()
         self._check_offset()
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        self._sync_reader = SyncReader(self._collator)
         self._reader = self._make_reader(workers)
         self._wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
@@ -218,13 +210,13 @@ class Stream:
 
     def _make_reader(self, workers: Workers) -> Reader:
         if workers == "thread":
-            return ThreadReader(self._sync_reader)
+            return ThreadReader(self._collator)
         count: Any = workers  # a user's "threads"
         if not isinstance(count, int) or count is True or count < 0:
             raise DataError(
                 f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'"
             )
-        return ProcessReader(self._collator, workers) if workers else self._sync_reader
+        return ProcessReader(self._collator, workers) if workers else self._collator
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
         self._epoch, self._position = epoch, 0
@@ -446,7 +438,7 @@ class Stream:
         return self._block
 
     def _timed(
-        self, reader: Reader, request: ReadRequest, later: Iterable[ReadRequest]
+        self, reader: Reader, request: ReadRequest, later: Iterable[ReadRequest] = ()
     ) -> tuple[Chunk, MissingCounts]:
         began = time.perf_counter()
         try:
@@ -457,7 +449,7 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
-        return self._timed(self._sync_reader, _request(self._schedule, start, stop), ())[0]
+        return self._timed(self._collator, _request(self._schedule, start, stop))[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from throughtime._svg import numbers, printable
@@ -170,8 +171,9 @@ def render(page: Page) -> str:
 
 @cache
 def _template() -> Template:
+    folder = Path(__file__).parent / "templates"
     environment = Environment(
-        loader=PackageLoader("throughtime.app.report"),
+        loader=FileSystemLoader(folder),
         autoescape=True,
         finalize=_finalize,
         undefined=StrictUndefined,
@@ -179,7 +181,8 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("page.html.j2")
+    css = (folder / "page.css").read_text(encoding="utf-8")
+    return environment.get_template("page.html.j2", globals={"css": css})
 
 
 def _finalize(value: Any) -> Any:

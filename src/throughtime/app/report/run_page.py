@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from throughtime._files import write_atomically
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
-from throughtime.app.model import ModelSpec, load_model
+from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
 from throughtime.app.policy import describe_policy, make_policy
 from throughtime.app.report.charts import Band, Series, bars, lines, strip
 from throughtime.app.report.page import (
@@ -24,7 +24,6 @@ from throughtime.app.report.page import (
     render,
 )
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.trace import busiest_excerpt
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError
 

@@ -19,7 +19,13 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CsvBlocks
-from throughtime.stream.formats.table import Array, TableFile, block_slices, concat_blocks
+from throughtime.stream.formats.table import (
+    Array,
+    TableFile,
+    block_slices,
+    column_names,
+    concat_blocks,
+)
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 FIELD = 131_072  # characters: the limit of the csv module
@@ -396,47 +402,3 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return "_" not in text
-
-
-def column_names(path: Path, fields: list[str]) -> list[str]:
-    """The fields of a header line, checked."""
-    names = [name.strip() for name in fields]
-    if not names:
-        raise DataError(f"{path}: the file is empty, expected a header line with column names")
-    if "" in names or len(set(names)) < len(names):
-        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
-    return names
-
-
-def read_columns(path: Path) -> dict[str, list[str]]:
-    """The fields of every column of a small file with a header line, as text.
-
-    Raises:
-        DataError: no header, duplicate column names, a line with more or fewer fields, or bytes
-            that are not UTF-8; the message names the line.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            header = column_names(path, next(reader, []))
-            rows: list[list[str]] = [[] for _ in header]
-            # lines without a field: missing values of a single column, unless nothing follows
-            blank = 0
-            for fields in reader:
-                if not fields:
-                    blank += len(header) == 1
-                    continue
-                if len(fields) != len(header):
-                    raise DataError(
-                        f"{path}: line {reader.line_num} has {len(fields)} fields, the header has"
-                        f" {len(header)}"
-                    )
-                for column, text in zip(rows, fields, strict=True):
-                    column.extend([""] * blank)
-                    column.append(text)
-                blank = 0
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(
-            f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line"
-        ) from error
-    return dict(zip(header, rows, strict=True))

@@ -185,6 +185,76 @@ class FileTable:
         return np.empty((0, len(columns)))
 
 
+class _Format(NamedTuple):
+    """Where a format is read, by names: its module, and its library, are imported when needed."""
+
+    module: str
+    opener: str
+    files: str = ""  # a function: those that must not change while it is read; default: the path
+    folder: bool = False
+
+
+_FORMATS = {
+    ".arrow": _Format("arrow", "ArrowFile"),
+    ".csv": _Format("csv", "CsvFile"),
+    ".edf": _Format("edf", "EdfFile"),
+    ".feather": _Format("arrow", "ArrowFile"),
+    ".flac": _Format("audio", "AudioFile"),
+    ".h5": _Format("arrays", "open_hdf5"),
+    ".hdf5": _Format("arrays", "open_hdf5"),
+    ".hea": _Format("wfdb", "WfdbFile", "wfdb_files"),
+    ".nc": _Format("arrays", "open_netcdf"),
+    ".npy": _Format("npy", "NpyFile"),
+    ".npz": _Format("npy", "NpzFile"),
+    ".ogg": _Format("audio", "AudioFile"),
+    ".parquet": _Format("parquet", "ParquetFile"),
+    ".wav": _Format("audio", "AudioFile"),
+    ".zarr": _Format("arrays", "open_zarr", "zarr_files", folder=True),
+}
+_CSV_ROWS = _Format("csv_rows", "CsvRowsFile")
+SUFFIXES = tuple(_FORMATS)
+
+
+def open_table(path: Path, *, rows: bool = False) -> FileTable:
+    """Open the file of a recording by its suffix; where the format allows, read its header only.
+
+    The table refuses to read a file that was written to after it was opened. It can be pickled; the
+    copy reopens the file.
+
+    Args:
+        path: a file, or a folder that is one recording (`.zarr`).
+        rows: each line of a CSV file is a signal, and time runs along it. The columns are then
+            `0`, `1`, ..., or `-1`, `-2`, ... from the last line.
+
+    Raises:
+        DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
+        MissingExtraError: the format needs an extra that is not installed.
+    """
+    form = _FORMATS.get(path.suffix.lower())
+    if path.is_dir() and not (form is not None and form.folder):
+        raise DataError(f"{path}: is a folder, expected one file")
+    if form is None:
+        hint = (
+            "; text is read as tokens: throughtime.stream.text(path)"
+            if path.suffix.lower() == ".txt"
+            else ""
+        )
+        raise DataError(
+            f"{path}: the format '{path.suffix}' is unknown, expected one of"
+            f" {', '.join(SUFFIXES)}{hint}"
+        )
+    if not path.exists() or not (path.is_dir() if form.folder else path.is_file()):
+        raise DataError(f"{path}: no such {'folder' if form.folder else 'file'}")
+    if rows and path.suffix.lower() != ".csv":
+        raise DataError(
+            f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
+        )
+    form = _CSV_ROWS if rows else form
+    module = importlib.import_module(f"throughtime.stream.formats.{form.module}")
+    files = getattr(module, form.files)(path) if form.files else (path,)
+    return FileTable.open(path, getattr(module, form.opener), files)
+
+
 class FileArray(Protocol):
     """An array in a file."""
 
@@ -219,6 +289,16 @@ class ArraysFile(TableFile):
         with unreadable(what, _DAMAGED, "is the file damaged?"):
             rows = np.asarray(self._arrays[name][start:stop])
         return rows.reshape(stop - start, -1)
+
+
+def column_names(path: Path, fields: list[str]) -> list[str]:
+    """The fields of a header line, checked."""
+    names = [name.strip() for name in fields]
+    if not names:
+        raise DataError(f"{path}: the file is empty, expected a header line with column names")
+    if "" in names or len(set(names)) < len(names):
+        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
+    return names
 
 
 @contextlib.contextmanager
