@@ -192,10 +192,9 @@ def test_a_line_without_end_is_refused_before_it_fills_memory(
 
 
 def test_a_huge_field_is_refused_with_and_without_quotes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a field after line 1 is longer than 131072 characters"):
-        open_table(written(tmp_path / "r.csv", "a,b\n1," + "1" * 200_000))
-    with pytest.raises(DataError, match=r"line 2: field larger than field limit"):
-        open_table(written(tmp_path / "r.csv", 'a,b\n1,"' + "1" * 200_000 + '"'))
+    for field in ("1" * 200_000, '"' + "1" * 200_000 + '"'):
+        with pytest.raises(DataError, match=r"line 2: field larger than field limit \(131072\)"):
+            open_table(written(tmp_path / "r.csv", f"a,b\n1,{field}"))
 
 
 def test_a_long_text_is_refused_where_it_is_read_and_only_there(tmp_path: Path) -> None:
@@ -234,13 +233,12 @@ def test_a_manifest_is_text(tmp_path: Path) -> None:
 @given(
     signals=st.integers(1, 4),
     steps=st.integers(1, 40),
-    block=st.integers(1, 7),
     piece=st.integers(1, 50),
     end=st.sampled_from(["\n", "\r\n", "\n\n"]),
     data=st.data(),
 )
 def test_lines_as_signals_give_their_numbers(
-    signals: int, steps: int, block: int, piece: int, end: str, data: Any
+    signals: int, steps: int, piece: int, end: str, data: Any
 ) -> None:
     from tempfile import TemporaryDirectory
 
@@ -249,12 +247,12 @@ def test_lines_as_signals_give_their_numbers(
         .normal(size=(signals, steps))
         .round(data.draw(st.integers(0, 9)))
     )
+    holes = [data.draw(st.integers(0, steps - 1)) for _ in range(signals)]
+    values[range(signals), holes] = np.nan
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.csv_rows.STEP", block)
         patch.setattr("throughtime.stream.formats.csv_rows.PIECE", piece)
-        text = end.join(",".join(map(repr, row)) for row in values.tolist()) + data.draw(
-            st.sampled_from(["", end])
-        )
+        lines = [",".join("" if np.isnan(v) else repr(v) for v in row) for row in values.tolist()]
+        text = end.join(line or " " for line in lines) + data.draw(st.sampled_from(["", end]))
         table = open_table(written(Path(folder) / "r.csv", text), rows=True)
         assert table.columns == tuple(map(str, range(signals)))
         assert len(table) == steps

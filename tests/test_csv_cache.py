@@ -141,14 +141,16 @@ import sys, time
 from pathlib import Path
 from throughtime.stream.formats import _csv_cache, open_table
 real = _csv_cache.write_batches
-def slow(path, schema, batches, metadata):
+def slow(path, scan):
+    batches = scan.batches()
     def delayed():
         for batch in batches:
             Path(sys.argv[2]).touch()
             time.sleep(float(sys.argv[3]))
             yield batch
+    scan.batches = delayed
     Path(sys.argv[2] + f".{__import__('os').getpid()}").touch()
-    real(path, schema, delayed(), metadata)
+    real(path, scan)
 _csv_cache.write_batches = slow
 table = open_table(Path(sys.argv[1]))
 print(repr(float(table.read(0, len(table), table.columns).sum())))

@@ -11,15 +11,17 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import cached_property
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 
-VERSION = 1  # of what is stored: older cache files are ignored and replaced
+VERSION = 2  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
 _warned = set[Path]()
 
@@ -33,25 +35,55 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughtime"
 
 
-class CsvScan(Protocol):
-    """One pass over a CSV file."""
+class CsvScan(ABC):
+    """One pass over a CSV file, block by block.
 
-    @property
-    def schema(self) -> Any:
-        """Of the batches."""
-        ...
+    Attributes:
+        path: the file.
+        file: the same, open.
+        offset: where the next block begins, in bytes.
+        starts: the first row of each block, and the end of the last one.
+        offsets: where each block begins, and where the last one ends.
+        schema: that of the record batches.
+    """
+
+    schema: Any
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.offset = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(self.offset)
+        self.starts, self.offsets = array("q", [0]), array("q")
 
     def batches(self) -> Iterator[Any]:
         """The record batches of all blocks, in order."""
-        ...
-
-    def metadata(self) -> dict[str, Any]:
-        """What was learnt in the pass."""
-        ...
+        self.offsets.append(self.offset)
+        while data := self._next_block():
+            data, batch = self._parse(data, self.starts[-1])
+            self.offset += len(data)
+            self.offsets.append(self.offset)
+            self.starts.append(self.starts[-1] + batch.num_rows)
+            yield batch
 
     def reparse(self, block: int) -> Any:
         """The record batch of a block once more."""
-        ...
+        begin, end = self.offsets[block : block + 2]
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin).ljust(end - begin, b"\n")  # see `_next_block`
+        return self._parse(data, self.starts[block])[1]
+
+    @abstractmethod
+    def metadata(self) -> dict[str, Any]:
+        """What was learnt in the pass."""
+
+    @abstractmethod
+    def _next_block(self) -> bytes:
+        """The bytes from `offset` on; empty at the end. A last line may be given an end."""
+
+    @abstractmethod
+    def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
+        """The bytes of a block, which may end later than `data`, and its batch from row `start`."""
 
 
 class CsvBlocks:
@@ -68,23 +100,16 @@ class CsvBlocks:
         self, path: Path, layout: str, scan: Callable[[Path, BinaryIO], CsvScan], small: int
     ) -> None:
         stamp, self._key, self._cache = FileStamp.of(path), object(), None
-
-        def convert(target: Path) -> None:
-            with path.open("rb") as file:
-                source = scan(path, file)
-                write_batches(target, source.schema, source.batches(), source.metadata)
-
         try:
             if stamp.size > small:
-                self._cache = open_cached(stamp, layout, convert)
-            if self._cache is not None:
+                self._cache = open_cached(stamp, layout, scan)
+            if self._cache is None:
+                with path.open("rb") as file:
+                    self._scan = scan(path, file)
+                    deque(self._scan.batches(), maxlen=0)
+                self.metadata = self._scan.metadata()
+            else:
                 self.metadata = self._cache.metadata
-                return
-            with path.open("rb") as file:
-                self._scan = scan(path, file)
-                for _ in self._scan.batches():
-                    pass
-            self.metadata = self._scan.metadata()
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -106,44 +131,38 @@ class CacheFile:
 
         self.file = MappedFile(path)
         self._reader = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.file.mapping)))
-
-    @cached_property
-    def metadata(self) -> dict[str, Any]:
-        """The value of `metadata` in `write_batches`."""
-        last = self._reader.num_record_batches - 1
-        return json.loads(self._reader.get_batch_with_custom_metadata(last)[1][_METADATA])
+        last = self._reader.get_batch_with_custom_metadata(self._reader.num_record_batches - 1)
+        self.metadata: dict[str, Any] = json.loads(last[1][_METADATA])
 
     def batch(self, index: int) -> Any:
         """A record batch; it shares the mapped memory."""
         return self._reader.get_batch(index)
 
 
-def write_batches(
-    path: Path, schema: Any, batches: Iterable[Any], metadata: Callable[[], dict[str, Any]]
-) -> None:
-    """Write an Arrow file; `metadata` is called after the last batch."""
+def write_batches(path: Path, scan: CsvScan) -> None:
+    """Write the batches of a pass to an Arrow file; its metadata is that of the last, empty one."""
     import pyarrow as pa
 
     with path.open("wb") as file:
-        with pa.ipc.new_file(file, schema) as writer:
-            for batch in batches:
+        with pa.ipc.new_file(file, scan.schema) as writer:
+            for batch in scan.batches():
                 writer.write_batch(batch)
-            empty = [pa.array([], kind) for kind in schema.types]
-            writer.write_batch(
-                pa.RecordBatch.from_arrays(empty, schema=schema),
-                custom_metadata={_METADATA: json.dumps(metadata()).encode()},
-            )
+            metadata = {_METADATA: json.dumps(scan.metadata()).encode()}
+            empty = pa.RecordBatch.from_pylist([], schema=scan.schema)
+            writer.write_batch(empty, custom_metadata=metadata)
         file.flush()
         os.fsync(file.fileno())
 
 
-def open_cached(stamp: FileStamp, layout: str, write: Callable[[Path], None]) -> CacheFile | None:
+def open_cached(
+    stamp: FileStamp, layout: str, scan: Callable[[Path, BinaryIO], CsvScan]
+) -> CacheFile | None:
     """The cache file of a source, written first if there is none.
 
     Args:
         stamp: of the source.
         layout: the options of the conversion, as a word.
-        write: writes the cache file to a path.
+        scan: begins a pass over the source.
 
     Returns:
         None where the cache folder cannot be written; a warning says so once.
@@ -159,7 +178,8 @@ def open_cached(stamp: FileStamp, layout: str, write: Callable[[Path], None]) ->
         with _exclusive(path.with_suffix(".tmp")) as temporary:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 return CacheFile(path)  # another process has written it meanwhile
-            write(temporary)
+            with stamp.path.open("rb") as file:
+                write_batches(temporary, scan(stamp.path, file))
             stamp.check()
             temporary.replace(path)
             for old in folder.glob(f"{source}-{layout}-*"):

@@ -8,7 +8,6 @@ what Python calls a number, and gives the line and the column of a fault.
 import csv
 import io
 import re
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._csv_cache import CsvBlocks
+from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
@@ -28,7 +27,6 @@ from throughtime.stream.formats.table import (
 )
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
-FIELD = 131_072  # characters: the limit of the csv module
 LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
 WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
@@ -59,7 +57,7 @@ class CsvFile(TableFile):
         self.path = path
         self._blocks = CsvBlocks(path, "columns", _Scan, PIECE)
         metadata = self._blocks.metadata
-        # by column: its place in the matrix of numbers, or -1, -2, ... among the texts
+        # by column: its index in the matrix of numbers, or -1, -2, ... for a column of text
         self._slots: dict[str, int] = metadata["slots"]
         self._starts: list[int] = metadata["starts"]
         self._faults: dict[str, str] = metadata["faults"]  # by column: why it cannot be read
@@ -97,8 +95,7 @@ class _Parser:
 
         numbers, texts = count(), count(-1, -1)
         slots = [next(texts if is_text else numbers) for is_text in text]
-        self.slots, self.text = dict(zip(columns, slots, strict=True)), list(text)
-        self.numbers = self.text.count(False)
+        self.slots, self.numbers = dict(zip(columns, slots, strict=True)), next(numbers)
         self.faults: dict[str, str] = {}
         matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
         labels = [(f"text {slot}", pa.string()) for slot in slots if slot < 0]
@@ -112,7 +109,7 @@ class _Parser:
         names = list(self.slots)
         if len(names) > WIDE or len(self.faults) == len(names):
             return None
-        kinds = [pa.string() if text else pa.float64() for text in self.text]
+        kinds = {n: pa.string() if slot < 0 else pa.float64() for n, slot in self.slots.items()}
         try:
             table = arrow_csv.read_csv(
                 pa.BufferReader(data),
@@ -121,7 +118,7 @@ class _Parser:
                 ),
                 arrow_csv.ParseOptions(ignore_empty_lines=len(names) > 1),
                 arrow_csv.ConvertOptions(
-                    column_types=dict(zip(names, kinds, strict=True)),
+                    column_types=kinds,
                     include_columns=[name for name in names if name not in self.faults],
                     null_values=[""],
                     strings_can_be_null=False,
@@ -129,21 +126,22 @@ class _Parser:
             )
         except pa.ArrowInvalid:
             return None
-        values = {name: table.column(name) for name in table.column_names}
+        values = {name: table[name].combine_chunks() for name in table.column_names}
         return self._batch(values, table.num_rows)
 
     def by_python(self, rows: list[list[str]], lines: Sequence[int]) -> Any:
         """A batch of records, each with the number of its line for the message of a fault."""
+        import pyarrow as pa
+
         values: dict[str, Any] = {}
         for index, (name, slot) in enumerate(self.slots.items()):
             fields = [row[index] for row in rows]
-            wrong = [
-                i for i, f in enumerate(fields) if slot >= 0 and f.strip() and not is_number(f)
-            ]
+            if slot < 0:
+                values[name] = pa.array(fields, pa.string())
+                continue
+            wrong = [i for i, f in enumerate(fields) if f.strip() and not is_number(f)]
             if not wrong:
-                values[name] = (
-                    fields if slot < 0 else [float(f) if f.strip() else np.nan for f in fields]
-                )
+                values[name] = [float(f) if f.strip() else np.nan for f in fields]
             elif name not in self.faults:
                 self.faults[name] = (
                     f"line {lines[wrong[0]]}, column '{name}' holds {fields[wrong[0]][:40]!r},"
@@ -158,82 +156,69 @@ class _Parser:
 
         matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
         for name, slot in self.slots.items():
-            values_known = name in values and name not in self.faults
             if slot < 0:
-                texts.append(self._labels(name, values[name] if values_known else [""] * rows))
-            elif values_known:
+                texts.append(self._labels(name, values.get(name), rows))
+            elif name in values and name not in self.faults:
                 matrix[:, slot] = values[name]
         if self.numbers:
             flat = pa.array(matrix.reshape(-1))
             texts.insert(0, pa.FixedSizeListArray.from_arrays(flat, self.numbers))
         return pa.RecordBatch.from_arrays(texts, schema=self.schema)
 
-    def _labels(self, name: str, values: Any) -> Any:
-        """The array of a column of text; empty ones where a label is too long."""
+    def _labels(self, name: str, labels: Any, rows: int) -> Any:
+        """The array of a column of text; empty ones from the block on where a label is too long."""
         import pyarrow as pa
         from pyarrow import compute
 
-        if isinstance(values, pa.ChunkedArray):
-            labels = values.combine_chunks()
-        else:
-            labels = pa.array(values, pa.string())
-        lengths = compute.call_function("utf8_length", [labels])
-        longest = compute.call_function("max", [lengths]).as_py() or 0
-        if longest <= LABEL:
-            return labels
-        self.faults[name] = f"column '{name}' holds a text of {longest} characters, expected labels"
-        return pa.array([""] * len(labels), pa.string())
+        if name not in self.faults:
+            lengths = compute.call_function("utf8_length", [labels])
+            longest = compute.call_function("max", [lengths]).as_py() or 0
+            if longest <= LABEL:
+                return labels
+            self.faults[name] = (
+                f"column '{name}' holds a text of {longest} characters, expected labels"
+            )
+        return pa.array([""] * rows, pa.string())
 
 
-class _Scan:
-    """One pass over a file: its header, the kinds of its columns, and its blocks.
+class _Scan(CsvScan):
+    """A pass over a file by columns: its header, the kinds of its columns, and its blocks.
 
     `line` counts the lines before `offset`, which is where the next block begins.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.offset, self.line = (3 if file.read(3) == b"\xef\xbb\xbf" else 0), 0
-        columns = self._header()
-        self.width = len(columns)
+        super().__init__(path, file)
+        self.line = 0
+        self.columns = self._header()
+        self.width = len(self.columns)
         # Blank lines are missing values of a single column, but not those at the end.
         self.end = _content_end(file) if self.width == 1 else 2**63
-        self.starts, self.offsets = array("q", [0]), array("q", [self.offset])
-        self.parser = _Parser(columns, self._kinds())
+        self.parser = _Parser(self.columns, self._kinds())
         self.schema = self.parser.schema
 
-    def batches(self) -> Iterator[Any]:
-        """The record batches of all blocks, in order."""
-        while data := self._block():
-            data, batch, self.line = self._parse(data)
-            self.offset += len(data)
-            self.offsets.append(self.offset)
-            self.starts.append(self.starts[-1] + batch.num_rows)
-            yield batch
-
     def metadata(self) -> dict[str, Any]:
-        """What was learnt in the pass."""
         slots, faults = self.parser.slots, self.parser.faults
         return {"slots": slots, "starts": self.starts.tolist(), "faults": faults}
 
-    def reparse(self, block: int) -> Any:
-        """The record batch of a block once more."""
-        with self.path.open("rb") as file:
-            file.seek(self.offsets[block])
-            data = file.read(self.offsets[block + 1] - self.offsets[block])
-        return self._parse(data)[1]
+    def records(self) -> Iterator[list[str]]:
+        """The records from `offset` on as text, read by the csv module."""
+        while data := self._next_block():
+            data, rows, _, self.line = self._records(data)
+            self.offset += len(data)
+            yield from rows
 
-    def _parse(self, data: bytes) -> tuple[bytes, Any, int]:
-        """The bytes of a block's records, their batch, and the number of lines before the next."""
+    def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
+        del start
         batch = self.parser.by_pyarrow(data) if self._regular(data) else None
         if batch is not None:
-            return data, batch, self.line + data.count(b"\n")
-        data, rows, lines, line = self._records(data)
-        return data, self.parser.by_python(rows, lines), line
+            self.line += data.count(b"\n")
+            return data, batch
+        data, rows, lines, self.line = self._records(data)
+        return data, self.parser.by_python(rows, lines)
 
     def _header(self) -> list[str]:
         """The first record as the names of the columns, unless it is all numbers."""
-        self.file.seek(self.offset)
         feed = _LineFeed(self._next_line(), self._next_line)
         reader = csv.reader(feed, strict=True)
         try:
@@ -252,17 +237,15 @@ class _Scan:
         """Of each column whether its first filled field is text."""
         begin = self.offset, self.line
         text: dict[int, bool] = {}
-        while len(text) < self.width and (data := self._block()):
-            data, rows, _, self.line = self._records(data)
-            self.offset += len(data)
-            for column in set(range(self.width)) - text.keys():
-                first = next((row[column] for row in rows if row[column].strip()), None)
-                if first is not None:
-                    text[column] = not is_number(first)
+        empty = range(self.width)  # so far
+        for row in self.records():
+            text |= {column: not is_number(row[column]) for column in empty if row[column].strip()}
+            if not (empty := [column for column in empty if column not in text]):
+                break
         self.offset, self.line = begin
         return [text.get(column, False) for column in range(self.width)]
 
-    def _block(self) -> bytes:
+    def _next_block(self) -> bytes:
         """The next lines, about `PIECE` bytes; empty at the end."""
         self.file.seek(self.offset)
         data = self.file.read(PIECE)
@@ -284,13 +267,11 @@ class _Scan:
         self._check(data)
         if data.count(b"\r") != data.count(b"\r\n") or b"n(" in data or b"N(" in data:
             return False  # pyarrow reads nan(1) as a number
-        quotes = data.count(b'"')
-        return not quotes or (
-            2 * len(_QUOTED_FIELD.findall(data)) == quotes and _longest_line(data) <= FIELD
-        )
+        quoted = 2 * len(_QUOTED_FIELD.findall(data)) if b'"' in data else 0
+        return data.count(b'"') == quoted and _longest_line(data) <= csv.field_size_limit()
 
     def _check(self, data: bytes) -> None:
-        """Refuse what is not text, and fields without an end."""
+        """Refuse what is not text."""
         try:
             _ = data.isascii() or data.decode()
         except UnicodeDecodeError as error:
@@ -300,13 +281,6 @@ class _Scan:
             raise DataError(
                 f"{self.path}: line {line} holds a NUL byte, expected UTF-8 text; is it UTF-16, or"
                 " damaged?"
-            )
-        if b'"' in data or _longest_line(data) <= FIELD:
-            return  # the csv module has the same limit
-        if max(map(len, data.decode().replace("\n", ",").split(","))) > FIELD:
-            raise DataError(
-                f"{self.path}: a field after line {self.line} is longer than {FIELD} characters,"
-                " expected numbers and labels"
             )
 
     def _refuse(self, error: Exception, line: int) -> NoReturn:

@@ -1,7 +1,6 @@
 """CSV on its side: each line is a signal, and time runs along the line."""
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -9,11 +8,10 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
-from throughtime.stream.formats._csv_cache import CsvBlocks
-from throughtime.stream.formats.table import Array, TableFile
+from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
+from throughtime.stream.formats.table import Array, TableFile, block_slices, concat_blocks
 
-STEP = 4096  # fields of a block of a line
-PIECE = 2**20
+PIECE = 2**16  # bytes of a block, at most, unless a single field has more
 LINES = 65_536  # at most: a file of more has its signals in columns
 
 
@@ -28,7 +26,7 @@ class CsvRowsFile(TableFile):
         DataError: lines of different lengths, quotes, text at the start, or more than 65,536 lines.
 
     Cost: one pass, in which a line may be longer than memory. A file of more than 256 kB is
-    converted to a cache file (see `CsvFile`); otherwise reading parses 4096 fields at a time.
+    converted to a cache file (see `CsvFile`); otherwise reading parses 64 kB at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,21 +34,22 @@ class CsvRowsFile(TableFile):
         self._blocks = CsvBlocks(path, "rows", _RowScan, csv.PIECE)
         metadata = self._blocks.metadata
         self._lines = LineNames(map(str, range(metadata["lines"])))
-        self._step: int = metadata["step"]
+        self._starts: list[int] = metadata["starts"]
         self._faults: dict[str, str] = metadata["faults"]  # by line: why it cannot be read
         self.columns, self.length = self._lines, metadata["length"]
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        per_line = -(-self.length // self._step)
-        first, end = start // self._step, -(-stop // self._step)
-        skipped = first * self._step
         signals: list[Array] = []
         for name in map(self._lines.forward, columns):
             if name in self._faults:
                 raise DataError(f"{self.path}: {self._faults[name]}")
-            line = self._lines.index(name) * per_line
-            parts = [self._blocks[line + block].column(0).to_numpy() for block in range(first, end)]
-            signals.append(np.concatenate(parts)[start - skipped : stop - skipped])
+            line = self._lines.index(name) * self.length
+            slices = block_slices(self._starts, line + start, line + stop)
+            signals.append(
+                concat_blocks(
+                    [self._blocks[i].column(0).to_numpy()[first:end] for i, first, end in slices]
+                )
+            )
         return np.stack(signals, axis=1)
 
 
@@ -73,134 +72,121 @@ class LineNames(tuple[str, ...]):
         return str(len(self) + int(name)) if from_end else name
 
 
-class _RowScan:
-    """Counts the fields of each line, from pieces of the file that need not hold a whole line.
+class _RowScan(CsvScan):
+    """A pass over a file by lines: all numbers in one sequence, line after line.
 
-    `places` are the offsets at which every `STEP`th field of each line begins.
+    A block may hold several lines, or a part of one.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         import pyarrow as pa
 
-        self.path = path
-        self.places: list[array[int]] = []
-        self.length = -1
-        self.faults: dict[str, str] = {}
+        super().__init__(path, file)
         self.schema = pa.schema([("values", pa.float64())])
-        self._line = 1
-        self._run(file)
-
-    def batches(self) -> Iterator[Any]:
-        """The record batches of all blocks, line by line; the faults of lines are noted."""
-        for block in range(len(self.places) * self._per_line):
-            yield self.reparse(block)
+        self.length = 0  # of the first line, once it has ended
+        self.lines = 0
+        self.faults: dict[str, str] = {}
+        self._line = 1  # in the file
+        self._fields = 0  # of that line, so far
 
     def metadata(self) -> dict[str, Any]:
-        """What was learnt in the pass."""
-        return {
-            "lines": len(self.places),
-            "length": self.length,
-            "step": STEP,
-            "faults": self.faults,
-        }
-
-    @property
-    def _per_line(self) -> int:
-        return -(-self.length // STEP)
-
-    def reparse(self, block: int) -> Any:
-        """The numbers of a block of a line, as a record batch; NaN where one is no number."""
-        import pyarrow as pa
-
-        line, index = divmod(block, self._per_line)
-        begin, end = self.places[line][index : index + 2]
-        size = min(STEP, self.length - index * STEP)
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            data = file.read(end - begin - 1).rstrip(b"\r")
-        values = parse_numbers(data.replace(b",", b"\n"))
-        if values is None or len(values) != size:
-            fields = data.decode(errors="replace").split(",")
-            filled = [(i, f) for i, f in enumerate(fields) if f.strip()]
-            wrong = next(((i, f) for i, f in filled if not csv.is_number(f)), None)
-            values = np.full(size, np.nan)
-            if wrong is None:
-                values[[i for i, _ in filled]] = [float(f) for _, f in filled]
-            else:
-                self.faults.setdefault(
-                    str(line),
-                    f"signal {line}, field {index * STEP + wrong[0] + 1} holds"
-                    f" {wrong[1][:40]!r}, expected a number",
-                )
-        return pa.record_batch([pa.array(values)], ["values"])
-
-    def _begin(self, offset: int) -> None:
-        self._current, self._commas, self._offset = array("q", [offset]), 0, offset
-
-    def _run(self, file: BinaryIO) -> None:
-        offset = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
-        file.seek(offset)
-        self._begin(offset)
-        last = b""
-        while piece := file.read(PIECE):
-            if b'"' in piece or b"\0" in piece:
-                raise DataError(
-                    f"{self.path}: holds quotes or NUL bytes in or after line {self._line},"
-                    " expected lines of numbers"
-                )
-            self._piece(piece, offset, last)
-            offset += len(piece)
-            last = piece[-1:]
-        if self._offset < offset:
-            self._end(offset, blank=False)
-        if not self.places:
+        if not self.lines:
             raise DataError(
                 f"{self.path}: the file is empty, expected a line of numbers for each signal"
             )
-        self._refuse_text(file)
+        return {
+            "lines": self.lines,
+            "length": self.length,
+            "starts": self.starts.tolist(),
+            "faults": self.faults,
+        }
 
-    def _piece(self, piece: bytes, offset: int, last: bytes) -> None:
-        codes = np.frombuffer(piece, np.uint8)
-        commas = np.flatnonzero(codes == ord(","))
-        begin = 0
-        for end in (*np.flatnonzero(codes == ord("\n")).tolist(), None):
-            low, high = np.searchsorted(commas, (begin, len(piece) if end is None else end))
-            first = -(self._commas + 1) % STEP  # of these commas, the first that ends a block
-            self._current.extend((commas[low + first : high : STEP] + offset + 1).tolist())
-            self._commas += int(high - low)
-            if end is None:
-                return
-            before = piece[max(0, end - 1) : end] if end else last
-            self._end(offset + end, blank=offset + end - self._offset - (before == b"\r") <= 0)
-            begin = end + 1
+    def _next_block(self) -> bytes:
+        """About `PIECE` bytes, up to the end of a field; a last line without its end gets one."""
+        self.file.seek(self.offset)
+        data = b""
+        while piece := self.file.read(PIECE):
+            data += piece
+            if end := max(data.rfind(b","), data.rfind(b"\n")) + 1:
+                data = data[:end]
+                break
+        else:
+            data += b"\n" if data else b""
+        self._check(data)
+        return data
 
-    def _end(self, offset: int, *, blank: bool) -> None:
-        if not blank:
-            fields = self._commas + 1
-            if self.length not in (-1, fields):
-                raise DataError(
-                    f"{self.path}: line {self._line} has {fields} fields, the lines before it have"
-                    f" {self.length}"
-                )
-            if len(self.places) == LINES:
-                raise DataError(
-                    f"{self.path}: has more than {LINES} lines, expected one for each signal; are"
-                    " its signals in columns?"
-                )
-            self.length = fields
-            self.places.append(self._current)
-            self._current.append(offset + 1)
-        self._line += 1
-        self._begin(offset + 1)
-
-    def _refuse_text(self, file: BinaryIO) -> None:
-        file.seek(self.places[0][0])
-        first = file.read(64).split(b"\n")[0].split(b",")[0].decode(errors="replace").strip()
-        if first and not csv.is_number(first):
+    def _check(self, data: bytes) -> None:
+        """Count lines and their fields, and refuse what is no line of numbers."""
+        if b'"' in data or b"\0" in data:
             raise DataError(
-                f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for each"
-                " signal, without a header"
+                f"{self.path}: holds quotes or NUL bytes in or after line {self._line},"
+                " expected lines of numbers"
             )
+        lines = _split(data, inside=self._fields > 0)
+        if lines and not self.starts[-1]:
+            first = lines[0][1].split(b",")[0].decode(errors="replace").strip()
+            if first and not csv.is_number(first):
+                raise DataError(
+                    f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for"
+                    " each signal, without a header"
+                )
+        complete = len(lines) - data.endswith(b",")
+        for number, (index, line) in enumerate(lines):
+            self._fields += line.count(b",") + 1
+            if number < complete:
+                self._end_line(self._line + index)
+        self._line += data.count(b"\n")
+
+    def _end_line(self, number: int) -> None:
+        self.length = self.length or self._fields
+        if self._fields != self.length:
+            raise DataError(
+                f"{self.path}: line {number} has {self._fields} fields, the lines before it have"
+                f" {self.length}"
+            )
+        if self.lines == LINES:
+            raise DataError(
+                f"{self.path}: has more than {LINES} lines, expected one for each signal; are"
+                " its signals in columns?"
+            )
+        self.lines += 1
+        self._fields = 0
+
+    def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
+        import pyarrow as pa
+
+        lines = _split(data, inside=start % (self.length or start + 1) > 0)
+        fields = b",".join(line for _, line in lines)
+        values = parse_numbers(fields.replace(b",", b"\n")) if lines else np.empty(0)
+        if values is None or len(values) != fields.count(b",") + bool(lines):
+            values = self._by_python(fields.decode(errors="replace").split(","), start)
+        return data, pa.record_batch([pa.array(values)], schema=self.schema)
+
+    def _by_python(self, fields: list[str], start: int) -> Array:
+        """The numbers of fields; NaN where one is no number, and a fault of its line."""
+        values = np.full(len(fields), np.nan)
+        for i, field in enumerate(fields):
+            if csv.is_number(field):
+                values[i] = float(field)
+            elif field.strip():
+                line, step = divmod(start + i, self.length or start + i + 1)
+                self.faults.setdefault(
+                    str(line),
+                    f"signal {line}, field {step + 1} holds {field[:40]!r}, expected a number",
+                )
+        return values
+
+
+def _split(data: bytes, *, inside: bool) -> list[tuple[int, bytes]]:
+    """The lines of a block, each after its index; blank ones are left out.
+
+    `inside` says that the block begins within a line, whose last field may be all that is left.
+    """
+    lines = data.replace(b"\r\n", b"\n")[:-1].split(b"\n")
+    partial = len(lines) - 1 if data.endswith(b",") else -1
+    return [
+        (i, line) for i, line in enumerate(lines) if line or i == partial or (i == 0 and inside)
+    ]
 
 
 def parse_numbers(data: bytes) -> Array | None:
