@@ -21,10 +21,11 @@ networks, ICML (2013), for the norm. For the rules, those of `torch.optim`.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import is_not, itemgetter
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +71,6 @@ class _TablePlan(NamedTuple):
 class _KernelOptimizer(Optimizer):
     """Everything but the rule: when the compiled step runs, and clipping around torch's own."""
 
-    _torch_class: ClassVar[type[Optimizer]]
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
     _plan: _TablePlan | None = None
@@ -167,18 +167,24 @@ class _KernelOptimizer(Optimizer):
         super().__setstate__(state)
 
     def _step_torch(self) -> None:
-        step: Callable[[Optimizer], Any] = self._torch_class.step
+        step: Any = super().step
         if getattr(step, "hooked", False):  # the caller has run the hooks
-            step = getattr(step, "__wrapped__", step)
+            step = partial(step.__wrapped__, self)
         with self._clipped_grads():
-            step(self)
+            step()
 
     @contextmanager
     def _clipped_grads(self) -> Generator[None]:
         """Put clipped copies in place of the gradients for a while."""
         params = [param for group in self.param_groups for param in group["params"]]
         pairs = [(param, param.grad) for param in params if param.grad is not None]
-        self._refuse_sparse([grad for _, grad in pairs if grad.layout != torch.strided])
+        sparse = [grad for _, grad in pairs if grad.layout != torch.strided]
+        if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
+            raise ConfigError(
+                f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
+                f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
+                " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
+            )
         self._norm = None
         if self._max_norm is None:
             yield
@@ -193,14 +199,6 @@ class _KernelOptimizer(Optimizer):
         finally:
             for param, grad in pairs:
                 param.grad = grad
-
-    def _refuse_sparse(self, sparse: Sequence[Tensor]) -> None:
-        if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
-            raise ConfigError(
-                f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
-                f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
-                " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
-            )
 
     def _step_compiled(self) -> str | None:
         """Take the step in the compiled core, or return why not."""
@@ -231,7 +229,7 @@ class _KernelOptimizer(Optimizer):
         if len(state) != len(plan.state) or any(map(is_not, state, plan.state)):
             return None
         if plan.has_tensor_options or options != plan.options:
-            if list(map(self._slots, self.param_groups)) != plan.slots:
+            if list(map(_slots, self.param_groups)) != plan.slots:
                 return None
             tensors = plan.table.configure(list(map(self._numbers, self.param_groups)))
             self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
@@ -246,7 +244,7 @@ class _KernelOptimizer(Optimizer):
         entries = [self._entry(param, *groups[id(param)]) for param in params]
         table = StepTable(entries, grads, len(self.param_groups))
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
-        slots = list(map(self._slots, self.param_groups))
+        slots = list(map(_slots, self.param_groups))
         return _TablePlan(table, self._state_values(), self._options(), slots, tensors)
 
     def _options(self) -> list[tuple[Any, ...]]:
@@ -279,10 +277,10 @@ class _KernelOptimizer(Optimizer):
         return why_missing() if need(f"tt.optim.{type(self).__name__}") is None else None
 
     def _unsupported_state(self, param: Tensor, group: Group) -> str | None:
-        state = self.state.get(param)
-        if not state or self._is_first_step(state):
+        state, slots = self.state.get(param, {}), _slots(group)
+        if _is_first_step(state, slots):
             return None
-        for key in self._slots(group).values():
+        for key in slots.values():
             tensor = state.get(key)
             if not isinstance(tensor, Tensor):
                 return f"has no tensor {key!r}"
@@ -291,11 +289,11 @@ class _KernelOptimizer(Optimizer):
         return None
 
     def _entry(self, param: Tensor, number: int, group: Group) -> ParamEntry:
-        slots = self._slots(group)
+        slots = _slots(group)
         if not slots:
             return ParamEntry(param, number)
         state = self.state[param]
-        first_step = self._is_first_step(state)
+        first_step = _is_first_step(state, slots)
         if first_step:
             for key in slots.values():
                 state[key] = _counter() if key == "step" else torch.zeros_like(param)
@@ -307,21 +305,22 @@ class _KernelOptimizer(Optimizer):
         numbers = {name: group[name] for name in OPTIONS if name in self.defaults}
         if "betas" in group:
             numbers["beta1"], numbers["beta2"] = group["betas"]
-        return numbers | {"rule": RULES[self._rule(group)]}
+        adamw = isinstance(self, torch.optim.AdamW)  # before torch 2.7 no subclass of Adam
+        adam = "adamw" if group.get("decoupled_weight_decay", adamw) else "adam"
+        return numbers | {"rule": RULES["sgd" if isinstance(self, torch.optim.SGD) else adam]}
 
-    @staticmethod
-    def _slots(group: Group) -> dict[str, str]:
-        """The key in torch's state of each tensor field of an entry."""
-        raise NotImplementedError
 
-    @staticmethod
-    def _is_first_step(state: Mapping[str, Any]) -> bool:
-        """Whether a parameter has no state yet."""
-        raise NotImplementedError
+def _slots(group: Group) -> dict[str, str]:
+    """The key in torch's state of each tensor field of an entry."""
+    if "momentum" in group:
+        return {"first": "momentum_buffer"} if group["momentum"] else {}
+    slots = {"step": "step", "first": "exp_avg", "second": "exp_avg_sq"}
+    return slots | {"largest": "max_exp_avg_sq"} if group["amsgrad"] else slots
 
-    def _rule(self, group: Group) -> str:
-        """A key of `RULES`."""
-        raise NotImplementedError
+
+def _is_first_step(state: Mapping[str, Any], slots: Mapping[str, str]) -> bool:
+    """Whether a parameter has no state yet."""
+    return all(state.get(key) is None for key in slots.values())
 
 
 def _counter() -> Tensor:
@@ -341,18 +340,37 @@ def _step_mismatch(step: Tensor) -> str | None:
 
 
 class _AdamBase(_KernelOptimizer):
-    @staticmethod
-    def _slots(group: Group) -> dict[str, str]:
-        slots = {"step": "step", "first": "exp_avg", "second": "exp_avg_sq"}
-        return slots | {"largest": "max_exp_avg_sq"} if group["amsgrad"] else slots
-
-    @staticmethod
-    def _is_first_step(state: Mapping[str, Any]) -> bool:
-        return not state
-
-    def _rule(self, group: Group) -> str:
-        adamw = isinstance(self, torch.optim.AdamW)
-        return "adamw" if group.get("decoupled_weight_decay", adamw) else "adam"
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        amsgrad: bool = False,
+        *,
+        max_norm: float | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        torch_init: Any = super().__init__
+        torch_init(
+            params,
+            lr,
+            betas,
+            eps,
+            **({} if weight_decay is None else {"weight_decay": weight_decay}),
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_up(max_norm)
 
 
 class Adam(_AdamBase, torch.optim.Adam):
@@ -368,8 +386,8 @@ class Adam(_AdamBase, torch.optim.Adam):
         lr: the learning rate; a tensor of one number may change in place.
         betas: decay of the means of gradients and of their squares.
         eps: added to the denominator.
-        weight_decay: this times the weight is added to the gradient (L2). `AdamW` shrinks the
-            weight instead.
+        weight_decay: this times the weight is added to the gradient (L2), default 0. `AdamW`
+            shrinks the weight instead.
         amsgrad: divide by the largest mean of squares so far.
         maximize: ascend instead of descending.
         max_norm: scale the gradients of all groups together down to this norm; default: leave them
@@ -398,39 +416,6 @@ class Adam(_AdamBase, torch.optim.Adam):
     J. Reddi, S. Kale and S. Kumar, On the convergence of Adam and beyond, ICLR (2018).
     """
 
-    _torch_class = torch.optim.Adam
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        max_norm: float | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._set_up(max_norm)
-
 
 class AdamW(_AdamBase, torch.optim.AdamW):
     """`torch.optim.AdamW` that clips by the global norm and steps in one call.
@@ -443,7 +428,7 @@ class AdamW(_AdamBase, torch.optim.AdamW):
         betas: decay of the means of gradients and of their squares.
         eps: added to the denominator.
         weight_decay: at each step the weight shrinks by this times the learning rate,
-            independently of its gradient.
+            independently of its gradient; default 0.01.
         amsgrad: divide by the largest mean of squares so far.
         maximize: ascend instead of descending.
         max_norm: as in `Adam`.
@@ -466,39 +451,6 @@ class AdamW(_AdamBase, torch.optim.AdamW):
 
     References: I. Loshchilov and F. Hutter, Decoupled weight decay regularization, ICLR (2019).
     """
-
-    _torch_class = torch.optim.AdamW
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        max_norm: float | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._set_up(max_norm)
 
 
 class SGD(_KernelOptimizer, torch.optim.SGD):
@@ -536,8 +488,6 @@ class SGD(_KernelOptimizer, torch.optim.SGD):
     and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
 
-    _torch_class = torch.optim.SGD
-
     def __init__(
         self,
         params: ParamsT,
@@ -566,15 +516,3 @@ class SGD(_KernelOptimizer, torch.optim.SGD):
             fused=fused,
         )
         self._set_up(max_norm)
-
-    @staticmethod
-    def _slots(group: Group) -> dict[str, str]:
-        return {"first": "momentum_buffer"} if group["momentum"] else {}
-
-    @staticmethod
-    def _is_first_step(state: Mapping[str, Any]) -> bool:
-        return state.get("momentum_buffer") is None
-
-    def _rule(self, group: Group) -> str:
-        del group
-        return "sgd"
