@@ -18,14 +18,14 @@ def stream_with_gaps(chunk: int) -> tt.Stream:
     """Two lanes: one ends early, some targets are missing, a recording begins in the middle."""
     draw = np.random.default_rng(0)
     lengths = (23, 40, 9)
-    made = [
+    recordings = [
         {
             "inputs": draw.normal(size=(n, 2)),
             "targets": np.where(draw.random(n) < 0.2, np.nan, draw.normal(size=n)),
         }
         for n in lengths
     ]
-    return tt.Stream(made, lanes=2, chunk=chunk, seed=None)
+    return tt.Stream(recordings, lanes=2, chunk=chunk, seed=None)
 
 
 def same(a: Chunk, b: Chunk) -> bool:
@@ -41,7 +41,7 @@ def same(a: Chunk, b: Chunk) -> bool:
 
 
 @pytest.mark.parametrize("cuts", [(0, 7, 40), (0, 1, 2, 39, 40), (3, 20, 31), (5, 5, 9)])
-def test_pieces_of_a_stretch_joined_are_the_steps_between_their_ends(cuts: tuple[int, ...]) -> None:
+def test_joined_slices_of_a_block_are_the_steps_between_their_ends(cuts: tuple[int, ...]) -> None:
     whole = stream_with_gaps(64).read(0, 40)
     again = join([whole[start:stop] for start, stop in pairwise(cuts)])
     expected = whole[cuts[0] : cuts[-1]]
@@ -49,23 +49,26 @@ def test_pieces_of_a_stretch_joined_are_the_steps_between_their_ends(cuts: tuple
     assert all(same(again[at : at + 1], expected[at : at + 1]) for at in range(expected.steps))
 
 
-def test_pieces_that_do_not_follow_one_another_are_joined_as_they_are() -> None:
+def test_slices_that_are_not_adjacent_are_joined_as_they_are() -> None:
     whole = stream_with_gaps(64).read(0, 40)
     for parts in ([(20, 30), (0, 20)], [(0, 10), (12, 20)], [(0, 10), (5, 9)]):
-        pieces = [whole[start:stop] for start, stop in parts]
-        again = join(pieces)
+        slices = [whole[start:stop] for start, stop in parts]
+        again = join(slices)
         assert [
-            torch.equal(getattr(again, name), torch.cat([getattr(p, name) for p in pieces]))
+            torch.equal(getattr(again, name), torch.cat([getattr(part, name) for part in slices]))
             for name in NAMES[2:]
         ] == [True] * 4
-        assert (again.steps, again.valid) == (sum(p.steps for p in pieces), int(again.mask.sum()))
+        assert (again.steps, again.valid) == (
+            sum(part.steps for part in slices),
+            int(again.mask.sum()),
+        )
         assert again.any_reset == bool(again.resets.any())
 
 
-def test_pieces_of_several_stretches_joined_are_the_whole() -> None:
+def test_joined_slices_of_several_blocks_are_the_whole() -> None:
     stream = stream_with_gaps(64)
-    pieces = [stream.read(start, stop) for start, stop in pairwise((0, 11, 12, 30, 40))]
-    assert same(join(pieces), stream.read(0, 40))
+    slices = [stream.read(start, stop) for start, stop in pairwise((0, 11, 12, 30, 40))]
+    assert same(join(slices), stream.read(0, 40))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,26 @@ def test_pieces_of_several_stretches_joined_are_the_whole() -> None:
     ],
 )
 def test_counts_before_each_step_are_those_of_the_mask(mask: Tensor) -> None:
-    marks = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long())
-    assert list(marks.counted) == [int((mask[:step] > 0).sum()) for step in range(len(mask) + 1)]
+    metadata = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long())
+    assert list(metadata.valid_before) == [
+        int((mask[:step] > 0).sum()) for step in range(len(mask) + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(5, 3), (-1, -4), (9, 7), (3, 3), (-99, 2), (4, 99), (None, -38)]
+)
+def test_a_slice_of_a_chunk_has_the_steps_of_the_same_slice_of_a_list(
+    start: int | None, stop: int | None
+) -> None:
+    """None where the end comes before the start."""
+    whole = stream_with_gaps(64).read(0, 40)
+    part, span = whole[start:stop], slice(start, stop)
+    assert part.steps == len(range(40)[span]) == len(part.mask) == len(part.resets)
+    assert part.valid == int(whole.mask[span].sum())
+    assert part.any_reset == bool(whole.resets[span].any())
+    assert torch.equal(part.position, whole.position[span])
+    assert torch.equal(part.inputs, whole.inputs[span])
 
 
 @pytest.mark.parametrize("index", [0, slice(None, None, 2)])

@@ -27,7 +27,7 @@ class ChunkMetadata:
     recording: Tensor
     position: Tensor
     reset_steps: tuple[int, ...]  # steps at which any lane resets, ascending
-    counted: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
+    valid_before: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
 
     @classmethod
     def of(
@@ -37,12 +37,12 @@ class ChunkMetadata:
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
         # the usual case: all steps are valid, and a range is enough
         full = mask.numel() > 0 and bool(mask.all())
-        counted = (
+        valid_before = (
             range(0, mask.numel() + 1, mask.shape[1])
             if full
             else (0, *accumulate(mask.sum(dim=1).tolist()))
         )
-        return cls(resets, mask, recording, position, reset_steps, counted)
+        return cls(resets, mask, recording, position, reset_steps, valid_before)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -81,7 +81,7 @@ class Chunk:
         start: int,
         stop: int,
     ) -> None:
-        counted, resets = metadata.counted, metadata.reset_steps
+        valid_before, resets = metadata.valid_before, metadata.reset_steps
         any_reset = False
         if resets:
             first = bisect_left(resets, start)
@@ -95,7 +95,7 @@ class Chunk:
             stop=stop,
             steps=stop - start,
             lanes=inputs.shape[1],
-            valid=counted[stop] - counted[start],
+            valid=valid_before[stop] - valid_before[start],
             any_reset=any_reset,
         )
 
@@ -133,22 +133,15 @@ class Chunk:
                 f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)"
             )
         shape = inputs.shape[:2]
-        resets = (
-            torch.zeros(shape, dtype=torch.bool, device=inputs.device) if resets is None else resets
-        )
-        mask = (
-            torch.full(shape, targets is not None, device=inputs.device) if mask is None else mask
-        )
-        recording = (
-            torch.zeros(shape, dtype=torch.long, device=inputs.device)
-            if recording is None
-            else recording
-        )
-        position = (
-            torch.arange(shape[0], device=inputs.device).unsqueeze(1).expand(shape)
-            if position is None
-            else position
-        )
+        device = inputs.device
+        if resets is None:
+            resets = torch.zeros(shape, dtype=torch.bool, device=device)
+        if mask is None:
+            mask = torch.full(shape, targets is not None, device=device)
+        if recording is None:
+            recording = torch.zeros(shape, dtype=torch.long, device=device)
+        if position is None:
+            position = torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
         named = {
             "targets": targets,
             "resets": resets,
@@ -213,6 +206,7 @@ class Chunk:
                 " several chunks are expected, give a list: [chunk]"
             )
         start, stop, _ = span.indices(self.steps)
+        stop = max(start, stop)  # [5:3] is empty, as in a list
         if start == 0 and stop == self.steps:
             return self
         return self._cut(start, stop)
@@ -294,7 +288,7 @@ class Chunk:
             metadata.recording.to(device),
             metadata.position.to(device),
             metadata.reset_steps,
-            metadata.counted,
+            metadata.valid_before,
         )
         return Chunk(
             self.inputs.to(device),
@@ -309,18 +303,14 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     """Concatenate adjacent chunks, in order; copies, unless there is only one."""
     if len(chunks) == 1:
         return chunks[0]
-    targets = [c.targets for c in chunks if c.targets is not None]
-    inputs, together = (
-        torch.cat([c.inputs for c in chunks]),
-        (torch.cat(targets) if len(targets) == len(chunks) else None),
-    )
-    if all(
-        a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)
-    ):  # cut from one stretch
-        return Chunk(inputs, together, chunks[0].metadata, chunks[0].start, chunks[-1].stop)
+    inputs = torch.cat([c.inputs for c in chunks])
+    several = [c.targets for c in chunks if c.targets is not None]
+    targets = torch.cat(several) if len(several) == len(chunks) else None
+    if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
+        return Chunk(inputs, targets, chunks[0].metadata, chunks[0].start, chunks[-1].stop)
     names = ("resets", "mask", "recording", "position")
     metadata = ChunkMetadata.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
-    return Chunk(inputs, together, metadata, 0, sum(c.steps for c in chunks))
+    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks))
 
 
 @runtime_checkable

@@ -74,10 +74,10 @@ class StreamSlice:
             block = self.stream.read(
                 self.begin + start, self.begin + min(start + _BLOCK, self.steps)
             )
-            before = counts[-1] - block.metadata.counted[block.start]
+            before = counts[-1] - block.metadata.valid_before[block.start]
             counts += [
                 before + counted
-                for counted in block.metadata.counted[block.start + 1 : block.stop + 1]
+                for counted in block.metadata.valid_before[block.start + 1 : block.stop + 1]
             ]
         return counts
 
