@@ -190,23 +190,16 @@ class _Scan(CsvScan):
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(path, file)
         self.line = 0
-        self.columns = self._header()
-        self.width = len(self.columns)
+        columns = self._header()
+        self.width = len(columns)
         # Blank lines are missing values of a single column, but not those at the end.
         self.end = _content_end(file) if self.width == 1 else 2**63
-        self.parser = _Parser(self.columns, self._kinds())
+        self.parser = _Parser(columns, self._kinds())
         self.schema = self.parser.schema
 
     def metadata(self) -> dict[str, Any]:
         slots, faults = self.parser.slots, self.parser.faults
         return {"slots": slots, "starts": self.starts.tolist(), "faults": faults}
-
-    def records(self) -> Iterator[list[str]]:
-        """The records from `offset` on as text, read by the csv module."""
-        while data := self._next_block():
-            data, rows, _, self.line = self._records(data)
-            self.offset += len(data)
-            yield from rows
 
     def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
         del start
@@ -237,11 +230,13 @@ class _Scan(CsvScan):
         """Of each column whether its first filled field is text."""
         begin = self.offset, self.line
         text: dict[int, bool] = {}
-        empty = range(self.width)  # so far
-        for row in self.records():
-            text |= {column: not is_number(row[column]) for column in empty if row[column].strip()}
-            if not (empty := [column for column in empty if column not in text]):
-                break
+        while len(text) < self.width and (data := self._next_block()):
+            data, rows, _, self.line = self._records(data)
+            self.offset += len(data)
+            for column in set(range(self.width)) - text.keys():
+                first = next((row[column] for row in rows if row[column].strip()), None)
+                if first is not None:
+                    text[column] = not is_number(first)
         self.offset, self.line = begin
         return [text.get(column, False) for column in range(self.width)]
 
