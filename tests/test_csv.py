@@ -264,6 +264,18 @@ def test_lines_as_signals_give_their_numbers(
         )
 
 
+@pytest.mark.parametrize("piece", range(1, 9))
+def test_empty_fields_at_the_ends_of_lines_are_missing(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("throughtime.stream.formats.csv_rows.PIECE", piece)
+    for end in ("", "\n", "\r\n"):
+        table = open_table(written(tmp_path / "r.csv", f",1,\n\r\n2,,{end}"), rows=True)
+        np.testing.assert_array_equal(
+            table.read(0, 3, ["0", "1"]), [[np.nan, 2], [1, np.nan], [np.nan, np.nan]]
+        )
+
+
 def test_lines_are_also_named_from_the_last_one(tmp_path: Path) -> None:
     table = open_table(written(tmp_path / "r.csv", "1,2\n3,4\n5,6\n"), rows=True)
     assert list(table.columns) == ["0", "1", "2"]

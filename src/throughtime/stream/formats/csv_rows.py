@@ -111,7 +111,7 @@ class _RowScan(CsvScan):
                 data = data[:end]
                 break
         else:
-            data += b"\n" if data else b""
+            data += b"\n" if data or self._fields else b""  # an empty last field may be left
         self._check(data)
         return data
 
