@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from struct import Struct
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from throughtime.gradient.policy import Policy
 
 LANES = 2  # of each rank
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
+MANY = 2**25 + 1  # steps; float32 rounds it
 
 
 def with_gaps(lengths: tuple[int, ...], seed: int = 11) -> list[dict[str, Any]]:
@@ -288,6 +290,39 @@ def one_has_no_state(rank: int) -> str:
     )
 
 
+def reduced(rank: int) -> tuple[int, float, list[Tensor | None]]:
+    """Steps, loss and gradients of an update of gradients of several types.
+
+    The last weight has a gradient on no rank, the one before it on the first alone. float32 does
+    not hold the number of steps.
+    """
+    types = (torch.float32, torch.bfloat16, torch.complex64, torch.float32, torch.float32)
+    weights = [torch.zeros(2, 3, dtype=dtype) for dtype in types]
+    for i, weight in enumerate(weights[: 4 - rank]):
+        weight.grad = torch.full_like(weight, (i + 1) * (1 - 2 * rank))
+    weights[2].grad = torch.full((2, 3), 1.0 + rank * 1j)
+    chunk = next(iter(CASES["stride"].stream(LANES)))
+    steps = (MANY, MANY // 2)[rank]
+    update = tt.Update(torch.tensor(1.5), steps, None, chunk.inputs, chunk)
+    result = Ranks(rank, 2, torch.device("cpu")).reduce_update(update, weights)
+    assert result is not None
+    return result.steps, result.loss.item(), [weight.grad for weight in weights]
+
+
+def rounded_counts() -> AbstractContextManager[Any]:
+    """A mutant: counts travel in the type of the gradients."""
+    return mock.patch.multiple("throughtime.distributed", _BITS=Struct("4d"), _PIECES=4)
+
+
+def one_is_sparse(rank: int) -> str:
+    """What each rank raises if the gradient of one of them is sparse."""
+    weight = torch.zeros(3)
+    weight.grad = torch.ones(3) if rank else torch.ones(3).to_sparse()
+    chunk = next(iter(CASES["stride"].stream(LANES)))
+    update = tt.Update(torch.zeros(()), 1, None, chunk.inputs, chunk)
+    return refused(lambda: Ranks(rank, 2, torch.device("cpu")).reduce_update(update, [weight]))
+
+
 def before_the_group() -> tuple[tt.Stream, tt.Stream]:
     """Streams made early: one that plays for the first time on ranks, and one that has played."""
     played = CASES["stride"].stream(LANES)
@@ -355,6 +390,10 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
         ),
     )
     yield "one fails", one_fails(rank)
+    yield "one is sparse", one_is_sparse(rank)
+    yield "reduced", reduced(rank)
+    with rounded_counts():
+        yield "rounded", reduced(rank)
     yield "one has no state", one_has_no_state(rank)
     yield from early_work(case, *early)
     place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
@@ -478,6 +517,32 @@ def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
     assert second == "RankError: 1 of 2 ranks could not make this update; their own output says why"
     assert first_kept
     assert second_kept
+
+
+def test_gradients_of_all_types_and_exact_counts_travel_in_one_message() -> None:
+    for told in found(2):
+        steps, loss, grads = told["reduced"]
+        assert (steps, loss) == (MANY + MANY // 2, 1.5)
+        third = (MANY - MANY // 2) / steps  # of what is the opposite on the second rank
+        expected = torch.tensor([third, 2 * third, 1 + 1j * (1 - third) / 2, 4 * MANY / steps])
+        for grad, value in zip(grads[:4], expected, strict=True):
+            like = torch.zeros(2, 3, dtype=grad.dtype) + (
+                value if grad.is_complex() else value.real
+            )
+            torch.testing.assert_close(grad, like)
+        assert [grad.dtype for grad in grads[:3]] == [
+            torch.float32,
+            torch.bfloat16,
+            torch.complex64,
+        ]
+        assert grads[4] is None
+        assert told["rounded"][0] != steps
+
+
+def test_a_sparse_gradient_is_refused_on_its_rank_and_the_others_do_not_wait() -> None:
+    first, second = (told["one is sparse"] for told in found(2))
+    assert "make the layer with sparse=False" in first
+    assert "1 of 2 ranks could not make this update" in second
 
 
 def test_stream_made_before_the_group_takes_its_place_in_it() -> None:

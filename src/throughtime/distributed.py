@@ -4,8 +4,8 @@
 
 so that ranks give the gradient of one that plays all their lanes, and no DistributedDataParallel is
 needed. Each rank delivers its own `.grad` first, whatever the policy did to find it; then one
-message adds up the weights w_r and one the gradients. A rank without a valid step takes part with
-w_r = 0. All of it is `torch.distributed` on the default group.
+message adds up the weights w_r and the gradients w_r g_r. A rank without a valid step takes part
+with w_r = 0. All of it is `torch.distributed` on the default group.
 
 Weights that `fully_shard` spread over the ranks are whole on each of them while an update is made,
 and so is the gradient, for every policy; between updates they, the gradient and the state of the
@@ -15,9 +15,11 @@ Shapes: `B` lanes of one rank.
 """
 
 import hashlib
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,6 +55,7 @@ class Ranks:
     count: int
     device: torch.device
     shards: tuple["FSDPModule", ...] = ()
+    _message: list["_Message"] = field(default_factory=list["_Message"], repr=False, compare=False)
 
     def unsharded(self, net: nn.Module) -> AbstractContextManager[None]:
         """Inside it the weights of the net are whole; all ranks must enter it."""
@@ -141,16 +144,25 @@ class Ranks:
         return torch.cat([last[self.rank - 1], leaf[1:]])
 
     def reduce_update(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
-        """Puts the gradient of all ranks into `.grad`; `None` where no rank has a valid step."""
+        """Put the gradient of all ranks into `.grad`, in one message.
+
+        Returns:
+            The update of all ranks; None if none of them has a valid step.
+
+        Raises:
+            RankError: another rank could not make this update.
+            RunError: a gradient is sparse.
+        """
+        if any(w.grad is not None and w.grad.is_sparse for w in weights):
+            self.signal_failure(weights)
+            raise RunError(
+                "sparse gradients are not added up over ranks; make the layer with sparse=False"
+            )
         weight = update.steps if update.weight is None else update.weight
-        terms = [
-            0.0,
-            weight,
-            update.steps,
-            update.loss.item() * weight if weight else 0.0,
-            *(float(w.grad is not None) for w in weights),
-        ]
-        failed, everywhere, steps, loss, *some = self.total(terms)
+        loss = update.loss.item() * weight if weight else 0.0
+        message = self._message_for(weights)
+        message.write([0.0, weight, update.steps, loss], [w.grad for w in weights])
+        failed, everywhere, steps, loss = message.reduce()
         if failed:
             raise RankError(
                 f"{failed:.0f} of {self.count} ranks could not make this update; their own output"
@@ -158,9 +170,7 @@ class Ranks:
             )
         if not everywhere:
             return None
-        self._add_gradients(
-            [w for w, n in zip(weights, some, strict=True) if n], weight / everywhere
-        )
+        message.read(weights, everywhere)
         return replace(
             update,
             loss=update.loss.new_tensor(loss / everywhere),
@@ -169,26 +179,92 @@ class Ranks:
         )
 
     def signal_failure(self, weights: Sequence[Tensor]) -> None:
-        """Tells the others, who wait for this rank's part of an update, that none will come."""
-        self.total([1.0, *[0.0] * (3 + len(weights))])
+        """Tell the others, who wait for this rank's part of an update, that none will come."""
+        message = self._message_for(weights)
+        message.write([1.0, 0.0, 0.0, 0.0], [None] * len(weights))
+        message.reduce()
 
-    @staticmethod
-    def _add_gradients(weights: Sequence[Tensor], share: float) -> None:
-        """One message for every type of number."""
-        if any(w.grad is not None and w.grad.is_sparse for w in weights):
-            raise RunError(
-                "sparse gradients are not added up over ranks; make the layer with sparse=False"
-            )
-        for dtype in dict.fromkeys(w.dtype for w in weights):
-            mine = [w for w in weights if w.dtype == dtype]
-            dense = [
-                torch.zeros_like(w) if w.grad is None else w.grad.to_dense() * share for w in mine
-            ]
-            flat = torch.cat([g.flatten() for g in dense])
-            with rank_errors():
-                distributed.all_reduce(flat)
-            for w, g in zip(mine, flat.split([w.numel() for w in mine]), strict=True):
-                w.grad = g.view_as(w).clone()
+    def _message_for(self, weights: Sequence[Tensor]) -> "_Message":
+        """That of the last update, if it fits: fresh memory costs more than the sum."""
+        layout = [(weight.shape, weight.dtype) for weight in weights]
+        if not self._message or self._message[0].layout != layout:
+            self._message[:] = [_Message(layout, self.rank, self.count, self.device)]
+        return self._message[0]
+
+
+_FLOATS = Struct("4d")  # the counts of each rank: failed, loss weight, steps, weighted loss
+_BITS = Struct("16H")  # their bits, in numbers that every type of a message holds
+_PIECES = 16
+
+
+class _Message:
+    """What a rank sends for an update: its counts, which gradients it has, and their values.
+
+    All is summed in one call. Gradients of all types travel in the widest of them, at least
+    float32, times the loss weight of their rank. Counts stay exact in every type: each rank writes
+    their bits where all others write zeros, 16 to a number.
+
+    Args:
+        layout: shape and type of each weight.
+        rank: of this process.
+        ranks: how many there are.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        layout: Sequence[tuple[torch.Size, torch.dtype]],
+        rank: int,
+        ranks: int,
+        device: torch.device,
+    ) -> None:
+        self.layout, self._rank, self._counts = layout, rank, ranks * _PIECES
+        shapes = [(*shape, 2) if dtype.is_complex else shape for shape, dtype in layout]
+        sizes = [math.prod(shape) for shape in shapes]
+        dtype = torch.float32
+        for _, of_weight in layout:
+            dtype = torch.promote_types(dtype, of_weight.to_real())
+        self._head = self._counts + len(layout)
+        self._numbers = torch.zeros(self._head + sum(sizes), dtype=dtype, device=device)
+        parts = self._numbers[self._head :].split(sizes)
+        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._owners: list[float] = []  # how many ranks have a gradient, for each weight
+
+    def write(self, counts: Sequence[float], grads: Sequence[Tensor | None]) -> None:
+        """Write the counts of this rank, and its gradients times its loss weight."""
+        head = [0] * self._counts + [grad is not None for grad in grads]
+        start = self._rank * _PIECES
+        head[start : start + _PIECES] = _BITS.unpack(_FLOATS.pack(*counts))
+        self._numbers[: self._head].copy_(torch.tensor(head))
+        for part, grad in zip(self._gradients, grads, strict=True):
+            if grad is None:
+                part.zero_()
+            else:
+                part.copy_(_as_real(grad)).mul_(counts[1])
+
+    def reduce(self) -> list[float]:
+        """Send it; returns the sums of the counts of all ranks."""
+        with rank_errors():
+            distributed.all_reduce(self._numbers)
+        head = self._numbers[: self._head].tolist()
+        self._owners = head[self._counts :]
+        everyone = [
+            _FLOATS.unpack(_BITS.pack(*map(int, head[start : start + _PIECES])))
+            for start in range(0, self._counts, _PIECES)
+        ]
+        return [sum(values) for values in zip(*everyone, strict=True)]
+
+    def read(self, weights: Sequence[Tensor], loss_weight: float) -> None:
+        """Write the mean gradients, for the loss weight of all ranks, to `.grad`."""
+        for weight, part, owners in zip(weights, self._gradients, self._owners, strict=True):
+            if owners:
+                if weight.grad is None:
+                    weight.grad = torch.empty_like(weight)
+                torch.div(part, loss_weight, out=_as_real(weight.grad))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 @contextmanager

@@ -1,0 +1,187 @@
+"""Two ranks with half of the lanes each, beside two threads with all of them, on the same cores.
+
+    python benchmarks/ranks.py [--rounds 40] [--cell LSTM] [--hidden 128]
+        [--out benchmarks/results/ranks.json]
+
+A recurrent layer of `tt.nn` with a linear readout, 32 lanes, 32 features, chunks of 100 steps,
+float32, cross-entropy, `tt.optim.Adam`. Three processes: two ranks over gloo, one thread each, and
+one process with two threads. They take turns of a few updates, a turn of the ranks after each turn
+of the threads, and in each round the other side begins. First all losses of both sides must agree.
+One thread with all lanes is measured as well. Ratios are taken round by round; the load average of
+the machine is printed, because the numbers mean little on a machine that does something else.
+
+Shapes: `T` steps, `B` lanes, `D` features, `H` units, `C` classes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, multiprocessing, nn
+
+import throughtime as tt
+
+LANES, FEATURES, CLASSES, CHUNK = 32, 32, 10, 100
+RANKS, TURN, WARM_UP = 2, 10, 5  # updates in a turn, and before the first
+
+
+class Setting(NamedTuple):
+    """What every process computes."""
+
+    cell: str
+    hidden: int
+    updates: int
+    port: int
+
+
+def updates(setting: Setting) -> Iterator[torch.Tensor]:
+    """The loss of each update of one epoch, after the step of the optimizer."""
+    torch.manual_seed(0)
+    steps = setting.updates * CHUNK
+    layer = getattr(tt.nn, setting.cell)(FEATURES, setting.hidden)
+    net = tt.carry(nn.Sequential(layer, nn.Linear(setting.hidden, CLASSES)))
+    optimizer = tt.optim.Adam(net.parameters(), max_norm=1.0)
+    recordings = [
+        {"inputs": torch.randn(steps, FEATURES), "targets": torch.randint(CLASSES, (steps,))}
+        for _ in range(LANES)
+    ]
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    stream = tt.Stream(recordings, lanes=LANES // ranks, chunk=CHUNK)
+    policy = tt.Truncated(stride=CHUNK)
+    for update in tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=policy):
+        optimizer.step()
+        optimizer.zero_grad()
+        yield update.loss
+
+
+def serve(pipe: Connection, setting: Setting, threads: int, rank: int | None) -> None:
+    """Make as many updates as each message asks for; answer with seconds per update and losses."""
+    torch.set_num_threads(threads)
+    if rank is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        address = f"tcp://127.0.0.1:{setting.port}"
+        distributed.init_process_group("gloo", address, rank=rank, world_size=RANKS)
+    losses = updates(setting)
+    while count := pipe.recv():
+        began = time.perf_counter()
+        made = [next(losses) for _ in range(count)]
+        seconds = (time.perf_counter() - began) / count
+        pipe.send((seconds, [loss.item() for loss in made]))
+    if rank is not None:
+        distributed.destroy_process_group()
+
+
+class Side:
+    """The processes of one way to train."""
+
+    def __init__(self, setting: Setting, threads: int, ranks: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes = list[Any]()
+        self.processes = list[Any]()
+        self.losses: list[float] = []
+        self.milliseconds: list[float] = []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            rank_or_none = rank if ranks > 1 else None
+            process = context.Process(target=serve, args=(there, setting, threads, rank_or_none))
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def turn(self, count: int) -> float:
+        """Make updates; returns milliseconds per update of the slowest process."""
+        for pipe in self.pipes:
+            pipe.send(count)
+        answers = [pipe.recv() for pipe in self.pipes]
+        self.losses += answers[0][1]
+        return 1e3 * max(seconds for seconds, _ in answers)
+
+    def end(self) -> None:
+        """Let the processes end."""
+        for pipe in self.pipes:
+            pipe.send(0)
+        for process in self.processes:
+            process.join()
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, Any]:
+    """Milliseconds per update of each side, round by round."""
+    sides = {
+        "two ranks": Side(setting, 1, RANKS),
+        "two threads": Side(setting, 2, 1),
+        "one thread": Side(setting, 1, 1),
+    }
+    try:
+        for side in sides.values():
+            side.turn(WARM_UP)
+        for turn in range(rounds):
+            order = list(sides.values())
+            for side in order if turn % 2 else order[::-1]:
+                side.milliseconds.append(side.turn(TURN))
+    finally:
+        for side in sides.values():
+            side.end()
+    expected = sides["one thread"].losses
+    for name, side in sides.items():
+        deviation = max(abs(a - b) / abs(b) for a, b in zip(side.losses, expected, strict=True))
+        if not deviation < 1e-4:
+            raise SystemExit(f"{name} and one thread compute other losses: they differ {deviation}")
+    return {name: side.milliseconds for name, side in sides.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--cell", default="LSTM", choices=["LSTM", "GRU", "RNN"])
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "ranks.json"
+    )
+    options = parser.parse_args()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    count = WARM_UP + TURN * options.rounds
+    before = os.getloadavg()[0]
+    times = measure(Setting(options.cell, options.hidden, count, port), options.rounds)
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
+    for name, (low, middle, high) in quartiles.items():
+        print(f"{name:12} {middle:6.2f} ms an update [{low:.2f}, {high:.2f}]")
+    ratios = {
+        f"speed of two ranks over {name}": statistics.quantiles(
+            [a / b for a, b in zip(times[name], times["two ranks"], strict=True)], n=4
+        )
+        for name in times
+        if name != "two ranks"
+    }
+    for name, (low, middle, high) in ratios.items():
+        print(f"{name}: {middle:.3f} [{low:.3f}, {high:.3f}]")
+    load = [round(before, 2), round(os.getloadavg()[0], 2)]
+    print(f"load average before and after: {load[0]}, {load[1]}")
+    record = {
+        "cell": options.cell,
+        "hidden": options.hidden,
+        "rounds": options.rounds,
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load": load,
+        "milliseconds": quartiles,
+        "ratios": ratios,
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
