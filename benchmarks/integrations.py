@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
 from throughtime.integrations import accelerate as accelerated
-from throughtime.integrations.ignite import create_supervised_tbptt_trainer, stream_trainer
+from throughtime.integrations.ignite import StreamTrainer, create_supervised_tbptt_trainer
 from throughtime.integrations.lightning import LightningModule, Loader, StreamModule
 
 CHUNK, FEATURES, HIDDEN, NORM = 100, 4, 50, 1.0
@@ -188,7 +188,7 @@ def ignite_stream(task: Task, chunks: int) -> Implementation:
     """An engine on a stream, so many chunks in an iteration."""
     net, optimizer = task.net()
     trainer, stream = (
-        stream_trainer(
+        StreamTrainer(
             tt.carry(net), optimizer, LOSS, gradient=GRADIENT, chunks=chunks, max_norm=NORM
         ),
         task.stream(),

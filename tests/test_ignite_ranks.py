@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from processes import in_processes
-from throughtime.integrations.ignite import create_stream_evaluator, stream_trainer
+from throughtime.integrations.ignite import StreamEvaluator, StreamTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def recordings() -> list[dict[str, Tensor]]:
 def trained(lanes: int) -> dict[str, Any]:
     torch.manual_seed(0)
     net = tt.carry(nn.Sequential(nn.GRU(3, 6), nn.Linear(6, 1)).double())
-    trainer = stream_trainer(
+    trainer = StreamTrainer(
         net,
         torch.optim.SGD(net.parameters(), lr=0.1),
         nn.MSELoss(),
@@ -41,7 +41,7 @@ def trained(lanes: int) -> dict[str, Any]:
     state: Any = trainer.run(tt.Stream(recordings(), lanes, 10), max_epochs=4)
     metric = Loss(nn.MSELoss())
     loss = (
-        create_stream_evaluator(net, {"loss": metric})
+        StreamEvaluator(net, {"loss": metric})
         .run(tt.Stream(recordings(), lanes, 10))
         .metrics["loss"]
     )

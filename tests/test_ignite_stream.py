@@ -25,10 +25,9 @@ from test_ignite import same, weights
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.ignite import (
     Loader,
+    StreamEvaluator,
     StreamEvents,
     StreamTrainer,
-    create_stream_evaluator,
-    stream_trainer,
 )
 
 LENGTHS = (61, 34, 50, 45, 38)
@@ -102,7 +101,7 @@ def trainer_of(
 ) -> tuple[StreamTrainer, tt.Carried, Any]:
     net = net_of() if net is None else net
     optimizer = adam(net)
-    trainer = stream_trainer(net, optimizer, nn.MSELoss(), gradient=POLICIES[policy](), **options)
+    trainer = StreamTrainer(net, optimizer, nn.MSELoss(), gradient=POLICIES[policy](), **options)
     torch.manual_seed(7)
     return trainer, net, optimizer
 
@@ -128,7 +127,7 @@ def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int)
 def adaptive_trainer(gradient: RecordingAdaptive) -> dict[str, Any]:
     net = net_of()
     optimizer = adam(net)
-    return kept(stream_trainer(net, optimizer, nn.MSELoss(), gradient=gradient), net, optimizer)
+    return kept(StreamTrainer(net, optimizer, nn.MSELoss(), gradient=gradient), net, optimizer)
 
 
 def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next() -> None:
@@ -178,7 +177,7 @@ def test_fifty_updates_are_those_of_a_loop_without_throughtime() -> None:
         }
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = stream_trainer(
+    trainer = StreamTrainer(
         net, optimizer, nn.MSELoss(), gradient=tt.Truncated(stride=10), chunks=4, max_norm=0.5
     )
     state: Any = trainer.run(tt.Stream(recording, lanes=1, chunk=10))
@@ -272,7 +271,7 @@ def test_mixed_precision_is_that_of_the_loop_by_hand(scaled: bool) -> None:
         return torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
 
     mine, plain = net_of().float(), net_of().float()
-    stream_trainer(
+    StreamTrainer(
         mine, adam(mine), nn.MSELoss(), gradient=tt.Truncated(10), amp_mode="amp", scaler=scaler()
     ).run(tt.Stream(data, 2, 10))
     optimizer, scale = adam(plain), scaler()
@@ -286,7 +285,7 @@ def test_mixed_precision_is_that_of_the_loop_by_hand(scaled: bool) -> None:
             optimizer.zero_grad()
     assert same(weights(mine), weights(plain))
     full = net_of().float()
-    stream_trainer(full, adam(full), nn.MSELoss(), gradient=tt.Truncated(10)).run(
+    StreamTrainer(full, adam(full), nn.MSELoss(), gradient=tt.Truncated(10)).run(
         tt.Stream(data, 2, 10)
     )
     assert not same(weights(mine), weights(full))
@@ -531,7 +530,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 
 def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, net, optimizer = trainer_of(chunks=2)
-    evaluator = create_stream_evaluator(net, {"mse": MeanSquaredError()})
+    evaluator = StreamEvaluator(net, {"mse": MeanSquaredError()})
     check, scores = stream(seed=None), list[float]()
 
     def evaluate() -> None:
@@ -582,9 +581,7 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
     expected = tt.evaluate(
         net, data(), nn.CrossEntropyLoss(), metrics=tt.metrics.Classification(("no", "yes"))
     )
-    evaluator = create_stream_evaluator(
-        net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()}
-    )
+    evaluator = StreamEvaluator(net, {"loss": Loss(nn.CrossEntropyLoss()), "accuracy": Accuracy()})
     result = evaluator.run(data()).metrics
     assert abs(result["loss"] - expected.loss) < 1e-6  # the metrics of Ignite add up in float32
     assert abs(result["accuracy"] - expected.metrics["accuracy"]) < 1e-6
@@ -600,26 +597,26 @@ def test_metrics_are_those_of_evaluate_over_valid_steps(missing: float) -> None:
 
 def test_one_column_is_not_broadcast_against_its_targets() -> None:
     net = net_of()
-    result = create_stream_evaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
+    result = StreamEvaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
     assert abs(result - tt.evaluate(net, stream(), nn.MSELoss()).loss) < 1e-6
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing() -> None:
     trainer, net, _ = trainer_of("horizon", net_of("dropout"))
-    evaluator, other = create_stream_evaluator(net, {"mse": MeanSquaredError()}), stream()
+    evaluator, other = StreamEvaluator(net, {"mse": MeanSquaredError()}), stream()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(other))
     trainer.run(stream(), max_epochs=2)
     assert same(weights(net), by_hand("horizon", 2, net_of("dropout"))[0])
     trainer, net, _ = trainer_of()
     mine = stream()
-    evaluator = create_stream_evaluator(net)
+    evaluator = StreamEvaluator(net)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(mine))
     with pytest.raises(DataError, match="Stream of its own"):
         trainer.run(mine)
 
 
 def test_an_evaluation_is_one_epoch_of_a_stream_with_targets() -> None:
-    evaluator = create_stream_evaluator(net_of())
+    evaluator = StreamEvaluator(net_of())
     with pytest.raises(DataError, match=r"expected a tt\.Stream"):
         evaluator.run([torch.zeros(3)])
     with pytest.raises(ConfigError, match="one whole epoch"):

@@ -121,7 +121,7 @@ class Evaluator:
         *,
         metrics: Metric | TorchMetric | None = None,
     ) -> None:
-        self._player = Predictor(net)
+        self._predictor = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
         self._metric = None if metrics is None else as_metric(metrics).new()
         self._by_recording: dict[int, Metric] = {}
@@ -133,7 +133,7 @@ class Evaluator:
         Raises:
             DataError: it does, and there are metrics.
         """
-        ranks = ranks_of(self._player.net, stream)
+        ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1 and self._metric is not None:
             raise DataError(
                 f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are"
@@ -152,9 +152,9 @@ class Evaluator:
                 "the recordings of this stream have no targets; to run the net without scoring it"
                 " use tt.predict"
             )
-        chunk = chunk.to(self._player.device)
-        self._player.lanes = chunk.lanes
-        outputs = self._player(chunk.inputs, chunk.resets if chunk.any_reset else None)
+        chunk = chunk.to(self._predictor.device)
+        self._predictor.lanes = chunk.lanes
+        outputs = self._predictor._run_chunk(chunk)
         if not chunk.valid:
             return outputs
         self._steps += chunk.valid
@@ -179,7 +179,7 @@ class Evaluator:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
         self.check(stream)
         total, weight, steps = self._loss, self._weight, self._steps
-        ranks = ranks_of(self._player.net, stream)
+        ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1:
             total, weight, steps = ranks.total([total, weight, steps])
         loss = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
@@ -278,10 +278,10 @@ def predict(
         rank=0,
         ranks=1,
     )
-    player = Predictor(net, lanes=1, state=state)
+    predictor = Predictor(net, lanes=1, state=state)
     start = 0
     for part in stream:
-        outputs = player(part.inputs.to(player.device)).squeeze(1).cpu()
+        outputs = predictor(part.inputs.to(predictor.device)).squeeze(1).cpu()
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
         span = slice(start, start + len(outputs))
@@ -292,7 +292,7 @@ def predict(
         start += len(outputs)
     if out is None:
         raise RuntimeError("a recording without steps")
-    return out, player.state
+    return out, predictor.state
 
 
 class Predictor:
@@ -337,6 +337,11 @@ class Predictor:
                 self.state = self.net.initial_state(self.lanes, like=inputs)
             outputs, self.state = self.net(inputs, self.state, resets)
         return outputs
+
+    def _run_chunk(self, chunk: Chunk) -> Tensor:
+        """Outputs `(T, B, C)` of a chunk, on the device of the net."""
+        chunk = chunk.to(self.device)
+        return self(chunk.inputs, chunk.resets if chunk.any_reset else None)
 
     def step(self, inputs: Tensor) -> Tensor:
         """Outputs `(B, C)` for the inputs `(B, D)` of a single step."""

@@ -68,12 +68,17 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State
     return _map_several(fn, state, others, "") if others else _map(fn, state, "")
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """The same nesting, with `fn` of every tensor in it; other values are left as they are."""
+def map_tensors(fn: Callable[[str, Tensor], Tensor], values: Any, path: str = "") -> Any:
+    """The same nesting, with `fn` of the path of every tensor and the tensor itself.
+
+    A path joins keys, field names and positions by dots; values that are no tensors stay.
+    """
     if isinstance(values, Tensor):
-        return fn(values)
+        return fn(path, values)
     if isinstance(values, (Mapping, tuple, list)) or dataclasses.is_dataclass(values):
-        return _rebuild(values, [map_tensors(fn, branch) for _, branch in _children(values, "")])
+        branches = _children(values, path)
+        prefix = f"{path}." if path else ""
+        return _rebuild(values, [map_tensors(fn, b, f"{prefix}{name}") for name, b in branches])
     return values
 
 

@@ -43,9 +43,7 @@ __all__ = [
     "StreamTrainer",
     "Tbptt_Events",
     "_detach_hidden",
-    "create_stream_evaluator",
     "create_supervised_tbptt_trainer",
-    "stream_trainer",
 ]
 
 
@@ -60,18 +58,7 @@ class StreamEvents(EventEnum):
     UPDATE_COMPLETED = "update_completed"
 
 
-def stream_trainer(
-    net: tt.Carried,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    *,
-    gradient: Policy,
-    chunks: int = 1,
-    accumulate: int = 1,
-    max_norm: float | None = None,
-    amp_mode: Literal["amp"] | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> "StreamTrainer":
+class StreamTrainer(Engine):
     """An Ignite engine that trains on a stream: `trainer.run(stream, max_epochs=5)`.
 
     The state is carried over the whole stream and reset where recordings start. For batches from a
@@ -89,13 +76,11 @@ def stream_trainer(
         amp_mode: "amp" runs net and loss under `torch.autocast`.
         scaler: a `torch.amp.GradScaler`; only with `amp_mode`.
 
-    Returns:
-        The engine. `state.output` of an iteration is the mean loss over its valid steps; an
-        iteration without an update keeps that of the one before. Each update fires `StreamEvents`;
-        handlers read it from `state.update`, and the number of updates from `state.updates`.
-        `terminate()` in a handler stops after the present update. `state_dict()` holds the carried
-        state, the position in the stream and torch's random state; an epoch that was terminated and
-        not loaded again starts anew.
+    `state.output` of an iteration is the mean loss over its valid steps; an iteration without an
+    update keeps that of the one before. Each update fires `StreamEvents`; handlers read it from
+    `state.update`, and the number of updates from `state.updates`. `terminate()` in a handler stops
+    after the present update. `state_dict()` holds the carried state, the position in the stream and
+    torch's random state; an epoch that was terminated and not loaded again starts anew.
 
     Raises:
         ConfigError: settings that contradict each other. Running on anything but a `tt.Stream` or a
@@ -105,41 +90,37 @@ def stream_trainer(
 
     Example:
         >>> import torch, throughtime as tt
-        >>> from throughtime.integrations.ignite import stream_trainer
+        >>> from throughtime.integrations.ignite import StreamTrainer
         >>> recording = {"inputs": torch.randn(50, 3), "targets": torch.randn(50)}
         >>> stream = tt.Stream(recording, lanes=1, chunk=20)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
         >>> optimizer, loss_fn = torch.optim.Adam(net.parameters()), torch.nn.MSELoss()
-        >>> trainer = stream_trainer(net, optimizer, loss_fn, gradient=tt.Truncated(stride=10))
+        >>> trainer = StreamTrainer(net, optimizer, loss_fn, gradient=tt.Truncated(stride=10))
         >>> state = trainer.run(stream, max_epochs=2)
         >>> state.iteration, state.updates
         (6, 10)
-    """
-    step = OptimizerStep(optimizer, max_norm, amp_mode, scaler)
-    return StreamTrainer(net, loss_fn, gradient, step, chunks, accumulate)
-
-
-class StreamTrainer(Engine):
-    """The engine that `stream_trainer` returns.
-
-    Its `state_dict` holds the carried state and the position in the stream.
     """
 
     def __init__(
         self,
         net: tt.Carried,
+        optimizer: torch.optim.Optimizer,
         loss_fn: LossFn,
+        *,
         gradient: Policy,
-        step: OptimizerStep,
         chunks: int = 1,
         accumulate: int = 1,
+        max_norm: float | None = None,
+        amp_mode: Literal["amp"] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(self._run_batch)
-        self._net, self._step, self._chunks = net, step, chunks
+        self._step = OptimizerStep(optimizer, max_norm, amp_mode, scaler)
+        self._net, self._chunks = net, chunks
         self._options: dict[str, Any] = {
             "loss_fn": loss_fn,
             "gradient": gradient,
-            "scaler": step.scaler,
+            "scaler": scaler,
             "accumulate": accumulate,
         }
         self._updates: tt.Updates | None = None
@@ -264,9 +245,7 @@ class StreamTrainer(Engine):
         return update
 
 
-def create_stream_evaluator(
-    net: tt.Carried, metrics: Mapping[str, Metric] | None = None
-) -> "StreamEvaluator":
+class StreamEvaluator(Engine):
     """An Ignite engine that runs a net over a stream for metrics: `evaluator.run(stream).metrics`.
 
     The net runs in evaluation mode under `no_grad` and is put back. A training in progress keeps
@@ -278,9 +257,7 @@ def create_stream_evaluator(
         metrics: by name; each gets outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid
             steps of a chunk, so that its means are over valid steps.
 
-    Returns:
-        The engine; `state.output` is `(outputs, targets)`. An iteration is a chunk that has a valid
-        step.
+    `state.output` is `(outputs, targets)`. An iteration is a chunk that has a valid step.
 
     Raises:
         DataError: when run, on anything but a `tt.Stream` with targets.
@@ -290,25 +267,19 @@ def create_stream_evaluator(
     Example:
         >>> import torch, throughtime as tt
         >>> from ignite.metrics import MeanSquaredError
-        >>> from throughtime.integrations.ignite import create_stream_evaluator
+        >>> from throughtime.integrations.ignite import StreamEvaluator
         >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.ones(50)}
         >>> stream = tt.Stream(recording, lanes=1, chunk=20)
         >>> net = tt.carry(torch.nn.GRU(3, 1, bias=False))
-        >>> create_stream_evaluator(net, {"mse": MeanSquaredError()}).run(stream).metrics
+        >>> StreamEvaluator(net, {"mse": MeanSquaredError()}).run(stream).metrics
         {'mse': 1.0}
     """
-    evaluator = StreamEvaluator(net)
-    for name, metric in (metrics or {}).items():
-        metric.attach(evaluator, name)
-    return evaluator
 
-
-class StreamEvaluator(Engine):
-    """The engine that `create_stream_evaluator` returns."""
-
-    def __init__(self, net: tt.Carried) -> None:
+    def __init__(self, net: tt.Carried, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__(self._run_chunk)
         self._net = net
+        for name, metric in (metrics or {}).items():
+            metric.attach(self, name)
 
     # the order of the limits differs between releases
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -337,7 +308,8 @@ class StreamEvaluator(Engine):
     @staticmethod
     def _run_chunk(engine: Engine, item: tuple[tt.Predictor, tt.Chunk]) -> tuple[Tensor, Tensor]:
         del engine
-        return item[1].valid_pairs(_predict(*item))
+        predictor, chunk = item
+        return chunk.valid_pairs(predictor._run_chunk(chunk))
 
 
 def _scored_chunks(net: tt.Carried, stream: tt.Stream) -> Iterator[tuple[tt.Predictor, tt.Chunk]]:
@@ -355,8 +327,4 @@ def _scored_chunks(net: tt.Carried, stream: tt.Stream) -> Iterator[tuple[tt.Pred
         if chunk.valid:
             yield predictor, chunk
         else:
-            _predict(predictor, chunk)
-
-
-def _predict(predictor: tt.Predictor, chunk: tt.Chunk) -> Tensor:
-    return predictor(chunk.inputs, chunk.resets if chunk.any_reset else None)
+            predictor._run_chunk(chunk)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from ignite.engine import Engine, EventEnum, Events
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations._ignite_step import OptimizerStep
+from throughtime.state import map_tensors
 
 Batch: TypeAlias = Any  # a nesting of tensors and anything else; `_count_steps` checks it
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
@@ -62,11 +63,9 @@ def prepare_batch(
             " non_blocking: (batch['x'].to(device), batch['y'].to(device))"
         )
 
-    def move(_: str, leaf: Any) -> Any:
-        movable = isinstance(leaf, Tensor) and device is not None
-        return leaf.to(device, non_blocking=non_blocking) if movable else leaf
-
-    return _map(move, pair[0]), _map(move, pair[1])
+    if device is None:
+        return pair
+    return map_tensors(lambda _, tensor: tensor.to(device, non_blocking=non_blocking), pair)
 
 
 def create_supervised_tbptt_trainer(
@@ -92,7 +91,7 @@ def create_supervised_tbptt_trainer(
 
     Takes the place of the function of the same name in `ignite.contrib.engines`, and makes an
     update after each chunk. For recordings longer than a batch can hold, or for another policy than
-    truncation, use `stream_trainer`.
+    truncation, use `StreamTrainer`.
 
     Args:
         model: maps `x` to `(outputs, hidden)`, and `(x, hidden)` as well; any nested `hidden`, see
@@ -378,31 +377,13 @@ class _Iteration:
 
 # Batches of any nesting. Every tensor is cut along `dim`, where all must have equally many steps,
 # except those under a path in `static`: these, and leaves that are no tensors, go whole into every
-# chunk. A path joins keys and positions by dots: "1", "speaker", "0.meta.age".
-
-
-def _map(fn: Callable[[str, Any], Any], tree: Batch, path: str = "") -> Batch:
-    """The same nesting around `fn(path, leaf)`."""
-    prefix = f"{path}." if path else ""
-    new = cast("Any", type(tree))
-    if isinstance(tree, Mapping):
-        return new({key: _map(fn, branch, f"{prefix}{key}") for key, branch in tree.items()})
-    if isinstance(tree, (tuple, list)):
-        branches = [_map(fn, branch, f"{prefix}{i}") for i, branch in enumerate(tree)]
-        return new(*branches) if hasattr(tree, "_fields") else new(branches)
-    return fn(path, tree)
+# chunk. A path joins keys, field names and positions by dots: "1", "speaker", "0.meta.age".
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:
     """Every tensor by its path, in order."""
     tensors: dict[str, Tensor] = {}
-
-    def collect(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            tensors[path] = leaf
-        return leaf
-
-    _map(collect, batch)
+    map_tensors(tensors.setdefault, batch)
     return tensors
 
 
@@ -452,8 +433,7 @@ def _cut(batch: Batch, steps: int, dim: int, static: Sequence[str]) -> Iterator[
     for start in range(0, total, steps):
         count = min(steps, total - start)
 
-        def narrow(path: str, leaf: Any, start: int = start, count: int = count) -> Any:
-            is_timed = isinstance(leaf, Tensor) and not _is_static(path, static)
-            return leaf.narrow(dim, start, count) if is_timed else leaf
+        def narrow(path: str, tensor: Tensor, start: int = start, count: int = count) -> Tensor:
+            return tensor if _is_static(path, static) else tensor.narrow(dim, start, count)
 
-        yield _map(narrow, batch), count
+        yield map_tensors(narrow, batch), count

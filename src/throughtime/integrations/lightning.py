@@ -178,11 +178,8 @@ class StreamModule(pl.LightningModule):
         """The outputs `(T, B, C)` of a batch."""
         if as_stream_batch(batch).index == 0:
             self._predictors[dataloader_idx] = tt.Predictor(self.net, batch.stream.lanes)
-        predict = self._predictors[dataloader_idx]
-        outputs: list[Tensor] = []
-        for chunk in batch.chunks():
-            resets = chunk.resets.to(self.device) if chunk.any_reset else None
-            outputs.append(predict(chunk.inputs.to(self.device), resets).cpu())
+        predictor = self._predictors[dataloader_idx]
+        outputs = [predictor._run_chunk(chunk).cpu() for chunk in batch.chunks()]
         return torch.cat(outputs) if outputs else torch.empty(0, batch.stream.lanes)
 
     def _next_update(self) -> tt.Update | None:
