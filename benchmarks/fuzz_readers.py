@@ -25,6 +25,7 @@ from throughtime.app.recordings import DataLayout, open_recordings
 from throughtime.errors import ThroughtimeError
 from throughtime.stream.formats import Table, csv_rows, open_table
 from throughtime.stream.formats import csv as csv_format
+from throughtime.stream.formats.table import is_number
 from throughtime.stream.manifest import find_recordings
 
 HANG = 10  # seconds for one file
@@ -130,7 +131,7 @@ def oracle(data: bytes) -> list[list[str]]:
 def expected(data: bytes) -> tuple[list[str], list[list[str]]]:
     records = oracle(data)
     header = [name.strip() for name in records[0]]
-    if all(map(csv_format.is_number, header)):
+    if all(map(is_number, header)):
         header, records = [str(i) for i in range(len(header))], [[], *records]
     rows = [(row or [""]) if len(header) == 1 else row for row in records[1:]]
     while len(header) == 1 and records and not records[-1]:
@@ -154,10 +155,8 @@ def compare(table: Table, data: bytes) -> str:
         try:
             values = table.read(0, len(table), [name])[:, 0]
         except ThroughtimeError:
-            words = [f for f in column if f.strip() and not csv_format.is_number(f)]
-            assert (
-                words if csv_format.is_number(first) else max(map(len, column)) > csv_format.LABEL
-            ), column
+            words = [f for f in column if f.strip() and not is_number(f)]
+            assert words if is_number(first) else max(map(len, column)) > csv_format.LABEL, column
             outcome = "column refused"
             continue
         if values.dtype.kind == "U":

@@ -256,6 +256,24 @@ def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path
     )
 
 
+@pytest.mark.parametrize("end", ["20", "30"])
+def test_an_end_that_the_run_has_passed_leaves_its_settings_as_they_are(
+    trained: tuple[Path, Path], end: str
+) -> None:
+    before = (trained[0] / "config.toml").read_bytes()
+    printed = run("train", "--resume", trained[0], "--updates", end)
+    assert "already finished at update 30" in printed
+    assert (trained[0] / "config.toml").read_bytes() == before
+
+
+def test_one_recording_is_called_a_recording(tmp_path: Path) -> None:
+    data, columns = as_csv(tmp_path)
+    printed = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
+    assert printed.startswith("1 recording, 480 frames to train on, 1 held out")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "1 recording with 480 steps for training, 1 held out" in page
+
+
 def test_help_names_the_defaults() -> None:
     told = run("train", "--help")
     assert "[default: 64]" in told
@@ -315,7 +333,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
                 "--inputs",
                 "note",
             ],
-            "horizon=5 is below stride=100",
+            "--horizon 5 is below --stride 100",
         ),
         (
             [
@@ -332,7 +350,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
                 "--inputs",
                 "note",
             ],
-            "gradient='exact' and horizon=5 are both given: the exact gradient cuts no credit",
+            "--gradient 'exact' and --horizon 5 are both given: the exact gradient cuts no credit",
         ),
         (
             [
@@ -354,7 +372,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
             ["train", "{data}", "--task", "regress", "--config", "{config}"],
             "unknown key 'strides', did you mean 'stride'?",
         ),
-        (["train", "--task", "regress"], "'data' is missing"),
+        (["train", "--task", "regress"], "DATA is missing"),
         (["train", "--resume", "{run}", "--lr", "1"], "--resume goes on with the settings"),
         (
             [
@@ -540,6 +558,6 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     data, columns = as_csv(tmp_path)
-    assert "device=cuda" in run(
+    assert "--device cuda" in run(
         "train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False
     )

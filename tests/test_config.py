@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from throughtime.app.config import make_config, read_toml
+from throughtime.app.config import as_flags, make_config, read_toml
 from throughtime.errors import ConfigError
 
 
@@ -51,11 +51,11 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
         ({"lanes": True}, "lanes=True: expected a whole number"),
         ({"lanes": 0}, "lanes=0: expected at least 1"),
         ({"lr": float("nan")}, "lr=nan: expected a finite number above 0"),
-        ({"updates": 3, "epochs": 1}, "updates and epochs are both given"),
+        ({"updates": 3, "epochs": 1}, "updates=3 and epochs=1 are both given"),
         ({"inputs": 3}, "inputs=3: expected a list of column names"),
         ({"data": None}, "'data' is missing"),
         ({"strategy": "fsdp"}, "strategy='fsdp': expected one of 'single', 'ddp'"),
-        ({"devices": 2}, "devices=2: several processes need strategy='ddp' (--strategy ddp)"),
+        ({"devices": 2}, "devices=2: several processes need strategy='ddp'"),
         ({"devices": 2, "nodes": 3}, "devices=2 and nodes=3: several processes need"),
         ({"strategy": "ddp", "devices": 0}, "devices=0: expected at least 1"),
         (
@@ -82,6 +82,24 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
     with pytest.raises(ConfigError) as refused:
         make_config({"data": "d", "task": "classify", "out": "o"} | wrong)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "shown"),
+    [
+        ("lanes=0: expected at least 1", "train d --lanes 0", "--lanes 0: expected at least 1"),
+        ("max_norm=-1.0 and lr=0.0", "train d --lr 0", "--max-norm -1.0 and --lr 0.0"),
+        ("offset=3, and hand_off=True passes", "train d", "--offset 3, and --hand-off passes"),
+        ("'task' is missing, 'data' is missing", "train", "--task is missing, DATA is missing"),
+        ("r.toml: lanes=0", "train --config r.toml", "r.toml: lanes=0"),
+        ("r/config.toml: lanes=0", "train --resume=r", "r/config.toml: lanes=0"),
+        ("age=63 and 'note' is missing", "predict r d", "age=63 and 'note' is missing"),
+    ],
+)
+def test_settings_in_messages_are_flags_unless_a_file_sets_them(
+    message: str, arguments: str, shown: str
+) -> None:
+    assert as_flags(message, arguments.split()) == shown
 
 
 def test_all_wrong_settings_are_listed_at_once() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
-from throughtime.stream.formats.csv import is_number
 from throughtime.stream.formats.csv_rows import parse_numbers
+from throughtime.stream.formats.table import is_number
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import columns
 

@@ -141,7 +141,7 @@ def test_page_never_replaces_a_script(
     (tmp_path / "train.py").write_text("raise SystemExit(3)", encoding="utf-8")
     output = run("doctor", "--report", name, "train.py", ok=False)
     assert (
-        f"report='{name}': the page is HTML. Write --report {Path(name).with_suffix('.html')},"
+        f"--report '{name}': the page is HTML. Write --report {Path(name).with_suffix('.html')},"
         " before the script" in output
     )
     assert (tmp_path / "train.py").read_text(encoding="utf-8") == "raise SystemExit(3)"

@@ -166,12 +166,12 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     ("arguments", "said"),
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
-        (["--horizons", "50,200", "--stride", "100"], "horizon=50 is below stride=100"),
+        (["--horizons", "50,200", "--stride", "100"], "--horizon 50 is below --stride 100"),
         (
             ["--horizons", "50;200"],
-            "horizons='50;200': expected whole numbers of steps, separated by commas",
+            "--horizons '50;200': expected whole numbers of steps, separated by commas",
         ),
-        (["--horizons", "0"], "horizons=0: expected a whole number of at least 1"),
+        (["--horizons", "0"], "--horizons 0: expected a whole number of at least 1"),
         (
             ["--horizons", "500"],
             (
@@ -187,9 +187,9 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
                 " --lanes"
             ),
         ),
-        (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
-        (["--tolerance", "1.5"], "tolerance=1.5: expected a relative bias between 0 and 1"),
-        (["--device", "meta"], "device=meta: holds no numbers"),
+        (["--lanes", "1000"], "--lanes 1000 but the recordings have 650 steps"),
+        (["--tolerance", "1.5"], "--tolerance 1.5: expected a relative bias between 0 and 1"),
+        (["--device", "meta"], "--device meta: holds no numbers"),
     ],
 )
 def test_bad_questions_get_one_message_that_says_what_to_do(

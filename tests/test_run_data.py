@@ -464,7 +464,7 @@ def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
     moved = Training.begin(make_config(settings(data, tmp_path / "moved", offset=40)))
     assert moved.stream.offset == 40
     assert sum(int(chunk.mask.sum()) for chunk in moved.stream) < 650
-    assert "hand_off has no effect" in "; ".join(begin_remarks(data, tmp_path, hand_off=True))
+    assert "--hand-off has no effect" in "; ".join(begin_remarks(data, tmp_path, hand_off=True))
 
 
 @pytest.mark.parametrize("workers", [2, "thread"])

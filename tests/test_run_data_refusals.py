@@ -254,13 +254,13 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         (
             {"offset": 3, "hand_off": True},
             (
-                "offset=3 moves the boundaries between parts .* hand_off passes states on at"
+                "offset=3 moves the boundaries between parts .* hand_off=True passes states on at"
                 " these boundaries"
             ),
         ),
         (
             {"hand_off": True, "train_on": "windows"},
-            "hand_off and train_on='windows' are both given",
+            "hand_off=True and train_on='windows' are both given",
         ),
         ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
         ({"static": 3}, "static=3: expected a list of column names"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from throughtime._files import write_atomically
-from throughtime.app.config import Config
+from throughtime.app.config import Config, counted
 from throughtime.app.dataset import ClassRecording, recordings_for
 from throughtime.app.evaluate import default_split, with_missing
 from throughtime.app.model import (
@@ -23,13 +23,12 @@ from throughtime.app.model import (
     make_loss,
     one_thread,
 )
-from throughtime.app.run_folder import RunFolder, load_checkpoint
+from throughtime.app.run_folder import RunFolder, from_plain, load_checkpoint
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, audit, reach
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import Truncation
-from throughtime.diagnose.reach import Decay
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import LossFn, schedule
 from throughtime.stream import Recording, Stream
@@ -39,7 +38,6 @@ LENGTHS = 8  # times the longest horizon: steps that are audited
 ANCHORS = 64  # losses whose gradient is traced back
 _MAX_PASSES = 8  # to trace them; each pass takes one loss of every lane
 _MORE_STEPS = "Take fewer --lanes, or longer recordings."
-_OPTIONAL = {"update", "trace", "decay", "burst", "edge"}  # fields whose `None` is a value
 
 
 @dataclass(frozen=True)
@@ -150,23 +148,15 @@ class AuditReport:
             RunError: the file holds something else.
         """
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            trace = _restore(facts.get("trace"), math.inf, "trace")
-            return cls(
-                facts["split"],
-                facts["data"],
-                facts["update"],
-                facts["epoch"],
-                facts["tolerance"],
-                _audit(_restore(facts["audit"], math.inf)),
-                _reach(_restore(facts["reach"], math.nan)),
-                None if trace is None else RunTrace.from_plain(trace),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            report: AuditReport = from_plain(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit"
                 " again"
             ) from error
+        if report.reach.lyapunov == math.inf:  # of a gradient of zero it is minus infinity
+            return replace(report, reach=replace(report.reach, lyapunov=-math.inf))
+        return report
 
 
 def extent_in_words(steps: int, epoch: int, lanes: int) -> str:
@@ -177,37 +167,12 @@ def extent_in_words(steps: int, epoch: int, lanes: int) -> str:
         ('the first 6,400 of 20,000 steps of 16 lanes', 'all 500 steps of 1 lane')
     """
     part = f"all {steps:,} steps" if steps == epoch else f"the first {steps:,} of {epoch:,} steps"
-    return f"{part} of {lanes} lane{'' if lanes == 1 else 's'}"
+    return f"{part} of {counted(lanes, 'lane')}"
 
 
 def _flags(row: Truncation) -> str:
     horizon = "" if row.horizon == row.stride else f" --horizon {row.horizon}"
     return f"--stride {row.stride}{horizon}"
-
-
-def _restore(value: Any, missing: float, name: str = "") -> Any:
-    """The value that `json_safe` wrote: tuples, and `missing` for numbers that were not finite."""
-    if isinstance(value, list):
-        return tuple(_restore(item, missing) for item in value)
-    if isinstance(value, dict):
-        return {key: _restore(item, missing, key) for key, item in value.items()}
-    return missing if value is None and name not in _OPTIONAL else value
-
-
-def _audit(values: dict[str, Any]) -> Audit:
-    rows: Any = tuple(Truncation(**row) for row in values["rows"])
-    return Audit(**(values | {"rows": rows}))
-
-
-def _reach(values: dict[str, Any]) -> Reach:
-    decay, lyapunov = values["decay"], values["lyapunov"]
-    parts: dict[str, Any] = {
-        "shares": {float(share): lag for share, lag in values["shares"].items()},
-        "contexts": {int(steps): loss for steps, loss in values["contexts"].items()},
-        "decay": None if decay is None else Decay(*decay),
-        "lyapunov": -math.inf if math.isnan(lyapunov) else lyapunov,
-    }
-    return Reach(**(values | parts))
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,7 @@ def _static_features(text: str) -> dict[str, float]:
         return named_numbers(text)
     except ValueError as error:
         raise ConfigError(
-            f"static={text!r}: expected a finite number for each feature, such as"
+            f"--static {text!r}: expected a finite number for each feature, such as"
             " age=63,weight=71.5"
         ) from error
 
@@ -367,8 +367,8 @@ def audit(
             numbers = tuple(int(part) for part in horizons.split(","))
         except ValueError as error:
             raise ConfigError(
-                f"horizons={horizons!r}: expected whole numbers of steps, separated by commas, such"
-                " as 50,200,800"
+                f"--horizons {horizons!r}: expected whole numbers of steps, separated by commas,"
+                " such as 50,200,800"
             ) from error
     options = AuditOptions(numbers, stride, steps, lanes, max_lag, tolerance)
     job = open_audit(folder, options, data, split, device, missing)
@@ -410,7 +410,7 @@ def doctor(
 
     if not script.is_file():
         raise ConfigError(
-            f"script={str(script)!r}: no such file. Write throughtime doctor train.py, with the"
+            f"{script}: no such file. Write throughtime doctor train.py, with the"
             " arguments of train.py after it"
         )
     watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
@@ -431,7 +431,7 @@ def _page_writer(watching: "Doctor", script: Path, report: Path | None) -> Calla
         return lambda _: None
     if report.suffix.lower() not in {".html", ".htm"}:
         raise ConfigError(
-            f"report={str(report)!r}: the page is HTML. Write --report"
+            f"--report {str(report)!r}: the page is HTML. Write --report"
             f" {report.with_suffix('.html')}, before the script"
         )
     path, base = report.resolve(), Path.cwd()

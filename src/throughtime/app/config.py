@@ -8,10 +8,10 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from throughtime.errors import ConfigError
@@ -266,7 +266,10 @@ class Config:
         if not 0 <= self.holdout < 1:
             faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
         if self.updates is not None and self.epochs is not None:
-            faults.append("updates and epochs are both given: one of them says when to stop")
+            faults.append(
+                f"updates={self.updates} and epochs={self.epochs} are both given: one of them says"
+                " when to stop"
+            )
         return faults
 
     def _gradient_faults(self) -> list[str]:
@@ -335,10 +338,12 @@ class Config:
         if self.offset and self.hand_off:
             faults.append(
                 f"offset={self.offset} moves the boundaries between parts from epoch to epoch, and"
-                " hand_off passes states on at these boundaries: leave one of them out"
+                " hand_off=True passes states on at these boundaries: leave one of them out"
             )
         if self.train_on == "windows":
-            names = [f"offset={self.offset}"] * bool(self.offset) + ["hand_off"] * self.hand_off
+            names = [f"offset={self.offset}"] * bool(self.offset) + [
+                "hand_off=True"
+            ] * self.hand_off
             faults += [
                 f"{name} and train_on='windows' are both given: windows start at the same steps,"
                 " from zero"
@@ -354,9 +359,9 @@ class Config:
                 for name, value in (("devices", self.devices), ("nodes", self.nodes))
                 if value > 1
             ]
-            return [
-                f"{' and '.join(several)}: several processes need strategy='ddp' (--strategy ddp)"
-            ] * bool(several)
+            return [f"{' and '.join(several)}: several processes need strategy='ddp'"] * bool(
+                several
+            )
         faults: list[str] = []
         if self.device not in {"cpu", "cuda"}:
             faults.append(
@@ -410,11 +415,40 @@ def read_toml(path: Path) -> dict[str, Any]:
 def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a file with the flags over them; arguments of another policy are dropped."""
     merged = {**base, **flags}
-    if "gradient_args" in flags and flags.get("gradient") in {None, base.get("gradient")}:
-        merged["gradient_args"] = {**base.get("gradient_args", {}), **flags["gradient_args"]}
-    elif "gradient" in flags and flags["gradient"] != base.get("gradient"):
-        merged["gradient_args"] = flags.get("gradient_args")
-    return merged
+    same = merged.get("gradient") == base.get("gradient")
+    sources = (base, flags) if same else (flags,)
+    arguments = [source.get("gradient_args") or {} for source in sources]
+    return {**merged, "gradient_args": {k: v for part in arguments for k, v in part.items()}}
+
+
+def as_flags(message: str, arguments: Sequence[str]) -> str:
+    """The message with settings written as flags, unless the command line names a file of settings.
+
+    Example:
+        >>> as_flags("lanes=0: expected at least 1", ["train", "--lanes", "0"])
+        '--lanes 0: expected at least 1'
+    """
+    if any(argument.startswith(("--config", "--resume")) for argument in arguments):
+        return message
+    settings = [f.name for f in fields(Config)] + ["horizons", "max_lag", "steps", "tolerance"]
+    names = "|".join(settings)
+
+    def flag(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
+        return words if match[2] else f"{words} "
+
+    return re.sub(rf"\b({names})=(True\b)?|'({names})' (?=is missing)", flag, message)
+
+
+def counted(count: int, noun: str) -> str:
+    """The number and the noun, which is in the plural unless the number is 1.
+
+    Example:
+        >>> counted(1, "lane"), counted(2_000, "lane")
+        ('1 lane', '2,000 lanes')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def make_config(settings: Mapping[str, Any], *, source: str = "the settings") -> Config:
@@ -428,8 +462,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     present = {key: value for key, value in settings.items() if value is not None}
     faults = [_unknown(key, list(types)) for key in present if key not in types]
     faults += [
-        f"'{f.name}' is missing"
-        + (f" ({' or '.join(get_args(types[f.name]))})" if get_args(types[f.name]) else "")
+        f"'{f.name}' is missing" + f" ({' or '.join(get_args(types[f.name]))})" * (f.name == "task")
         for f in fields(Config)
         if f.default is MISSING and f.name not in present
     ]
@@ -460,7 +493,7 @@ def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
     Returns:
         The value in its type, and the fault, empty if there is none.
     """
-    union = get_origin(annotation) is Union or type(annotation).__name__ == "UnionType"
+    union = get_origin(annotation) in {Union, UnionType}
     options = get_args(annotation) if union else (annotation,)
     expected: list[str] = []
     for option in options:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
+from throughtime.app.config import Config, counted
 from throughtime.app.distributed import LostRankError
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
@@ -23,7 +24,6 @@ from throughtime.diagnose.reach import within
 
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
-    from throughtime.app.config import Config
     from throughtime.app.report.page import DataTable
     from throughtime.diagnose import Reach
 
@@ -167,7 +167,8 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
 def _print_start(training: Training) -> None:
     dataset, spec, config = training.dataset, training.dataset.spec, training.config
     out.print(
-        f"{len(dataset.train)} recordings, {sum(map(len, dataset.train)):,} frames to train on,"
+        f"{counted(len(dataset.train), 'recording')}, {sum(map(len, dataset.train)):,} frames to"
+        f" train on,"
         f" {len(dataset.valid)} held out; " + "; ".join(dataset.remarks)
     )
     layout, lanes = spec.layout, training.stream.lanes
@@ -179,7 +180,7 @@ def _print_start(training: Training) -> None:
         if spec.classes
         else f"targets {', '.join(layout.targets)}"
     )
-    ranks = f"; {training.team.count} ranks of {lanes} lane{'' if lanes == 1 else 's'}"
+    ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
     out.print(
         f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden};"
         f" {describe_policy(training.policy)}{ranks if training.team.count > 1 else ''}"
@@ -187,7 +188,7 @@ def _print_start(training: Training) -> None:
     if config.gradient == "exact" and config.update_steps() is None:
         count = training.epoch_updates
         out.print(
-            f"about {count} update{'' if count == 1 else 's'} an epoch; --segment N makes one every"
+            f"about {counted(count, 'update')} an epoch; --segment N makes one every"
             " N steps, credit cut between them"
         )
     if training.count:
@@ -257,7 +258,7 @@ def _cells(values: Iterable[float]) -> Sequence[str]:
     return ["-" if math.isnan(value) else f"{value:.4f}" for value in values]
 
 
-def print_audit(report: "AuditReport", config: "Config") -> None:
+def print_audit(report: "AuditReport", config: Config) -> None:
     """Print the tables of an audit, the losses by context, and which window to take."""
     from throughtime.app.report.audit_section import audit_table, lifetime_table
 
@@ -267,9 +268,9 @@ def print_audit(report: "AuditReport", config: "Config") -> None:
     out.print(_reach_table(report.reach))
     trace = report.trace
     if trace is not None:
-        windows = f"{trace.windows} window{'' if trace.windows == 1 else 's'}"
         steps = f"steps {trace.start} to {trace.start + trace.steps} of {trace.recording}"
-        _print_table(f"gradient step by step: {steps}, {windows}", lifetime_table(trace))
+        title = f"gradient step by step: {steps}, {counted(trace.windows, 'window')}"
+        _print_table(title, lifetime_table(trace))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
     out.print(
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"

@@ -22,15 +22,13 @@ from throughtime.app.model import (
 )
 from throughtime.app.recordings import (
     DataLayout,
-    FrameRows,
-    LabelRows,
+    RowsView,
     SourceRecording,
     open_recordings,
 )
 from throughtime.errors import DataError
 from throughtime.stream import Recording
-from throughtime.stream.formats.csv import is_number
-from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.formats.table import Array, Rows, is_number
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
 from throughtime.stream.manifest import ManifestEntry, find_recordings
 from throughtime.stream.recording import ColumnRows, Part, Steps, TableRecording
@@ -106,7 +104,7 @@ class NumericRecording:
 
 
 def _columns_of(rows: Rows) -> tuple[str, ...]:
-    if isinstance(rows, (FrameRows, LabelRows)):
+    if isinstance(rows, RowsView):
         return _columns_of(rows.rows)
     if isinstance(rows, PeriodicLabels):
         return _columns_of(rows.labels)
@@ -319,7 +317,7 @@ def _lane_remarks(config: Config, recordings: int) -> list[str]:
         return []
     if recordings >= config.lanes:
         return [
-            "hand_off has no effect: there are recordings for all lanes, and none is cut"
+            "--hand-off has no effect: there are recordings for all lanes, and none is cut"
         ] * config.hand_off
     state = (
         "from the state in which the part before it ended the last epoch"

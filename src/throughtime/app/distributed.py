@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from throughtime.app.config import Config
+from throughtime.app.config import Config, as_flags
 from throughtime.app.run_folder import to_cpu
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
 
@@ -394,5 +394,5 @@ def print_start_error(error: BaseException) -> None:
 
 
 def print_error(message: str) -> None:
-    """Print one message to the terminal."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Print one message to the terminal, its settings written as flags."""
+    print(f"error: {as_flags(message, sys.argv)}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from throughtime.app.config import Config, weights_by_class
 from throughtime.app.recordings import DataLayout, SourceRecording
-from throughtime.app.run_folder import load_tensors, save_tensors
+from throughtime.app.run_folder import from_plain, load_tensors, save_tensors
 from throughtime.carry.carried import Carried, carry
 from throughtime.errors import ConfigError, DataError
 from throughtime.metrics import Classification, Metric, Regression
@@ -263,11 +263,6 @@ class ModelSpec:
             config.dtype,
         )
 
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "ModelSpec":
-        """The inverse of `asdict`, read back from JSON."""
-        return cls(**_tuples({**values, "layout": DataLayout(**_tuples(values["layout"]))}))
-
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of weights and inputs."""
@@ -280,10 +275,6 @@ class ModelSpec:
     def is_small(self, lanes: int) -> bool:
         """Whether the products of a step are too small for a second thread."""
         return 8 * lanes * self.hidden**2 < _WORTH_THREADS
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 
 class Affine(nn.Module):
@@ -496,7 +487,7 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     """
     hint = "is it the folder of a run that has reached its first checkpoint?"
     values, tensors = load_tensors(path, _MODEL, hint)
-    spec = ModelSpec.from_plain(values)
+    spec: ModelSpec = from_plain(ModelSpec, values)
     net = build_model(spec)
     net.module.load_state_dict(tensors)
     return net, spec

@@ -9,6 +9,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,11 +23,9 @@ from throughtime.app.config import Config
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.csv import is_number
-from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.formats.table import Array, Rows, is_number
 from throughtime.stream.labels import (
     At,
-    IntervalLabels,
     PeriodicLabels,
     interval_labels,
     periodic_labels,
@@ -71,175 +70,6 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FrameRows:
-    """Every `frame_size` rows as one step of `N * D` numbers, row after row."""
-
-    rows: Rows
-    frame_size: int
-
-    @property
-    def where(self) -> str:
-        return self.rows.where
-
-    def __len__(self) -> int:
-        return len(self.rows) // self.frame_size
-
-    def read(self, start: int, stop: int) -> Array:
-        rows = self._read_rows(start, stop)
-        return rows.reshape(len(rows) // self.frame_size, -1)
-
-    def _read_rows(self, start: int, stop: int) -> Array:
-        return self.rows.read(start * self.frame_size, min(stop, len(self)) * self.frame_size)
-
-
-class LastRows(FrameRows):
-    """The last of every `frame_size` rows."""
-
-    def read(self, start: int, stop: int) -> Array:
-        return self._read_rows(start, stop)[self.frame_size - 1 :: self.frame_size]
-
-
-@dataclass(frozen=True)
-class LabelRows:
-    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
-
-    rows: Rows
-    classify: bool
-
-    @property
-    def where(self) -> str:
-        return self.rows.where
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, start: int, stop: int) -> Array:
-        return _with_missing_value(self.rows.read(start, stop), classify=self.classify)
-
-
-def _with_missing_value(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
-    if labels.dtype.kind not in "biu":
-        return labels
-    return labels.astype(np.str_ if classify else np.float64)
-
-
-@dataclass(frozen=True)
-class BackgroundRows:
-    """Labels of intervals, and one class for all steps outside them."""
-
-    intervals: IntervalLabels
-    background_class: str
-
-    @property
-    def where(self) -> str:
-        return self.intervals.where
-
-    def __len__(self) -> int:
-        return len(self.intervals)
-
-    def read(self, start: int, stop: int) -> Array:
-        ones = np.ones(len(self.intervals.starts))
-        covered = replace(self.intervals, labels=ones, at="all").read(start, stop)
-        labels = self.intervals.read(start, stop)
-        return np.where(np.isnan(covered), self.background_class, labels)
-
-
-def label_of_recording(
-    entry: ManifestEntry, steps: int, *, classify: bool, at: At | None
-) -> Targets:
-    """The label that the manifest gives to the whole recording.
-
-    Raises:
-        DataError: there is none, or it is no number and the task is regression.
-    """
-    label = entry.label or ""
-    if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
-        expected = "a class" if classify else "a finite number (or is it --task classify?)"
-        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
-    values = ArrayRows("the manifest", np.array([label if classify else float(label)]))
-    return Targets(periodic_labels(entry.name, values, steps, steps, at or "last"), LABEL)
-
-
-def labels_of_intervals(
-    name: str,
-    table: Table,
-    rows: int,
-    *,
-    frame_size: int,
-    classify: bool,
-    at: At | None,
-    background_class: str | None,
-) -> Targets:
-    """Labels of intervals in rows of the inputs.
-
-    Raises:
-        DataError: intervals that are unsorted, overlap or leave the recording, or labels of the
-            wrong type.
-    """
-    starts, stops, labels = interval_columns(table)
-    labels = _with_missing_value(labels, classify=classify)
-    if not classify and labels.dtype.kind == "U" and len(labels):
-        wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
-        raise DataError(
-            f"{table.path}: the label {wrong!r} is no number, and --task regress needs one"
-        )
-    if labels.dtype.kind == "U":
-        labels = np.char.strip(labels)
-    spans = interval_labels(name, str(table.path), starts, stops, labels, rows, at or "all")
-    lost = 0
-    if frame_size > 1:
-        first, end = spans.starts // frame_size, spans.stops // frame_size
-        keep = first < end
-        lost = int((~keep).sum())
-        spans = replace(
-            spans,
-            starts=first[keep],
-            stops=end[keep],
-            labels=spans.labels[keep],
-            steps=spans.steps // frame_size,
-        )
-    labelled = spans if background_class is None else BackgroundRows(spans, background_class)
-    return Targets(labelled, LABEL, lost=lost)
-
-
-def targets_every(
-    name: str,
-    table: Table,
-    chosen: tuple[str, ...],
-    rows: int,
-    count: int,
-    *,
-    frame_size: int,
-    classify: bool,
-    at: At | None,
-) -> Targets:
-    """A row of targets for every `count` of the `rows` of the inputs.
-
-    Raises:
-        DataError: the table has more or fewer rows.
-    """
-    names = columns(name, table, table.columns, table, chosen or table.columns).target_columns
-    labels = LabelRows(ColumnRows(table, names, flat=True), classify)
-    checked = periodic_labels(name, labels, count, rows, at or "last")
-    rates = () if table.rate is None else (Rate(str(table.path), table.rate * count),)
-    per_step = PeriodicLabels(labels, count // frame_size, rows // frame_size, checked.at)
-    return Targets(per_step, names, rates)
-
-
-def targets_of_rows(table: Table, chosen: tuple[str, ...], frame_size: int) -> Targets:
-    """A row of targets for each row of the inputs."""
-    rows = ColumnRows(table, chosen, flat=True)
-    rates = () if table.rate is None else (Rate(str(table.path), table.rate),)
-    return Targets(rows if frame_size == 1 else LastRows(rows, frame_size), chosen, rates)
-
-
-def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
-    """Whether a targets file holds intervals: these columns, none chosen as a row target."""
-    return set(table.columns) == set(INTERVAL_COLUMNS) and chosen in {(), LABEL}
-
-
-@dataclass(frozen=True)
 class DataLayout:
     """How to read the files of a run; a part of its model. The fields are settings of `Config`.
 
@@ -277,6 +107,120 @@ class DataLayout:
     def classify(self) -> bool:
         """Whether the targets are classes."""
         return self.task == "classify"
+
+
+class RowsView(ABC):
+    """Rows computed from the rows of a file."""
+
+    rows: Rows
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Array:
+        """The rows `start` to before `stop`."""
+
+
+@dataclass(frozen=True)
+class FrameRows(RowsView):
+    """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row."""
+
+    rows: Rows
+    frame_size: int
+    last: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.frame_size
+
+    def read(self, start: int, stop: int) -> Array:
+        size = self.frame_size
+        rows = self.rows.read(start * size, min(stop, len(self)) * size)
+        return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
+
+
+@dataclass(frozen=True)
+class LabelRows(RowsView):
+    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
+
+    rows: Rows
+    classify: bool
+
+    def read(self, start: int, stop: int) -> Array:
+        return _with_missing_value(self.rows.read(start, stop), classify=self.classify)
+
+
+def _with_missing_value(labels: Array, *, classify: bool) -> Array:
+    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
+    if labels.dtype.kind not in "biu":
+        return labels
+    return labels.astype(np.str_ if classify else np.float64)
+
+
+def _label_of_recording(entry: ManifestEntry, steps: int, layout: DataLayout) -> Targets:
+    """The label that the manifest gives to the whole recording.
+
+    Raises:
+        DataError: there is none, or it is no number and the task is regression.
+    """
+    label, classify = entry.label or "", layout.classify
+    if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
+        expected = "a class" if classify else "a finite number (or is it --task classify?)"
+        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
+    values = ArrayRows("the manifest", np.array([label if classify else float(label)]))
+    at = layout.target_at or "last"
+    return Targets(periodic_labels(entry.name, values, steps, steps, at), LABEL)
+
+
+def _labels_of_intervals(name: str, table: Table, rows: int, layout: DataLayout) -> Targets:
+    """Labels of intervals in rows of the inputs.
+
+    Raises:
+        DataError: intervals that are unsorted, overlap or leave the recording, or labels of the
+            wrong type.
+    """
+    starts, stops, labels = interval_columns(table)
+    labels = _with_missing_value(labels, classify=layout.classify)
+    if labels.dtype.kind == "U":
+        labels = np.char.strip(labels)
+        if not layout.classify and len(labels):
+            wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
+            raise DataError(
+                f"{table.path}: the label {wrong!r} is no number, and --task regress needs one"
+            )
+    at, size, lost = layout.target_at or "all", layout.frame_size, 0
+    spans = interval_labels(name, str(table.path), starts, stops, labels, rows, at)
+    if size > 1:
+        first, end = spans.starts // size, spans.stops // size
+        keep = first < end
+        lost = int((~keep).sum())
+        parts = {"starts": first[keep], "stops": end[keep], "labels": spans.labels[keep]}
+        spans = replace(spans, steps=spans.steps // size, **parts)
+    return Targets(replace(spans, background=layout.background_class), LABEL, lost=lost)
+
+
+def _targets_every(name: str, table: Table, rows: int, count: int, layout: DataLayout) -> Targets:
+    """A row of targets for every `count` of the `rows` of the inputs.
+
+    Raises:
+        DataError: the table has more or fewer rows.
+    """
+    size = layout.frame_size
+    every = table.columns
+    names = columns(name, table, every, table, layout.targets or every).target_columns
+    labels = LabelRows(ColumnRows(table, names, flat=True), layout.classify)
+    at = periodic_labels(name, labels, count, rows, layout.target_at or "last").at
+    per_step = PeriodicLabels(labels, count // size, rows // size, at)
+    return Targets(per_step, names, rates_of([table], count))
+
+
+def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
+    """Whether a targets file holds intervals: these columns, none chosen as a row target."""
+    return set(table.columns) == set(INTERVAL_COLUMNS) and chosen in {(), LABEL}
 
 
 @dataclass(frozen=True)
@@ -444,9 +388,9 @@ def open_table(path: Path, layout: DataLayout) -> Table:
     return formats.open_table(path, rows=as_rows)
 
 
-def rates_of(tables: Iterable[Table]) -> tuple[Rate, ...]:
-    """The rates of the tables that have one."""
-    return tuple(Rate(str(table.path), table.rate) for table in tables if table.rate is not None)
+def rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
+    """The rates of the tables that have one, where a row is for `every` rows of the inputs."""
+    return tuple(Rate(str(t.path), t.rate * every) for t in tables if t.rate is not None)
 
 
 def input_recording(
@@ -467,37 +411,19 @@ def input_recording(
 
 def _targets(entry: ManifestEntry, table: Table, layout: DataLayout) -> Targets:
     """The targets in whichever form the files have; settings of another form are refused."""
-    rows, frame_size, at = len(table), layout.frame_size, layout.target_at
+    rows, every = len(table), layout.target_every
     file = None if entry.targets is None else open_table(entry.targets, layout)
     if file is not None and holds_intervals(file, layout.targets):
         _refuse(entry, layout, f"{file.path} holds intervals", "target_every")
-        return labels_of_intervals(
-            entry.name,
-            file,
-            rows,
-            frame_size=frame_size,
-            classify=layout.classify,
-            at=at,
-            background_class=layout.background_class,
-        )
+        return _labels_of_intervals(entry.name, file, rows, layout)
     if entry.label is not None:
         what = "its label is for the whole recording"
         _refuse(entry, layout, what, "target_every", "background_class")
-        return label_of_recording(entry, rows // frame_size, classify=layout.classify, at=at)
-    if file is not None and layout.target_every is not None:
-        every = layout.target_every
+        return _label_of_recording(entry, rows // layout.frame_size, layout)
+    if file is not None and every is not None:
         what = f"{file.path} holds a row of targets for every {every} rows"
         _refuse(entry, layout, what, "background_class")
-        return targets_every(
-            entry.name,
-            file,
-            layout.targets,
-            rows,
-            every,
-            frame_size=frame_size,
-            classify=layout.classify,
-            at=at,
-        )
+        return _targets_every(entry.name, file, rows, every, layout)
     _refuse(entry, layout, "its targets are one for each row", *_BELONGS)
     return _row_targets(entry, table, file, layout)
 
@@ -521,8 +447,11 @@ def _row_targets(
             f" {len(source)}; targets need one row per step, or say how many rows each of them is"
             " for: --target-every N"
         )
-    checked = columns(entry.name, table, table.columns, source, chosen)
-    return targets_of_rows(source, checked.target_columns, layout.frame_size)
+    names = columns(entry.name, table, table.columns, source, chosen).target_columns
+    values: Rows = ColumnRows(source, names, flat=True)
+    if layout.frame_size > 1:
+        values = FrameRows(values, layout.frame_size, last=True)
+    return Targets(values, names, rates_of([source]))
 
 
 def _refuse(entry: ManifestEntry, layout: DataLayout, what: str, *settings: str) -> None:

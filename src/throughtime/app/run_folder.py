@@ -5,10 +5,12 @@ holds any nesting of plain values and tensors.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import safetensors
 import safetensors.torch
@@ -130,6 +132,30 @@ class RunFolder:
         """Append a line to the log."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """The value of a type of which JSON keeps the plain values, as `dataclasses.asdict` has them.
+
+    Fields that JSON lacks get their defaults; a number that it cannot express is read as infinite.
+
+    Args:
+        kind: a dataclass, a named tuple, or a type of their fields.
+        value: as `json.loads` returns it.
+    """
+    origin, options = get_origin(kind), get_args(kind)
+    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields"):
+        types = get_type_hints(kind)
+        values = value if isinstance(value, dict) else dict(zip(types, value, strict=True))
+        known = types.keys() & values.keys()
+        return kind(**{name: from_plain(types[name], values[name]) for name in known})
+    if origin is tuple:
+        return tuple(from_plain(options[0], item) for item in value)
+    if origin is dict:
+        return {options[0](key): from_plain(options[1], item) for key, item in value.items()}
+    if NoneType in options:
+        return None if value is None else from_plain(options[0], value)
+    return math.inf if kind is float and value is None else value
 
 
 def save_tensors(path: Path, kind: str, description: Any, tensors: Mapping[str, Tensor]) -> None:

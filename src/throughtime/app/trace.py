@@ -15,7 +15,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,27 +105,8 @@ class GradientLifetime:
 
 
 @dataclass(frozen=True)
-class GateTimescale:
-    """Steps after which the gates of a layer keep 1/e of a unit's memory.
-
-    Attributes:
-        name: of the layer.
-        short: 10th percentile of the units.
-        median: 50th percentile.
-        long: 90th percentile.
-        longest: the maximum.
-    """
-
-    name: str
-    short: float
-    median: float
-    long: float
-    longest: float
-
-
-@dataclass(frozen=True)
 class RunTrace:
-    """The traced gradient of a run; its numbers have four digits.
+    """The traced gradient of a run; norms and signal have four digits.
 
     Attributes:
         recording: its name.
@@ -152,7 +132,7 @@ class RunTrace:
     windows: int
     norms: dict[str, tuple[float, ...]]
     lifetimes: tuple[GradientLifetime, ...]
-    timescales: tuple[GateTimescale, ...]
+    timescales: tuple[Timescale, ...]
 
     @property
     def steps(self) -> int:
@@ -163,15 +143,6 @@ class RunTrace:
     def edges(self) -> tuple[int, ...]:
         """The steps of the recording at which an update ends and the next begins."""
         return tuple(range(self.start + self.stride, self.start + self.steps, self.stride))
-
-    @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> "RunTrace":
-        """The inverse of `dataclasses.asdict`."""
-        parts: dict[str, Any] = {
-            "lifetimes": tuple(GradientLifetime(**row) for row in values["lifetimes"]),
-            "timescales": tuple(GateTimescale(**row) for row in values["timescales"]),
-        }
-        return cls(**(values | parts))
 
 
 def trace_run(
@@ -226,7 +197,7 @@ def trace_run(
         norms,
         tuple(_lifetime(name, values, start, full) for name, values in norms.items()),
         tuple(
-            _timescale(name, torch.stack(gates[name]).mean(0))
+            Timescale.from_mean(name, torch.stack(gates[name]).mean(0))
             for name in sorted(gates, key=_by_layer)
         ),
     )
@@ -272,12 +243,6 @@ def _lifetime(
         statistics.median(bursts) if bursts else None,
         _rounded([statistics.median(edges)])[0] if edges else None,
     )
-
-
-def _timescale(name: str, mean_gate: Tensor) -> GateTimescale:
-    timescale = Timescale.from_mean(name, mean_gate)
-    steps = (timescale.short, timescale.median, timescale.long, max(timescale.taus))
-    return GateTimescale(name, *_rounded(steps))
 
 
 def _norms(grads: Tensor) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from throughtime._files import write_atomically
-from throughtime.app.config import Config
+from throughtime.app.config import Config, counted
 from throughtime.app.dataset import Dataset, OnPhase, idle_remarks, open_dataset
 from throughtime.app.distributed import Team
 from throughtime.app.model import (
@@ -162,7 +162,8 @@ class Training:
 
         Args:
             path: the folder.
-            updates: another end of the run; a finished run trains on.
+            updates: another end of the run; a finished run trains on. A run that has as many
+                already stays as it is, its settings too.
             epochs: the same, in epochs.
             team: as many ranks as wrote the checkpoint; default: this process.
             on_phase: called as data are read and evaluated.
@@ -188,7 +189,7 @@ class Training:
         def tidy() -> None:
             folder.remove_temporary_files()
             folder.truncate_metrics(training.rows)
-            if further:
+            if further and not training.finished:
                 write_atomically(folder.config, training.config.to_toml().encode())
 
         training = team.on_all(load)
@@ -454,8 +455,8 @@ class Training:
         count, positions = self.team.count, saved["ranks"]
         if len(positions) != count:
             raise RunError(
-                f"{self.folder.checkpoint}: holds the positions of {len(positions)}"
-                f" rank{'' if len(positions) == 1 else 's'}, each in its own share of the"
+                f"{self.folder.checkpoint}: holds the positions of"
+                f" {counted(len(positions), 'rank')}, each in its own share of the"
                 f" recordings, and there {'is' if count == 1 else 'are'} {count} now: go on with as"
                 f" many as before (strategy, devices and nodes in {self.folder.config})"
             )

@@ -62,7 +62,7 @@ class PeriodicLabels:
 class IntervalLabels:
     """A label for each interval `[start, stop)` of steps, in order, without overlap.
 
-    Steps between intervals have no label.
+    Steps between intervals have no label, or that of the background.
     """
 
     where: str
@@ -71,6 +71,7 @@ class IntervalLabels:
     labels: Array
     steps: int
     at: At
+    background: str | None = None
 
     def __len__(self) -> int:
         return self.steps
@@ -78,14 +79,13 @@ class IntervalLabels:
     def read(self, start: int, stop: int) -> Array:
         step = np.arange(start, min(stop, self.steps))
         result = missing_like((len(step), *self.labels.shape[1:]), self.labels)
-        if not len(self.starts):
-            return result
-        owner = np.searchsorted(self.starts, step, side="right") - 1
-        inside = (owner >= 0) & (step < self.stops[owner])
-        if self.at == "last":
-            inside &= step == self.stops[owner] - 1
-        result[inside] = self.labels[owner[inside]]
-        return result
+        inside = np.zeros(len(step), dtype=np.bool_)
+        if len(self.starts):
+            owner = np.searchsorted(self.starts, step, side="right") - 1
+            inside = (owner >= 0) & (step < self.stops[owner])
+            labelled = inside & (step == self.stops[owner] - 1) if self.at == "last" else inside
+            result[labelled] = self.labels[owner[labelled]]
+        return result if self.background is None else np.where(inside, result, self.background)
 
 
 def periodic_labels(name: str, labels: Rows, count: Any, steps: int, at: At) -> PeriodicLabels:

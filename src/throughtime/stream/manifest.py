@@ -8,8 +8,7 @@ from pathlib import Path
 
 from throughtime.errors import DataError
 from throughtime.stream import formats
-from throughtime.stream.formats.csv import is_number
-from throughtime.stream.formats.table import column_names
+from throughtime.stream.formats.table import column_names, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")

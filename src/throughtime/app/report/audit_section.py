@@ -357,7 +357,7 @@ def _outcome(lifetime: GradientLifetime, windows: int) -> str:
 def timescale_table(trace: RunTrace) -> DataTable:
     """How long the gates of each layer retain memory."""
     rows = [
-        [x.name, *(_steps(n) for n in (x.short, x.median, x.long, x.longest))]
+        [x.name, *(_steps(n) for n in (x.short, x.median, x.long, max(x.taus)))]
         for x in trace.timescales
     ]
     return DataTable(

@@ -4,6 +4,7 @@ import linecache
 from pathlib import Path
 
 from throughtime._files import write_atomically
+from throughtime.app.config import counted
 from throughtime.app.report.page import (
     Code,
     DataTable,
@@ -77,7 +78,7 @@ def _lead(doctor: Doctor) -> str:
     count = len(doctor.findings)
     if count:
         return (
-            f"{count} fault{'s' if count > 1 else ''} in how the loop handles its recurrent state"
+            f"{counted(count, 'fault')} in how the loop handles its recurrent state"
             " and its gradient."
         )
     if doctor.internal_error is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
-from throughtime.app.config import Config
+from throughtime.app.config import Config, counted
 from throughtime.app.dataset import recordings_for
 from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
 from throughtime.app.policy import describe_policy, make_policy
@@ -116,10 +116,10 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
         weights = " In the loss each class has the inverse of its frequency as weight."
     elif config.class_weights != "none":
         weights = f" Class weights in the loss: {config.class_weights}; others 1."
-    steps, held_out = f"{data['steps']:,}", f"{data['valid']:,}"
     return (
-        f"{_model_in_words(config, spec)}\n\n{recordings:,} recordings with {steps} steps for"
-        f" training, {held_out} held out: {'; '.join(data['remarks'])}. {start}\n\nGradient:"
+        f"{_model_in_words(config, spec)}\n\n{counted(recordings, 'recording')} with"
+        f" {data['steps']:,} steps for training, {data['valid']:,} held out:"
+        f" {'; '.join(data['remarks'])}. {start}\n\nGradient:"
         f" {describe_policy(make_policy(config))}. Adam with learning rate {config.lr:g}, gradients"
         f" clipped to norm {config.max_norm:g}.{weights}\n\nScores are those of whole recordings,"
         " from first to last step with the state carried, as the model is deployed.\n\nThe"
@@ -129,17 +129,16 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
 
 
 def _model_in_words(config: Config, spec: ModelSpec) -> str:
-    layers = f"{config.layers} layer{'' if config.layers == 1 else 's'} of {config.hidden} units"
+    layers = f"{counted(config.layers, 'layer')} of {config.hidden} units"
     names = spec.classes or spec.layout.targets
     listed = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         listed += f" and {len(names) - _MOST_NAMES} more"
     outputs = f"one of {len(names)} classes ({listed})" if spec.classes else listed
-    inputs = f"{spec.features:,} number{'' if spec.features == 1 else 's'}"
     return (
-        f"{spec.model.upper()} with {layers}. At every step it reads {inputs} and predicts"
-        f" {outputs}. Seed {config.seed} sets the weights and the order of the recordings; numbers"
-        f" are {config.dtype} on {config.device}."
+        f"{spec.model.upper()} with {layers}. At every step it reads"
+        f" {counted(spec.features, 'number')} and predicts {outputs}. Seed {config.seed} sets the"
+        f" weights and the order of the recordings; numbers are {config.dtype} on {config.device}."
     )
 
 

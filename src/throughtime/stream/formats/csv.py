@@ -24,6 +24,7 @@ from throughtime.stream.formats.table import (
     block_slices,
     column_names,
     concat_blocks,
+    is_number,
 )
 
 PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
@@ -362,12 +363,3 @@ def _content_end(file: BinaryIO) -> int:
             return begin + len(content)
         end = begin
     return 0
-
-
-def is_number(text: str) -> bool:
-    """Whether a field holds a number; `1_000` is a label, though Python reads it as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return "_" not in text

@@ -9,7 +9,13 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
-from throughtime.stream.formats.table import Array, TableFile, block_slices, concat_blocks
+from throughtime.stream.formats.table import (
+    Array,
+    TableFile,
+    block_slices,
+    concat_blocks,
+    is_number,
+)
 
 PIECE = 2**16  # bytes of a block, at most, unless a single field has more
 LINES = 65_536  # at most: a file of more has its signals in columns
@@ -125,7 +131,7 @@ class _RowScan(CsvScan):
         lines = _split(data, inside=self._fields > 0)
         if lines and not self.starts[-1]:
             first = lines[0][1].split(b",")[0].decode(errors="replace").strip()
-            if first and not csv.is_number(first):
+            if first and not is_number(first):
                 raise DataError(
                     f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for"
                     " each signal, without a header"
@@ -166,7 +172,7 @@ class _RowScan(CsvScan):
         """The numbers of fields; NaN where one is no number, and a fault of its line."""
         values = np.full(len(fields), np.nan)
         for i, field in enumerate(fields):
-            if csv.is_number(field):
+            if is_number(field):
                 values[i] = float(field)
             elif field.strip():
                 line, step = divmod(start + i, self.length or start + i + 1)

@@ -291,6 +291,15 @@ class ArraysFile(TableFile):
         return rows.reshape(stop - start, -1)
 
 
+def is_number(text: str) -> bool:
+    """Whether a field holds a number; `1_000` is a label, though Python reads it as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
+
+
 def column_names(path: Path, fields: list[str]) -> list[str]:
     """The fields of a header line, checked."""
     names = [name.strip() for name in fields]
