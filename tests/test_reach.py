@@ -32,7 +32,7 @@ from strategies import (
     weights,
 )
 from throughtime.diagnose._slice import StreamSlice
-from throughtime.diagnose.reach import Anchors, ReachProfile
+from throughtime.diagnose.reach import AnchorSet, ReachProfile
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -54,22 +54,19 @@ class Anchor(NamedTuple):
 def record_anchors(patch: pytest.MonkeyPatch) -> list[Anchor]:
     """A list to which every anchor that `tt.reach` draws is added."""
     drawn: list[Anchor] = []
-    add_window, draw, begin = ReachProfile.add_window, Anchors.draw, [0]
+    add_window, draw, begin = ReachProfile.add_window, AnchorSet.draw, [0]
 
     def add_noted_window(profile: ReachProfile, window: StreamSlice, *args: Any) -> None:
         begin[0] = window.begin
         add_window(profile, window, *args)
 
-    def draw_noted(*args: Any) -> Anchors:
-        anchors = draw(*args)
-        drawn.extend(
-            Anchor(lane, begin[0] + at, begin[0])
-            for lane, at in zip(anchors.lanes, anchors.at, strict=True)
-        )
-        return anchors
+    def draw_noted(*args: Any) -> AnchorSet:
+        result = draw(*args)
+        drawn.extend(Anchor(lane, begin[0] + step, begin[0]) for lane, step, _ in result.anchors)
+        return result
 
     patch.setattr(ReachProfile, "add_window", add_noted_window)
-    patch.setattr(Anchors, "draw", draw_noted)
+    patch.setattr(AnchorSet, "draw", draw_noted)
     return drawn
 
 
@@ -226,21 +223,21 @@ def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
 def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
     right = CreditGate.__init__
 
-    def init(gate: CreditGate, *args: Any) -> None:
-        right(gate, *args)
+    def init(gate: CreditGate, *args: Any, **options: Any) -> None:
+        right(gate, *args, **options)
         gate.factor = 0.0
 
     patch.setattr(CreditGate, "__init__", init)
 
 
 def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
-    right = Anchors.draw
+    right = AnchorSet.draw
 
-    def draw(*args: Any) -> Anchors:
+    def draw(*args: Any) -> AnchorSet:
         result = right(*args)
-        return Anchors(result.chunk, result.lanes, result.at, [0] * len(result.at))
+        return AnchorSet(result.chunk, [one._replace(oldest=0) for one in result.anchors])
 
-    patch.setattr(Anchors, "draw", draw)
+    patch.setattr(AnchorSet, "draw", draw)
 
 
 MUTANTS: dict[str, Change] = {

@@ -223,9 +223,8 @@ def reach(
     for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
         schedule.check_whole(name, value, 1)
     section = StreamSlice.of(net, stream, steps, state)
-    objective = Objective(loss_fn)
     lags = list(range(every, max(every, min(max_lag, section.steps - 1)) + 1, every))
-    profile = ReachProfile(net, objective, lags, every, chunk)
+    profile = ReachProfile(net, Objective(loss_fn), lags, chunk)
     with torch.enable_grad(), preserve_rng_and_buffers(net, section.device):
         for number, (window, entering) in enumerate(
             _windows(net, section, lags[-1], -(-anchors // stream.lanes))
@@ -250,13 +249,11 @@ def _windows(
         if section.state is None
         else section.state
     )
-    at = 0
-    for start in starts:
-        for begin in range(at, start, 1024):
+    for previous, start in pairwise([0, *starts]):
+        for begin in range(previous, start, 1024):
             chunk = section.read(begin, min(begin + 1024, start))
             with torch.no_grad():
                 ((_, state),) = forward(net, chunk, state)
-        at = start
         yield section.inner(start, length, state), state
 
 
@@ -264,69 +261,60 @@ def _spread(lag: int) -> int:
     return max(1, lag // 4)
 
 
-@dataclass(frozen=True, eq=False)
-class Anchors:
-    """One step of each lane whose loss is differentiated; a lane without a valid step has none.
+class Anchor(NamedTuple):
+    """One step of a lane whose loss is differentiated.
 
     Attributes:
-        chunk: the window, with a mask of the anchors alone.
-        lanes: the lanes that have one.
-        at: their steps in the window.
+        lane: of the window.
+        step: in the window.
         oldest: the first step of the window whose state belongs to the anchor's recording.
     """
 
+    lane: int
+    step: int
+    oldest: int
+
+
+@dataclass(frozen=True, eq=False)
+class AnchorSet:
+    """One anchor of each lane of a window; a lane without a valid step has none.
+
+    Attributes:
+        chunk: the window, with a mask of the anchors alone.
+        anchors: by lane.
+    """
+
     chunk: Chunk
-    lanes: list[int]
-    at: list[int]
-    oldest: list[int]
+    anchors: list[Anchor]
 
     @classmethod
-    def draw(cls, whole: Chunk, spread: int, draw: torch.Generator) -> "Anchors":
-        mask = torch.zeros_like(whole.mask)
-        lanes: list[int] = []
-        at: list[int] = []
-        oldest: list[int] = []
+    def draw(cls, whole: Chunk, spread: int, generator: torch.Generator) -> "AnchorSet":
+        """Draw an anchor of each lane from the last `spread` steps."""
+        mask, anchors, begin = torch.zeros_like(whole.mask), list[Anchor](), whole.steps - spread
         for lane in range(whole.lanes):
-            valid = whole.mask[-spread:, lane].nonzero().flatten().tolist()
+            valid = whole.mask[begin:, lane].nonzero().flatten().tolist()
             if valid:
-                step = (
-                    whole.steps
-                    - min(spread, whole.steps)
-                    + valid[int(torch.randint(len(valid), (), generator=draw))]
-                )
+                step = begin + valid[int(torch.randint(len(valid), (), generator=generator))]
                 starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
                 mask[step, lane] = True
-                lanes.append(lane)
-                at.append(step)
-                oldest.append(starts[-1] + 1 if starts else 0)
-        chunk = Chunk.from_tensors(
-            whole.inputs,
-            whole.targets,
-            resets=whole.resets,
-            mask=mask,
-            recording=whole.recording,
-            position=whole.position,
+                anchors.append(Anchor(lane, step, starts[-1] + 1 if starts else 0))
+        return cls(
+            Chunk.from_tensors(whole.inputs, whole.targets, resets=whole.resets, mask=mask), anchors
         )
-        return cls(chunk, lanes, at, oldest)
 
     def context(self, steps: int) -> Chunk:
         """The last `steps` steps up to each anchor, side by side; only the last step is valid."""
-        rows = [
-            (slice(step - steps + 1, step + 1), lane)
-            for step, lane in zip(self.at, self.lanes, strict=True)
-        ]
 
         def stacked(values: Tensor) -> Tensor:
-            return torch.stack([values[row] for row in rows], dim=1)
+            rows = [values[step - steps + 1 : step + 1, lane] for lane, step, _ in self.anchors]
+            return torch.stack(rows, dim=1)
 
-        inputs, targets = stacked(self.chunk.inputs), self.chunk.targets
-        mask = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-        mask[-1] = True
+        chunk = self.chunk
         return Chunk.from_tensors(
-            inputs,
-            None if targets is None else stacked(targets),
-            resets=stacked(self.chunk.resets),
-            mask=mask,
+            stacked(chunk.inputs),
+            None if chunk.targets is None else stacked(chunk.targets),
+            resets=stacked(chunk.resets),
+            mask=stacked(chunk.mask),
         )
 
 
@@ -334,49 +322,37 @@ class ReachProfile:
     """Norms by lag and losses by context, accumulated window by window."""
 
     def __init__(
-        self,
-        net: Carried,
-        objective: Objective,
-        lags: Sequence[int],
-        every: int,
-        chunk: int | Literal["auto"],
+        self, net: Carried, objective: Objective, lags: list[int], chunk: int | Literal["auto"]
     ) -> None:
-        self.net, self.objective, self.lags, self.every = net, objective, list(lags), every
+        self.net, self.objective, self.lags = net, objective, lags
         self.budget = MemoryBudget("512MB", chunk, None)
         self.budget.check()
         self.anchors = 0
         self.loss = 0.0
         self.contexts: dict[int, float] = {}
         self.names: list[str] = []
-        self.sums = torch.zeros(
-            0, len(lags), dtype=torch.float64
-        )  # of the state, then of each leaf
+        self.sums = torch.zeros(0)  # by lag, of the state, then of each leaf
         self.counts = torch.zeros(len(lags), dtype=torch.float64)
         self.growth: list[Tensor] = []
 
-    def add_window(self, window: StreamSlice, entering: State, draw: torch.Generator) -> None:
+    def add_window(self, window: StreamSlice, entering: State, generator: torch.Generator) -> None:
         """Add one anchor of every lane that has a valid step."""
         whole = window.read(0, window.steps)
         spread = min(_spread(self.lags[-1]), -(-whole.steps // 2))
-        anchors = Anchors.draw(whole, spread, draw)
-        if not anchors.lanes:
+        drawn = AnchorSet.draw(whole, spread, generator)
+        if not drawn.anchors:
             return
         if not self.names:
             self.names = self.net.leaf_names(entering)
             self.sums = torch.zeros(1 + len(self.names), len(self.lags), dtype=torch.float64)
-        self._credit(anchors, entering, draw)
-        self._contexts(anchors, whole.steps - spread)
-        self.anchors += len(anchors.lanes)
+        self._add_norms(self._credit(drawn, entering, generator), drawn.anchors)
+        self._add_contexts(drawn, whole.steps - spread)
+        self.anchors += len(drawn.anchors)
 
-    def _credit(self, anchors: Anchors, entering: State, draw: torch.Generator) -> None:
-        chunk = anchors.chunk
+    def _credit(self, drawn: AnchorSet, entering: State, generator: torch.Generator) -> Tensor:
+        """The norm of the adjoint of each leaf, `(T, leaves, B)`; adds to loss and growth."""
+        chunk, count = drawn.chunk, len(drawn.anchors)
         norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
-        gates = {
-            at: CreditGate()
-            for at in sorted(
-                {step + 1 - lag for step in anchors.at for lag in self.lags if lag <= step + 1}
-            )
-        }
         recording = True
 
         def record(rows: Tensor, adjoint: Cotangents) -> None:
@@ -385,8 +361,12 @@ class ReachProfile:
                 if recording and leaf is not None:
                     row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).norm(dim=1))
 
-        for at, gate in gates.items():
-            gate.watch = partial(record, norms[at])
+        steps = {
+            anchor.step + 1 - lag
+            for anchor in drawn.anchors
+            for lag in self.lags
+            if lag <= anchor.step + 1
+        }
         length = min(
             _SEGMENT_STEPS,
             self.budget.segment_steps(
@@ -398,7 +378,7 @@ class ReachProfile:
             schedule.pieces(chunk.steps, length),
             lambda start, stop: chunk[start:stop],
             entering,
-            gates=gates,
+            gates={step: CreditGate(watch=partial(record, norms[step])) for step in steps},
         )
         loss_pass = LossPass.run(
             checkpointed, (chunk[a:b] for a, b in pairwise(checkpointed.bounds)), self.objective
@@ -407,16 +387,16 @@ class ReachProfile:
         pure: Cotangents | None = None
         for segment in checkpointed.backward():
             losses = list(loss_pass.losses(segment, self.objective).values())
-            self.loss += sum(loss.item() for loss in losses) * len(anchors.lanes)
+            self.loss += sum(loss.item() for loss in losses) * count
             credit.through(segment, [(loss, None) for loss in losses], retain=True)
             recording = False
-            pure = self._grow(segment, pure, draw)
+            pure = self._grow(segment, pure, generator)
             recording = True
             del losses, segment
-        self._add_norms(norms * len(anchors.lanes), anchors)
+        return norms * count
 
     def _grow(
-        self, segment: Segment, pure: Cotangents | None, draw: torch.Generator
+        self, segment: Segment, pure: Cotangents | None, generator: torch.Generator
     ) -> Cotangents | None:
         """Propagate an adjoint of norm one through a segment, and record the growth of each lane.
 
@@ -425,7 +405,7 @@ class ReachProfile:
         leaves = trees.tensors(segment.after)
         fresh = [
             (
-                torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).to(leaf.device)
+                torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
                 if leaf.requires_grad
                 else None
             )
@@ -446,20 +426,21 @@ class ReachProfile:
             self.growth.append((after.log() / segment.chunk.steps)[whole].double().cpu())
         return after_grads
 
-    def _add_norms(self, norms: Tensor, anchors: Anchors) -> None:
+    def _add_norms(self, norms: Tensor, anchors: Sequence[Anchor]) -> None:
         """Add norms by step of the window to the sums by lag."""
         lags = torch.tensor(self.lags)
-        for lane, step, oldest in zip(anchors.lanes, anchors.at, anchors.oldest, strict=True):
+        for lane, step, oldest in anchors:
             steps = step + 1 - lags
-            valid = steps >= oldest
-            leaves = norms[steps[valid], :, lane].T
-            self.sums[0, valid] += leaves.square().sum(0).sqrt()
-            self.sums[1:, valid] += leaves
-            self.counts[valid] += 1
+            inside = steps >= oldest
+            leaves = norms[steps[inside], :, lane].T
+            self.sums[0, inside] += leaves.square().sum(0).sqrt()
+            self.sums[1:, inside] += leaves
+            self.counts[inside] += 1
 
-    def _contexts(self, anchors: Anchors, most: int) -> None:
+    def _add_contexts(self, drawn: AnchorSet, most: int) -> None:
+        """Add the losses at the anchors, from 1, 2, 4, ... steps of context, at most `most`."""
         for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
-            chunk = anchors.context(steps)
+            chunk = drawn.context(steps)
             with torch.no_grad():
                 y, _ = self.net(
                     chunk.inputs,
@@ -467,7 +448,7 @@ class ReachProfile:
                     chunk.resets,
                 )
                 loss = self.objective.loss(y, chunk).item()
-            self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(anchors.lanes)
+            self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(drawn.anchors)
 
     def summary(self) -> Reach:
         """The means over all anchors."""
