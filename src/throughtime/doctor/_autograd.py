@@ -1,6 +1,7 @@
 """The autograd graph: order of nodes, freed nodes, edges into older graphs, means of a loss."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from throughtime.doctor._torch_private import factor_of, mean_count, output_shape, sequence
@@ -89,16 +90,12 @@ def _is_copy_or_view(node: Any) -> bool:
     return name in COPY_OR_VIEW and len(children(node)) == 1
 
 
+@dataclass(frozen=True, eq=False)
 class StaleEdge:
-    """An edge from a node of this chunk to one of an earlier chunk.
+    """An edge from a node of this chunk to one of an earlier chunk."""
 
-    Attributes:
-        path: the nodes from the loss to the edge.
-        old: the node of the earlier chunk.
-    """
-
-    def __init__(self, path: list[Any], old: Any) -> None:
-        self.path, self.old = path, old
+    path: list[Any]  # the nodes from the loss to the edge
+    old: Any  # the node of the earlier chunk
 
     @property
     def entry(self) -> Any:

@@ -28,7 +28,7 @@ from throughtime.doctor._frames import (
     user_frame,
     variable_path,
 )
-from throughtime.doctor._records import BackwardCall, Clock, DetachRecord, Operation, TensorRecord
+from throughtime.doctor._records import BackwardCall, Clock, Operation, TensorRecord
 from throughtime.doctor._torch_private import LoaderIterator, sequence
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
@@ -54,7 +54,9 @@ class LoopEvents:
 
     def __init__(self, findings: FindingList) -> None:
         self.clock = Clock()
-        self.watcher = Watcher(self.clock, self._on_operation, self._on_detach)
+        self.watcher = Watcher(
+            self.clock, self._on_operation, functools.partial(self._notify, "on_detach")
+        )
         rules = [rule(self.watcher, findings) for rule in RULES]
         # by name of the event: the methods of the rules that override it
         self._handlers: dict[str, list[Callable[..., Any]]] = {
@@ -145,10 +147,6 @@ class LoopEvents:
                 path = variable_path(lambda value, t=tensor: value is t, current_frame())
                 self.watcher.state_names[op.instruction] = path
                 return
-
-    def _on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
-        for handler in self._handlers["on_detach"]:
-            handler(detach, record)
 
     def _watch(self, chunks: int) -> None:
         """Watch every operation for some chunks."""

@@ -12,6 +12,7 @@ import site
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
 from types import CodeType, FrameType
@@ -36,7 +37,6 @@ _LIBRARY_DIRS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
 _RESOLVED_LIBRARY_DIRS = tuple(
     {*_LIBRARY_DIRS, *(str(Path(folder).resolve()) for folder in _LIBRARY_DIRS)}
 )
-_owner_cache: dict[str, int] = {}
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
@@ -55,15 +55,9 @@ class SourceLine:
         return f"{self.file}:{self.line}"
 
 
+@cache
 def file_owner(file: str) -> int:
     """The owner of a source file: `USER`, `LIBRARY`, `OURS` or `OPTIMIZER`."""
-    owner = _owner_cache.get(file)
-    if owner is None:
-        owner = _owner_cache[file] = _classify(file)
-    return owner
-
-
-def _classify(file: str) -> int:
     if file.startswith(("<frozen", *SKIPPED)):
         return LIBRARY
     if file.startswith(f"{PACKAGE}{os.sep}"):
@@ -85,9 +79,7 @@ def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> Frame
     Frames of `torch.optim` are skipped; with `skip_optimizer=False` they also give `None`.
     """
     while frame is not None:
-        owner = _owner_cache.get(frame.f_code.co_filename)
-        if owner is None:
-            owner = file_owner(frame.f_code.co_filename)
+        owner = file_owner(frame.f_code.co_filename)
         if owner == USER:
             return frame
         if owner == OURS or (owner == OPTIMIZER and not skip_optimizer):

@@ -126,14 +126,13 @@ def lane_ends(
     data: Tensor, lane_dim: int | None, time_dim: int | None, record_of: Lookup
 ) -> list[LaneEnds] | None:
     """The ends of each lane of `data`; `None` if any of them is unknown."""
-    lanes = data.shape[lane_dim] if lane_dim is not None and lane_dim < data.dim() else 1
+    dims, lanes = range(data.dim()), 1
+    if lane_dim is not None and lane_dim in dims:
+        lanes = data.shape[lane_dim]
     ends: list[LaneEnds] = []
     for lane in range(min(lanes, MAX_LANES)):
-        first, last = [0] * data.dim(), [0] * data.dim()
-        if lane_dim is not None and lane_dim < data.dim():
-            first[lane_dim] = last[lane_dim] = lane
-        if time_dim is not None and time_dim < data.dim():
-            last[time_dim] = data.shape[time_dim] - 1
+        first = [lane if dim == lane_dim else 0 for dim in dims]
+        last = [data.shape[dim] - 1 if dim == time_dim else first[dim] for dim in dims]
         start, end = locate(data, tuple(first), record_of), locate(data, tuple(last), record_of)
         if start is None or end is None:
             return None

@@ -134,9 +134,14 @@ class LayerOutputs:
         """Keep the outputs without their graphs."""
         for unit, (tree, call, lane_dim) in self.latest.items():
             outputs = list(tensors(tree))
-            record = TensorRecord(call.chunk, call.instruction)
-            record.ref, record.learned = weakref.ref(outputs[0]), True
-            record.lane_dim, record.source = lane_dim, call
+            record = TensorRecord(
+                call.chunk,
+                call.instruction,
+                weakref.ref(outputs[0]),
+                learned=True,
+                source=call,
+                lane_dim=lane_dim,
+            )
             self.detached[unit] = [output.detach() for output in outputs], record
         self.latest.clear()
 
@@ -155,7 +160,7 @@ class Watcher(TorchFunctionMode):
         self,
         clock: Clock,
         on_operation: Callable[[Operation, TensorRecord], None],
-        on_detach: Callable[[DetachRecord, TensorRecord], None],
+        on_detach: Callable[[DetachRecord, TensorRecord], object],
     ) -> None:
         super().__init__()
         self.clock, self.on_operation, self.on_detach = clock, on_operation, on_detach
@@ -294,10 +299,10 @@ class Watcher(TorchFunctionMode):
                 and not out.requires_grad
                 and out is not op.args[0]
             ):
-                record = TensorRecord(self.clock.chunk, op.instruction)
-                record.ref = weakref.ref(out)
-                record.origin = CopyRecord(op.name, op.func, op.args, op.kwargs, out.shape)
-                self.records[id(out)] = record
+                origin = CopyRecord(op.name, op.func, op.args, op.kwargs, out.shape)
+                self.records[id(out)] = TensorRecord(
+                    self.clock.chunk, op.instruction, weakref.ref(out), origin=origin
+                )
             elif op.name in {"zero_", "fill_"}:
                 self.records.pop(id(out), None)
 
@@ -338,8 +343,7 @@ class Watcher(TorchFunctionMode):
     def _computed(self, op: Operation) -> TensorRecord:
         """The record of a new value, with what it inherits from the inputs."""
         instruction = op.instruction
-        result = TensorRecord(self.clock.chunk, instruction)
-        result.learned = result.edited = True
+        result = TensorRecord(self.clock.chunk, instruction, learned=True, edited=True)
         lineage, path = EMPTY, EMPTY
         for tensor, record in op.pairs():
             if record is None or not record.learned:

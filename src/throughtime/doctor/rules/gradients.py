@@ -5,7 +5,9 @@ Codes TT203 and TT303 (credit), TT301 and TT302 (optimizer steps).
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,18 +85,16 @@ class CreditRule(Rule):
             # outside a model, a state without a gradient may be a warm-up, detached on purpose
             norms = self.norms[unit] = [0.0 if last_call else math.nan] * len(states)
             for step, state in enumerate(states):
-                self._hook(
-                    state, lambda grad, norms=norms, step=step: _store_norm(norms, step, grad)
-                )
+                self._hook(state, partial(_store_norm, norms, step))
         for op, grads in self.layers:
-            self._hook(op.outputs[0], lambda grad, grads=grads: grads.append(grad.detach()))
+            self._hook(op.outputs[0], grads.append)
 
-    def _hook(self, tensor: Tensor, handle_grad: Any) -> None:
+    def _hook(self, tensor: Tensor, handle_grad: Callable[[Tensor], object]) -> None:
         """Hook a tensor. A failure of the hook is not the user's."""
 
         def hook(grad: Tensor | None) -> None:
             if grad is not None:  # undefined
-                self.watcher.guarded(handle_grad, grad)
+                self.watcher.guarded(handle_grad, grad.detach())
 
         self.handles.append(tensor.register_hook(hook))
 
@@ -136,7 +136,7 @@ def _can_rerun(op: Operation) -> bool:
 
 
 def _store_norm(norms: list[float], step: int, grad: Tensor) -> None:
-    norms[step] = float(grad.detach().abs().max()) if grad.numel() else 0.0
+    norms[step] = float(grad.abs().max()) if grad.numel() else 0.0
 
 
 def _silent_steps(norms: list[float], first_output_grad: Tensor | None = None) -> int:

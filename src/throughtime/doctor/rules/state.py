@@ -29,8 +29,8 @@ class StateRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         self.last: dict[tuple[Unit, bool | None], UnitCall] = {}
-        self.fresh: dict[Unit, tuple[int, Instruction]] = {}  # adjacent chunks from zeros, the last
-        self.lengths: dict[Unit, set[int]] = {}  # of the chunks before those
+        # adjacent chunks from zeros: how many, the last one, the lengths of those before them
+        self.fresh: dict[Unit, tuple[int, Instruction, set[int]]] = {}
         self.carried: set[Unit] = set()
         self.recordings: dict[int, Tensor] = {}  # tensors of which two adjacent chunks were read
         self.axes: dict[int, tuple[Tensor, int]] = {}  # dimension of time by tensor
@@ -38,7 +38,7 @@ class StateRule(Rule):
         self.entered: dict[int, tuple[Tensor, SourceLine, str, tuple[int, int]]] = {}
         self.evaluations: dict[Unit, UnitCall] = {}  # the last call of a connected graph
         self.longest: UnitCall | None = None
-        self.running: dict[int, tuple[Any, UnitCall | None]] = {}  # by module: position, first call
+        self.running: dict[int, UnitCall] = {}  # by module, the first call in the chunk
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         if not op.is_recurrent:
@@ -53,39 +53,29 @@ class StateRule(Rule):
 
         The first call in a chunk is compared; of a cell's other steps only the end is remembered.
         """
-        clock = self.clock
-        position = clock.chunk, clock.batch, clock.training
-        before, call = self.running.get(id(module), (None, None))
-        data = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
-        if (
-            call is not None
-            and data is not None
-            and isinstance(module, nn.RNNCellBase)
-            and before == position
-        ):
-            call.data, call.lanes = data if call.data is not None else None, None
+        clock, call = self.clock, self.running.pop(id(module), None)
+        data = inputs[0] if inputs else None
+        if not isinstance(data, Tensor):
             return
-        layer = isinstance(module, nn.RNNBase)
-        call = None
-        if frame is not None and data is not None and data.dim() == (3 if layer else 2):
+        layer, now = isinstance(module, nn.RNNBase), (clock.chunk, clock.batch, clock.training)
+        if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
+            call.data, call.lanes = data if call.data is not None else None, None
+        elif frame is not None and data.dim() == (3 if layer else 2):
             call = self._module_call(module, inputs, data, frame)
-        self.running[id(module)] = position, call
+        else:
+            return
+        self.running[id(module)] = call
 
     def _module_call(
         self, module: nn.Module, inputs: Any, data: Tensor, frame: FrameType
     ) -> UnitCall:
-        batch_first = bool(getattr(module, "batch_first", False))
-        lane_dim, time_dim = (int(not batch_first), int(batch_first))
-        if not isinstance(module, nn.RNNBase):
-            lane_dim, time_dim = 0, None
         record = self.watcher.record_or_base(data)
         is_data = not data.requires_grad and (record is None or not record.learned)
         call = self._new_call(
             id(next(module.parameters())),
             (frame.f_code, frame.f_lasti),
             data if is_data else None,
-            1 if time_dim is None else data.shape[time_dim],
-            (lane_dim, time_dim),
+            *_dims(data, isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)),
         )
         # hooks of all modules do not receive a state that is passed by keyword
         state_known = len(inputs) > 1
@@ -94,7 +84,7 @@ class StateRule(Rule):
 
     def after_module(self, module: nn.Module, result: Any) -> None:
         """Remember the outputs of a layer or cell that was called while the watcher is off."""
-        call = self.running.get(id(module), (None, None))[1]
+        call = self.running.get(id(module))
         if call is not None and result is not None:
             layer = isinstance(module, nn.RNNBase)
             self.watcher.layers.remember(result[1] if layer else result, call, int(layer))
@@ -104,35 +94,37 @@ class StateRule(Rule):
         unit: Unit,
         instruction: Instruction,
         data: Tensor | None,
-        steps: int,
-        dims: tuple[int | None, int | None],
+        steps: int = 1,
+        lane_dim: int | None = 0,
+        time_dim: int | None = None,
     ) -> UnitCall:
         clock = self.clock
         position = clock.chunk, clock.call, clock.batch, clock.training
+        layout = steps, lane_dim, time_dim
         return UnitCall(
-            unit, instruction, *position, is_grad_enabled(), data, steps, *dims, graph_steps=steps
+            unit, instruction, *position, is_grad_enabled(), data, *layout, graph_steps=steps
         )
 
     def _layer_or_cell(self, op: Operation, result: TensorRecord) -> UnitCall:
         """A call of a layer or cell of torch."""
         args, inputs, layer = op.args, op.inputs[0], op.is_layer
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
-        state = args[2] if packed else args[1]
-        unit = id(args[3][0] if packed else args[2][0] if layer else args[2])
-        steps, lane_dim, time_dim = _dims(op, packed)
-        result.lane_dim = [lane_dim, 1, 1] if layer else 0
-        if layer and inputs.dim() == 2:
-            result.lane_dim = None
-        result.repeated |= steps > 1 or unit in result.path
+        state, weights = args[2:4] if packed else args[1:3]
+        unit = id(weights[0] if layer else weights)
+        dims = _dims(inputs, layer, layer and args[8])
+        if packed:
+            dims = len(args[1]), None, None
+        result.lane_dim = 0 if not layer else None if inputs.dim() == 2 else [dims[1], 1, 1]
+        result.repeated |= dims[0] > 1 or unit in result.path
         result.path, result.lineage = result.path | {unit}, result.lineage | {unit}
         record = op.records[0]
         data = inputs if record is None or not record.learned else record.data
         leading = 2 if layer else 1
         if data is not None and (packed or data.shape[:leading] != inputs.shape[:leading]):
             data = None
-        call = self._new_call(unit, op.instruction, data, steps, (lane_dim, time_dim))
+        call = self._new_call(unit, op.instruction, data, *dims)
         self._compare(call, [state] if isinstance(state, Tensor) else list(state))
-        result.source, result.edited, result.rows = call, False, None
+        result.source, result.edited = call, False
         return call
 
     def _hand_written(self, op: Operation, result: TensorRecord) -> None:
@@ -149,9 +141,9 @@ class StateRule(Rule):
         result.lane_dim = 0
         if data is None:
             return
-        call = self._new_call(key, key, data, 1, (0, None))
+        call = self._new_call(key, key, data)
         self._compare(call, states)
-        result.data, result.source, result.edited, result.rows = data, call, False, None
+        result.data, result.source, result.edited = data, call, False
 
     def _hand_written_start(self, op: Operation, result: TensorRecord) -> None:
         """An operation that took in its own result before and now does not.
@@ -167,7 +159,7 @@ class StateRule(Rule):
         data = _data_of(op, [zeros, *weights], op.inputs[0].shape[0])
         if data is None:
             return
-        call = self._new_call(op.instruction, op.instruction, data, 1, (0, None))
+        call = self._new_call(op.instruction, op.instruction, data)
         self._compare_start(call, [])
         self.last[call.unit, call.training] = call
         result.source, result.edited, result.data, result.lane_dim = call, False, data, 0
@@ -316,16 +308,15 @@ class StateRule(Rule):
             return
         if self._relation(before, call) != "next":
             return
-        count = self.fresh[call.unit][0] + 1 if call.unit in self.fresh else 1
-        self.fresh[call.unit] = count, call.instruction
-        self.lengths.setdefault(call.unit, set()).add(before.steps)
-        if count == FRESH_CHUNKS:
+        count, _, lengths = self.fresh.get(call.unit, (0, None, set[int]()))
+        self.fresh[call.unit] = count + 1, call.instruction, lengths | {before.steps}
+        if count + 1 == FRESH_CHUNKS:
             self._report_never_carried(call.unit)
 
     def _report_never_carried(self, unit: Unit) -> None:
         # slices of unequal length are independent sequences
-        if unit not in self.carried and len(self.lengths[unit]) == 1:
-            count, instruction = self.fresh[unit]
+        count, instruction, lengths = self.fresh[unit]
+        if unit not in self.carried and len(lengths) == 1:
             detail = f"{count} times the inputs continued and the state started from zeros."
             self.findings.add("TT201", line_of(instruction), detail)
 
@@ -351,7 +342,7 @@ class StateRule(Rule):
             self.findings.add("TT202", line_of(call.instruction), detail)
 
     def close(self) -> None:
-        for unit, (count, _) in self.fresh.items():
+        for unit, (count, *_) in self.fresh.items():
             if count >= FRESH_CHUNKS - 1:
                 self._report_never_carried(unit)
         for call in self.evaluations.values():
@@ -384,14 +375,10 @@ def _data_of(op: Operation, excluded: list[Tensor], rows: int) -> Tensor | None:
     return None
 
 
-def _dims(op: Operation, packed: bool) -> tuple[int, int | None, int | None]:
+def _dims(inputs: Tensor, layer: bool, batch_first: bool) -> tuple[int, int | None, int | None]:
     """The number of steps, and the dimensions of lanes and of time in the inputs."""
-    inputs = op.args[0]
-    if not op.is_layer:
+    if not layer:
         return 1, 0 if inputs.dim() == 2 else None, None
-    if packed:
-        return len(op.args[1]), None, None
     if inputs.dim() == 2:
-        return inputs.shape[0], None, 0
-    batch_first = bool(op.args[8])
+        return len(inputs), None, 0
     return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)
