@@ -138,12 +138,19 @@ def draw(
 
 @dataclass(frozen=True)
 class _Row:
-    """A box: one chunk, or several from the first to the last, with its position."""
+    """A box with its position: one chunk, or several from the first to the last.
+
+    Attributes:
+        words: the text beside the arrows from above, line by line, and whether it is red.
+        lines: the text in the box below its name.
+    """
 
     first: int
     last: int
-    top: float = 0.0
-    height: float = 0.0
+    top: float
+    height: float
+    words: list[tuple[str, bool]]
+    lines: list[str]
 
     @property
     def middle(self) -> float:
@@ -165,7 +172,7 @@ def _picture(graph: Graph) -> str:
         keys,
     )
     rows, bottom = _rows(graph, top + 8)
-    body = [part for row in rows for part in (*_into(graph, row), _box(graph, row))]
+    body = [part for row in rows for part in (*_into(graph, row), _box(row))]
     leaves, floor = _leaves(graph, rows, top + 8)
     loss, end = _loss(graph, rows, bottom)
     height = max(floor, end) + 8
@@ -198,20 +205,15 @@ def _size(span: Span) -> str:
 def _rows(graph: Graph, top: float) -> tuple[list[_Row], float]:
     """The position of each box, and the end of the last one."""
     count = len(graph.chunks)
+    ranges = [(i, i) for i in range(count)]
     if count > _MOST:
-        ranges = (
-            [(i, i) for i in range(_ENDS)]
-            + [(_ENDS, count - _ENDS - 1)]
-            + [(i, i) for i in range(count - _ENDS, count)]
-        )
-    else:
-        ranges = [(i, i) for i in range(count)]
+        ranges[_ENDS:-_ENDS] = [(_ENDS, count - _ENDS - 1)]
     rows: list[_Row] = []
     for first, last in ranges:
-        top += 16 + 18 * max(1, len(_words(graph, first)))
-        height = 34 + 18 * len(_lines(graph, first, last))
-        rows.append(_Row(first, last, top, height))
-        top += height
+        words, lines = _words(graph, first), _lines(graph, first, last)
+        top += 16 + 18 * max(1, len(words))
+        rows.append(_Row(first, last, top, 34 + 18 * len(lines), words, lines))
+        top += rows[-1].height
     return rows, top
 
 
@@ -232,19 +234,17 @@ def _lines(graph: Graph, first: int, last: int) -> list[str]:
     ]
 
 
-def _box(graph: Graph, row: _Row) -> str:
+def _box(row: _Row) -> str:
     many = row.first != row.last
     name = f"chunks {row.first + 1:,} to {row.last + 1:,}" if many else f"chunk {row.first + 1}"
-    lines = _lines(graph, row.first, row.last)
-    position = (
-        f'x="{short(_BOX)}" y="{short(row.top)}" width="{short(_WIDE)}"'
-        f' height="{short(row.height)}" rx="6"'
-    )
     frame = (
-        f'<rect {position} style="fill:var(--wash,#f5f6f7)" stroke="currentColor"'
-        f" {_LINE['cut'] if many else ''}/>"
+        f'<rect x="{short(_BOX)}" y="{short(row.top)}" width="{short(_WIDE)}"'
+        f' height="{short(row.height)}" rx="6" style="fill:var(--wash,#f5f6f7)"'
+        f' stroke="currentColor" {_LINE["cut"] * many}/>'
     )
-    texts = [faint_text_at(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(lines)]
+    texts = [
+        faint_text_at(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(row.lines)
+    ]
     title = text_at(_BOX + 14, row.top + 22, name, _BOLD)
     return f'<g class="chunk">{frame}{title}{"".join(texts)}</g>'
 
@@ -261,53 +261,33 @@ def _words(graph: Graph, target: int) -> list[tuple[str, bool]]:
     near, far = _entering(graph, target)
     said: list[tuple[str, bool]] = []
     if near is not None:
-        said.append(
-            (f"should have been cut: {near.why}" if near.overdue else near.why, near.overdue)
-        )
+        said.append(("should have been cut: " * near.overdue + near.why, near.overdue))
     if far:
         names = ", ".join(str(link.source + 1) for link in far[:4])
-        said.append(
-            (
-                f"from chunk {names}{' and others' if len(far) > 4 else ''}: {far[-1].why}",
-                any(x.overdue for x in far),
-            )
-        )
+        others = " and others" if len(far) > 4 else ""
+        red = any(link.overdue for link in far)
+        said.append((f"from chunk {names}{others}: {far[-1].why}", red))
     entry = graph.chunks[target].enters
     if entry in _ENTERS:
-        said.append((_ENTERS[entry] if near is None and not far else _REST[entry], False))
+        said.append(((_REST if said else _ENTERS)[entry], False))
     return [(line, red) for text, red in said for line in textwrap.wrap(text, 44)]
 
 
 def _into(graph: Graph, row: _Row) -> list[str]:
     """The arrows into a chunk from above, with their text."""
-    words = _words(graph, row.first)
-    near, far = _entering(graph, row.first)
-    start, parts = row.top - 10 - 18 * max(1, len(words)), list[str]()
-    if near is not None or far:
-        parts.append(
-            _arrow(
-                _BOX + 40,
-                start - 6,
-                row.top,
-                (
-                    "overdue"
-                    if any(x.overdue for x in (*far, *([near] if near else [])))
-                    else "joined"
-                ),
-            )
-        )
+    links = [link for link in graph.links if link.target == row.first]
+    start, parts = row.top - 10 - 18 * max(1, len(row.words)), list[str]()
+    if links:
+        kind = "overdue" if any(link.overdue for link in links) else "joined"
+        parts.append(_arrow(_BOX + 40, start - 6, row.top, kind))
     if graph.chunks[row.first].enters in _ENTERS:
         parts += [
             _arrow(_BOX + 14, start + 10, row.top, "cut"),
             f'<circle cx="{short(_BOX + 14)}" cy="{short(start + 6)}" r="4" {_OPEN}/>',
         ]
-    return [
-        *parts,
-        *(
-            _text_line(_BOX + 58, start + 12 + 18 * i, line, red)
-            for i, (line, red) in enumerate(words)
-        ),
-    ]
+    lines = enumerate(row.words)
+    texts = [_text_line(_BOX + 58, start + 12 + 18 * i, line, red) for i, (line, red) in lines]
+    return parts + texts
 
 
 def _text_line(x: float, y: float, line: str, red: bool) -> str:
@@ -371,10 +351,8 @@ def _leaf(leaf: GraphLeaf, y: float) -> str:
 def _loss(graph: Graph, rows: Sequence[_Row], bottom: float) -> tuple[list[str], float]:
     """The loss at the lower right, with a line from every chunk whose outputs contribute to it."""
     name = "loss" if graph.losses == 1 else f"{graph.losses} losses"
-    y, using = (
-        bottom + 28,
-        [row for row in rows if any(s.to_loss for s in graph.chunks[row.first : row.last + 1])],
-    )
+    y = bottom + 28
+    using = [row for row in rows if any(s.to_loss for s in graph.chunks[row.first : row.last + 1])]
     parts = [
         rule(f"M{short(_BOX + _WIDE)} {short(row.middle)}H{short(_RAIL)}", _THIN) for row in using
     ]

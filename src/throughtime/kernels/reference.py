@@ -27,6 +27,7 @@ in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -76,25 +77,13 @@ def run(
 
     Cost: some ten calls of torch for each step.
     """
-    if products is None:
-        return _run(cell, x, states, weights, resets, None)
     rounded = None if products is x.dtype else products
-    with torch.autocast(x.device.type, enabled=False):
-        return _run(cell, x, states, weights, resets, rounded)
-
-
-def _run(
-    cell: Cell,
-    x: Tensor,
-    states: States,
-    weights: Weights,
-    resets: Tensor | None,
-    rounded: torch.dtype | None,
-) -> tuple[Tensor, States]:
     outputs: list[Tensor] = []
-    for _, states in steps(cell, x, states, weights, resets, rounded):  # noqa: B020  # the last ones
-        outputs.append(states[0])
-    return torch.stack(outputs) if outputs else states[0].new_empty(0, *states[0].shape), states
+    with nullcontext() if products is None else torch.autocast(x.device.type, enabled=False):
+        for _, states in steps(cell, x, states, weights, resets, rounded):  # noqa: B020  # the last
+            outputs.append(states[0])
+        y = torch.stack(outputs) if outputs else states[0].new_empty(0, *states[0].shape)
+    return y, states
 
 
 def steps(
@@ -122,13 +111,12 @@ def steps(
         if resets is not None:
             states = reset(states, resets[t])
         result = step(cell, row, states, weights, rounded)
-        states = result.states if active is None else _where(active[t], result.states, states)
+        if active is None:
+            states = result.states
+        else:
+            lanes, pairs = active[t].unsqueeze(1), zip(result.states, states, strict=True)
+            states = tuple(torch.where(lanes, leaf, before) for leaf, before in pairs)
         yield result, states
-
-
-def _where(lanes: Tensor, states: States, others: States) -> States:
-    column, pairs = lanes.unsqueeze(1), zip(states, others, strict=True)
-    return tuple(torch.where(column, leaf, other) for leaf, other in pairs)
 
 
 def input_sums(x: Tensor, weights: Weights, rounded: torch.dtype | None = None) -> Tensor:
