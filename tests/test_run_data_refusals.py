@@ -171,12 +171,12 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
         (
             "5,9,x\n2,4,y",
             "classify",
-            "interval 1 in .*a.csv starts at 2, the one before at 5; sort them",
+            "interval 1 in .*a.csv, 2 to 4, starts before the one before it, 5 to 9; sort them",
         ),
         (
             "2,9,x\n5,12,y",
             "classify",
-            "interval 1 in .*a.csv starts at 5, before the one before it stops at 9: they overlap",
+            "interval 1 in .*a.csv, 5 to 12, overlaps the one before it, 2 to 9, and a step has",
         ),
         (
             "2,9,x\n300,500,y",
@@ -184,7 +184,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
             "interval 1 in .*a.csv, 300 to 500, leaves the recording of 403 steps",
         ),
         ("2.5,9,x", "classify", "interval starts in .*a.csv are .*, expected whole steps"),
-        ("9,9,x", "classify", "interval 0 in .*a.csv starts at 9 and stops at 9"),
+        ("9,9,x", "classify", "interval 0 in .*a.csv, 9 to 9, stops before it has a step"),
         (
             "2,9,x\n20,21,3",
             "regress",

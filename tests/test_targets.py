@@ -290,19 +290,19 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "empty": (
         {"intervals": ([4], [4], [2])},
-        "interval 0 in the mapping starts at 4 and stops at 4; a stop is after its start",
+        "interval 0 in the mapping, 4 to 4, stops before it has a step; a stop is after its start",
     ),
     "unsorted": (
         {"intervals": ([5, 0], [7, 3], [2, 2])},
-        "interval 1 in the mapping starts at 0, the one before at 5; sort them",
+        "interval 1 in the mapping, 0 to 3, starts before the one before it, 5 to 7; sort them",
     ),
     "overlapping": (
         {"intervals": ([0, 2], [3, 5], [2, 2])},
-        "interval 1 .* starts at 2, before the one before it stops at 3.*Cut or join them",
+        "interval 1 .*, 2 to 5, overlaps the one before it, 0 to 3, .*Cut or join them",
     ),
     "twice": (
         {"intervals": ([0, 0], [3, 3], [2, 2])},
-        "interval 1 .* they overlap, and a step has one label",
+        "interval 1 .* overlaps .*, and a step has one label",
     ),
     "static of two dimensions": (
         {"static": np.ones((2, 2))},

@@ -124,7 +124,7 @@ class Updates(Iterator[Update], Generic[S]):
             carried = trees.detach(carried)
         elif isinstance(stream, Stream):
             stream._start(handed_off=stream.hand_off and stream._entering_state(net) is not None)
-            carried = stream._entering_state(net) if stream._handed_off else None
+            carried = stream._entering_state(net) if stream._schedule.handed_off else None
         self._state = gradient.init(carried, previous)
         self._checked = False
         self._generation = 0 if self._stream is None else self._stream._generation
@@ -151,7 +151,7 @@ class Updates(Iterator[Update], Generic[S]):
                 " its own."
             )
         if stream is not None:  # after the checks: a refused call must not save a later position
-            self._before = stream._epoch, stream._position, self._state
+            self._before = stream.epoch, stream.position, self._state
         self._failed = True
         if self._ranks.count == 1:  # the usual case
             update, self._state = self._gradient.update(

@@ -21,11 +21,9 @@ IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
 def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
     """Missing targets, of the kind of `sample`."""
-    if sample.dtype.kind in "US":
-        return np.full(shape, "", dtype=sample.dtype)
-    if sample.dtype.kind == "f":
-        return np.full(shape, np.nan, dtype=sample.dtype)
-    return np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    kind = sample.dtype.kind
+    fill = {"U": "", "S": "", "f": np.nan}.get(kind, IGNORE_INDEX)
+    return np.full(shape, fill, sample.dtype if kind in "USf" else np.int64)
 
 
 @dataclass(frozen=True)
@@ -141,32 +139,24 @@ def interval_labels(
 
 
 def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int) -> None:
-    wrong = (starts < 0) | (stops > steps)
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise DataError(
-            f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]}, leaves the"
-            f" recording of {steps} steps"
-        )
-    if (starts >= stops).any():
-        i = int((starts >= stops).argmax())
-        raise DataError(
-            f"recording '{name}': interval {i} in {where} starts at {starts[i]} and stops at"
-            f" {stops[i]}; a stop is after its start"
-        )
-    if (starts[1:] < starts[:-1]).any():
-        i = int((starts[1:] < starts[:-1]).argmax()) + 1
-        raise DataError(
-            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, the one before at"
-            f" {starts[i - 1]}; sort them"
-        )
-    if (starts[1:] < stops[:-1]).any():
-        i = int((starts[1:] < stops[:-1]).argmax()) + 1
-        raise DataError(
-            f"recording '{name}': interval {i} in {where} starts at {starts[i]}, before the one"
-            f" before it stops at {stops[i - 1]}: they overlap, and a step has one label. Cut or"
-            " join them"
-        )
+    late = starts[1:] < stops[:-1]  # before the interval before it stops
+    checks = (
+        ((starts < 0) | (stops > steps), f"leaves the recording of {steps} steps"),
+        (starts >= stops, "stops before it has a step; a stop is after its start"),
+        (np.append(False, starts[1:] < starts[:-1]), "starts before {}; sort them"),
+        (
+            np.append(False, late),
+            "overlaps {}, and a step has one label. Cut or join them",
+        ),
+    )
+    for wrong, fault in checks:
+        if wrong.any():
+            i = int(wrong.argmax())
+            previous = f"the one before it, {starts[i - 1]} to {stops[i - 1]}"
+            raise DataError(
+                f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]},"
+                f" {fault.format(previous)}"
+            )
 
 
 def check_at(name: str, at: Any) -> None:

@@ -255,23 +255,21 @@ def _targets(values: Mapping[str, Any], name: str, steps: int) -> Rows | None:
         return interval_labels(
             name, where, starts, stops, labels, steps, values.get("target_at", "all")
         )
-    for key in ("target_every", "target_at"):
-        if key in values and "targets" not in values:
-            raise DataError(
-                f"recording '{name}' has '{key}' and no targets that it could belong to"
-            )
     if "targets" not in values:
+        for key in ("target_every", "target_at"):
+            if key in values:
+                raise DataError(
+                    f"recording '{name}' has '{key}' and no targets that it could belong to"
+                )
         return None
-    if np.ndim(values["targets"]) == 0 and not isinstance(values["targets"], (str, Path)):
-        label = ArrayRows("targets", np.asarray(values["targets"]).reshape(1))
-        return periodic_labels(
-            name, label, values.get("target_every", steps), steps, values.get("target_at", "last")
-        )
-    targets = _rows(values["targets"], name, "targets")
-    if "target_every" in values:
-        return periodic_labels(
-            name, targets, values["target_every"], steps, values.get("target_at", "last")
-        )
+    value, every = values["targets"], values.get("target_every")
+    if np.ndim(value) == 0 and not isinstance(value, (str, Path)):
+        targets: Rows = ArrayRows("targets", np.asarray(value).reshape(1))
+        every = steps if every is None else every
+    else:
+        targets = _rows(value, name, "targets")
+    if every is not None:
+        return periodic_labels(name, targets, every, steps, values.get("target_at", "last"))
     if "target_at" in values:
         raise DataError(
             f"recording '{name}' has 'target_at' and a target for every step; it belongs to"
@@ -368,23 +366,20 @@ def _from_path(path: Path) -> Recording:
 
 def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     """Recordings whose label types agree: one without any interval takes the type of the others."""
-    labels = [
-        r.targets.labels
-        for r in recordings
-        if isinstance(r, TableRecording) and isinstance(r.targets, IntervalLabels)
-    ]
-    sample = next((values for values in labels if len(values)), None)
-    if sample is None:
-        return tuple(recordings)
+
+    def intervals(recording: Recording) -> IntervalLabels | None:
+        targets = recording.targets if isinstance(recording, TableRecording) else None
+        return targets if isinstance(targets, IntervalLabels) else None
+
+    several = [labels for labels in map(intervals, recordings) if labels is not None]
+    sample = next((labels.labels for labels in several if len(labels.labels)), None)
 
     def alike(recording: Recording) -> Recording:
-        if (
-            isinstance(recording, TableRecording)
-            and isinstance(recording.targets, IntervalLabels)
-            and not len(recording.targets.labels)
-        ):
-            return replace(recording, targets=replace(recording.targets, labels=sample[:0]))
-        return recording
+        labels = intervals(recording)
+        if sample is None or labels is None or len(labels.labels):
+            return recording
+        typed: Any = recording
+        return replace(typed, targets=replace(labels, labels=sample[:0]))
 
     return tuple(map(alike, recordings))
 

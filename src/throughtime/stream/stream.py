@@ -10,9 +10,8 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 from torch import distributed
@@ -29,16 +28,11 @@ NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which of how many ranks plays a stream in this process.
-
-    Rank `rank` of `ranks`; `fixed` by the user, or taken from the process group.
-    """
+class Shard(NamedTuple):
+    """Which of how many ranks plays a stream in this process."""
 
     rank: int
     ranks: int
-    fixed: bool
 
     @classmethod
     def of(cls, rank: int | None, ranks: int | None) -> "Shard":
@@ -52,21 +46,13 @@ class Shard:
                 f"rank={rank}, ranks={ranks}: expected both or neither; without them"
                 " torch.distributed's group says"
             )
-        if rank is None or ranks is None:
-            return cls(*_group(), fixed=False)
-        if not 0 <= rank < ranks:
-            raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")
-        return cls(rank, ranks, fixed=True)
-
-    def current(self) -> "Shard":
-        """The shard in the process group of now; a fixed one stays."""
-        return self if self.fixed else Shard(*_group(), fixed=False)
-
-
-def _group() -> tuple[int, int]:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+        if rank is not None and ranks is not None:
+            if not 0 <= rank < ranks:
+                raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")
+            return cls(rank, ranks)
+        if distributed.is_available() and distributed.is_initialized():
+            return cls(distributed.get_rank(), distributed.get_world_size())
+        return cls(0, 1)
 
 
 class Stream:
@@ -107,6 +93,13 @@ class Stream:
             miss what is written into an array later.
         rank: of this process, with `ranks`; default: that of `torch.distributed`.
         ranks: how many there are; 1 plays everything in this process.
+
+    Attributes:
+        epoch: epochs finished so far.
+        position: steps of every lane played in this epoch.
+        wait_seconds: seconds spent waiting for data so far.
+        masked: steps masked so far because their inputs were not finite (`missing="mask"`).
+        missing_targets: steps masked so far because their target was NaN or -100.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has no
     target: it is masked.
@@ -163,17 +156,18 @@ class Stream:
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off
+        self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         self._refuse_empty()
         self._check_offset()
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._reader = self._make_reader(workers)
-        self._wait_seconds = 0.0
+        self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._device: torch.device | None = None
         self._begin(0)
         self._resumed = False
-        self._masked = self._missing_targets = self._generation = 0
+        self.masked = self.missing_targets = self._generation = 0
 
     def _refuse_empty(self) -> None:
         empty = [
@@ -219,7 +213,7 @@ class Stream:
         return ProcessReader(self._collator, workers) if workers else self._collator
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
-        self._epoch, self._position = epoch, 0
+        self.epoch, self.position = epoch, 0
         self._block, self._block_start, self._missing = None, 0, NONE_MISSING
         order = None
         if self.seed is not None:
@@ -242,19 +236,7 @@ class Stream:
 
     def __repr__(self) -> str:
         size = f"{len(self.recordings)} recordings, {sum(self.lengths)} steps"
-        return (
-            f"Stream({size}, lanes={self.lanes}, at step {self._position} of epoch {self._epoch})"
-        )
-
-    @property
-    def epoch(self) -> int:
-        """Epochs finished so far."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Steps of every lane played in this epoch."""
-        return self._position
+        return f"Stream({size}, lanes={self.lanes}, at step {self.position} of epoch {self.epoch})"
 
     def _place_on(self, device: torch.device) -> None:
         """Give chunks on this device from now on."""
@@ -264,7 +246,7 @@ class Stream:
 
     def _hand_over(self, state: State, net: object) -> None:
         """Store the states with which this net enters the coming epoch, lane by lane."""
-        self._entering = (weakref.ref(net), self._epoch, state)
+        self._entering = (weakref.ref(net), self.epoch, state)
 
     def _entering_state(self, net: object) -> State:
         """The state of `_hand_over` for this net and epoch; `None` before the first epoch.
@@ -274,10 +256,10 @@ class Stream:
         """
         if self._entering is None or self._entering[0]() is not net:
             return None
-        if self._entering[1] != self._epoch:
+        if self._entering[1] != self.epoch:
             raise DataError(
                 f"the states handed on are for epoch {self._entering[1]}, and the stream is in"
-                f" epoch {self._epoch}: another loop has played it in between. Give tt.evaluate,"
+                f" epoch {self.epoch}: another loop has played it in between. Give tt.evaluate,"
                 " and every other loop, a Stream of its own"
             )
         return self._entering[2]
@@ -285,11 +267,6 @@ class Stream:
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another stream, and its net another net
         return {**self.__dict__, "_entering": None}
-
-    @property
-    def _handed_off(self) -> bool:
-        """Whether the parts of this epoch continue from states of the epoch before."""
-        return self._schedule.handed_off
 
     @property
     def steps(self) -> int:
@@ -303,21 +280,6 @@ class Stream:
     def idle_steps(self) -> int:
         """Lane steps of this epoch in which a lane has nothing left to play."""
         return self._schedule.idle_steps
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds spent waiting for data so far."""
-        return self._wait_seconds
-
-    @property
-    def masked(self) -> int:
-        """Steps masked so far because their inputs were not finite (`missing="mask"`)."""
-        return self._masked
-
-    @property
-    def missing_targets(self) -> int:
-        """Steps masked so far because their target was NaN or -100."""
-        return self._missing_targets
 
     def __len__(self) -> int:
         """Chunks in this epoch."""
@@ -335,10 +297,10 @@ class Stream:
             DataError: it has already played as another rank; or it has too few steps for the lanes
                 of all ranks.
         """
-        shard = self._shard.current()
+        shard = Shard.of(*self._requested_shard)
         if shard == self._shard:
             return
-        if self._generation or self._position or self._epoch:
+        if self._generation or self.position or self.epoch:
             raise DataError(
                 f"the stream has played for rank {self._shard.rank} of {self._shard.ranks}, and"
                 f" this process is rank {shard.rank} of {shard.ranks} now: it would go on with the"
@@ -358,14 +320,14 @@ class Stream:
         """
         self._sync_ranks()
         if not self._resumed:
-            self._position = 0
-        if self._position == 0 and handed_off != self._schedule.handed_off:
-            self._begin(self._epoch, handed_off=handed_off)
+            self.position = 0
+        if self.position == 0 and handed_off != self._schedule.handed_off:
+            self._begin(self.epoch, handed_off=handed_off)
         self._mark_moved(resumed=False)
 
     def _skip_epoch(self) -> None:
         """Leave the rest of this epoch out; the order of the next one is drawn anew."""
-        self._begin(self._epoch + 1)
+        self._begin(self.epoch + 1)
         self._mark_moved(resumed=False)
 
     def _mark_moved(self, *, resumed: bool) -> None:
@@ -375,21 +337,21 @@ class Stream:
 
     def take(self, steps: int) -> Chunk | None:
         """The next `steps` steps (fewer at the end); `None`, once, at the end of each epoch."""
-        if self._position >= self.steps:
-            self._begin(self._epoch + 1)
+        if self.position >= self.steps:
+            self._begin(self.epoch + 1)
             return None
-        stop = min(self._position + steps, self.steps)
-        block, begin = self._block, self._position - self._block_start
+        stop = min(self.position + steps, self.steps)
+        block, begin = self._block, self.position - self._block_start
         if (
             block is not None
             and begin >= 0
             and stop - self._block_start <= block.steps
             and self._missing == NONE_MISSING
         ):  # the usual case
-            self._position = stop
+            self.position = stop
             return block._cut(begin, stop - self._block_start)
         parts: list[Chunk] = []
-        position, masked, missing = self._position, 0, 0
+        position, masked, missing = self.position, 0, 0
         while position < stop:
             block = self._read_block(position)
             begin = position - self._block_start
@@ -398,19 +360,19 @@ class Stream:
             masked += _count(self._missing.inputs, begin, end)
             missing += _count(self._missing.targets, begin, end)
             position = self._block_start + end
-        self._position = stop  # after an error the position is as before
-        self._masked += masked
-        self._missing_targets += missing
+        self.position = stop  # after an error the position is as before
+        self.masked += masked
+        self.missing_targets += missing
         return join(parts)
 
     def remaining(self, steps: int) -> int:
         """How many of the next `steps` steps there are in this epoch."""
-        return min(steps, self.steps - self._position)
+        return min(steps, self.steps - self.position)
 
     def steps_to_common_reset(self) -> int:
         """Steps to the next one at which every lane starts a recording, or to the epoch's end."""
         resets = self._schedule.common_resets
-        return resets[min(bisect_right(resets, self._position), len(resets) - 1)] - self._position
+        return resets[min(bisect_right(resets, self.position), len(resets) - 1)] - self.position
 
     def _read_block(self, position: int) -> Chunk:
         """Read the block around a step: several chunks where they are small.
@@ -444,7 +406,7 @@ class Stream:
         try:
             chunk, missing = reader.read(request, later)
         finally:
-            self._wait_seconds += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - began
         return (chunk if self._device is None else chunk.to(self._device)), missing
 
     def read(self, start: int, stop: int) -> Chunk:
@@ -457,9 +419,9 @@ class Stream:
         With the same recordings it resumes bit for bit.
         """
         return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "handed_off": self._handed_off,
+            "epoch": self.epoch,
+            "position": self.position,
+            "handed_off": self._schedule.handed_off,
             **self._identity(),
         }
 
@@ -479,7 +441,7 @@ class Stream:
         if faults:
             raise DataError("the saved place belongs to another stream: " + "; ".join(faults))
         self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
-        self._position = int(state["position"])
+        self.position = int(state["position"])
         self._mark_moved(resumed=True)
 
     def _plan(self) -> dict[str, Any]:
