@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from throughtime.app.config import as_flags, make_config, read_toml
+from throughtime.app.cli import as_flags
+from throughtime.app.config import make_config, read_toml
 from throughtime.errors import ConfigError
 
 

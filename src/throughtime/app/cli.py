@@ -6,29 +6,18 @@ A command imports what it runs when it runs, so that `throughtime --help` needs 
 import inspect
 import re
 import sys
-import traceback
-from collections.abc import Callable
+import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from throughtime import __version__
-from throughtime.app.config import (
-    Config,
-    make_config,
-    merge_settings,
-    named_numbers,
-    parse_argument,
-    read_toml,
-    split_names,
-)
-from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
-
-if TYPE_CHECKING:
-    from throughtime.doctor import Doctor
+from throughtime.app.config import Config, make_config, named_numbers, read_toml
+from throughtime.errors import ConfigError, ThroughtimeError
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
 _SYNONYMS = {
@@ -91,6 +80,26 @@ def _check_synonyms(arguments: list[str]) -> None:
             raise ConfigError(f"--{name}: no such option; write --{_SYNONYMS[name]}")
 
 
+def as_flags(message: str, arguments: Sequence[str]) -> str:
+    """The message with settings written as flags, unless the command line names a file of settings.
+
+    Example:
+        >>> as_flags("lanes=0: expected at least 1", ["train", "--lanes", "0"])
+        '--lanes 0: expected at least 1'
+    """
+    if any(argument.startswith(("--config", "--resume")) for argument in arguments):
+        return message
+    settings = [f.name for f in fields(Config)] + ["horizons", "max_lag", "steps", "tolerance"]
+    names = "|".join(settings)
+
+    def flag(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
+        return words if match[2] else f"{words} "
+
+    return re.sub(rf"\b({names})=(True\b)?|'({names})' (?=is missing)", flag, message)
+
+
 def _print_version(requested: bool) -> None:
     if requested:
         print(f"throughtime {__version__}")
@@ -139,19 +148,25 @@ def train(context: typer.Context, **options: Any) -> None:
     from throughtime.app.distributed import started_team
     from throughtime.app.train import Training
 
-    with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
-        training = (
-            Training.begin(settings, team, display.phase)
-            if resume is None
-            else Training.resume(
-                resume,
-                updates=flags.get("updates"),
-                epochs=flags.get("epochs"),
-                team=team,
-                on_phase=display.phase,
+    with started_team(settings) as team:
+        display = ProgressDisplay(enabled=team.is_first)
+        with display.bars:
+            shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
+            training = (
+                Training.begin(settings, **shared)
+                if resume is None
+                else Training.resume(resume, **flags, **shared)
             )
-        )
-        run_training(training, display)
+            run_training(training, display)
+
+
+def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file with the flags over them; arguments of another policy are dropped."""
+    merged = {**base, **flags}
+    same = merged.get("gradient") == base.get("gradient")
+    sources = (base, flags) if same else (flags,)
+    arguments = [source.get("gradient_args") or {} for source in sources]
+    return {**merged, "gradient_args": {k: v for part in arguments for k, v in part.items()}}
 
 
 def _settings(flags: dict[str, Any]) -> dict[str, Any]:
@@ -159,12 +174,28 @@ def _settings(flags: dict[str, Any]) -> dict[str, Any]:
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
     for name in ("inputs", "targets", "static"):
         if name in settings:
-            settings[name] = split_names(settings[name])
+            settings[name] = tuple(name.strip() for name in settings[name].split(","))
     if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
         settings["workers"] = int(settings["workers"])
     if arguments := settings.pop("gradient_args", None):
         settings["gradient_args"] = dict(map(parse_argument, arguments))
     return settings
+
+
+def parse_argument(text: str) -> tuple[str, Any]:
+    """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
+
+    Example:
+        >>> [parse_argument(text) for text in ("min=20", "memory=2GiB", "graphs=auto")]
+        [('min', 20), ('memory', '2GiB'), ('graphs', 'auto')]
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not re.fullmatch(r"\w+", name):
+        raise ConfigError(f"--gradient-arg {text}: expected NAME=VALUE, such as tolerance=0.1")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
 
 
 def _parameter(setting: Field[Any], annotation: Any) -> inspect.Parameter:
@@ -406,82 +437,10 @@ def doctor(
 
     Exit code 1: it found something; 2: the doctor itself failed.
     """
-    from throughtime.doctor import doctor as open_doctor
+    from throughtime.app.script import watch_script
 
-    if not script.is_file():
-        raise ConfigError(
-            f"{script}: no such file. Write throughtime doctor train.py, with the"
-            " arguments of train.py after it"
-        )
-    watching = open_doctor(ignore=ignore.split(",") if ignore else (), strict=strict)
-    failed = _run_script(watching, script, context.args, _page_writer(watching, script, report))
-    if watching.internal_error is not None:
-        raise typer.Exit(2)
-    if failed or watching.findings:
-        raise typer.Exit(1)
-
-
-def _page_writer(watching: "Doctor", script: Path, report: Path | None) -> Callable[[str], None]:
-    """A function that writes the page; its paths are resolved before the script changes folders.
-
-    Raises:
-        ConfigError: the name of the page does not end in .html.
-    """
-    if report is None:
-        return lambda _: None
-    if report.suffix.lower() not in {".html", ".htm"}:
-        raise ConfigError(
-            f"--report {str(report)!r}: the page is HTML. Write --report"
-            f" {report.with_suffix('.html')}, before the script"
-        )
-    path, base = report.resolve(), Path.cwd()
-
-    def write(ended: str) -> None:
-        from throughtime.app.report import doctor_page
-
-        doctor_page.write_report(watching, path, of=script.name, ended=ended, base=base)
-        print(f"{report} written")
-
-    return write
-
-
-def _run_script(
-    watching: "Doctor", script: Path, arguments: list[str], write_page: Callable[[str], None]
-) -> bool:
-    """Run the script as `python script.py` would; print the findings however it ends.
-
-    Returns:
-        Whether it raised an error; its traceback is printed without our frames at its top.
-    """
-    import runpy
-
-    before, ended = (sys.argv, sys.path[:]), ""
-    sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
-    try:
-        with watching:
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as error:
-        if error.code not in {None, 0}:
-            ended = f"exit code {error.code}"
-            raise
-    except DiagnosisError as error:  # under --strict: the findings below say what it says
-        ended = f"{type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001 (a script may raise anything)
-        ended = f"{type(error).__name__}: {error}"
-        notes = getattr(error, "__notes__", [])  # the doctor's is printed with its findings
-        notes[:] = [note for note in notes if not note.startswith("tt.doctor: ")]
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
-    except BaseException as error:
-        ended = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        sys.argv, sys.path[:] = before
-        print(watching, flush=True)
-        write_page(ended)
-    return bool(ended)
+    codes = ignore.split(",") if ignore else ()
+    raise typer.Exit(watch_script(script, context.args, codes, strict=strict, report=report))
 
 
 @app.command()
@@ -495,9 +454,9 @@ def demo(
     ),
 ) -> None:
     """Train on windows and on the unbroken stream, on generated data whose best score is known."""
-    from throughtime.app.console import out
-    from throughtime.app.demo import print_demo, run_demo
-    from throughtime.app.report import demo_page
+    from throughtime.app.console import out, print_table
+    from throughtime.app.demo import credit, exact, run_demo
+    from throughtime.app.report.demo_page import results_table, write_report
 
     if updates < 1:
         raise ConfigError(f"updates={updates}: expected at least 1")
@@ -512,5 +471,7 @@ def demo(
             out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}")
 
     results = run_demo(updates, range(1 if short else 3), on_loss)
-    print_demo(results, out)
-    out.print(f"the pictures are in {demo_page.write_report(results, to)}")
+    print_table(f"after {updates} updates", results_table(results))
+    for line in (credit(results), exact(results)):
+        out.print(line)
+    out.print(f"the pictures are in {write_report(results, to)}")

@@ -6,9 +6,8 @@ This module imports no torch, so that `throughtime --help` is instant.
 import difflib
 import json
 import math
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -412,35 +411,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     return settings
 
 
-def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file with the flags over them; arguments of another policy are dropped."""
-    merged = {**base, **flags}
-    same = merged.get("gradient") == base.get("gradient")
-    sources = (base, flags) if same else (flags,)
-    arguments = [source.get("gradient_args") or {} for source in sources]
-    return {**merged, "gradient_args": {k: v for part in arguments for k, v in part.items()}}
-
-
-def as_flags(message: str, arguments: Sequence[str]) -> str:
-    """The message with settings written as flags, unless the command line names a file of settings.
-
-    Example:
-        >>> as_flags("lanes=0: expected at least 1", ["train", "--lanes", "0"])
-        '--lanes 0: expected at least 1'
-    """
-    if any(argument.startswith(("--config", "--resume")) for argument in arguments):
-        return message
-    settings = [f.name for f in fields(Config)] + ["horizons", "max_lag", "steps", "tolerance"]
-    names = "|".join(settings)
-
-    def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
-        return words if match[2] else f"{words} "
-
-    return re.sub(rf"\b({names})=(True\b)?|'({names})' (?=is missing)", flag, message)
-
-
 def counted(count: int, noun: str) -> str:
     """The number and the noun, which is in the plural unless the number is 1.
 
@@ -526,22 +496,6 @@ def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
     return isinstance(value, option), value, [_TYPES[option]]
 
 
-def parse_argument(text: str) -> tuple[str, Any]:
-    """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
-
-    Example:
-        >>> [parse_argument(text) for text in ("min=20", "memory=2GiB", "graphs=auto")]
-        [('min', 20), ('memory', '2GiB'), ('graphs', 'auto')]
-    """
-    name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not re.fullmatch(r"\w+", name):
-        raise ConfigError(f"--gradient-arg {text}: expected NAME=VALUE, such as tolerance=0.1")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
-
-
 def named_numbers(text: str) -> dict[str, float]:
     """The finite number of each name in text.
 
@@ -581,8 +535,3 @@ def weights_by_class(text: str) -> dict[str, float]:
             " classes, such as pvc=5,beat=2"
         )
     return weights
-
-
-def split_names(text: str) -> tuple[str, ...]:
-    """Column names separated by commas."""
-    return tuple(name.strip() for name in text.split(","))

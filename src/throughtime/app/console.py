@@ -4,11 +4,10 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -18,13 +17,13 @@ from throughtime.app.config import Config, counted
 from throughtime.app.distributed import LostRankError
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.run_page import write_report
+from throughtime.app.report.page import DataTable
+from throughtime.app.report.run_page import scores_table, write_report
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
 
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
-    from throughtime.app.report.page import DataTable
     from throughtime.diagnose import Reach
 
 _MAX_ROWS = 40  # recordings in a table of scores
@@ -36,6 +35,8 @@ out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns
 class ProgressDisplay:
     """Bars for each phase on a terminal, a plain line every ten seconds elsewhere.
 
+    The bars are visible inside `with display.bars`.
+
     Args:
         enabled: `False` prints nothing, as on all ranks but the first.
     """
@@ -43,31 +44,17 @@ class ProgressDisplay:
     def __init__(self, *, enabled: bool = True) -> None:
         text = TextColumn("{task.fields[text]}", table_column=Column(ratio=1, overflow="fold"))
         columns = (TextColumn("{task.description}"), BarColumn(20), text)
-        self._bars = Progress(*columns, console=out, expand=True)
-        self._tasks: dict[str, TaskID] = {}
         self._enabled, self._live = enabled, enabled and out.is_terminal
+        self.bars = Progress(*columns, console=out, expand=True, disable=not self._live)
+        self._tasks: dict[str, TaskID] = {}
         self._printed, self._phase_printed = -math.inf, time.monotonic()
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self._bars.stop()
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a phase are finished."""
         if self._live:
             self._update(name, done, total, f"{done:,}/{total:,} steps")
             if done >= total:
-                self._bars.remove_task(self._tasks.pop(name))
+                self.bars.remove_task(self._tasks.pop(name))
         elif self._enabled and time.monotonic() - self._phase_printed >= _PLAIN_EVERY:
             self._phase_printed = time.monotonic()
             self._print(f"{name}: {done / total:.0%}")
@@ -85,8 +72,8 @@ class ProgressDisplay:
 
     def _update(self, name: str, done: int, total: int, text: str) -> None:
         if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total, text="")
-        self._bars.update(self._tasks[name], completed=done, total=total, text=text)
+            self._tasks[name] = self.bars.add_task(name, total=total, text="")
+        self.bars.update(self._tasks[name], completed=done, total=total, text=text)
 
     def _print(self, line: str) -> None:
         out.print(line)
@@ -243,34 +230,25 @@ def print_scores(
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together."""
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
-    table = Table(title=f"scores on the unbroken recordings of '{split}'{many}")
-    table.add_column("recording")
-    for name in metrics:
-        table.add_column(name, justify="right")
-    for recording, values in () if many else recordings.items():
-        table.add_row(recording, *_cells(values.values()))
-    table.add_section()
-    table.add_row("all steps together", *_cells(metrics.values()))
-    out.print(table)
-
-
-def _cells(values: Iterable[float]) -> Sequence[str]:
-    return ["-" if math.isnan(value) else f"{value:.4f}" for value in values]
+    shown = {} if many else recordings
+    title = f"scores on the unbroken recordings of '{split}'{many}"
+    print_table(title, scores_table(list(metrics), metrics, shown))
 
 
 def print_audit(report: "AuditReport", config: Config) -> None:
     """Print the tables of an audit, the losses by context, and which window to take."""
     from throughtime.app.report.audit_section import audit_table, lifetime_table
 
-    _print_table(
-        "what cutting the gradient costs, against the exact one", audit_table(report.audit)
+    print_table("what cutting the gradient costs, against the exact one", audit_table(report.audit))
+    print_table(
+        f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",
+        _reach_table(report.reach),
     )
-    out.print(_reach_table(report.reach))
     trace = report.trace
     if trace is not None:
         steps = f"steps {trace.start} to {trace.start + trace.steps} of {trace.recording}"
         title = f"gradient step by step: {steps}, {counted(trace.windows, 'window')}"
-        _print_table(title, lifetime_table(trace))
+        print_table(title, lifetime_table(trace))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
     out.print(
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
@@ -280,8 +258,8 @@ def print_audit(report: "AuditReport", config: Config) -> None:
     out.print(report.warning())
 
 
-def _print_table(title: str, content: "DataTable") -> None:
-    """Print a table of the report under another title."""
+def print_table(title: str, content: DataTable) -> None:
+    """Print a table of a report under another title."""
     table = Table(title=title)
     for i, name in enumerate(content.columns):
         table.add_column(name, justify="right" if i in content.numeric_columns else "left")
@@ -290,15 +268,9 @@ def _print_table(title: str, content: "DataTable") -> None:
     out.print(table)
 
 
-def _reach_table(reach: "Reach") -> Table:
-    table = Table(
-        title=f"steps back within which the credit of a loss lies, mean of {reach.anchors} losses"
-    )
-    table.add_column("to the")
+def _reach_table(reach: "Reach") -> DataTable:
     shares = sorted(reach.shares)
-    for share in shares:
-        table.add_column(f"{share:.0%} of it", justify="right")
-    table.add_row("whole state", *(str(reach.shares[share]) for share in shares))
+    rows = [["whole state", *(str(reach.shares[share]) for share in shares)]]
     for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        table.add_row(name, *(str(within(reach.lags, norms, share)) for share in shares))
-    return table
+        rows.append([name, *(str(within(reach.lags, norms, share)) for share in shares)])
+    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows, "", (1, 2, 3))

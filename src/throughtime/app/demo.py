@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from throughtime.app.audit import AuditReport
@@ -302,18 +300,3 @@ def facts(demo: Demo) -> dict[str, Any]:
         "audit": demo.audit_report.facts(),
         "exact": asdict(demo.exact_cost),
     }
-
-
-def print_demo(results: Demo, out: Console) -> None:
-    """Print the accuracies, what the audit measured, and the cost of the exact gradient."""
-    seeds = {network.seed for network in results.networks}
-    table = Table(
-        title=f"accuracy after {results.updates} updates, {len(seeds)}"
-        f" seed{'' if len(seeds) == 1 else 's: mean (worst to best)'}"
-    )
-    for heading in ("trained on", "on the unbroken recording", "on pieces as trained"):
-        table.add_column(heading, justify="left" if heading == "trained on" else "right")
-    for row in summary(results):
-        table.add_row(*row)
-    for line in (table, credit(results), exact(results)):
-        out.print(line)

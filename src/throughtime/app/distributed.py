@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from throughtime.app.config import Config, as_flags
+from throughtime.app.config import Config
 from throughtime.app.run_folder import to_cpu
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
 
@@ -395,4 +395,6 @@ def print_start_error(error: BaseException) -> None:
 
 def print_error(message: str) -> None:
     """Print one message to the terminal, its settings written as flags."""
+    from throughtime.app.cli import as_flags
+
     print(f"error: {as_flags(message, sys.argv)}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ holds any nesting of plain values and tensors.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -24,15 +23,28 @@ from throughtime.errors import RunError
 _CHECKPOINT = "throughtime.checkpoint/1"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The files of a run.
 
-    `config.toml`, `model.safetensors`, `checkpoint.safetensors`, `metrics.jsonl`,
-    `scores-SPLIT.json`, `audit.json`, `report.html`.
+    Attributes:
+        path: the folder.
+        config: the resolved settings.
+        model: weights and description: all that is needed to run the model.
+        checkpoint: all that a run needs to resume: weights, optimizer, state, position, random
+            state.
+        metrics: the log: one JSON object per line.
+        report: the HTML report.
+        audit: the results of `audit`.
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.model = path / "model.safetensors"
+        self.checkpoint = path / "checkpoint.safetensors"
+        self.metrics = path / "metrics.jsonl"
+        self.report = path / "report.html"
+        self.audit = path / "audit.json"
 
     @classmethod
     def check_free(cls, config: Config) -> "RunFolder":
@@ -58,39 +70,9 @@ class RunFolder:
         write_atomically(folder.config, config.to_toml().encode())
         return folder
 
-    @property
-    def config(self) -> Path:
-        """The resolved settings."""
-        return self.path / "config.toml"
-
-    @property
-    def model(self) -> Path:
-        """Weights and description: all that is needed to run the model."""
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoint(self) -> Path:
-        """All that a run needs to resume: weights, optimizer, state, position, random state."""
-        return self.path / "checkpoint.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        """The log: one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The HTML report."""
-        return self.path / "report.html"
-
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
         return self.path / f"scores-{split}.json"
-
-    @property
-    def audit(self) -> Path:
-        """The results of `audit`."""
-        return self.path / "audit.json"
 
     def read_config(self) -> Config:
         """The settings of the run.

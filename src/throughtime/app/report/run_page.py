@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -207,15 +207,23 @@ def _score_sections(
     return [Section(f"Scores: {split}", parts) for split, parts in scores.items()]
 
 
+def scores_table(
+    names: Sequence[str],
+    overall: Mapping[str, float],
+    recordings: Mapping[str, Mapping[str, float]],
+    caption: str = "",
+) -> DataTable:
+    """The metrics of these names, of each recording and of all steps together."""
+    rows = {**recordings, "all steps together": overall}
+    cells = [[name, *(row[n] for n in names)] for name, row in rows.items()]
+    return DataTable(["recording", *map(_metric_name, names)], cells, caption)
+
+
 def _score_parts(
     split: str, names: Sequence[str], overall: Row, recordings: Row, data: str
 ) -> list[Part]:
-    cells = [[name, *(row[n] for n in names)] for name, row in recordings.items()]
-    table = DataTable(
-        ["recording", *map(_metric_name, names)],
-        [*cells, ["all steps together", *(overall[n] for n in names)]],
-        f"Whole recordings of the split '{split}' of {data}.",
-    )
+    caption = f"Whole recordings of the split '{split}' of {data}."
+    table = scores_table(names, overall, recordings, caption)
     if len(recordings) < 2:
         return [table]
     name = "macro_f1" if "macro_f1" in names else names[0]
