@@ -31,8 +31,9 @@ from strategies import (
     start,
     weights,
 )
+from throughtime.diagnose._anchors import AnchorSet
 from throughtime.diagnose._slice import StreamSlice
-from throughtime.diagnose.reach import AnchorSet, ReachProfile
+from throughtime.diagnose.reach import ReachProfile
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP

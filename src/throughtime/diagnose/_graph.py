@@ -225,7 +225,7 @@ class _ChunkBuilder:
         own = {i: k for k, i in enumerate(self.uses)}
         best, before = [-1] * len(self.nodes.nodes), [-1] * len(self.uses)
         for i in reversed(self.nodes.inner):
-            reached = max((best[j] for j in self.nodes.nexts[i] if j >= 0), default=-1)
+            reached = max((best[j] for j in self.nodes.inputs[i]), default=-1)
             if i in own:
                 before[own[i]] = reached
             best[i] = own.get(i, reached)
@@ -298,7 +298,7 @@ class _ChunkBuilder:
         """The nodes that only add up losses."""
         nodes, tail, consumed = self.nodes, set[int](), set[int]()
         for i in nodes.inner:
-            inputs = [j for j in nodes.nexts[i] if j >= 0]
+            inputs = nodes.inputs[i]
             ends = i in nodes.roots or i not in consumed
             summed = bool(inputs) and all(nodes.leaf[j] < 0 and nodes.scalar(j) for j in inputs)
             if (
@@ -326,8 +326,8 @@ class _ChunkBuilder:
             elif chunk[i] == len(firsts):
                 chunk[i] = since
             if i not in self.tail:
-                for j in nodes.nexts[i]:
-                    if j >= 0 and self.best[j] < 0:
+                for j in nodes.inputs[i]:
+                    if self.best[j] < 0:
                         chunk[j] = min(chunk[j], chunk[i])
         return chunk
 
@@ -336,7 +336,7 @@ class _ChunkBuilder:
         nodes = self.nodes
         feeds = set(self.recurrent)  # nodes that a later step depends on
         for i in nodes.inner:
-            inner = [j for j in nodes.nexts[i] if j >= 0 and nodes.leaf[j] < 0]
+            inner = [j for j in nodes.inputs[i] if nodes.leaf[j] < 0]
             if i in feeds:
                 feeds.update(inner)
             for j in inner:
@@ -392,10 +392,9 @@ class _ChunkBuilder:
             own[1:2] if self.nodes.ours(self.uses[k]) else own[-1:]
         )  # of a fused call of torch, the state comes last
         states = [own[s] for s in self.slots if s < len(own)] if self.slots else last
-        if any(j >= 0 and self.nodes.leaf[j] < 0 for j in states):
-            return "computed"
         if any(j >= 0 for j in states):
-            return "leaf"
+            computed = any(j >= 0 and self.nodes.leaf[j] < 0 for j in states)
+            return "computed" if computed else "leaf"
         return "graph" if entered and not states else "none"
 
     def _link(
@@ -423,8 +422,8 @@ def _clock(nodes: Nodes) -> tuple[set[int], int]:
         own.update(dict.fromkeys(nodes.uses[leaf], bit))
     reached, linked, recurring = [0] * len(nodes.nodes), Counter[int](), 0
     for i in reversed(nodes.inner):
-        for j in nodes.nexts[i]:
-            reached[i] |= reached[j] if j >= 0 else 0
+        for j in nodes.inputs[i]:
+            reached[i] |= reached[j]
         again = own[i] if nodes.fused(i) else reached[i] & own[i]
         recurring |= again
         if reached[i] & own[i]:

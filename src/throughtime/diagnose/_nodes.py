@@ -31,6 +31,7 @@ class Nodes:
             [-1 if node is None else self.number[node] for node, _ in other.next_functions]
             for other in self.nodes
         ]
+        self.inputs = [[j for j in nexts if j >= 0] for nexts in self.nexts]
         # the only number that gives the order in which nodes were made
         self.seq = [node._sequence_nr() for node in self.nodes]
         self.variables = {
@@ -51,14 +52,14 @@ class Nodes:
         for i in reversed(range(len(self.nodes))):
             if i in self.variables:
                 leaf[i] = i
-            elif len(self.nexts[i]) == 1 and self.nexts[i][0] >= 0 and i not in roots:
-                leaf[i] = leaf[self.nexts[i][0]]
+            elif len(self.nexts[i]) == 1 and self.inputs[i] and i not in roots:
+                leaf[i] = leaf[self.inputs[i][0]]
         return leaf
 
     def _uses(self) -> dict[int, list[int]]:
         uses: dict[int, list[int]] = {i: [] for i in self.variables}
         for i in self.inner:
-            for leaf in {self.leaf[j] for j in self.nexts[i] if j >= 0 and self.leaf[j] >= 0}:
+            for leaf in {self.leaf[j] for j in self.inputs[i] if self.leaf[j] >= 0}:
                 uses[leaf].append(i)
         return uses
 
@@ -71,9 +72,8 @@ class Nodes:
         """
         depth, levels = [0] * len(self.nodes), dict[int, list[Node]]()
         for i in self.inner:
-            for j in self.nexts[i]:
-                if j >= 0:
-                    depth[j] = max(depth[j], depth[i] + 1)
+            for j in self.inputs[i]:
+                depth[j] = max(depth[j], depth[i] + 1)
             if depth[i] % _LEVEL == 0:
                 levels.setdefault(depth[i], []).append(self.nodes[i])
         for level, nodes in levels.items():
@@ -118,8 +118,8 @@ class Nodes:
         node, age = self.nodes[i], ""
         sizes = [
             sorted(self.variables[leaf].shape)
-            for j in self.nexts[i]
-            if j >= 0 and (leaf := self.leaf[j]) >= 0
+            for j in self.inputs[i]
+            if (leaf := self.leaf[j]) >= 0
         ]
         for name in _saved(type(node)):
             try:

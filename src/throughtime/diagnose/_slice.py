@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,19 +68,12 @@ class StreamSlice:
             self.device
         )
 
-    def valid(self) -> list[int]:
+    def valid_before(self) -> list[int]:
         """The number of valid steps before each step, over all lanes; `steps + 1` entries."""
-        counts = [0]
-        for start in range(0, self.steps, _BLOCK):
-            block = self.stream.read(
-                self.begin + start, self.begin + min(start + _BLOCK, self.steps)
-            )
-            before = counts[-1] - block.metadata.valid_before[block.start]
-            counts += [
-                before + counted
-                for counted in block.metadata.valid_before[block.start + 1 : block.stop + 1]
-            ]
-        return counts
+        valid, end = [0], self.begin + self.steps
+        for start in range(self.begin, end, _BLOCK):
+            valid += self.stream.read(start, min(start + _BLOCK, end)).mask.sum(1).tolist()
+        return list(accumulate(valid))
 
     def inner(self, begin: int, steps: int, state: State) -> "StreamSlice":
         """Up to `steps` steps of this slice from step `begin` on, entered with `state`."""

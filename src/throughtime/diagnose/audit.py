@@ -215,12 +215,12 @@ def summary(
             "the exact gradient is not finite (NaN or infinite): nothing can be compared with it."
             " tt.updates with tt.Exact() names the chunk and the parameter"
         )
-    valid = section.valid()
+    valid_before = section.valid_before()
     rows = tuple(
         _row(
             horizon,
             stride or horizon,
-            sum(valid[w.stop] > valid[w.counted] for w in plan),
+            sum(valid_before[w.stop] > valid_before[w.counted] for w in plan),
             gradient,
             comparison.exact,
             names,

@@ -12,7 +12,8 @@ Shapes: `B` lanes.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
-from throughtime.chunk import Chunk, Readable
+from throughtime.chunk import Readable
+from throughtime.diagnose._anchors import Anchor, AnchorSet, spread_of, windows
 from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
@@ -41,7 +43,6 @@ from throughtime.gradient._segments import (
     Cotangents,
     CreditGate,
     Segment,
-    forward,
     wide,
 )
 from throughtime.state import State
@@ -227,7 +228,7 @@ def reach(
     profile = ReachProfile(net, Objective(loss_fn), lags, chunk)
     with torch.enable_grad(), preserve_rng_and_buffers(net, section.device):
         for number, (window, entering) in enumerate(
-            _windows(net, section, lags[-1], -(-anchors // stream.lanes))
+            windows(net, section, lags[-1], -(-anchors // stream.lanes))
         ):
             profile.add_window(window, entering, torch.Generator().manual_seed(seed + number))
     if not profile.anchors:
@@ -235,87 +236,6 @@ def reach(
             "no step with a valid target among those drawn: there is no loss to differentiate"
         )
     return profile.summary()
-
-
-def _windows(
-    net: Carried, section: StreamSlice, lag: int, count: int
-) -> Iterator[tuple[StreamSlice, State]]:
-    """Windows spread evenly over the slice, and the state entering each."""
-    length = min(section.steps, lag + _spread(lag))
-    starts = [(section.steps - length) * i // max(1, count - 1) for i in range(count)]
-    first = section.read(0, 1)
-    state = (
-        trees.detach(net.initial_state(first.lanes, like=first.inputs))
-        if section.state is None
-        else section.state
-    )
-    for previous, start in pairwise([0, *starts]):
-        for begin in range(previous, start, 1024):
-            chunk = section.read(begin, min(begin + 1024, start))
-            with torch.no_grad():
-                ((_, state),) = forward(net, chunk, state)
-        yield section.inner(start, length, state), state
-
-
-def _spread(lag: int) -> int:
-    return max(1, lag // 4)
-
-
-class Anchor(NamedTuple):
-    """One step of a lane whose loss is differentiated.
-
-    Attributes:
-        lane: of the window.
-        step: in the window.
-        oldest: the first step of the window whose state belongs to the anchor's recording.
-    """
-
-    lane: int
-    step: int
-    oldest: int
-
-
-@dataclass(frozen=True, eq=False)
-class AnchorSet:
-    """One anchor of each lane of a window; a lane without a valid step has none.
-
-    Attributes:
-        chunk: the window, with a mask of the anchors alone.
-        anchors: by lane.
-    """
-
-    chunk: Chunk
-    anchors: list[Anchor]
-
-    @classmethod
-    def draw(cls, whole: Chunk, spread: int, generator: torch.Generator) -> "AnchorSet":
-        """Draw an anchor of each lane from the last `spread` steps."""
-        mask, anchors, begin = torch.zeros_like(whole.mask), list[Anchor](), whole.steps - spread
-        for lane in range(whole.lanes):
-            valid = whole.mask[begin:, lane].nonzero().flatten().tolist()
-            if valid:
-                step = begin + valid[int(torch.randint(len(valid), (), generator=generator))]
-                starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
-                mask[step, lane] = True
-                anchors.append(Anchor(lane, step, starts[-1] + 1 if starts else 0))
-        return cls(
-            Chunk.from_tensors(whole.inputs, whole.targets, resets=whole.resets, mask=mask), anchors
-        )
-
-    def context(self, steps: int) -> Chunk:
-        """The last `steps` steps up to each anchor, side by side; only the last step is valid."""
-
-        def stacked(values: Tensor) -> Tensor:
-            rows = [values[step - steps + 1 : step + 1, lane] for lane, step, _ in self.anchors]
-            return torch.stack(rows, dim=1)
-
-        chunk = self.chunk
-        return Chunk.from_tensors(
-            stacked(chunk.inputs),
-            None if chunk.targets is None else stacked(chunk.targets),
-            resets=stacked(chunk.resets),
-            mask=stacked(chunk.mask),
-        )
 
 
 class ReachProfile:
@@ -338,7 +258,7 @@ class ReachProfile:
     def add_window(self, window: StreamSlice, entering: State, generator: torch.Generator) -> None:
         """Add one anchor of every lane that has a valid step."""
         whole = window.read(0, window.steps)
-        spread = min(_spread(self.lags[-1]), -(-whole.steps // 2))
+        spread = min(spread_of(self.lags[-1]), -(-whole.steps // 2))
         drawn = AnchorSet.draw(whole, spread, generator)
         if not drawn.anchors:
             return
@@ -384,26 +304,26 @@ class ReachProfile:
             checkpointed, (chunk[a:b] for a, b in pairwise(checkpointed.bounds)), self.objective
         )
         credit = CreditFlow(GradientAccumulator({}))
-        pure: Cotangents | None = None
+        adjoint: Cotangents | None = None
         for segment in checkpointed.backward():
             losses = list(loss_pass.losses(segment, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * count
             credit.through(segment, [(loss, None) for loss in losses], retain=True)
             recording = False
-            pure = self._grow(segment, pure, generator)
+            adjoint = self._grow(segment, adjoint, generator)
             recording = True
             del losses, segment
         return norms * count
 
     def _grow(
-        self, segment: Segment, pure: Cotangents | None, generator: torch.Generator
+        self, segment: Segment, adjoint: Cotangents | None, generator: torch.Generator
     ) -> Cotangents | None:
         """Propagate an adjoint of norm one through a segment, and record the growth of each lane.
 
         A lane whose adjoint has vanished gets a new random one.
         """
         leaves = trees.tensors(segment.after)
-        fresh = [
+        random = [
             (
                 torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
                 if leaf.requires_grad
@@ -411,12 +331,12 @@ class ReachProfile:
             )
             for leaf in leaves
         ]
-        first = pure is None
-        pure = fresh if pure is None else _refilled(pure, fresh)
-        norms = lane_norms(pure)
+        first = adjoint is None
+        adjoint = random if adjoint is None else _replace_vanished(adjoint, random)
+        norms = lane_norms(adjoint)
         if norms is None:
             return None
-        after_grads = vjp(segment, [], [], scale_lanes(pure, 1 / norms)).state
+        after_grads = vjp(segment, [], [], scale_lanes(adjoint, 1 / norms)).state
         after = lane_norms(after_grads)
         if after is None:
             return None
@@ -477,16 +397,16 @@ class ReachProfile:
         )
 
 
-def _refilled(pure: Cotangents, fresh: Cotangents) -> Cotangents:
+def _replace_vanished(adjoint: Cotangents, random: Cotangents) -> Cotangents:
     """The adjoint, with new random numbers in the lanes where it has vanished."""
-    norms = lane_norms(pure)
+    norms = lane_norms(adjoint)
     if norms is None:
-        return fresh
-    left = (norms > 0) & norms.isfinite()
-    pairs = zip(pure, fresh, strict=True)
+        return random
+    present = (norms > 0) & norms.isfinite()
+    pairs = zip(adjoint, random, strict=True)
     return [
-        f if p is None or f is None else torch.where(left.view(-1, *[1] * (p.dim() - 1)), p, f)
-        for p, f in pairs
+        r if a is None or r is None else torch.where(present.view(-1, *[1] * (a.dim() - 1)), a, r)
+        for a, r in pairs
     ]
 
 
@@ -513,9 +433,7 @@ def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
     ]
     if len(points) < _POINTS:
         return None
-    x, y = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
-    x, y = x - x.mean(), y - y.mean()
-    slope = ((x * y).sum() / x.square().sum()).item()
-    spread = y.square().sum().item()
-    r2 = slope**2 * x.square().sum().item() / spread if spread else 0.0
-    return Decay(math.exp(slope), r2) if slope < 0 and r2 >= FITTING else None
+    x, y = zip(*points, strict=True)
+    slope = statistics.linear_regression(x, y).slope
+    r2 = statistics.correlation(x, y) ** 2 if slope < 0 else 0.0  # none of constant values
+    return Decay(math.exp(slope), r2) if r2 >= FITTING else None
