@@ -29,7 +29,7 @@ def test_characters_are_those_of_the_file(
 ) -> None:
     """Wherever the pieces are cut, also within a character of several bytes."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.text.PIECE", piece)
+        patch.setattr("throughtime.stream.formats.text.BLOCK", piece)
         path = Path(folder) / "r.txt"
         path.write_bytes(content.encode())
         recording = text(path, unit="characters")

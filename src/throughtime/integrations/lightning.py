@@ -30,7 +30,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
-    from throughtime.integrations.lightning_tbptt import TBPTT, LightningModule
+    from throughtime.integrations.lightning_tbptt import TBPTT, AttachedModule, LightningModule
 except ModuleNotFoundError as error:
     raise MissingExtraError(
         "throughtime.integrations.lightning needs Lightning: pip install 'throughtime[lightning]'"
@@ -41,7 +41,7 @@ __all__ = ["TBPTT", "LightningModule", "Loader", "StreamModule"]
 CHECKPOINT_KEY = "throughtime"
 
 
-class StreamModule(pl.LightningModule):
+class StreamModule(AttachedModule):
     """A carried net that a Trainer trains on a `tt.Stream`.
 
     Write `configure_optimizers`, and hooks as you like. The Trainer gets `Loader(stream,
@@ -120,17 +120,8 @@ class StreamModule(pl.LightningModule):
         self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator]] = {}
         self._predictors: dict[int, tt.Predictor] = {}
 
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The Trainer; attaching one adds the callback that does the module's own work."""
-        return super().trainer
-
-    @trainer.setter
-    def trainer(self, trainer: pl.Trainer | None) -> None:
-        pl.LightningModule.trainer.__set__(self, trainer)
-        if trainer is not None and not any(
-            isinstance(c, _StreamHooks) for c in _callbacks(trainer)
-        ):
+    def _install(self, trainer: pl.Trainer) -> None:
+        if not any(isinstance(c, _StreamHooks) for c in _callbacks(trainer)):
             _callbacks(trainer).insert(0, _StreamHooks())
 
     def on_update(self, update: tt.Update) -> None:

@@ -43,7 +43,25 @@ class TBPTTError(ConfigError, MisconfigurationException):
     """
 
 
-class TBPTT(pl.LightningModule):
+class AttachedModule(pl.LightningModule):
+    """A module that changes the Trainer it is attached to."""
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer; attaching one installs what the module needs in it."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        pl.LightningModule.trainer.__set__(self, trainer)
+        if trainer is not None:
+            self._install(trainer)
+
+    def _install(self, trainer: pl.Trainer) -> None:
+        raise NotImplementedError
+
+
+class TBPTT(AttachedModule):
     """Adds `truncated_bptt_steps`, `tbptt_split_batch` and `hiddens` to a LightningModule.
 
     For modules written for Lightning 1.9; name it before any other base class. New modules use
@@ -85,16 +103,15 @@ class TBPTT(pl.LightningModule):
     truncated_bptt_steps: int = 0
     tbptt_whole: Collection[int | str] = ()
 
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The Trainer; attaching one replaces its loop over a batch by one over splits."""
-        return super().trainer
-
-    @trainer.setter
-    def trainer(self, trainer: pl.Trainer | None) -> None:
-        pl.LightningModule.trainer.__set__(self, trainer)
-        if trainer is not None:
-            _install_split_loops(trainer)
+    def _install(self, trainer: pl.Trainer) -> None:
+        """Replace the trainer's loops over a batch; their progress stays as it is."""
+        loop = trainer.fit_loop.epoch_loop
+        for name, kind in _SPLIT_LOOPS.items():
+            old = getattr(loop, name)
+            if not isinstance(old, kind):
+                new = kind(old.trainer)
+                vars(new).update(vars(old))
+                setattr(loop, name, new)
 
     def tbptt_split_batch(self, batch: Any, split_size: int) -> list[Any]:
         """The splits of a batch, in order; override it for batches of another layout.
@@ -230,18 +247,6 @@ class _Split(NamedTuple):
     share: float = 1.0
 
 
-def _install_split_loops(trainer: pl.Trainer) -> None:
-    """Replace the trainer's loops over a batch; their progress stays as it is."""
-    loop = trainer.fit_loop.epoch_loop
-    kinds = (("automatic_optimization", _AutomaticSplits), ("manual_optimization", _ManualSplits))
-    for name, kind in kinds:
-        old = getattr(loop, name)
-        if not isinstance(old, kind):
-            new = kind(old.trainer)
-            vars(new).update(vars(old))
-            setattr(loop, name, new)
-
-
 class _AutomaticSplits(_AutomaticOptimization):
     _split = _Split(None)
 
@@ -277,6 +282,12 @@ class _ManualSplits(_ManualOptimization):
     def run(self, kwargs: Kwargs) -> Any:
         run = super().run
         return _run_splits(self.trainer, kwargs, lambda _, kwargs: run(kwargs))
+
+
+_SPLIT_LOOPS: dict[str, Any] = {
+    "automatic_optimization": _AutomaticSplits,
+    "manual_optimization": _ManualSplits,
+}
 
 
 def _run_splits(

@@ -34,7 +34,7 @@ class ArrowFile(TableFile):
         import pyarrow as pa
 
         self.path, self._key = path, object()
-        self._batches: list[Any] | None = None
+        batches: list[Any] | None = None
         with unreadable(
             f"{path}: not a readable Arrow file", (OSError, ValueError, pa.ArrowException)
         ):
@@ -42,13 +42,14 @@ class ArrowFile(TableFile):
             buffer = pa.py_buffer(self._file.mapping)
             self._address, self._size = buffer.address, buffer.size
             if self._file.mapping[:6] == b"ARROW1":
-                self._reader: Any = pa.ipc.open_file(pa.BufferReader(buffer))
-                schema, count = self._reader.schema, self._reader.num_record_batches
+                reader: Any = pa.ipc.open_file(pa.BufferReader(buffer))
+                self._read_batch, count = reader.get_batch, reader.num_record_batches
             else:
-                with pa.ipc.open_stream(pa.BufferReader(buffer)) as stream:
-                    schema, self._batches = stream.schema, list(stream)
-                count = len(self._batches)
-        if self._batches is not None and self._file.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
+                with pa.ipc.open_stream(pa.BufferReader(buffer)) as reader:
+                    batches = list(reader)
+                self._read_batch, count = batches.__getitem__, len(batches)
+            schema = reader.schema
+        if batches is not None and self._file.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
             raise DataError(f"{path}: the stream has no end; the file is cut short")
         self.columns = distinct_columns(path, schema.names)
         lengths: list[int] = []
@@ -76,11 +77,9 @@ class ArrowFile(TableFile):
         """A record batch: a view of the mapped memory, or decoded if it is compressed."""
         import pyarrow as pa
 
-        if self._batches is not None:
-            return self._batches[index]
         what = f"{self.path}: record batch {index} cannot be read"
         with unreadable(what, (OSError, pa.ArrowException), "is the file cut short?"):
-            return self._reader.get_batch(index)
+            return self._read_batch(index)
 
     def _decoded_bytes(self, batch: Any) -> int:
         """The bytes of a batch that are not mapped."""

@@ -23,6 +23,7 @@ from throughtime.errors import DataError, MissingExtraError
 
 T = TypeVar("T")
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
 CACHE_BYTES = 12 * 2**20  # of all files together, and at least one block
@@ -253,24 +254,6 @@ def open_table(path: Path, *, rows: bool = False) -> FileTable:
     module = importlib.import_module(f"throughtime.stream.formats.{form.module}")
     files = getattr(module, form.files)(path) if form.files else (path,)
     return FileTable.open(path, getattr(module, form.opener), files)
-
-
-class FileArray(Protocol):
-    """An array in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Steps first."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of its values."""
-        ...
-
-    def __getitem__(self, rows: slice, /) -> Any:
-        """Reads these rows."""
-        ...
 
 
 class ArraysFile(TableFile):

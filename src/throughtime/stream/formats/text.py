@@ -7,7 +7,7 @@ import codecs
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from throughtime.stream.formats.table import (
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import Steps
 
-PIECE = 64 * 1024  # bytes between two known positions in a text of characters
+BLOCK = 64 * 1024  # bytes between two known positions in a text of characters
 
 
 def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "Text":
@@ -67,29 +67,12 @@ def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "T
     return Text(stamp, Bytes(handle, stamp.size) if unit == "bytes" else _characters(handle))
 
 
-class Symbols(Protocol):
-    """A text as numbers."""
-
-    @property
-    def symbols(self) -> str | bytes:
-        """The symbols in the order of their numbers."""
-        ...
-
-    def __len__(self) -> int:
-        """How many there are in the text."""
-        ...
-
-    def read(self, start: int, stop: int) -> Array:
-        """The numbers from `start` to before `stop`, `(n,)`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Text:
     """The recording: each symbol, and the one to come."""
 
     stamp: FileStamp
-    source: Symbols
+    source: "Bytes | Characters"
 
     @property
     def name(self) -> str:
@@ -137,7 +120,7 @@ class Bytes:
 class Characters:
     """A text of characters, indexed every 64 kB: `starts[i]` characters precede byte `offsets[i]`.
 
-    A piece of ASCII is not decoded.
+    A block of ASCII is not decoded.
     """
 
     content: Bytes
@@ -149,13 +132,14 @@ class Characters:
         return self.starts[-1]
 
     def read(self, start: int, stop: int) -> Array:
-        parts = [self._piece(*piece) for piece in block_slices(self.starts, start, stop)]
+        parts = [self._codes(*part) for part in block_slices(self.starts, start, stop)]
         codes = np.concatenate(parts) if parts else np.empty(0, np.uint32)
         return np.searchsorted(_codes(self.symbols), codes)
 
-    def _piece(self, piece: int, start: int, stop: int) -> Array:
-        offset, end = self.offsets[piece : piece + 2]
-        if end - offset == self.starts[piece + 1] - self.starts[piece]:
+    def _codes(self, block: int, start: int, stop: int) -> Array:
+        """The code points of the characters `start` to before `stop` of a block."""
+        offset, end = self.offsets[block : block + 2]
+        if end - offset == self.starts[block + 1] - self.starts[block]:
             return self.content.read(offset + start, offset + stop).astype(np.uint32)
         return _codes(self.content.read(offset, end).tobytes().decode())[start:stop]
 
@@ -176,15 +160,14 @@ def _characters(handle: Handle[MappedFile]) -> Characters:
     content = Bytes(handle, size)
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, offsets, distinct = array("q", [0]), array("q", [0]), set[str]()
-    for begin in range(0, size, PIECE):
-        end = min(begin + PIECE, size)
+    for begin in range(0, size, BLOCK):
+        end = min(begin + BLOCK, size)
         try:
             decoded = decoder.decode(content.read(begin, end).tobytes(), final=end == size)
         except UnicodeDecodeError as error:
-            piece = f"between the bytes {begin} and {end}"
             raise DataError(
-                f"{handle.path}: is not UTF-8 {piece} ({error.reason}), expected text; or take"
-                " unit='bytes'"
+                f"{handle.path}: is not UTF-8 between the bytes {begin} and {end}"
+                f" ({error.reason}), expected text; or take unit='bytes'"
             ) from error
         distinct.update(decoded)
         starts.append(starts[-1] + len(decoded))
