@@ -35,7 +35,7 @@ from strategies import (
 )
 from throughtime.errors import ModelError, StateError
 from throughtime.gradient import _memory, _segments
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 EXACT = 1e-10
 
@@ -504,8 +504,8 @@ class Drifting:
     def __len__(self) -> int:
         return 40
 
-    def read(self, start: int, stop: int) -> Steps:
-        return Steps(
+    def read(self, start: int, stop: int) -> StepArrays:
+        return StepArrays(
             np.random.default_rng().normal(size=(stop - start, FEATURES)),
             np.zeros((stop - start, 2)),
         )

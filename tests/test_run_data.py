@@ -28,7 +28,7 @@ from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream._prefetch import ProcessReader, ThreadReader
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 NAMES = ("a", "b", "c")
 ROWS = {"a": 403, "b": 257, "c": 330}
@@ -609,9 +609,9 @@ def test_wide_recordings_are_surveyed_in_pieces_of_few_numbers() -> None:
         def __len__(self) -> int:
             return 10_000
 
-        def read(self, start: int, stop: int) -> Steps:
+        def read(self, start: int, stop: int) -> StepArrays:
             reads.append((stop - start) * 800)
-            return Steps(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
+            return StepArrays(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
     found = collect_statistics([Wide()], classify=True)
     assert (found.steps, found.classes["1"]) == (10_000, 5_000)

@@ -30,7 +30,7 @@ from strategies import (
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
-from throughtime.stream.recording import ArrayRows, Steps, TableRecording, as_recording
+from throughtime.stream.recording import ArrayRows, StepArrays, TableRecording, as_recording
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 
@@ -285,9 +285,9 @@ class Counting:
     def __len__(self) -> int:
         return self.steps
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         self.reads.append((start, stop))
-        return Steps(
+        return StepArrays(
             np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start)
         )
 

@@ -16,7 +16,7 @@ import throughtime as tt
 from strategies import recordings
 from test_stream import Counting
 from throughtime.errors import DataError
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"input": np.ones(4)}, {}, r"recording '0' has the keys \['input'\], expected 'inputs'"),
@@ -102,7 +102,7 @@ def test_recordings_with_different_columns_are_refused(second: dict[str, Any], r
 
 def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
     class Shrunk(Counting):
-        def read(self, start: int, stop: int) -> Steps:
+        def read(self, start: int, stop: int) -> StepArrays:
             return super().read(start, min(stop, 7))
 
     with pytest.raises(

@@ -22,7 +22,7 @@ from policy_data import allocated
 from strategies import named, recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
 from throughtime.stream.recording import ArrayRows, as_recording
 
@@ -58,7 +58,7 @@ def spread(spans: list[tuple[int, int, Any]], steps: int, at: str, sample: Any) 
     return found
 
 
-def check_rows(rows: Rows, expected: list[Any], cut: tuple[float, float]) -> None:
+def check_rows(rows: RowSource, expected: list[Any], cut: tuple[float, float]) -> None:
     """As expected, as a whole and between any two steps, with the type of a stream's targets."""
     assert len(rows) == len(expected)
     start = min(int(cut[0] * len(expected)), len(expected) - 1)

@@ -25,7 +25,7 @@ import throughtime.stream.stream as stream_module
 from strategies import draw_lanes, named, recordings, seeds
 from test_stream import Counting, all_same, rest_of_epoch, same
 from throughtime.errors import DataError
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 LENGTHS = [37, 11, 29, 5]
 WORKERS = pytest.mark.parametrize("workers", ["thread", 1, 2])
@@ -138,7 +138,7 @@ def with_nan() -> list[dict[str, Any]]:
 class Shrunk(Counting):
     """A mutant: a file that is shorter than it said."""
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         return super().read(start, min(stop, 50))
 
 
@@ -146,7 +146,7 @@ class Shrunk(Counting):
 class Unreadable(Counting):
     """A disk that fails."""
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         if start > 30:
             raise OSError("the disk is gone")
         return super().read(start, stop)
@@ -190,11 +190,11 @@ def test_error_ahead_is_the_error_of_reading_here(
 class Hiccup(Unreadable):
     """Fails once in a process, and serves from then on."""
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         if start >= 40 and not getattr(self, "failed", False):
             self.failed = True
             raise OSError("the disk was gone")
-        return Steps(
+        return StepArrays(
             np.arange(start, stop, dtype=np.float64).reshape(-1, 1), np.zeros(stop - start)
         )
 

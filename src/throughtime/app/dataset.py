@@ -28,10 +28,10 @@ from throughtime.app.recordings import (
 )
 from throughtime.errors import DataError
 from throughtime.stream import Recording
-from throughtime.stream.formats.table import Array, Rows, is_number
+from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
 from throughtime.stream.manifest import ManifestEntry, find_recordings
-from throughtime.stream.recording import ColumnRows, Part, Steps, TableRecording
+from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableRecording
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
@@ -81,14 +81,14 @@ class NumericRecording:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         steps = self.source.read(start, stop)
         self._check("inputs", self.source.inputs, steps.inputs, start)
         if self.check_targets and self.source.targets is not None and steps.targets is not None:
             self._check("targets", self.source.targets, steps.targets, start)
         return steps
 
-    def _check(self, role: str, rows: Rows, values: Array, start: int) -> None:
+    def _check(self, role: str, rows: RowSource, values: Array, start: int) -> None:
         if values.dtype.kind in "biuf":
             return
         fields = values.reshape(len(values), -1).tolist()
@@ -97,13 +97,13 @@ class NumericRecording:
             (0, fields[0][0]),
         )
         raise DataError(
-            f"{rows.where}: the {role} hold text, such as {text!r} at step {start + step},"
+            f"{rows.source}: the {role} hold text, such as {text!r} at step {start + step},"
             f" expected numbers; choose columns with --{role} (the file has"
             f" {', '.join(_columns_of(rows))})"
         )
 
 
-def _columns_of(rows: Rows) -> tuple[str, ...]:
+def _columns_of(rows: RowSource) -> tuple[str, ...]:
     if isinstance(rows, RowsView):
         return _columns_of(rows.rows)
     if isinstance(rows, PeriodicLabels):
@@ -125,7 +125,7 @@ class ClassRecording:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         steps = self.source.read(start, stop)
         if steps.targets is None:
             return steps

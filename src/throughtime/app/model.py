@@ -30,7 +30,7 @@ from throughtime.nn import GRU, LSTM, RNN
 from throughtime.predict import Predictor
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -173,14 +173,14 @@ def collect_statistics(
     return statistics
 
 
-def read_blocks(recording: Recording) -> Iterator[tuple[int, Steps]]:
+def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
     """The blocks of a recording: the first step of each, and its steps."""
     count = max(1, BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))
     for start in range(0, len(recording), count):
         yield start, recording.read(start, min(start + count, len(recording)))
 
 
-def _features(steps: Steps) -> Array:
+def _features(steps: StepArrays) -> Array:
     """Inputs and static features side by side, `(n, D)`."""
     inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
     if steps.static is None:

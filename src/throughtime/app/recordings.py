@@ -23,7 +23,7 @@ from throughtime.app.config import Config
 from throughtime.errors import DataError
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.table import Array, Rows, is_number
+from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.labels import (
     At,
     PeriodicLabels,
@@ -63,7 +63,7 @@ class Targets(NamedTuple):
     An interval shorter than a frame is lost.
     """
 
-    rows: Rows
+    rows: RowSource
     columns: tuple[str, ...]
     rates: tuple[Rate, ...] = ()
     lost: int = 0
@@ -112,11 +112,11 @@ class DataLayout:
 class RowsView(ABC):
     """Rows computed from the rows of a file."""
 
-    rows: Rows
+    rows: RowSource
 
     @property
-    def where(self) -> str:
-        return self.rows.where
+    def source(self) -> str:
+        return self.rows.source
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -130,7 +130,7 @@ class RowsView(ABC):
 class FrameRows(RowsView):
     """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row."""
 
-    rows: Rows
+    rows: RowSource
     frame_size: int
     last: bool = False
 
@@ -147,7 +147,7 @@ class FrameRows(RowsView):
 class LabelRows(RowsView):
     """Labels in a type that has a value for "none": text for classes, floats for a regression."""
 
-    rows: Rows
+    rows: RowSource
     classify: bool
 
     def read(self, start: int, stop: int) -> Array:
@@ -448,7 +448,7 @@ def _row_targets(
             " for: --target-every N"
         )
     names = columns(entry.name, table, table.columns, source, chosen).target_columns
-    values: Rows = ColumnRows(source, names, flat=True)
+    values: RowSource = ColumnRows(source, names, flat=True)
     if layout.frame_size > 1:
         values = FrameRows(values, layout.frame_size, last=True)
     return Targets(values, names, rates_of([source]))

@@ -17,9 +17,9 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSlice
-from throughtime.stream.recording import Recording, Steps
+from throughtime.stream.recording import Recording, StepArrays
 
-Reads: TypeAlias = Sequence[tuple[LaneSlice, Steps]]
+Reads: TypeAlias = Sequence[tuple[LaneSlice, StepArrays]]
 Counts: TypeAlias = tuple[int, ...] | None
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -58,7 +58,7 @@ class Collator:
     mask_missing: bool
 
     def __post_init__(self) -> None:
-        self._first: tuple[str, Steps] | None = None
+        self._first: tuple[str, StepArrays] | None = None
         self._accepted = set[tuple[Any, ...]]()
         self._lock = Lock()
 
@@ -110,7 +110,7 @@ class Collator:
         mask = played & (table[:, 2][owner] + step >= self.warm_up) if self.warm_up else played
         return resets, mask, table[:, 0][owner], position
 
-    def prime(self) -> Steps:
+    def prime(self) -> StepArrays:
         """The layout that all recordings must have: that of the first one, read now if need be."""
         if self._first is None:
             self._read(LaneSlice(0, 0, 1, 0, 0, 0))
@@ -118,7 +118,7 @@ class Collator:
             raise RuntimeError("a recording that was read and left no layout")
         return self._first[1]
 
-    def _read(self, part: LaneSlice) -> Steps:
+    def _read(self, part: LaneSlice) -> StepArrays:
         recording = self.recordings[part.recording]
         steps = recording.read(part.position, part.position + part.steps)
         if len(steps.inputs) != part.steps:
@@ -135,7 +135,7 @@ class Collator:
             self._accepted.add((*layout, static))
         return steps
 
-    def _check(self, name: str, steps: Steps) -> None:
+    def _check(self, name: str, steps: StepArrays) -> None:
         """Refuse what is not numbers, or other columns than those of the first recording."""
         for role, array in zip(("inputs", "targets", "static features"), steps, strict=True):
             if array is not None and array.dtype.kind not in "biuf":

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.formats.table import Array, RowSource
 
 At: TypeAlias = Literal["all", "last"]
 IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
@@ -30,14 +30,14 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
 class PeriodicLabels:
     """A label for every `every` steps of a recording; the last one may be for fewer."""
 
-    labels: Rows
+    labels: RowSource
     every: int
     steps: int
     at: At
 
     @property
-    def where(self) -> str:
-        return self.labels.where
+    def source(self) -> str:
+        return self.labels.source
 
     def __len__(self) -> int:
         return self.steps
@@ -63,7 +63,7 @@ class IntervalLabels:
     Steps between intervals have no label, or that of the background.
     """
 
-    where: str
+    source: str
     starts: Array
     stops: Array
     labels: Array
@@ -86,7 +86,7 @@ class IntervalLabels:
         return result if self.background is None else np.where(inside, result, self.background)
 
 
-def periodic_labels(name: str, labels: Rows, count: Any, steps: int, at: At) -> PeriodicLabels:
+def periodic_labels(name: str, labels: RowSource, count: Any, steps: int, at: At) -> PeriodicLabels:
     """Checked labels for every `count` steps.
 
     Raises:
@@ -102,14 +102,14 @@ def periodic_labels(name: str, labels: Rows, count: Any, steps: int, at: At) -> 
     expected = -(-steps // count)
     if len(labels) != expected:
         raise DataError(
-            f"recording '{name}': {labels.where} has {len(labels)} labels, one for every {count} of"
-            f" {steps} steps, expected {expected}"
+            f"recording '{name}': {labels.source} has {len(labels)} labels, one for every {count}"
+            f" of {steps} steps, expected {expected}"
         )
     return PeriodicLabels(labels, count, steps, at)
 
 
 def interval_labels(
-    name: str, where: str, starts: Any, stops: Any, labels: Any, steps: int, at: At
+    name: str, source: str, starts: Any, stops: Any, labels: Any, steps: int, at: At
 ) -> IntervalLabels:
     """Checked intervals, in steps.
 
@@ -121,7 +121,7 @@ def interval_labels(
     begin, end, label = (np.asarray(values) for values in (starts, stops, labels))
     if not (begin.ndim == end.ndim == 1) or not len(begin) == len(end) == len(label):
         raise DataError(
-            f"recording '{name}': intervals in {where} have {len(begin)} starts, {len(end)} stops,"
+            f"recording '{name}': intervals in {source} have {len(begin)} starts, {len(end)} stops,"
             f" {len(label)} labels; expected one each"
         )
     for role, values in (("starts", begin), ("stops", end)):
@@ -130,15 +130,15 @@ def interval_labels(
             or not (np.isfinite(values) & (values == np.floor(values))).all()
         ):
             raise DataError(
-                f"recording '{name}': interval {role} in {where} are {values.dtype}, expected whole"
-                " steps, such as 1200"
+                f"recording '{name}': interval {role} in {source} are {values.dtype}, expected"
+                " whole steps, such as 1200"
             )
     begin, end = begin.astype(np.int64), end.astype(np.int64)
-    _check_order(name, where, begin, end, steps)
-    return IntervalLabels(where, begin, end, label, steps, at)
+    _check_order(name, source, begin, end, steps)
+    return IntervalLabels(source, begin, end, label, steps, at)
 
 
-def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int) -> None:
+def _check_order(name: str, source: str, starts: Array, stops: Array, steps: int) -> None:
     late = starts[1:] < stops[:-1]  # before the interval before it stops
     checks = (
         ((starts < 0) | (stops > steps), f"leaves the recording of {steps} steps"),
@@ -154,7 +154,7 @@ def _check_order(name: str, where: str, starts: Array, stops: Array, steps: int)
             i = int(wrong.argmax())
             previous = f"the one before it, {starts[i - 1]} to {stops[i - 1]}"
             raise DataError(
-                f"recording '{name}': interval {i} in {where}, {starts[i]} to {stops[i]},"
+                f"recording '{name}': interval {i} in {source}, {starts[i]} to {stops[i]},"
                 f" {fault.format(previous)}"
             )
 

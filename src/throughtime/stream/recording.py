@@ -15,11 +15,11 @@ import torch
 
 from throughtime.errors import DataError
 from throughtime.stream import formats
-from throughtime.stream.formats.table import Array, Rows
+from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IntervalLabels, interval_labels, periodic_labels
 
 
-class Steps(NamedTuple):
+class StepArrays(NamedTuple):
     """Consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`.
 
     `static` `(S,)` belongs to all of them.
@@ -43,7 +43,7 @@ class Recording(Protocol):
         """T, its number of steps."""
         ...
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         """The steps from `start` to before `stop`."""
         ...
 
@@ -52,7 +52,7 @@ class Recording(Protocol):
 class ArrayRows:
     """The rows of an array; if it is memory-mapped, only the rows read are loaded."""
 
-    where: str
+    source: str
     array: Array
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class ColumnRows:
     flat: bool = False
 
     @property
-    def where(self) -> str:
+    def source(self) -> str:
         return str(self.table.path)
 
     def __len__(self) -> int:
@@ -86,11 +86,11 @@ class ColumnRows:
 class ConcatRows:
     """The columns of several row sources, concatenated."""
 
-    parts: tuple[Rows, ...]
+    parts: tuple[RowSource, ...]
 
     @property
-    def where(self) -> str:
-        return ", ".join(part.where for part in self.parts)
+    def source(self) -> str:
+        return ", ".join(part.source for part in self.parts)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -111,13 +111,13 @@ def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
             )
 
 
-def concat_rows(name: str, parts: Sequence[Rows]) -> Rows:
+def concat_rows(name: str, parts: Sequence[RowSource]) -> RowSource:
     """One source of rows, or several of equal length side by side.
 
     Raises:
         DataError: their lengths differ.
     """
-    check_lengths(name, [(part.where, len(part)) for part in parts])
+    check_lengths(name, [(part.source, len(part)) for part in parts])
     return parts[0] if len(parts) == 1 else ConcatRows(tuple(parts))
 
 
@@ -126,8 +126,8 @@ class TableRecording:
     """A recording of rows: of arrays, of columns of files, or of several of them."""
 
     name: str
-    inputs: Rows
-    targets: Rows | None = None
+    inputs: RowSource
+    targets: RowSource | None = None
     static: Array | None = None
     input_columns: tuple[str, ...] = ()
     target_columns: tuple[str, ...] = ()
@@ -135,8 +135,8 @@ class TableRecording:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def read(self, start: int, stop: int) -> Steps:
-        return Steps(
+    def read(self, start: int, stop: int) -> StepArrays:
+        return StepArrays(
             self.inputs.read(start, stop),
             None if self.targets is None else self.targets.read(start, stop),
             self.static,
@@ -158,7 +158,7 @@ class Part:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         return self.whole.read(self.start + start, self.start + stop)
 
 
@@ -249,11 +249,11 @@ def _several(inputs: Any) -> Sequence[Any]:
     return inputs if listed and inputs else [inputs]
 
 
-def _targets(values: Mapping[str, Any], name: str, steps: int) -> Rows | None:
+def _targets(values: Mapping[str, Any], name: str, steps: int) -> RowSource | None:
     if "intervals" in values:
-        where, starts, stops, labels = _interval_columns(values["intervals"], name)
+        source, starts, stops, labels = _interval_columns(values["intervals"], name)
         return interval_labels(
-            name, where, starts, stops, labels, steps, values.get("target_at", "all")
+            name, source, starts, stops, labels, steps, values.get("target_at", "all")
         )
     if "targets" not in values:
         for key in ("target_every", "target_at"):
@@ -264,7 +264,7 @@ def _targets(values: Mapping[str, Any], name: str, steps: int) -> Rows | None:
         return None
     value, every = values["targets"], values.get("target_every")
     if np.ndim(value) == 0 and not isinstance(value, (str, Path)):
-        targets: Rows = ArrayRows("targets", np.asarray(value).reshape(1))
+        targets: RowSource = ArrayRows("targets", np.asarray(value).reshape(1))
         every = steps if every is None else every
     else:
         targets = _rows(value, name, "targets")
@@ -320,7 +320,7 @@ def _static(value: Any, name: str) -> Array | None:
     return static
 
 
-def _rows(value: Any, name: str, role: str) -> Rows:
+def _rows(value: Any, name: str, role: str) -> RowSource:
     """An array, or all columns of a file."""
     if isinstance(value, (str, Path)):
         table = formats.open_table(Path(value))

@@ -40,11 +40,11 @@ _DAMAGED = (
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """One row per step, read lazily."""
 
     @property
-    def where(self) -> str:
+    def source(self) -> str:
         """The name of the source in error messages."""
         ...
 

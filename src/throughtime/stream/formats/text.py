@@ -21,7 +21,7 @@ from throughtime.stream.formats.table import (
     rows_between,
 )
 from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.recording import Steps
+from throughtime.stream.recording import StepArrays
 
 BLOCK = 64 * 1024  # bytes between two known positions in a text of characters
 
@@ -86,13 +86,13 @@ class Text:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, start: int, stop: int) -> Steps:
+    def read(self, start: int, stop: int) -> StepArrays:
         self.stamp.check()
         start, stop = rows_between(start, stop, len(self))
         tokens = np.full(stop - start + 1, IGNORE_INDEX, dtype=np.int64)
         values = self.source.read(start, min(stop + 1, len(self)))
         tokens[: len(values)] = values
-        return Steps(tokens[:-1], tokens[1:].copy())
+        return StepArrays(tokens[:-1], tokens[1:].copy())
 
 
 @dataclass(frozen=True)
