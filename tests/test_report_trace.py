@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, AuditReport, open_audit
+from throughtime.app.audit import AuditJob, AuditOptions, AuditReport
 from throughtime.app.config import Config, make_config
 from throughtime.app.report import audit_section
 from throughtime.app.run_folder import RunFolder
@@ -36,7 +36,7 @@ GATES = ("h", "c", "i", "f", "g", "o")
 
 
 def audit_job(folder: RunFolder) -> AuditJob:
-    return open_audit(folder, AuditOptions(horizons=(10, 40), max_lag=40), None, None, None, None)
+    return AuditJob(folder, AuditOptions(horizons=(10, 40), max_lag=40), None, None, None, None)
 
 
 def traced_run(folder: Path, **more: Any) -> tuple[AuditJob, RunTrace]:

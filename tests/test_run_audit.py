@@ -14,7 +14,7 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, AuditReport, open_audit
+from throughtime.app.audit import AuditJob, AuditOptions, AuditReport
 from throughtime.app.config import Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.model import StandardisedMSE, one_thread
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def look(
     folder: RunFolder, question: AuditOptions, data: Path | None = None, split: str | None = None
 ) -> AuditJob:
-    return open_audit(folder, question, data, split, None, None)
+    return AuditJob(folder, question, data, split, None, None)
 
 
 def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:

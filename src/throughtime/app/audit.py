@@ -14,24 +14,21 @@ from typing import Any
 from throughtime._files import write_atomically
 from throughtime.app.config import Config, counted
 from throughtime.app.dataset import ClassRecording, recordings_for
-from throughtime.app.evaluate import default_split, with_missing
+from throughtime.app.evaluate import Missing, open_run
 from throughtime.app.model import (
     ModelSpec,
-    check_device,
     collect_statistics,
-    load_model,
     make_loss,
     one_thread,
 )
 from throughtime.app.run_folder import RunFolder, from_plain, load_checkpoint
 from throughtime.app.trace import RunTrace, trace_run
-from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, audit, reach
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import LossFn, schedule
-from throughtime.stream import Recording, Stream
+from throughtime.gradient import schedule
+from throughtime.stream import Stream
 
 HORIZONS = (50, 200, 800)
 LENGTHS = 8  # times the longest horizon: steps that are audited
@@ -210,37 +207,55 @@ class AuditOptions:
             schedule.check_horizon(horizon if self.stride is None else self.stride, horizon)
 
 
-@dataclass(frozen=True, eq=False)
 class AuditJob:
-    """An audit ready to run: everything is opened and checked, nothing is computed yet.
+    """An audit of a run ready to start: everything is opened and checked, nothing is computed yet.
 
-    Attributes:
-        net: the run's model.
-        spec: its description.
-        stream: recordings, at the start of an epoch.
-        loss_fn: that of training.
+    Args:
+        folder: of the run.
         options: what to measure.
-        horizons: steps, the shortest first.
-        steps: of every lane.
-        split: of the recordings.
-        first: the first of them, whose gradient is shown step by step.
-        data: the path of the recordings.
-        update: updates that made the model, if known.
-        config: of the run.
+        data: other recordings; default: those of the run.
+        split: which of them; default: `train`, and for other data what `eval` would take.
+        device: where to compute; default: the CPU.
+        missing: how to treat inputs that are NaN or infinite; default: as in training.
+
+    Raises:
+        RunError: the folder holds no run that reached a checkpoint.
+        DataError: no such split, recordings that the model does not fit, or too few steps.
+        ConfigError: horizons as long as the steps that are measured, or no such device.
     """
 
-    net: Carried
-    spec: ModelSpec
-    stream: Stream
-    loss_fn: LossFn
-    options: AuditOptions
-    horizons: tuple[int, ...]
-    steps: int
-    split: str
-    first: Recording
-    data: Path
-    update: int | None
-    config: Config
+    def __init__(
+        self,
+        folder: RunFolder,
+        options: AuditOptions,
+        data: Path | None = None,
+        split: str | None = None,
+        device: str | None = None,
+        missing: Missing | None = None,
+    ) -> None:
+        split = split or ("train" if data is None else None)
+        run = open_run(folder, data, split, missing, device or "cpu")
+        self.net, self.spec, self.config, self.data, self.split, recordings = run
+        config, lanes = self.config, self.config.lanes
+        if data is not None or self.split != "train":
+            lanes = min(lanes, len(recordings))
+        self.stream = Stream(
+            recordings,
+            options.lanes or lanes,
+            config.chunk_steps(),
+            seed=config.seed,
+            warm_up=config.warm_up,
+            dtype=self.spec.torch_dtype,
+            missing=config.missing,
+        )
+        self.options, self.horizons = options, _horizons(options, config, self.stream)
+        self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
+        _check_shorter(self.horizons[-1], self.steps, self.stream)
+        self.update: int | None = None
+        if folder.checkpoint.is_file():
+            self.update = load_checkpoint(folder.checkpoint)["counts"][0]
+        self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(config, self.spec))
+        self.first = recordings[0]
 
     def describe(self) -> str:
         """What will be measured."""
@@ -278,71 +293,6 @@ class AuditJob:
             decay,
             steps,
         )
-
-
-def open_audit(
-    folder: RunFolder,
-    options: AuditOptions,
-    data: Path | None = None,
-    split: str | None = None,
-    device: str | None = None,
-    missing: str | None = None,
-) -> AuditJob:
-    """Open the model and the recordings of a run, or other recordings.
-
-    Args:
-        folder: of the run.
-        options: what to measure.
-        data: other recordings; default: those of the run.
-        split: which of them; default: `train`, and for other data what `eval` would take.
-        device: where to compute; default: the CPU.
-        missing: how to treat inputs that are NaN or infinite; default: as in training.
-
-    Raises:
-        RunError: the folder holds no run that reached a checkpoint.
-        DataError: no such split, recordings that the model does not fit, or too few steps.
-        ConfigError: horizons as long as the steps that are measured, or no such device.
-    """
-    config = replace(with_missing(folder.read_config(), missing), device=device or "cpu")
-    check_device(config.device)
-    net, spec = load_model(folder.model)
-    net.to(config.device)
-    split = split or ("train" if data is None else default_split(data, config))
-    path = data or Path(config.data)
-    recordings = recordings_for(spec, path, split, config.holdout)
-    lanes = (
-        config.lanes if data is None and split == "train" else min(config.lanes, len(recordings))
-    )
-    stream = Stream(
-        recordings,
-        options.lanes or lanes,
-        config.chunk_steps(),
-        seed=config.seed,
-        warm_up=config.warm_up,
-        dtype=spec.torch_dtype,
-        missing=config.missing,
-    )
-    horizons = _horizons(options, config, stream)
-    steps = min(options.steps or LENGTHS * horizons[-1], stream.steps)
-    _check_shorter(horizons[-1], steps, stream)
-    update = None
-    if folder.checkpoint.is_file():
-        update = load_checkpoint(folder.checkpoint)["counts"][0]
-    loss_fn = make_loss(config, spec, net, _class_counts(config, spec))
-    return AuditJob(
-        net,
-        spec,
-        stream,
-        loss_fn,
-        options,
-        horizons,
-        steps,
-        split,
-        recordings[0],
-        path,
-        update,
-        config,
-    )
 
 
 def _horizons(options: AuditOptions, config: Config, stream: Stream) -> tuple[int, ...]:

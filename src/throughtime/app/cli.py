@@ -387,7 +387,7 @@ def audit(
     ] = None,
 ) -> None:
     """Measure what truncating the gradient costs a trained model, and update its report."""
-    from throughtime.app.audit import AuditOptions, open_audit
+    from throughtime.app.audit import AuditJob, AuditOptions
     from throughtime.app.console import out, print_audit
     from throughtime.app.report.run_page import write_report
     from throughtime.app.run_folder import RunFolder
@@ -402,7 +402,7 @@ def audit(
                 " such as 50,200,800"
             ) from error
     options = AuditOptions(numbers, stride, steps, lanes, max_lag, tolerance)
-    job = open_audit(folder, options, data, split, device, missing)
+    job = AuditJob(folder, options, data, split, device, missing)
     out.print(job.describe())
     report = job.run()
     report.write(folder.audit)

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from throughtime import state as trees
 from throughtime._files import write_atomically
-from throughtime.app.config import Config, make_config
+from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
-from throughtime.app.model import ModelSpec, load_model, one_thread
+from throughtime.app.model import ModelSpec, check_device, load_model, one_thread
 from throughtime.app.recordings import (
     concat_tables,
     input_recording,
@@ -37,52 +37,77 @@ from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import find_recordings
 
 _CHUNK = 1024
+Missing: TypeAlias = Literal["error", "mask"]
 
 
-def default_split(data: Path | None, config: Config) -> str:
-    """The split to take when none is named.
+class RunOnData(NamedTuple):
+    """A model of a run, and recordings for it.
 
-    `test` if the data have named splits; otherwise what was held out, or all of other data.
+    Attributes:
+        net: on its device.
+        spec: its description.
+        config: the settings of the run, those of the call over them.
+        data: the path of the recordings.
+        split: their split.
+        recordings: all of it.
     """
-    if any(entry.split for entry in find_recordings(data or Path(config.data), config.static)):
-        return "test"
-    return "valid" if data is None else "all"
+
+    net: Carried
+    spec: ModelSpec
+    config: Config
+    data: Path
+    split: str
+    recordings: list[Recording]
 
 
-def with_missing(config: Config, missing: str | None) -> Config:
-    """The settings of a run, with another treatment of inputs that are not finite."""
-    if missing is None:
-        return config
-    return make_config({**config.settings(), "missing": missing}, source="the command line")
-
-
-def evaluate_run(
-    folder: RunFolder, data: Path | None, split: str | None, missing: str | None
-) -> tuple[str, Evaluation]:
-    """Compute the metrics of a run on a split and write `scores-SPLIT.json`.
+def open_run(
+    folder: RunFolder,
+    data: Path | None,
+    split: str | None,
+    missing: Missing | None,
+    device: str = "cpu",
+) -> RunOnData:
+    """Open the model and the recordings of a run, or other recordings.
 
     Args:
         folder: of the run.
         data: recordings; default: those of the run.
-        split: which of them; default: see `default_split`.
+        split: which of them; default: `test` if the data have named splits; otherwise what was held
+            out, or all of other data.
         missing: how to treat inputs that are not finite; default: as in training.
-
-    Returns:
-        The name of the split, and the metrics.
+        device: where to compute.
 
     Raises:
         RunError: the folder holds no run that reached a checkpoint.
         DataError: no such split, or recordings that the model does not fit.
+        ConfigError: no such device.
     """
-    config = replace(with_missing(folder.read_config(), missing), device="cpu")
+    config = folder.read_config()
+    config = replace(config, device=device, missing=missing or config.missing)
+    check_device(device)
     net, spec = load_model(folder.model)
-    split = split or default_split(data, config)
-    recordings = recordings_for(spec, data or Path(config.data), split, config.holdout)
+    path = data or Path(config.data)
+    if split is None and any(entry.split for entry in find_recordings(path, config.static)):
+        split = "test"
+    split = split or ("valid" if data is None else "all")
+    recordings = recordings_for(spec, path, split, config.holdout)
+    return RunOnData(net.to(device), spec, config, path, split, recordings)
+
+
+def evaluate_run(
+    folder: RunFolder, data: Path | None, split: str | None, missing: Missing | None
+) -> tuple[str, Evaluation]:
+    """Compute the metrics of a run on a split and write `scores-SPLIT.json`; see `open_run`.
+
+    Returns:
+        The name of the split, and the metrics.
+    """
+    net, spec, config, data, split, recordings = open_run(folder, data, split, missing)
     with one_thread(when=spec.is_small(min(len(recordings), EVALUATION_LANES))):
         scores = evaluate_recordings(net, spec, recordings, config)
     content = {
         "split": split,
-        "data": str(data or config.data),
+        "data": str(data),
         "steps": scores.steps,
         "metrics": scores.metrics,
         "recordings": scores.recordings,
@@ -194,7 +219,7 @@ def predict_to_file(
     out: Path,
     *,
     state: State = None,
-    missing: Literal["error", "mask"] = "error",
+    missing: Missing = "error",
 ) -> State:
     """Run the net over the recording, write its outputs, return the state after the last step.
 

@@ -27,10 +27,10 @@ from throughtime.carry.carried import Carried, carry
 from throughtime.errors import ConfigError, DataError
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.predict import Predictor
+from throughtime.predict import predict
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import StepArrays
+from throughtime.stream.recording import Part, StepArrays
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -445,23 +445,19 @@ def busiest_excerpt(
 ) -> SignalExcerpt:
     """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
     steps = min(len(recording), _SEARCHED)
-    chunk = unbroken_stream([recording], spec, config, 1, steps).read(0, steps)
-    predict = Predictor(net)
-    parts = [predict(x.to(predict.device)).squeeze(1).cpu() for x in chunk.inputs.split(1024)]
-    outputs = torch.cat(parts).numpy()
-    targets = np.zeros(steps) if chunk.targets is None else first_column(chunk.targets).numpy()
+    part = Part(recording, 0, steps)
+    outputs, _ = predict(net, part, dtype=spec.torch_dtype, missing=config.missing)
+    inputs, targets, _ = part.read(0, steps)
+    first = np.zeros(steps) if targets is None else targets.reshape(steps, -1)[:, 0]
     if spec.classes:
-        start, predicted = _busiest(targets), outputs.argmax(axis=1)
+        start, predicted = _busiest(first), outputs.argmax(dim=1)
     else:
         start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
     shown = slice(start, start + _SHOWN)
-    signal = first_column(chunk.inputs).numpy()
-    return SignalExcerpt(recording.name, start, signal[shown], targets[shown], predicted[shown])
-
-
-def first_column(values: Tensor) -> Tensor:
-    """The first column of the first lane of `(T, B, ...)`: `(T,)`."""
-    return values[:, 0].reshape(len(values), -1)[:, 0]
+    signal = inputs.reshape(steps, -1)[:, 0]
+    return SignalExcerpt(
+        recording.name, start, signal[shown], first[shown], predicted[shown].numpy()
+    )
 
 
 def _busiest(targets: Array) -> int:

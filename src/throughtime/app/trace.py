@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import ModelSpec, busiest_excerpt, first_column, unbroken_stream
+from throughtime.app.model import ModelSpec, busiest_excerpt, unbroken_stream
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Timescale, TraceSummary, trace
 from throughtime.gradient import LossFn, Truncated, schedule
-from throughtime.predict import Predictor
+from throughtime.predict import predict
 from throughtime.state import State
 from throughtime.stream import Recording, windows
+from throughtime.stream.recording import Part
 from throughtime.updates import updates
 
 FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
@@ -192,7 +193,7 @@ def trace_run(
         plan.stride,
         plan.horizon,
         plan.steps - plan.shown,
-        _rounded(first_column(chunk.inputs[: plan.shown]).tolist()),
+        _rounded(chunk.inputs[: plan.shown, 0].flatten(1)[:, 0].tolist()),
         len(full),
         norms,
         tuple(_lifetime(name, values, start, full) for name, values in norms.items()),
@@ -213,12 +214,14 @@ def _read(
     cut = config.train_on == "windows"
     recordings = list(windows([recording], config.chunk_steps())) if cut else [recording]
     stream = unbroken_stream(recordings, spec, config, 1, config.chunk_steps())
-    predict, device = Predictor(net), next(net.parameters()).device
-    for begin in range(0, 0 if cut else start, 1024):
-        predict(stream.read(begin, min(begin + 1024, start)).inputs.to(device))
+    state: State = None
+    if start and not cut:
+        past = Part(recording, 0, start)
+        _, state = predict(net, past, dtype=spec.torch_dtype, missing=config.missing)
+    device = next(net.parameters()).device
     part = stream.read(start, start + steps).to(device)
     chunk = Chunk.from_tensors(part.inputs, part.targets, resets=part.resets, mask=part.mask)
-    return chunk, predict.state
+    return chunk, state
 
 
 def _by_layer(name: str) -> tuple[int, str]:
