@@ -3,7 +3,7 @@
 A pass is one run of autograd's engine. `tt.Exact` makes several runs, one for each segment from the
 last to the first. They are joined into one pass: the state after one run entered the run before it.
 
-Shapes: `T` steps, `B` lanes, `H` size of a state or gate.
+Shapes: `T` steps, `B` lanes (rows of the batch), `H` size of a state or gate.
 """
 
 import re

@@ -11,7 +11,7 @@ References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation
 control gradient bias, UAI 2019, for the relative bias and what it costs: a relative bias of d takes
 1 / (1 - d) times the steps.
 
-Shapes: `B` lanes.
+Shapes: `B` lanes (rows of the batch).
 """
 
 import math

@@ -259,18 +259,18 @@ def _entering(graph: Graph, target: int) -> tuple[Crossing | None, list[Crossing
 def _words(graph: Graph, target: int) -> list[tuple[str, bool]]:
     """The text beside the arrows into a chunk, line by line, and whether it is red."""
     near, far = _entering(graph, target)
-    said: list[tuple[str, bool]] = []
+    notes: list[tuple[str, bool]] = []
     if near is not None:
-        said.append(("should have been cut: " * near.overdue + near.why, near.overdue))
+        notes.append(("should have been cut: " * near.overdue + near.why, near.overdue))
     if far:
         names = ", ".join(str(link.source + 1) for link in far[:4])
         others = " and others" if len(far) > 4 else ""
         red = any(link.overdue for link in far)
-        said.append((f"from chunk {names}{others}: {far[-1].why}", red))
+        notes.append((f"from chunk {names}{others}: {far[-1].why}", red))
     entry = graph.chunks[target].enters
     if entry in _ENTERS:
-        said.append(((_REST if said else _ENTERS)[entry], False))
-    return [(line, red) for text, red in said for line in textwrap.wrap(text, 44)]
+        notes.append(((_REST if notes else _ENTERS)[entry], False))
+    return [(line, red) for text, red in notes for line in textwrap.wrap(text, 44)]
 
 
 def _into(graph: Graph, row: _Row) -> list[str]:

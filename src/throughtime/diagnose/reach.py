@@ -8,7 +8,7 @@ other, so every lane has its loss at its own step, and the norm of each row of t
 to its anchor. Gates between the steps read the adjoint. The pass runs in segments, so memory is
 that of one segment.
 
-Shapes: `B` lanes.
+Shapes: `B` lanes (rows of the batch). A recording is one unbroken sequence.
 """
 
 import math
@@ -273,12 +273,12 @@ class ReachProfile:
         """The norm of the adjoint of each leaf, `(T, leaves, B)`; adds to loss and growth."""
         chunk, count = drawn.chunk, len(drawn.anchors)
         norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
-        recording = True
+        active = True
 
         def record(rows: Tensor, adjoint: Cotangents) -> None:
             """Write the norm of each leaf's adjoint, by lane, into `rows`, `(leaves, B)`."""
             for row, leaf in zip(rows, adjoint, strict=True):
-                if recording and leaf is not None:
+                if active and leaf is not None:
                     row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).norm(dim=1))
 
         steps = {
@@ -309,9 +309,9 @@ class ReachProfile:
             losses = list(loss_pass.losses(segment, self.objective).values())
             self.loss += sum(loss.item() for loss in losses) * count
             credit.through(segment, [(loss, None) for loss in losses], retain=True)
-            recording = False
+            active = False
             adjoint = self._grow(segment, adjoint, generator)
-            recording = True
+            active = True
             del losses, segment
         return norms * count
 

@@ -13,7 +13,7 @@ References: S. Hochreiter, Y. Bengio, P. Frasconi and J. Schmidhuber, Gradient f
 nets (2001), for vanishing and exploding; C. Tallec and Y. Ollivier, Can recurrent neural networks
 warp time?, ICLR 2018, for gates as time constants.
 
-Shapes: `T` steps, `B` lanes, `H` hidden.
+Shapes: `T` steps, `B` lanes (rows of the batch), `H` hidden.
 """
 
 import math

@@ -141,7 +141,7 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
                     None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
                 )
                 if path:
-                    return re.sub(r"\._buffers\['(.*?)'\]", r".\1", path)
+                    return path
         frame = frame.f_back
     return ""
 
@@ -162,8 +162,9 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         items = ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, nn.Module):
-        names = (*vars(value).items(), *value.named_buffers(recurse=False))
-        yield from ((f".{key}", item) for key, item in names if not key.startswith("__"))
+        names = vars(value) | dict(value.named_buffers(recurse=False))
+        names.pop("_buffers", None)
+        yield from ((f".{key}", item) for key, item in names.items() if not key.startswith("__"))
         return
     elif (
         hasattr(value, "__dict__") and not isinstance(value, (type, Tensor)) and not callable(value)

@@ -4,7 +4,7 @@ No value is read. The strides of a view give its position in its base. Stacking,
 copying are followed through the watcher's records. Two chunks are adjacent if in every lane the
 first step of one is the step after the last of the other.
 
-Shapes: `T` steps, `B` lanes.
+Shapes: `T` steps, `B` lanes (rows of the batch).
 """
 
 from collections.abc import Callable

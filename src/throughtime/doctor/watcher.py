@@ -2,6 +2,7 @@
 
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -86,6 +87,7 @@ GETTERS = {"data", "T", "mT", "H"}
 MAX_OPERATIONS = 20_000  # operations watched without a break
 PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
 MAX_LINEAGE = 400  # instructions in a lineage
+MAX_CHANGES = 5_000  # in-place changes remembered
 
 
 def operation_name(func: Any) -> str:
@@ -169,7 +171,7 @@ class Watcher(TorchFunctionMode):
         self.node_instructions: list[Instruction | None] = []  # where they were created
         self.boundary = -1  # the largest sequence number before the last backward
         # in-place changes: version after it, shape, instruction, last sequence number
-        self.in_place: list[tuple[int, Any, Instruction, int]] = []
+        self.in_place = deque[tuple[int, Any, Instruction, int]](maxlen=MAX_CHANGES)
         self.earlier: set[Instruction] = set()  # instructions of earlier chunks
         self.current: set[Instruction] = set()  # and of this one
         self.files: set[str] = set()
@@ -286,8 +288,6 @@ class Watcher(TorchFunctionMode):
     def _record_change(self, target: Tensor, instruction: Instruction) -> None:
         if target.is_inference():  # has no version counter, and no backward needs it
             return
-        if len(self.in_place) > 5000:
-            del self.in_place[:2500]
         number = self.node_numbers[-1] if self.node_numbers else -1
         self.in_place.append((version_of(target), target.shape, instruction, number))
 

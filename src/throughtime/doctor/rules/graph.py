@@ -10,6 +10,7 @@ import resource
 import statistics
 import time
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,14 +164,13 @@ class AutogradErrorRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         # last sequence number at a step, its line, the shapes of the parameters
-        self.steps: list[tuple[int, SourceLine | None, set[tuple[int, ...]]]] = []
+        self.steps = deque[tuple[int, SourceLine | None, set[tuple[int, ...]]]](maxlen=MAX_STEPS)
         self.boundaries: list[int] = []  # sequence numbers at each backward
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
         numbers = self.watcher.node_numbers
         shapes = {tuple(p.shape) for p in parameters_of(optimizer)}
         self.steps.append((numbers[-1] if numbers else -1, line, shapes))
-        del self.steps[:-MAX_STEPS]
 
     def after_backward(self, backward: BackwardCall) -> None:
         self.boundaries.append(self.watcher.boundary)

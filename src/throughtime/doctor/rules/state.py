@@ -1,6 +1,7 @@
 """Rules of the state: never carried, carried over a boundary, or carried with an endless graph.
 
-Codes TT201, TT202 and TT204 to TT207.
+Codes TT201, TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one unbroken
+sequence of data.
 """
 
 from types import FrameType
@@ -238,34 +239,35 @@ class StateRule(Rule):
         _remember(self.axes, id(base), (base, next(dim for dim, (i, k) in pairs if i != k)))
 
     def _check_carried(self, call: UnitCall, origin: UnitCall, state: TensorRecord) -> None:
-        how = self._relation(origin, call, state.rows)
-        if how == "next":
+        order = self._relation(origin, call, state.rows)
+        if order == "next":
             self.carried.add(call.unit)
             if origin.lanes:
                 self._add_recording(origin)
                 self._learn_axis(call, origin)
             return
-        if state.edited and how != "rows":
+        if state.edited and order != "rows":
             return
         line, new_phase = line_of(call.instruction), call.training != origin.training
         new_batch = call.batch != origin.batch
-        starts = how == "start" and self._is_recording(origin)
-        code, at, detail = "", line, f"The state enters at {line}."
+        starts = order == "start" and self._is_recording(origin)
+        code, source, detail = "", line, f"The state enters at {line}."
         if new_phase or (call.grad != origin.grad and starts):
             trains = call.training if new_phase else call.grad
             direction = "validation to training" if trains else "training to validation"
             code, detail = "TT205", f"It goes from {direction}."
         elif new_batch and call.batch[0] == origin.batch[0] and self.clock.random:
-            code, at = "TT207", self.clock.loader
-        elif how == "rows" and not state.edited:
+            code, source = "TT207", self.clock.loader
+        elif order == "rows" and not state.edited:
             code, detail = "TT206", ""
-        elif how == "jump" and call.chunk != origin.chunk:
-            code, at = "TT207", (self.clock.loader if new_batch else enclosing_loop(line)) or line
+        elif order == "jump" and call.chunk != origin.chunk:
+            code = "TT207"
+            source = (self.clock.loader if new_batch else enclosing_loop(line)) or line
         elif starts:
             self._enter_recording(call, origin, state, line)
         if code:
             chunks = origin.chunk, call.chunk
-            self.findings.add(code, at, detail, self._name(call, state), chunks)
+            self.findings.add(code, source, detail, self._name(call, state), chunks)
 
     def _name(self, call: UnitCall, state: TensorRecord) -> str:
         tensor = state.ref()
