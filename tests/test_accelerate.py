@@ -115,7 +115,7 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
                 losses.append(
                     (y[chunk.mask].flatten() - chunk.valid_pairs(y)[1].flatten()).square().sum()
                 )
-            valid = [chunk.valid for chunk in group]
+            valid = [chunk.valid_steps for chunk in group]
             (
                 sum(losses) / sum(valid)
                 if weighed

@@ -32,10 +32,10 @@ def same(a: Chunk, b: Chunk) -> bool:
     """Whether all of it is, the counts without a look at the tensors too."""
     pairs = [(getattr(a, name), getattr(b, name)) for name in NAMES]
     alike = all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs)
-    return alike and (a.steps, a.lanes, a.valid, a.any_reset) == (
+    return alike and (a.steps, a.lanes, a.valid_steps, a.any_reset) == (
         b.steps,
         b.lanes,
-        b.valid,
+        b.valid_steps,
         b.any_reset,
     )
 
@@ -58,7 +58,7 @@ def test_slices_that_are_not_adjacent_are_joined_as_they_are() -> None:
             torch.equal(getattr(again, name), torch.cat([getattr(part, name) for part in slices]))
             for name in NAMES[2:]
         ] == [True] * 4
-        assert (again.steps, again.valid) == (
+        assert (again.steps, again.valid_steps) == (
             sum(part.steps for part in slices),
             int(again.mask.sum()),
         )
@@ -99,7 +99,7 @@ def test_a_slice_of_a_chunk_has_the_steps_of_the_same_slice_of_a_list(
     whole = stream_with_gaps(64).read(0, 40)
     part, span = whole[start:stop], slice(start, stop)
     assert part.steps == len(range(40)[span]) == len(part.mask) == len(part.resets)
-    assert part.valid == int(whole.mask[span].sum())
+    assert part.valid_steps == int(whole.mask[span].sum())
     assert part.any_reset == bool(whole.resets[span].any())
     assert torch.equal(part.position, whole.position[span])
     assert torch.equal(part.inputs, whole.inputs[span])

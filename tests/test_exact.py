@@ -236,7 +236,7 @@ def counts_an_adjoint_twice(patch: pytest.MonkeyPatch) -> None:
 
 def means_of_means(patch: pytest.MonkeyPatch) -> None:
     def loss_weight(_: Objective, chunk: tt.Chunk) -> float:
-        return float(chunk.valid > 0)
+        return float(chunk.valid_steps > 0)
 
     patch.setattr(Objective, "loss_weight", loss_weight)
 
@@ -330,7 +330,7 @@ def test_update_says_what_was_run() -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, masked=0.3)
     (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
     y, _ = net(data.x, start(net, data.x), data.resets)
-    assert (update.steps, update.chunk.steps, update.chunk.valid) == (
+    assert (update.steps, update.chunk.steps, update.chunk.valid_steps) == (
         int(data.mask.sum()),
         3,
         int(data.mask[20:].sum()),

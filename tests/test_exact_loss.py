@@ -62,7 +62,7 @@ def test_class_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         nn.CrossEntropyLoss(weight=WEIGHT),
     )
     expected = plain(net, data, loss_fn=loss_fn)
-    monkeypatch.setattr(Objective, "loss_weight", lambda _, chunk: chunk.valid)
+    monkeypatch.setattr(Objective, "loss_weight", lambda _, chunk: chunk.valid_steps)
     assert (
         deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn), expected) > 1e-4
     )

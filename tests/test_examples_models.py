@@ -114,7 +114,7 @@ def test_without_the_carried_state_it_would_not_learn() -> None:
             if chunk.targets is not None
             else y.sum()
         )
-        if chunk.valid:
+        if chunk.valid_steps:
             loss.backward()
             losses.append(loss.item())
         optimizer.step()

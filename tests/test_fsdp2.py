@@ -114,7 +114,7 @@ def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
     state = plain().initial_state(lanes)
     for chunk in stream:
         y, state = net(chunk.inputs, tt.state.detach(state))
-        if chunk.valid:
+        if chunk.valid_steps:
             LOSS(*chunk.valid_pairs(y)).backward()
         else:
             (y.sum() * 0).backward()

@@ -367,5 +367,5 @@ def test_every_policy_reads_a_stream_to_its_end() -> None:
                     named("hides-layer").net(), source, nn.MSELoss(), gradient=setting.make()
                 )
             )
-        assert valid == whole.valid
+        assert valid == whole.valid_steps
         assert (source.epoch, source.position) == (epoch + 1, 0)

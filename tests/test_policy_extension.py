@@ -40,7 +40,7 @@ class EveryStride:
         loss = objective.loss(outputs, chunk)
         loss.backward()
         after = tt.state.detach(after)
-        update = tt.Update(loss.detach(), chunk.valid, after, outputs.detach(), chunk)
+        update = tt.Update(loss.detach(), chunk.valid_steps, after, outputs.detach(), chunk)
         return update, CarriedState(after)
 
     def state_dict(self, state: CarriedState) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
     for chunk in tt.Stream(sources, 3, 5):
         y = player(chunk.inputs, chunk.resets)
         assert chunk.targets is not None
-        if chunk.valid:
+        if chunk.valid_steps:
             means.append((y - chunk.targets)[chunk.mask].square().mean().item())
     weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss.item()
     assert np.mean(means) != pytest.approx(weighted, rel=1e-3)

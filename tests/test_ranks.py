@@ -451,7 +451,7 @@ def valid_steps(name: str, ranks: int, stride: int) -> list[tuple[int, ...]]:
     """Of every stride of an epoch, those of each rank."""
     data = CASES[name].data()
     streams = [tt.Stream(data, LANES, stride, rank=rank, ranks=ranks) for rank in range(ranks)]
-    return [tuple(chunk.valid for chunk in chunks) for chunks in zip(*streams, strict=True)]
+    return [tuple(chunk.valid_steps for chunk in chunks) for chunks in zip(*streams, strict=True)]
 
 
 def test_in_some_strides_one_rank_has_no_target_and_another_has() -> None:

@@ -48,7 +48,7 @@ def same(a: tt.Chunk, b: tt.Chunk) -> bool:
         pairs.append((a.targets, b.targets))
     alike = (
         (a.targets is None) == (b.targets is None)
-        and a.valid == b.valid
+        and a.valid_steps == b.valid_steps
         and a.any_reset == b.any_reset
     )
     return alike and all(
@@ -153,7 +153,7 @@ def test_delivered_numbers_are_those_of_the_source(
             assert (c.targets[t, lane].numpy() == source["targets"][position]).all()
             assert c.mask[t, lane]
         assert not c.mask[c.recording < 0].any()
-        assert c.valid == int(c.mask.sum())
+        assert c.valid_steps == int(c.mask.sum())
         assert c.any_reset == bool(c.resets.any())
 
 
@@ -359,7 +359,7 @@ def test_targets_that_are_missing_are_masked_and_counted() -> None:
     floats = np.array([[0, 1], [np.nan, 1], [2, 3], [4, np.nan]])
     chunk = one(np.ones((4, 2)), floats)
     assert chunk.mask.flatten().tolist() == [True, False, True, False]
-    assert chunk.valid == 2
+    assert chunk.valid_steps == 2
     stream = tt.Stream({"inputs": np.ones((5, 2)), "targets": classes}, lanes=1, chunk=5)
     list(stream)
     assert stream.missing_targets == 2
@@ -512,8 +512,8 @@ def test_windows_of_no_length_are_refused() -> None:
 
 def test_chunks_by_hand_are_checked_and_filled_in() -> None:
     chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2))
-    assert (chunk.steps, chunk.lanes, chunk.valid, chunk.any_reset) == (5, 2, 10, False)
-    assert tt.Chunk.from_tensors(torch.zeros(5, 2)).valid == 0
+    assert (chunk.steps, chunk.lanes, chunk.valid_steps, chunk.any_reset) == (5, 2, 10, False)
+    assert tt.Chunk.from_tensors(torch.zeros(5, 2)).valid_steps == 0
     with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
         tt.Chunk.from_tensors(torch.zeros(5))
     with pytest.raises(DataError) as caught:
@@ -541,9 +541,9 @@ def test_chunk_cut_and_cut_again_keeps_its_marks(cuts: list[int]) -> None:
         if begin < stop:
             parts.append(chunk[begin : chunk.steps][0 : stop - begin])
         begin = stop
-    assert sum(part.valid for part in parts) == chunk.valid == int(chunk.mask.sum())
+    assert sum(part.valid_steps for part in parts) == chunk.valid_steps == int(chunk.mask.sum())
     for part in parts:
-        assert part.valid == int(part.mask.sum())
+        assert part.valid_steps == int(part.mask.sum())
         assert part.any_reset == bool(part.resets.any())
         assert part.inputs.shape[0] == part.steps == part.resets.shape[0] == part.position.shape[0]
     glued: Tensor = torch.cat([part.inputs for part in parts])

@@ -129,7 +129,7 @@ def test_a_recording_without_events_stands_beside_those_with_some() -> None:
         chunk = next(iter(tt.Stream(order, lanes=2, chunk=4, seed=None)))
         assert chunk.targets is not None
         assert chunk.targets.dtype == torch.int64
-        assert chunk.valid == 2
+        assert chunk.valid_steps == 2
 
 
 def test_time_spent_on_steps_read_again_counts_as_waiting() -> None:

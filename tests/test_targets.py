@@ -181,7 +181,7 @@ def test_stream_masks_steps_without_a_label_and_counts_them(
     chunk = whole(got)
     assert same(chunk, whole(plain))
     wanted = np.array([row != IGNORE_INDEX and not np.isnan(row) for row in expected])
-    assert chunk.valid == wanted.sum()
+    assert chunk.valid_steps == wanted.sum()
     assert got.missing_targets == plain.missing_targets == int((~wanted).sum())
     assert sorted(chunk.position[chunk.mask].tolist()) == np.flatnonzero(wanted).tolist()
 

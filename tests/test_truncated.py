@@ -108,7 +108,7 @@ class CountsWindow(tt.Truncated):
                 else (None, state.edge)
             )
         after = tt.state.detach(end)
-        update = tt.Update(torch.zeros(()), chunk.valid, after, y.detach(), chunk)
+        update = tt.Update(torch.zeros(()), chunk.valid_steps, after, y.detach(), chunk)
         return update, TruncatedState(after, edge, past)
 
 
@@ -236,7 +236,10 @@ def test_loss_is_the_mean_over_the_valid_steps() -> None:
             torch.equal(update.outputs, y[rows].detach())
             or (update.outputs - y[rows]).abs().max() < EXACT
         )
-        assert (update.chunk.steps, update.chunk.valid) == (min(7, 23 - rows.start), update.steps)
+        assert (update.chunk.steps, update.chunk.valid_steps) == (
+            min(7, 23 - rows.start),
+            update.steps,
+        )
         losses.append(update.loss.item())
     assert len(losses) == 4
 

@@ -59,7 +59,7 @@ class Chunk:
         stop: the end of the chunk in that block, exclusive.
         steps: T.
         lanes: B.
-        valid: the number of true entries of `mask`.
+        valid_steps: the number of true entries of `mask`.
         any_reset: whether any lane resets in this chunk.
     """
 
@@ -70,7 +70,7 @@ class Chunk:
     stop: int
     steps: int = field(init=False)
     lanes: int = field(init=False)
-    valid: int = field(init=False)
+    valid_steps: int = field(init=False)
     any_reset: bool = field(init=False)
 
     def __init__(
@@ -95,7 +95,7 @@ class Chunk:
             stop=stop,
             steps=stop - start,
             lanes=inputs.shape[1],
-            valid=valid_before[stop] - valid_before[start],
+            valid_steps=valid_before[stop] - valid_before[start],
             any_reset=any_reset,
         )
 
@@ -125,7 +125,7 @@ class Chunk:
 
         Example:
             >>> import torch, throughtime as tt
-            >>> tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid
+            >>> tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid_steps
             10
         """
         if inputs.dim() < 2:
@@ -169,7 +169,7 @@ class Chunk:
     def __repr__(self) -> str:
         targets = "none" if self.targets is None else tuple(self.targets.shape)
         return (
-            f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid},"
+            f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid_steps},"
             f" resets={int(self.resets.sum())})"
         )
 
@@ -265,7 +265,7 @@ class Chunk:
                 f"the net returned outputs of shape {tuple(outputs.shape)} for {self.steps} steps"
                 f" of {self.lanes} lanes, expected (T, B, C): one output per step and lane"
             )
-        if self.valid == self.steps * self.lanes:
+        if self.valid_steps == self.steps * self.lanes:
             rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
         else:
             rows, targets = outputs[self.mask], self.targets[self.mask]

@@ -155,9 +155,9 @@ class Evaluator:
         chunk = chunk.to(self._predictor.device)
         self._predictor.lanes = chunk.lanes
         outputs = self._predictor._run_chunk(chunk)
-        if not chunk.valid:
+        if not chunk.valid_steps:
             return outputs
-        self._steps += chunk.valid
+        self._steps += chunk.valid_steps
         if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
             self._loss += self._objective.loss(outputs, chunk).item() * weight
             self._weight += weight

@@ -183,14 +183,14 @@ class LossPass:
     Attributes:
         checkpoints: the segments.
         weights: of each segment's mean loss in that of all.
-        valid: the number of valid steps.
+        valid_steps: their number.
         outputs: `(T, B, C)` of the last segment, detached.
         chunk: the steps of the last segment.
     """
 
     checkpoints: CheckpointedPass
     weights: list[float]
-    valid: int
+    valid_steps: int
     outputs: Tensor
     chunk: Chunk
 
@@ -200,14 +200,16 @@ class LossPass:
     ) -> "LossPass":
         """Run the chunks, one for each segment, forward."""
         weights: list[float] = []
-        valid = 0
+        valid_steps = 0
         last: tuple[Chunk, Tensor] | None = None
         for last in checkpoints.forward(chunks):
             weights.append(objective.loss_weight(last[0]))
-            valid += last[0].valid
+            valid_steps += last[0].valid_steps
         if last is None:
             raise RuntimeError("a pass without segments")
-        return cls(checkpoints, weights, valid if any(weights) else 0, last[1].detach(), last[0])
+        return cls(
+            checkpoints, weights, valid_steps if any(weights) else 0, last[1].detach(), last[0]
+        )
 
     @cached_property
     def loss_weight(self) -> float:

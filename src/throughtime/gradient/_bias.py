@@ -104,7 +104,7 @@ class BiasProbe:
             loss_pass = LossPass.run(
                 checkpoints, (self.read(a, b) for a, b in pairwise(bounds)), self.objective
             )
-            if not loss_pass.valid:
+            if not loss_pass.valid_steps:
                 raise DataError(
                     f"none of the {self.steps} steps has a target that counts: there is no gradient"
                     " to compare"

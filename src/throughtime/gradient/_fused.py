@@ -566,7 +566,7 @@ class _Buffers:
         self, chunk: Chunk, outputs: Tensor, loss: int, fresh: bool
     ) -> Tensor | None:
         """Point the readout to outputs and targets; the mask it returns must outlive the call."""
-        step, count, valid = self._step, chunk.steps, chunk.valid
+        step, count, valid = self._step, chunk.steps, chunk.valid_steps
         mask = None if valid == count * self._lanes else chunk.mask.contiguous()
         step.loss, step.accumulate, step.steps, step.valid = loss, not fresh, count, valid
         if count > self._scratch_steps:

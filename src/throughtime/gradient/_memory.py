@@ -156,7 +156,7 @@ def _graph_bytes(
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         y, after = net(chunk.inputs, entering)
-        loss = objective.loss(y, chunk) if objective is not None and chunk.valid else None
+        loss = objective.loss(y, chunk) if objective is not None and chunk.valid_steps else None
         outputs = 3 * y.nbytes  # themselves, their gradient, and those that an update returns
     del y, after, loss
     return sum(saved_bytes.values()) + outputs, len(saved_bytes)

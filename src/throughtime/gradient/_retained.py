@@ -77,7 +77,7 @@ def update(
     else:
         loss = _backward(net, objective, (outputs, chunk, begin), segments, new, horizon)
         weight = objective.rank_weight(chunk)
-        result = Update(loss, chunk.valid, state, outputs.detach(), chunk, weight=weight)
+        result = Update(loss, chunk.valid_steps, state, outputs.detach(), chunk, weight=weight)
     return result, state, _needed(segments, horizon)
 
 

@@ -158,7 +158,7 @@ class Exact:
         )
         loss_pass = LossPass.run(checkpoints, take_segments(source, bounds), objective)
         after, outputs, chunk = checkpoints.state, loss_pass.outputs, loss_pass.chunk
-        if not loss_pass.valid:
+        if not loss_pass.valid_steps:
             return empty_update(objective, chunk, after, outputs), CarriedState(after)
         recorder = AdjointRecorder(self.clip_adjoint, objective.scale(outputs), chunk)
         loss = loss_pass.backward(objective, recorder, begin)
@@ -166,5 +166,5 @@ class Exact:
         clipped = 0 if limit is None else int((norms > limit).sum())
         stats = AdjointStats(length, norms, clipped)
         weight = loss_pass.loss_weight
-        update = Update(loss, loss_pass.valid, after, outputs, chunk, stats, weight)
+        update = Update(loss, loss_pass.valid_steps, after, outputs, chunk, stats, weight)
         return update, CarriedState(after)

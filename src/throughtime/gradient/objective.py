@@ -95,7 +95,7 @@ class Objective:
             or chunk.targets is None
             or chunk.targets.is_floating_point()
         ):
-            return chunk.valid
+            return chunk.valid_steps
         targets = chunk.targets[chunk.mask]
         counted = targets[targets != fn.ignore_index]
         return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
@@ -104,12 +104,12 @@ class Objective:
         """Whether any step of the chunk counts in the loss."""
         fn = self.loss_fn
         if (
-            chunk.valid
+            chunk.valid_steps
             and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
             and (fn.weight is not None or fn.ignore_index != IGNORED)
         ):
             return self.loss_weight(chunk) > 0
-        return chunk.valid > 0
+        return chunk.valid_steps > 0
 
     def rank_weight(self, chunk: Chunk) -> float | None:
         """The weight of this chunk's gradient among those of other ranks, if there are any."""

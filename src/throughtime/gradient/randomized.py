@@ -194,14 +194,14 @@ class Randomized:
         loss_pass = LossPass.run(checkpoints, chunks, objective)
         after, outputs, last = checkpoints.state, loss_pass.outputs, loss_pass.chunk
         loss_weight = objective.mean(loss_pass.loss_weight)
-        if not loss_pass.valid:
+        if not loss_pass.valid_steps:
             return empty_update(objective, last, after, outputs), CarriedState(after)
         recorder = AdjointRecorder(None, objective.scale(outputs), last)
         scale = loss_weight / (self.mean_horizon * chunk.lanes)
         loss = loss_pass.backward(objective, recorder, begin, scale)
         stats = AdjointStats(length, recorder.adjoints)
         weight = loss_pass.loss_weight
-        update = Update(loss, loss_pass.valid, after, outputs, last, stats, weight)
+        update = Update(loss, loss_pass.valid_steps, after, outputs, last, stats, weight)
         return update, CarriedState(after)
 
     def _gates(self, steps: int) -> dict[int, CreditGate]:

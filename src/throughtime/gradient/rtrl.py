@@ -129,7 +129,7 @@ class RTRL:
                 update = empty_update(objective, chunk, after, outputs)
             else:
                 weight = objective.rank_weight(chunk)
-                update = Update(loss, chunk.valid, after, outputs, chunk, weight=weight)
+                update = Update(loss, chunk.valid_steps, after, outputs, chunk, weight=weight)
             if update is not None:
                 return update, state
         return None, state

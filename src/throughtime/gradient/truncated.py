@@ -269,7 +269,7 @@ class Truncated:
             begin = source.position - chunk.steps
             check_finite(net, chunk, begin, loss, everywhere=result is not None)
         weight = objective.rank_weight(chunk)
-        update = Update(loss, chunk.valid, after, outputs, chunk, weight=weight)
+        update = Update(loss, chunk.valid_steps, after, outputs, chunk, weight=weight)
         return update, self._next_state(state, steps, window, after, boundary)
 
     @staticmethod

@@ -324,7 +324,7 @@ def _scored_chunks(net: tt.Carried, stream: tt.Stream) -> Iterator[tuple[tt.Pred
                 "the recordings of this stream have no targets; to run the net without metrics"
                 " use tt.predict"
             )
-        if chunk.valid:
+        if chunk.valid_steps:
             yield predictor, chunk
         else:
             predictor._run_chunk(chunk)
