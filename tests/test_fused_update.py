@@ -1,9 +1,10 @@
 """A fused update equals the update with a graph, and runs only where no result can differ."""
 
 import math
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -556,7 +557,8 @@ def test_threads_change_no_bit(classes: int) -> None:
 def test_buffers_do_not_outlive_the_net() -> None:
     net = make("gru")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert net in _fused._nets
-    before = len(_fused._nets)
+    fused_net = weakref.ref(cast("_fused.FusedNet", net._fused_net))
+    copy = deepcopy(net)
+    assert copy._fused_net is None
     del net
-    assert len(_fused._nets) == before - 1
+    assert fused_net() is None

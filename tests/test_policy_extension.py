@@ -218,3 +218,52 @@ def test_what_is_no_policy_is_refused_before_any_step(
     net = named("lstm").net()
     with pytest.raises(ConfigError, match=fault):
         tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
+
+
+@dataclass(frozen=True)
+class Broken(EveryStride):
+    """A policy whose first result, or that at the end of an epoch, is `result`."""
+
+    result: Any
+    at_end: bool = False
+
+    def update(
+        self, net: tt.Carried, source: Source, objective: Objective, state: CarriedState
+    ) -> Any:
+        update, after = super().update(net, source, objective, state)
+        return self.result if self.at_end == (update is None) else (update, after)
+
+
+@pytest.mark.parametrize(
+    ("result", "at_end", "outline"),
+    [
+        (None, True, "None"),
+        (None, False, "None"),
+        (torch.zeros(()), False, "a Tensor"),
+        ((1.0, CarriedState()), False, r"\(float, CarriedState\)"),
+        ((None, {"carried": None}), False, r"\(NoneType, dict\)"),
+        ((None, CarriedState(), 3), False, r"\(NoneType, CarriedState, int\)"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_that_returns_something_else_is_named(
+    result: Any, at_end: bool, outline: str, accumulate: int
+) -> None:
+    net, stream = named("hides-layer").net(), tt.Stream(recordings([20]), 1, 5)
+    policy = Broken(5, result, at_end)
+    run = tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
+    with pytest.raises(ConfigError, match=rf"Broken.update returned {outline}, expected a tt.Upd"):
+        list(run)
+
+
+class StartsWithDict(EveryStride):
+    """A policy whose first state has no attribute `carried`."""
+
+    def init(self, carried: Any, previous: Any) -> Any:
+        return {"carried": carried}
+
+
+def test_a_state_without_a_carried_state_is_named_before_any_step() -> None:
+    net, stream = named("hides-layer").net(), tt.Stream(recordings([20]), 1, 5)
+    with pytest.raises(ConfigError, match="state of StartsWithDict is a dict, expected a value"):
+        tt.updates(net, stream, nn.MSELoss(), gradient=StartsWithDict(5))

@@ -5,7 +5,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
@@ -63,15 +64,17 @@ class Chunk:
         any_reset: whether any lane resets in this chunk.
     """
 
-    inputs: Tensor
-    targets: Tensor | None
     metadata: ChunkMetadata
     start: int
     stop: int
-    steps: int = field(init=False)
-    lanes: int = field(init=False)
-    valid_steps: int = field(init=False)
-    any_reset: bool = field(init=False)
+    steps: int
+    lanes: int
+    valid_steps: int
+    any_reset: bool
+    # the tensors that contain inputs and targets, and the step of theirs at which the chunk begins
+    _inputs: Tensor
+    _targets: Tensor | None
+    _first: int
 
     def __init__(
         self,
@@ -80,16 +83,15 @@ class Chunk:
         metadata: ChunkMetadata,
         start: int,
         stop: int,
+        first: int = 0,
     ) -> None:
         valid_before, resets = metadata.valid_before, metadata.reset_steps
         any_reset = False
         if resets:
-            first = bisect_left(resets, start)
-            any_reset = first < len(resets) and resets[first] < stop
+            index = bisect_left(resets, start)
+            any_reset = index < len(resets) and resets[index] < stop
         # one assignment for all attributes of a frozen class: every update creates several chunks
         self.__dict__.update(
-            inputs=inputs,
-            targets=targets,
             metadata=metadata,
             start=start,
             stop=stop,
@@ -97,7 +99,25 @@ class Chunk:
             lanes=inputs.shape[1],
             valid_steps=valid_before[stop] - valid_before[start],
             any_reset=any_reset,
+            _inputs=inputs,
+            _targets=targets,
+            _first=first,
         )
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """`(T, B, D)`, or `(T, B)` for token indices."""
+        return self._rows(self._inputs)
+
+    @cached_property
+    def targets(self) -> Tensor | None:
+        """`(T, B)` or `(T, B, C)`; `None` if the recordings have no targets."""
+        return None if self._targets is None else self._rows(self._targets)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """The steps of this chunk; sliced when they are first needed, as a kernel may not."""
+        whole = self._first == 0 and len(tensor) == self.steps
+        return tensor if whole else tensor[self._first : self._first + self.steps]
 
     @classmethod
     def from_tensors(
@@ -213,9 +233,13 @@ class Chunk:
 
     def _cut(self, start: int, stop: int) -> "Chunk":
         """The steps `start` to before `stop`, both within the chunk."""
-        targets = None if self.targets is None else self.targets[start:stop]
         return Chunk(
-            self.inputs[start:stop], targets, self.metadata, self.start + start, self.start + stop
+            self._inputs,
+            self._targets,
+            self.metadata,
+            self.start + start,
+            self.start + stop,
+            self._first + start,
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
@@ -282,18 +306,12 @@ class Chunk:
         if self.inputs.device == device:
             return self
         metadata = ChunkMetadata.of(self.resets, self.mask, self.recording, self.position)
-        moved = ChunkMetadata(
-            metadata.resets.to(device),
-            metadata.mask.to(device),
-            metadata.recording.to(device),
-            metadata.position.to(device),
-            metadata.reset_steps,
-            metadata.valid_before,
-        )
+        names = ("resets", "mask", "recording", "position")
+        moved = {name: getattr(metadata, name).to(device) for name in names}
         return Chunk(
             self.inputs.to(device),
             None if self.targets is None else self.targets.to(device),
-            moved,
+            replace(metadata, **moved),
             0,
             self.steps,
         )

@@ -16,7 +16,7 @@ from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Accumulation, LossFn, Objective, Policy, Scaler, Update
 from throughtime.gradient._backward import trainable_weights
-from throughtime.gradient.policy import S
+from throughtime.gradient.policy import S, check_result, check_state
 from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -63,8 +63,8 @@ def updates(
     Raises:
         ModelError: the net is not carried, or breaks its contract.
         DataError: chunks that are not adjacent, or have no targets.
-        ConfigError: `gradient` is not a policy; or `accumulate` is below 1, or used with
-            `tt.Randomized`, whose updates are not means.
+        ConfigError: `gradient` is not a policy, or one that breaks the contract of `tt.Policy`; or
+            `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means.
 
     Cost: the policy's; besides it some 20 microseconds per update on a CPU.
 
@@ -125,7 +125,7 @@ class Updates(Iterator[Update], Generic[S]):
         elif isinstance(stream, Stream):
             stream._start(handed_off=stream.hand_off and stream._entering_state(net) is not None)
             carried = stream._entering_state(net) if stream._schedule.handed_off else None
-        self._state = gradient.init(carried, previous)
+        self._state = check_state(gradient, gradient.init(carried, previous))
         self._checked = False
         self._generation = 0 if self._stream is None else self._stream._generation
         self._finished = self._failed = False
@@ -154,9 +154,10 @@ class Updates(Iterator[Update], Generic[S]):
             self._before = stream.epoch, stream.position, self._state
         self._failed = True
         if self._ranks.count == 1:  # the usual case
-            update, self._state = self._gradient.update(
-                self._net, self._source, self._objective, self._state
-            )
+            result = self._gradient.update(self._net, self._source, self._objective, self._state)
+            if type(result) is not tuple or not self._count:
+                check_result(self._gradient, result)
+            update, self._state = result
         else:
             update = self._reduced_update()
         self._failed = False
@@ -213,9 +214,8 @@ class Updates(Iterator[Update], Generic[S]):
     def _local_update(self, weights: list[Tensor]) -> Update | None:
         """This rank's update; signals a failure to the other ranks, which would wait for it."""
         try:
-            update, self._state = self._gradient.update(
-                self._net, self._source, self._objective, self._state
-            )
+            result = self._gradient.update(self._net, self._source, self._objective, self._state)
+            update, self._state = check_result(self._gradient, result)
         except Exception:
             self._ranks.signal_failure(weights)
             raise
@@ -292,7 +292,8 @@ class Updates(Iterator[Update], Generic[S]):
         stream._start(handed_off=entering is not None)
         self._generation = stream._generation
         self._finished, self._failed, self._checked, self._before = False, False, False, None
-        self._state = self._gradient.load_state_dict(moved["policy"], self._source)
+        state = self._gradient.load_state_dict(moved["policy"], self._source)
+        self._state = check_state(self._gradient, state)
 
     def _require_stream(self) -> Stream:
         if self._stream is None:

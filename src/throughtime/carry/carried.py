@@ -61,6 +61,8 @@ class Carried(nn.Module):
     Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself.
     """
 
+    _fused_net: object = None  # of gradient/_fused.py; False for a net that it cannot update
+
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__()
         self.module = module

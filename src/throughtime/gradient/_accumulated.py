@@ -21,7 +21,7 @@ from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient._backward import trainable_weights
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import Policy, S, Update
+from throughtime.gradient.policy import Policy, S, Update, check_result
 from throughtime.gradient.randomized import Randomized
 from throughtime.gradient.schedule import check_whole
 from throughtime.state import State
@@ -104,7 +104,8 @@ class Accumulation(Generic[S]):
                 return count, state  # the source ends once, and the next call must see that
             for weight in mean.weights:
                 weight.grad = None
-            update, state = self.policy.update(net, source, objective, state)
+            result = self.policy.update(net, source, objective, state)
+            update, state = check_result(self.policy, result)
             if update is None:
                 return count, state
             mean.add(update)

@@ -1,4 +1,4 @@
-"""The backward pass over segments, the gradient that it adds up, and the check that it is finite.
+"""The backward pass over segments, and the gradient that it adds up.
 
     (g, a_i) += J_i' (dl_i, a_{i+1})        from the last segment to the first
 
@@ -9,14 +9,12 @@ an ordinary backward pass.
 Shapes: `B` lanes, `C` outputs.
 """
 
-import cmath
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Never, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from throughtime.gradient._segments import (
     no_autocast,
     wide,
 )
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, first_nonfinite, nonfinite_message
 
 # called with the cotangents of the state between two segments, on their way back
 BoundaryHook: TypeAlias = Callable[[Cotangents], Cotangents]
@@ -400,70 +398,6 @@ def deliver(
     if name is not None:
         raise RunError(nonfinite_message(name, chunk, start, loss))
     grads.deliver()
-
-
-_ends: "WeakKeyDictionary[nn.Module, list[Tensor]]" = WeakKeyDictionary()
-
-
-def check_finite(
-    net: nn.Module, chunk: Chunk, start: int, loss: Tensor, *, everywhere: bool = False
-) -> None:
-    """Refuse a `.grad` that is not finite.
-
-    Reads the first and the last parameter, at 2 to 4 microseconds each. A value that is not finite
-    spreads to all layers before it, and the layers next to the inputs are at one of the two ends.
-    All parameters are read if one of these is not finite, or with `everywhere`.
-
-    Raises:
-        RunError: a gradient is not finite; parameter and steps are named.
-    """
-    ends = _ends.get(net)
-    if ends is None or any(weight.grad is None for weight in ends):
-        with_grad = [weight for weight in net.parameters() if weight.grad is not None]
-        ends = _ends[net] = [*with_grad[:1], *with_grad[1:][-1:]]
-    if not everywhere:
-        for weight in ends:
-            if weight.grad is not None and not cmath.isfinite(weight.grad.sum().item()):
-                break
-        else:
-            return
-    named = ((name, w.grad) for name, w in net.named_parameters() if w.requires_grad)
-    name = first_nonfinite(named)
-    if name is not None:
-        raise RunError(
-            nonfinite_message(name.removeprefix("module."), chunk, start, loss, written=True)
-        )
-
-
-def first_nonfinite(gradients: Iterable[tuple[str, Tensor | None]]) -> str | None:
-    """The name of the first gradient that is not finite."""
-    for name, gradient in gradients:
-        if gradient is None:
-            continue
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not bool(values.isfinite().all()):
-            return name
-    return None
-
-
-def nonfinite_message(
-    name: str, chunk: Chunk, start: int, loss: Tensor, *, written: bool = False
-) -> str:
-    """The message for a gradient that is not finite; `written` if it is in `.grad` already."""
-    recordings = sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
-    listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
-    untouched = (
-        "The weights are unchanged; call zero_grad() before you go on"
-        if written
-        else "`.grad` and the weights are unchanged"
-    )
-    return (
-        f"the gradient of '{name}' is not finite (NaN or infinite) in the chunk of steps {start} to"
-        f" {start + chunk.steps - 1} of the epoch (recording {listed}), whose part of the loss is"
-        f" {loss.item():.6g}. {untouched}. Check the inputs and targets of these steps. If they are"
-        " sound, the gradient explodes: lower the learning rate, or cut or clip the credit (a"
-        " shorter horizon, clip_grad_norm_, or tt.Exact with clip_adjoint)."
-    )
 
 
 def trainable_weights(net: nn.Module, loss_fn: object = None) -> dict[str, Tensor]:

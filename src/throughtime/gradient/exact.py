@@ -16,9 +16,8 @@ References: T. Chen et al., Training deep nets with sublinear memory cost (2016)
 Memory-efficient backpropagation through time, NeurIPS 2016.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
@@ -28,12 +27,17 @@ from throughtime.gradient._backward import AdjointRecorder, LossPass, take_segme
 from throughtime.gradient._memory import MemoryBudget, Offload
 from throughtime.gradient._segments import CheckpointedPass, Verify, check_verify
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import AdjointStats, CarriedState, Update, empty_update
-from throughtime.state import State
+from throughtime.gradient.policy import (
+    AdjointStats,
+    CarriedState,
+    MemorylessPolicy,
+    Update,
+    empty_update,
+)
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(MemorylessPolicy):
     """The full gradient of each recording, or segment, in bounded memory.
 
     An update at every step at which all lanes start a recording. With one lane that is one for
@@ -110,20 +114,6 @@ class Exact:
             "an update for every recording (with several lanes, where all of them start one),"
             " credit back through all of it"
         )
-
-    def init(self, carried: State, previous: CarriedState | None) -> CarriedState:
-        """The state before the first update of an epoch."""
-        del previous
-        return CarriedState(carried)
-
-    def state_dict(self, state: CarriedState) -> dict[str, Any]:
-        """The carried state."""
-        return {"carried": state.carried}
-
-    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> CarriedState:
-        """The state that `state_dict` saved."""
-        del source
-        return CarriedState(values["carried"])
 
     def update(
         self, net: Carried, source: Source, objective: Objective, state: CarriedState

@@ -12,15 +12,17 @@ A policy is a frozen value; whatever it needs between two updates is in a state 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from typing_extensions import TypeVar  # with a default, before Python 3.13
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
+from throughtime.errors import ConfigError
 from throughtime.gradient.objective import Objective
 from throughtime.state import State
 
@@ -141,3 +143,66 @@ class Policy(Protocol[S]):
         `source.read(start, stop)` reads steps of this epoch again.
         """
         ...
+
+
+class MemorylessPolicy(ABC):
+    """A policy that needs nothing between two updates but the carried state."""
+
+    def init(self, carried: State, previous: CarriedState | None) -> CarriedState:
+        """The state before the first update of an epoch."""
+        del previous
+        return CarriedState(carried)
+
+    def state_dict(self, state: CarriedState) -> dict[str, Any]:
+        """The carried state."""
+        return {"carried": state.carried}
+
+    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> CarriedState:
+        """The state that `state_dict` saved."""
+        del source
+        return CarriedState(values["carried"])
+
+    @abstractmethod
+    def update(
+        self, net: Carried, source: Source, objective: Objective, state: CarriedState
+    ) -> tuple[Update | None, CarriedState]:
+        """As that of `Policy`."""
+
+
+def check_result(policy: Policy[S], result: Any) -> tuple[Update | None, S]:
+    """What `policy.update` returned.
+
+    Raises:
+        ConfigError: it is something else than an update, or None, and a state.
+    """
+    if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
+        update, state = cast("tuple[Any, Any]", result)
+        if (update is None or isinstance(update, Update)) and hasattr(state, "carried"):
+            return update, state
+    raise ConfigError(
+        f"{type(policy).__name__}.update returned {_outline(result)}, expected a tt.Update, or None"
+        " at the end of the epoch, and the policy's state, which has an attribute 'carried':"
+        " return update, state"
+    )
+
+
+def check_state(policy: Policy[S], state: S) -> S:
+    """The state of `policy`, if it has what `tt.updates` needs.
+
+    Raises:
+        ConfigError: it has no attribute `carried`.
+    """
+    if hasattr(state, "carried"):
+        return state
+    raise ConfigError(
+        f"the state of {type(policy).__name__} is {_outline(state)}, expected a value with an"
+        " attribute 'carried': the net's state after the last step, None before the first. A frozen"
+        " dataclass with a field 'carried' will do (see tt.Policy)"
+    )
+
+
+def _outline(value: object) -> str:
+    """The type of a value; of a tuple, those of its items."""
+    if type(value) is tuple:
+        return f"({', '.join(type(item).__name__ for item in cast('tuple[Any, ...]', value))})"
+    return "None" if value is None else f"a {type(value).__name__}"

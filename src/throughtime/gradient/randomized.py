@@ -19,11 +19,9 @@ References: C. Tallec and Y. Ollivier, Unbiasing truncated backpropagation throu
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -35,7 +33,13 @@ from throughtime.gradient._backward import AdjointRecorder, LossPass
 from throughtime.gradient._memory import MemoryBudget
 from throughtime.gradient._segments import CheckpointedPass, CreditGate
 from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import AdjointStats, CarriedState, Update, empty_update
+from throughtime.gradient.policy import (
+    AdjointStats,
+    CarriedState,
+    MemorylessPolicy,
+    Update,
+    empty_update,
+)
 from throughtime.state import State
 
 
@@ -82,7 +86,7 @@ class Survival:
 
 
 @dataclass(frozen=True)
-class Randomized:
+class Randomized(MemorylessPolicy):
     """Truncation at random steps with an unbiased gradient: weights compensate the cuts.
 
     Use it for streams without an end, or where updates must be frequent and bias is worse than
@@ -155,20 +159,6 @@ class Randomized:
             " may fall), credit unbiased; the second moment of credit over"
             f" {', '.join(map(str, lags))} steps grows up to {grows} times"
         )
-
-    def init(self, carried: State, previous: CarriedState | None) -> CarriedState:
-        """The state before the first update of an epoch."""
-        del previous
-        return CarriedState(carried)
-
-    def state_dict(self, state: CarriedState) -> dict[str, Any]:
-        """The carried state."""
-        return {"carried": state.carried}
-
-    def load_state_dict(self, values: Mapping[str, Any], source: Source) -> CarriedState:
-        """The state that `state_dict` saved."""
-        del source
-        return CarriedState(values["carried"])
 
     def update(
         self, net: Carried, source: Source, objective: Objective, state: CarriedState

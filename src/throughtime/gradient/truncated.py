@@ -29,11 +29,10 @@ from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import _retained, schedule
-from throughtime.gradient._backward import check_finite
 from throughtime.gradient._fused import try_fused
 from throughtime.gradient._memory import measure_graph
 from throughtime.gradient._segments import Segment, forward, join_outputs, no_autocast
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, check_finite
 from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
 
@@ -242,7 +241,8 @@ class Truncated:
         objective: Objective,
         state: TruncatedState,
     ) -> tuple[Update | None, TruncatedState]:
-        past, edge, horizon = state.past, state.edge, self._horizon
+        past, edge = state.past, state.edge
+        horizon = self.stride if self.horizon is None else self.horizon
         counted = 0 if past is None else past.steps
         # chunks from an iterator are not read ahead without need
         following = source.remaining(self.stride) if horizon > self.stride else 0
@@ -252,24 +252,26 @@ class Truncated:
         steps = chunk if past is None else join((past, chunk))
         if edge is None:
             edge = net.initial_state(chunk.lanes, like=chunk.inputs)
-        if not objective.counts(chunk):
+        result = None
+        if chunk.valid_steps and net._fused_net is not False:
+            result = try_fused(net, steps, chunk, edge, window, objective)
+        if result is not None:
+            loss, outputs, after, boundary, finite = result
+        elif not objective.counts(chunk):
             with torch.no_grad():
                 outputs, after, boundary = _run_window(net, steps, edge, window)
             after = trees.detach(after)
             update = empty_update(objective, chunk, after, outputs)
             return update, self._next_state(state, steps, window, after, boundary)
-        result = try_fused(net, steps, chunk, edge, window, objective)
-        if result is None:
-            outputs, after, boundary = _run_window(net, steps, edge, window)
-            loss = _backward_window(objective, outputs, chunk)
-            outputs, after = outputs.detach(), trees.detach(after)
         else:
-            loss, outputs, after, boundary = result.loss, result.outputs, result.state, result.edge
-        if objective.scaler is None and (result is None or not result.finite):
+            outputs, after, boundary = _run_window(net, steps, edge, window)
+            loss, finite = _backward_window(objective, outputs, chunk), False
+            outputs, after = outputs.detach(), trees.detach(after)
+        if not finite and objective.scaler is None:
             begin = source.position - chunk.steps
             check_finite(net, chunk, begin, loss, everywhere=result is not None)
-        weight = objective.rank_weight(chunk)
-        update = Update(loss, chunk.valid_steps, after, outputs, chunk, weight=weight)
+        weight = None if objective.reducer is None else objective.loss_weight(chunk)
+        update = Update(loss, chunk.valid_steps, after, outputs, chunk, None, weight)
         return update, self._next_state(state, steps, window, after, boundary)
 
     @staticmethod

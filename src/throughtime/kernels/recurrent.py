@@ -34,7 +34,8 @@ TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # tt_type by the type to which both factors of a product are rounded; with 2, numbers are float32
 PRODUCT_TYPES = {**TYPES, torch.bfloat16: 2}
 CROSS_ENTROPY, SQUARED_ERROR = 0, 1  # losses of a fused step
-INVALID_TARGET, NON_FINITE = 2, 3  # tt_fault; after the first nothing has been written
+# tt_fault; after the first two nothing has been written
+NO_MEMORY, INVALID_TARGET, NON_FINITE = 1, 2, 3
 _POINTERS = (
     *("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets"),
     *("y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end"),
@@ -98,7 +99,8 @@ def fused_step(call: FusedStep) -> int:
         MemoryError: there is no memory for its work.
     """
     code: int = core().tt_fused_step_run(call)
-    check(code)
+    if code == NO_MEMORY:
+        check(code)
     return code
 
 
@@ -293,7 +295,7 @@ def _saved_size(level: str | None, sizes: tuple[int, ...]) -> int:
 
 def check(code: int) -> None:
     """Raise if a call of the library returned TT_NO_MEMORY."""
-    if code == 1:
+    if code == NO_MEMORY:
         raise MemoryError(
             "the kernels of throughtime could not allocate their memory; take fewer lanes or"
             " shorter chunks"

@@ -337,10 +337,11 @@ class Stream:
 
     def take(self, steps: int) -> Chunk | None:
         """The next `steps` steps (fewer at the end); `None`, once, at the end of each epoch."""
-        if self.position >= self.steps:
+        end = self._schedule.steps
+        if self.position >= end:
             self._begin(self.epoch + 1)
             return None
-        stop = min(self.position + steps, self.steps)
+        stop = min(self.position + steps, end)
         block, begin = self._block, self.position - self._block_start
         if (
             block is not None
