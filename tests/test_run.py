@@ -339,7 +339,7 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
     assert run.code == 2
     assert "could not be written" in run.complained
-    assert "the previous checkpoint" in run.complained
+    assert "the previous one is untouched" in run.complained
     assert "Traceback" not in run.complained
     assert training.folder.checkpoint.read_bytes() == before
     assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]
@@ -430,7 +430,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     before = training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes()
     with torch.no_grad():
         next(training.net.parameters())[0] = torch.nan
-    with pytest.raises(RunError, match=r"the weights are not finite .* diverged"):
+    with pytest.raises(RunError, match=r"diverged at update \d+: the weights are not finite"):
         training.save()
     assert before == (training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes())
 

@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,14 +28,10 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field of `Config`: its group, its help, its default.
+    """A field of `Config`: the heading of its group in the help, what it sets, its default.
 
-    Args:
-        panel: heading of its group in `throughtime train --help`.
-        help_: what it sets, in a sentence.
-        default: its value unless given; none: it must be given.
-        checks: `minimum=N`, `positive=True` for finite numbers above 0, and `unset="..."`, what
-            `None` means.
+    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, and `unset="..."`, what
+    `None` means.
     """
     return field(default=default, metadata={"panel": panel, "help": help_, **checks})
 
@@ -153,9 +149,7 @@ class Config:
         minimum=0,
     )
     hand_off: bool = _setting(
-        "Stream",
-        "A part of a recording starts from the final state of the part before it.",
-        False,
+        "Stream", "A part of a recording starts from the final state of the part before it.", False
     )
     workers: int | Literal["thread"] = _setting(
         "Stream", "Processes that read ahead, or 'thread'.", 0
@@ -203,13 +197,13 @@ class Config:
             and "stride" not in self.gradient_args
         ):
             object.__setattr__(self, "stride", DEFAULT_STRIDE)
-        faults = (
-            self._range_faults()
-            + self._gradient_faults()
-            + self._label_faults()
-            + self._stream_faults()
-            + self._rank_faults()
-        )
+        faults = [
+            *self._range_faults(),
+            *self._gradient_faults(),
+            *self._label_faults(),
+            *self._stream_faults(),
+            *self._rank_faults(),
+        ]
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -250,133 +244,113 @@ class Config:
             arguments = {"policy": settings.pop("gradient"), **arguments}
         return _toml_lines(settings) + ("\n[gradient]\n" + _toml_lines(arguments)) * bool(arguments)
 
-    def _range_faults(self) -> list[str]:
-        faults: list[str] = []
+    def _range_faults(self) -> Iterator[str]:
         for setting in fields(self):
             value, checks = getattr(self, setting.name), setting.metadata
             if value is None:
                 continue
             if "minimum" in checks and value < checks["minimum"]:
-                faults.append(f"{setting.name}={value}: expected at least {checks['minimum']}")
+                yield f"{setting.name}={value}: expected at least {checks['minimum']}"
             if checks.get("positive") and not 0 < value < math.inf:
-                faults.append(f"{setting.name}={value}: expected a finite number above 0")
+                yield f"{setting.name}={value}: expected a finite number above 0"
         if self.seed >= 2**63:
-            faults.append(f"seed={self.seed}: expected a number below 2**63")
+            yield f"seed={self.seed}: expected a number below 2**63"
         if not 0 <= self.holdout < 1:
-            faults.append(f"holdout={self.holdout}: expected a share from 0 to below 1")
+            yield f"holdout={self.holdout}: expected a share from 0 to below 1"
         if self.updates is not None and self.epochs is not None:
-            faults.append(
+            yield (
                 f"updates={self.updates} and epochs={self.epochs} are both given: one of them says"
                 " when to stop"
             )
-        return faults
 
-    def _gradient_faults(self) -> list[str]:
+    def _gradient_faults(self) -> Iterator[str]:
         """The policy's name, and settings that do not go with it."""
-        custom = ".py:" in self.gradient
-        if not custom and self.gradient not in POLICY_NAMES:
-            return [
-                f"gradient={self.gradient!r}: expected {', '.join(POLICY_NAMES)}, or FILE.py:Class"
-            ]
-        faults: list[str] = []
+        own = ".py:" in self.gradient
+        if not own and self.gradient not in POLICY_NAMES:
+            names = ", ".join(POLICY_NAMES)
+            yield f"gradient={self.gradient!r}: expected {names}, or FILE.py:Class"
+            return
         for name, policies in _SHORT.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if name in self.gradient_args:
-                faults.append(f"{name}={value} is given again among the arguments of the gradient")
-            if custom or self.gradient in policies:
-                continue
-            faults.append(
-                f"gradient='exact' and {name}={value} are both given: the exact gradient cuts no"
-                f" credit, so it has no {name}. Leave one of them out; segment=N makes an update"
-                " every N steps"
-                if self.gradient == "exact"
-                else f"{name}={value} belongs to gradient={' or '.join(sorted(policies))} (such as"
-                f" --gradient {min(policies)}), got gradient={self.gradient!r}: leave one out"
-            )
+                yield f"{name}={value} is given again among the arguments of the gradient"
+            if self.gradient == "exact" and name != "segment":
+                yield (
+                    f"gradient='exact' and {name}={value} are both given: the exact gradient cuts"
+                    f" no credit, so it has no {name}. Leave one of them out; segment=N makes an"
+                    " update every N steps"
+                )
+            elif not own and self.gradient not in policies:
+                yield (
+                    f"{name}={value} belongs to gradient={' or '.join(sorted(policies))} (such as"
+                    f" --gradient {min(policies)}), got gradient={self.gradient!r}: leave one out"
+                )
         if self.train_on == "windows" and self.gradient != "truncated":
-            faults.append(
+            yield (
                 f"gradient={self.gradient!r} and train_on='windows' are both given: credit ends"
                 " with a window, and within one the truncated gradient is exact. Leave one of them"
                 " out"
             )
-        return faults
 
-    def _label_faults(self) -> list[str]:
+    def _label_faults(self) -> Iterator[str]:
         """Contradictions between the settings of targets and class weights."""
-        faults: list[str] = []
-        every, frame = self.target_every, self.frame_size
+        every, frame, weights = self.target_every, self.frame_size, self.class_weights
         if every is not None and frame > 0 and every % frame:
-            faults.append(
+            yield (
                 f"target_every={every} rows are no whole number of frames of {frame}: expected a"
                 " multiple"
             )
-        if self.task == "regress":
-            faults += [
-                f"{name}={value!r} belongs to classes: leave it out, or is it task='classify'?"
-                for name, value, default in (
-                    ("background_class", self.background_class, None),
-                    ("class_weights", self.class_weights, "none"),
-                )
-                if value != default
-            ]
-        if self.class_weights not in {"none", "balanced"}:
+        for_classes = {"background_class": self.background_class}
+        for_classes["class_weights"] = None if weights == "none" else weights
+        for name, value in for_classes.items() if self.task == "regress" else ():
+            if value is not None:
+                yield f"{name}={value!r} belongs to classes: leave it out, or set task='classify'"
+        if weights not in {"none", "balanced"}:
             try:
-                weights_by_class(self.class_weights)
+                weights_by_class(weights)
             except ConfigError as error:
-                faults.append(str(error))
-        return faults
+                yield str(error)
 
-    def _stream_faults(self) -> list[str]:
-        faults: list[str] = []
+    def _stream_faults(self) -> Iterator[str]:
         if isinstance(self.workers, int) and self.workers < 0:
-            faults.append(
-                f"workers={self.workers}: expected a number of processes, 0 for none, or 'thread'"
-            )
+            yield f"workers={self.workers}: expected a number of processes, 0 for none, or 'thread'"
         if self.offset and self.hand_off:
-            faults.append(
+            yield (
                 f"offset={self.offset} moves the boundaries between parts from epoch to epoch, and"
                 " hand_off=True passes states on at these boundaries: leave one of them out"
             )
-        if self.train_on == "windows":
-            names = [f"offset={self.offset}"] * bool(self.offset) + [
-                "hand_off=True"
-            ] * self.hand_off
-            faults += [
-                f"{name} and train_on='windows' are both given: windows start at the same steps,"
-                " from zero"
-                for name in names
-            ]
-        return faults
+        for name in ("offset", "hand_off") if self.train_on == "windows" else ():
+            if value := getattr(self, name):
+                yield (
+                    f"{name}={value} and train_on='windows' are both given: windows start at the"
+                    " same steps, from zero"
+                )
 
-    def _rank_faults(self) -> list[str]:
+    def _rank_faults(self) -> Iterator[str]:
         """Contradictions between the settings of several processes."""
+        devices, nodes = self.devices, self.nodes
         if self.strategy == "single":
-            several = [
-                f"{name}={value}"
-                for name, value in (("devices", self.devices), ("nodes", self.nodes))
-                if value > 1
-            ]
-            return [f"{' and '.join(several)}: several processes need strategy='ddp'"] * bool(
-                several
-            )
-        faults: list[str] = []
+            several = {"devices": devices, "nodes": nodes}
+            named = " and ".join(f"{name}={value}" for name, value in several.items() if value > 1)
+            if named:
+                yield f"{named}: several processes need strategy='ddp'"
+            return
         if self.device not in {"cpu", "cuda"}:
-            faults.append(
+            yield (
                 f"device={self.device!r} with strategy='ddp': expected 'cpu', or 'cuda' and each"
                 " process takes its own GPU"
             )
-        ranks = self.devices * self.nodes
+        ranks = devices * nodes
         if ranks > 0 and self.lanes % ranks:
             below = self.lanes // ranks * ranks
             near = [str(n) for n in (below, below + ranks) if n]
-            faults.append(
+            yield (
                 f"lanes={self.lanes} are those of all ranks together, and each of {ranks} ranks"
-                f" (devices={self.devices} on each of nodes={self.nodes}) plays the same number:"
-                f" expected a multiple of {ranks}, such as {' or '.join(near)}"
+                f" (devices={devices} on each of nodes={nodes}) plays the same number: expected a"
+                f" multiple of {ranks}, such as {' or '.join(near)}"
             )
-        return faults
 
 
 def _toml_lines(settings: Mapping[str, Any]) -> str:
@@ -430,7 +404,11 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     """
     types = get_type_hints(Config)
     present = {key: value for key, value in settings.items() if value is not None}
-    faults = [_unknown(key, list(types)) for key in present if key not in types]
+    faults: list[str] = []
+    for key in [key for key in present if key not in types]:
+        near = difflib.get_close_matches(key, types, n=1)
+        hint = f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(types)}"
+        faults.append(f"unknown key '{key}'{hint}")
     faults += [
         f"'{f.name}' is missing" + f" ({' or '.join(get_args(types[f.name]))})" * (f.name == "task")
         for f in fields(Config)
@@ -445,23 +423,11 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     return Config(**values)
 
 
-def _unknown(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key '{key}'" + (
-        f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(known)}"
-    )
-
-
 def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
-    """Check a value against a type and convert it.
-
-    Args:
-        name: of the setting, for the message.
-        value: as TOML or a flag gave it.
-        annotation: a type, `Literal`, tuple of names, mapping, or a union of these.
+    """Check a value against a type, a union of types or of words, and convert it.
 
     Returns:
-        The value in its type, and the fault, empty if there is none.
+        The value in its type; and the fault, with the name of the setting, empty if there is none.
     """
     union = get_origin(annotation) in {Union, UnionType}
     options = get_args(annotation) if union else (annotation,)

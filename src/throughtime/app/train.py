@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,14 +174,14 @@ class Training:
         """
         team, folder = team or Team(), RunFolder(path)
         further = updates is not None or epochs is not None
-        end = {"updates": updates, "epochs": epochs} if further else {}
 
         def load() -> "Training":
-            config = replace(folder.read_config(), **end)
-            saved = load_checkpoint(folder.checkpoint) if folder.checkpoint.is_file() else None
+            config = folder.read_config()
+            if further:
+                config = replace(config, updates=updates, epochs=epochs)
             training = cls(config, _open(config, on_phase), folder, team, on_phase)
-            if saved is not None:
-                training._load(saved)
+            if folder.checkpoint.is_file():
+                training._load(load_checkpoint(folder.checkpoint))
             if further:
                 training.finished = training._is_over()
             return training
@@ -255,8 +255,7 @@ class Training:
     def _begin_log(self) -> None:
         self.team.on_first(self.folder.remove_scores)
         if not self.rows:
-            row = {"kind": "data", "update": 0, **self.dataset.facts()}
-            self.team.on_first(lambda: self._write(row))
+            self.team.on_first(lambda: self._write("data", **self.dataset.facts()))
             self.rows += 1
 
     def _all_updates(self) -> Iterator[Update]:
@@ -287,19 +286,13 @@ class Training:
         try:
             return next(epoch, None)
         except Exception as error:
-            self.team.raise_together(
-                None if isinstance(error, RankError) else self._with_advice(error)
-            )
+            shown = error
+            if isinstance(error, RunError):  # such as a gradient that is not finite
+                shown = self._diverged(self.count + 1, str(error))
+                shown.__cause__ = error
+            self.team.raise_together(None if isinstance(error, RankError) else shown)
             self.team.raise_together(error)  # every rank has a RankError: they differ
             raise
-
-    def _with_advice(self, error: Exception) -> Exception:
-        """A gradient that is not finite, with the number of the update and what to try."""
-        if not isinstance(error, RunError):
-            return error
-        advised = RunError(f"training diverged at update {self.count + 1}: {error} {self._advice}")
-        advised.__cause__ = error
-        return advised
 
     def _is_over(self) -> bool:
         if self.config.updates is not None:
@@ -327,7 +320,7 @@ class Training:
 
     def _write_progress(self, loss: float, pairs: list[list[Tensor]]) -> TrainProgress:
         if not math.isfinite(loss):
-            self._raise_diverged(f"the loss is {loss}")
+            raise self._diverged(self.count, f"the loss is {loss}")
         metrics = self.dataset.spec.metrics()
         for outputs, targets in pairs:
             metrics.update(outputs.cpu(), targets.cpu())
@@ -342,8 +335,7 @@ class Training:
             peak_memory(),
             self.waiting,
         )
-        row = {"kind": "train", "update": self.count, "epoch": self.stream.epoch, "loss": loss}
-        self._write({**row, **progress.metrics})
+        self._write("train", epoch=self.stream.epoch, loss=loss, **progress.metrics)
         return progress
 
     def _log_validation(self) -> None:
@@ -355,13 +347,14 @@ class Training:
         with self._outside_training():
             spec, valid = self.dataset.spec, self.dataset.valid
             scores = evaluate_recordings(self.net, spec, valid, self.config, self._on_phase)
-        row = {"kind": "valid", "update": self.count, **scores.metrics}
-        self._write({**row, "recordings": scores.recordings})
+        self._write("valid", **scores.metrics, recordings=scores.recordings)
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, kind: str, **values: Any) -> None:
         self.folder.add_metrics(
             {
-                **row,
+                "kind": kind,
+                "update": self.count,
+                **values,
                 "seconds": round(self.seconds, 3),
                 "waiting": round(self.waiting, 4),
                 "peak_memory": peak_memory(),
@@ -378,14 +371,11 @@ class Training:
         finally:
             self._overhead += time.monotonic() - started
 
-    def _raise_diverged(self, what: str) -> Never:
-        raise RunError(f"{what} at update {self.count}: training diverged. {self._advice}")
-
-    @property
-    def _advice(self) -> str:
-        return (
-            f"The last checkpoint is untouched; try a lower --lr (now {self.config.lr}) or"
-            f" --max-norm (now {self.config.max_norm})"
+    def _diverged(self, update: int, what: str) -> RunError:
+        return RunError(
+            f"training diverged at update {update}: {what.rstrip('.')}. The last checkpoint is"
+            f" untouched; try a lower --lr (now {self.config.lr}) or --max-norm (now"
+            f" {self.config.max_norm})"
         )
 
     def save(self) -> None:
@@ -410,7 +400,7 @@ class Training:
 
     def _save(self, positions: list[dict[str, Any]]) -> None:
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
-            self._raise_diverged("the weights are not finite")
+            raise self._diverged(self.count, "the weights are not finite")
         content = {
             "net": dict(self.net.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -425,13 +415,11 @@ class Training:
             save_model(self.folder.model, self.net, self.dataset.spec)
             save_checkpoint(self.folder.checkpoint, content)
         except OSError as error:
-            previous = (
-                f"the previous checkpoint in {self.folder.path} is untouched"
-                if self.folder.checkpoint.is_file()
-                else "there is no earlier one"
-            )
+            exists = self.folder.checkpoint.is_file()
+            previous = "the previous one is untouched" if exists else "there is no earlier one"
             raise RunError(
-                f"the checkpoint of update {self.count} could not be written ({error}); {previous}"
+                f"{self.folder.checkpoint}: the checkpoint of update {self.count} could not be"
+                f" written ({error}); {previous}"
             ) from error
 
     def _load(self, saved: Mapping[str, Any]) -> None:
@@ -464,11 +452,12 @@ class Training:
 
     def _check_same_data(self, saved: Mapping[str, Any]) -> None:
         """Compare the model's shape, classes and statistics with those of the checkpoint."""
-        spec, before = _flat(asdict(self.dataset.spec)), _flat(saved["spec"])
+        now, before = asdict(self.dataset.spec), saved["spec"]
         faults = [
-            f"{key} were {before[key]!r} and are now {value!r}"
-            for key, value in spec.items()
-            if before[key] != value
+            f"{key} were {old[key]!r} and are now {value!r}"
+            for new, old in ((now["layout"], before["layout"]), (now, before))
+            for key, value in new.items()
+            if key != "layout" and old[key] != value
         ] or [
             f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()}"
             f" and is now {value.tolist()}"
@@ -480,11 +469,6 @@ class Training:
                 f"the data of {self.folder.path} have changed since the run was started: "
                 + "; ".join(faults)
             )
-
-
-def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a model, that of its files beside the rest."""
-    return {**spec["layout"], **{k: v for k, v in spec.items() if k != "layout"}}
 
 
 def _open(config: Config, on_phase: OnPhase | None) -> Dataset:
