@@ -543,10 +543,10 @@ def test_threads_change_no_bit(classes: int) -> None:
             torch.set_num_threads(count)
             seen.append(
                 epoch(
-                    make("lstm", torch.float32, classes, width=40),
+                    make("lstm", torch.float32, classes, width=130),
                     nn.CrossEntropyLoss(),
                     tt.Truncated(40),
-                    lanes=4,
+                    lanes=14,  # fewer run on one thread
                 )
             )
     finally:

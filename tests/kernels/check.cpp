@@ -38,6 +38,7 @@ int main(int count, char **arguments) {
   int failures = 0;
   if (tt_version() != TT_VERSION || tt_use("none such")) failures++;
   tt_pool(parallel);
+  tt_use_threads_from(0); // the examples are small
   for (const char *level : {"v2", "v3", "v4", "base"}) {
     if (!tt_use(level)) continue;
     if (strcmp(tt_level(), level)) failures++;

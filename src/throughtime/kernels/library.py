@@ -12,8 +12,10 @@ once, on first use:
         plain PyTorch runs.
 
 Threads are torch's: a kernel distributes its work through GOMP_parallel of the OpenMP runtime that
-torch calls, so no second pool of threads competes for the cores. In a forked process kernels run on
-one thread: OpenMP's threads do not survive a fork, and torch's own operators hang there.
+torch calls, so no second pool of threads competes for the cores. A kernel takes fewer threads than
+torch's number if its work is small, and for some calls only one if other programs keep the cores
+busy; the bits are the same for any number. In a forked process kernels run on one thread: OpenMP's
+threads do not survive a fork, and torch's own operators hang there.
 """
 
 import ctypes

@@ -5,10 +5,13 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
+#else
+#include <sched.h>
 #endif
 
 #include "pool.h"
@@ -23,6 +26,16 @@ tt_parallel tt_torch_pool = nullptr;
 tt_gemm tt_torch_gemm[3] = {nullptr, nullptr, nullptr};
 int tt_torch_pairs = TT_PAIRS_NONE;
 int (*tt_torch_gemm_threads)(int) = nullptr;
+int64_t tt_least_work = 8 * 1000 * 1000;
+uint32_t tt_late_teams = 0, tt_skips = 0;
+
+#if defined(__linux__)
+void tt_sleep(uint32_t *word, uint32_t value) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
+void tt_wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+void tt_sleep(uint32_t *, uint32_t) { sched_yield(); }
+void tt_wake(uint32_t *) {}
+#endif
 
 namespace {
 
@@ -143,6 +156,8 @@ void tt_blas(tt_gemm single_precision, tt_gemm double_precision, tt_gemm half, i
   __atomic_store_n(tt_torch_gemm + 1, double_precision, __ATOMIC_RELAXED);
   __atomic_store_n(tt_torch_gemm + 2, half, __ATOMIC_RELAXED);
 }
+
+int64_t tt_use_threads_from(int64_t multiplications) { return __atomic_exchange_n(&tt_least_work, multiplications, __ATOMIC_RELAXED); }
 
 int64_t tt_saved(const tt_call *call) { return table()->saved(call); }
 int tt_forward(const tt_call *call) { return table()->forward(call); }

@@ -137,7 +137,7 @@ template <class F> int64_t scratch_of(const tt_fused_step &call) { return call.s
 
 int64_t fused_step_scratch(const tt_fused_step *call) { return call->layers->type == TT_F64 ? scratch_of<double>(*call) : scratch_of<float>(*call); }
 
-template <class F> int fused_step_of(const tt_fused_step &call) {
+template <class F> int in_team(const tt_fused_step &call) {
   const tt_call &top = call.layers[call.count - 1];
   const int64_t all_rows = top.steps * top.lanes;
   Readout<F> r = {};
@@ -178,6 +178,16 @@ template <class F> int fused_step_of(const tt_fused_step &call) {
     finite = finite && all_finite<F>(layer.dw_ih, rows * layer.inputs) && all_finite<F>(layer.dw_hh, rows * layer.outputs);
   }
   return finite ? 0 : TT_NON_FINITE;
+}
+
+template <class F> int fused_step_of(const tt_fused_step &call) {
+  int threads = 1, fault = 0;
+  for (int32_t i = 0; i < call.count; i++) {
+    const int of_layer = threads_of<F>(call.layers[i]);
+    threads = of_layer > threads ? of_layer : threads;
+  }
+  with_team(threads, [&] { fault = in_team<F>(call); });
+  return fault;
 }
 
 int fused_step(const tt_fused_step *call) { return call->layers[0].type == TT_F64 ? fused_step_of<double>(*call) : fused_step_of<float>(*call); }

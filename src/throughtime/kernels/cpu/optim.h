@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t OPTIM_BLOCK = 16384; // numbers at least: 448 KiB of Adam's traffic in floats, about 10 us
 constexpr int64_t OPTIM_BLOCKS = 512;  // at most: their sums are on the stack
+constexpr int64_t WORK_OF_NUMBER = 64; // in multiplications of a matrix product: one takes Adam 0.6 ns
 constexpr double CLIP_EPSILON = 1e-6;  // torch.nn.utils.clip_grad_norm_
 
 inline float root_of(float x) { return __builtin_sqrtf(x); }
@@ -156,33 +157,36 @@ inline double optimize(const tt_optim *o) {
   const int64_t even = (total + OPTIM_BLOCKS - 1) / OPTIM_BLOCKS;
   const int64_t length = even > OPTIM_BLOCK ? even : OPTIM_BLOCK;
   const int64_t blocks = (total + length - 1) / length;
+  const int threads = threads_for(o->threads, WORK_OF_NUMBER * total);
   double norm = 0.0, scale = 1.0;
-  if (o->clip) {
-    double sums[OPTIM_BLOCKS];
-    share(o->threads, blocks, [&](int64_t block) {
-      double sum = 0.0;
-      parts(o, block * length, (block + 1) * length, [&](int64_t i, int64_t first, int64_t last) {
-        if (o->tensors[i].type == TT_F64)
-          sum += squares(static_cast<const double *>(o->grads[i]) + first, last - first);
-        else
-          sum += squares(static_cast<const float *>(o->grads[i]) + first, last - first);
+  with_team(threads, [&] {
+    if (o->clip) {
+      double sums[OPTIM_BLOCKS];
+      share(threads, blocks, [&](int64_t block) {
+        double sum = 0.0;
+        parts(o, block * length, (block + 1) * length, [&](int64_t i, int64_t first, int64_t last) {
+          if (o->tensors[i].type == TT_F64)
+            sum += squares(static_cast<const double *>(o->grads[i]) + first, last - first);
+          else
+            sum += squares(static_cast<const float *>(o->grads[i]) + first, last - first);
+        });
+        sums[block] = sum;
       });
-      sums[block] = sum;
-    });
-    double sum = 0.0;
-    for (int64_t block = 0; block < blocks; block++) sum += sums[block];
-    norm = __builtin_sqrt(sum);
-    scale = o->max_norm / (norm + CLIP_EPSILON);
-    if (scale > 1.0) scale = 1.0; // NaN stays
-  }
-  for (int64_t i = 0; i < o->count; i++) count(o->groups[o->tensors[i].group], o->tensors[i]);
-  share(o->threads, blocks, [&](int64_t block) {
-    parts(o, block * length, (block + 1) * length, [&](int64_t i, int64_t first, int64_t last) {
-      const tt_tensor &t = o->tensors[i];
-      if (t.type == TT_F64)
-        update<double>(o->groups[t.group], t, o->grads[i], first, last - first, scale);
-      else
-        update<float>(o->groups[t.group], t, o->grads[i], first, last - first, scale);
+      double sum = 0.0;
+      for (int64_t block = 0; block < blocks; block++) sum += sums[block];
+      norm = __builtin_sqrt(sum);
+      scale = o->max_norm / (norm + CLIP_EPSILON);
+      if (scale > 1.0) scale = 1.0; // NaN stays
+    }
+    for (int64_t i = 0; i < o->count; i++) count(o->groups[o->tensors[i].group], o->tensors[i]);
+    share(threads, blocks, [&](int64_t block) {
+      parts(o, block * length, (block + 1) * length, [&](int64_t i, int64_t first, int64_t last) {
+        const tt_tensor &t = o->tensors[i];
+        if (t.type == TT_F64)
+          update<double>(o->groups[t.group], t, o->grads[i], first, last - first, scale);
+        else
+          update<float>(o->groups[t.group], t, o->grads[i], first, last - first, scale);
+      });
     });
   });
   for (int64_t i = 0; i < o->count; i++) o->tensors[i].first_step = 0;

@@ -46,8 +46,25 @@ int backward_in_half(const tt_call &) { return 1; }
 template <class F> int forward_as(const tt_call &call) { return sizeof(F) == 4 && half(call) ? forward_in_half(call) : forward_as<F, false>(call); }
 template <class F> int backward_as(const tt_call &call) { return sizeof(F) == 4 && half(call) ? backward_in_half(call) : backward_as<F, false>(call); }
 
-int forward(const tt_call *call) { return call->type == TT_F64 ? forward_as<double>(*call) : forward_as<float>(*call); }
-int backward(const tt_call *call) { return call->type == TT_F64 ? backward_as<double>(*call) : backward_as<float>(*call); }
+template <class F> int threads_of(const tt_call &call) {
+  return call.kind == TT_LSTM  ? Sizes<F, LSTM>(call).threads
+         : call.kind == TT_GRU ? Sizes<F, GRU>(call).threads
+                               : Sizes<F, RNN>(call).threads;
+}
+
+template <class F> int forward_alone(const tt_call &call) {
+  int failed = 0;
+  with_team(threads_of<F>(call), [&] { failed = forward_as<F>(call); });
+  return failed;
+}
+template <class F> int backward_alone(const tt_call &call) {
+  int failed = 0;
+  with_team(threads_of<F>(call), [&] { failed = backward_as<F>(call); });
+  return failed;
+}
+
+int forward(const tt_call *call) { return call->type == TT_F64 ? forward_alone<double>(*call) : forward_alone<float>(*call); }
+int backward(const tt_call *call) { return call->type == TT_F64 ? backward_alone<double>(*call) : backward_alone<float>(*call); }
 
 } // namespace
 } // namespace tt

@@ -47,12 +47,15 @@ template <class F, Cell CELL> struct Sizes {
   explicit Sizes(const tt_call &call)
       : T(call.steps), B(call.lanes), D(call.inputs), H(call.hidden), P(call.outputs), blocks((H + V - 1) / V), Hp(blocks * V),
         p_blocks((P + V - 1) / V), Pp(p_blocks * V), Dp((D + V - 1) / V * V), K(G * H), Nc((K + V - 1) / V * V), Np(Hp * G),
-        Ns(Np + (Np * sizeof(F) % 1024 ? 0 : V)), block(BLOCK_BYTES / (int64_t(sizeof(F)) * B * Np)), threads(call.threads),
+        Ns(Np + (Np * sizeof(F) % 1024 ? 0 : V)), block(BLOCK_BYTES / (int64_t(sizeof(F)) * B * Np)), threads(threads_for(call.threads, shared_work())),
         joined(B >= ROWS && D * Np * int64_t(sizeof(F)) <= MAX_JOINED_BYTES) {
     const int64_t least = MIN_BLOCK_ROWS * Np * int64_t(sizeof(F)) > L2_BYTES ? 2 * MIN_BLOCK_ROWS : MIN_BLOCK_ROWS;
     if (block * B < least) block = (least + B - 1) / B;
     if (block > T) block = T;
   }
+  // Multiplications of a forward pass that threads can share. Each thread takes whole tiles of lanes; of a single tile they share only the
+  // products of many steps, which are too short to pay as soon.
+  int64_t shared_work() const { return T * B * K * (D + P) / (B > BACK_ROWS || B > ROWS ? 1 : 4); }
   int64_t numbers() const { return CELL == RNN ? 0 : T * B * (Np + Hp); }
   int part(int64_t unit_block) const { return static_cast<int>(H - unit_block * V < V ? H - unit_block * V : V); }
   Columns<V> columns(bool half) const { return {P, B < ROWS && !half}; }

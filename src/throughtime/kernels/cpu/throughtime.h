@@ -106,6 +106,9 @@ TT_EXPORT int tt_use_bfloat16(int pairs); // selects another method; 0 if the pr
 // The thread pool of torch: GOMP_parallel of the OpenMP runtime that it has loaded; null: one thread.
 typedef void (*tt_parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 TT_EXPORT void tt_pool(tt_parallel parallel);
+// The least work of a thread, in multiplications of a forward pass: smaller calls run on fewer threads than they ask for. Returns the previous
+// number; 0 for tests: always as many as asked for.
+TT_EXPORT int64_t tt_use_threads_from(int64_t multiplications);
 // Products of large matrices by a BLAS: Fortran's sgemm and dgemm with 32-bit integers, and the function that sets the number of threads of
 // the calling thread and returns the previous one; null: our own products.
 typedef void (*tt_gemm)(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const void *alpha, const void *a,
