@@ -267,21 +267,23 @@ class _ChunkBuilder:
     def _by_distance(self, chain: Sequence[int]) -> dict[int, str]:
         """The uses before which more nodes were made than around their neighbours."""
         seq = [self.nodes.seq[self.uses[k]] for k in chain]
-        wide = [b - a for a, b in pairwise(seq)]
-        known = [
+        gaps = [b - a for a, b in pairwise(seq)]
+        inside = [
             bisect_right(self.recorded, b) - bisect_right(self.recorded, a)
             for a, b in pairwise(seq)
         ]
-        foreign = [total - own for total, own in zip(wide, known, strict=True)]
+        foreign = [total - own for total, own in zip(gaps, inside, strict=True)]
         if any(self.nodes.fused(self.uses[k]) > 1 for k in chain):
-            return {chain[i + 1]: "foreign" if foreign[i] else "own" for i in range(len(wide))}
-        odd = [i for i in range(len(wide)) if len(wide) > 1 and wide[i] > max(_neighbours(wide, i))]
+            return {chain[i + 1]: "foreign" if foreign[i] else "own" for i in range(len(gaps))}
+        wider = [
+            i for i in range(len(gaps)) if len(gaps) > 1 and gaps[i] > max(_neighbours(gaps, i))
+        ]
         # Too many to be chunk ends: a step uses the weight twice, or steps differ.
-        if 3 * len(odd) > len(wide):
+        if 3 * len(wider) > len(gaps):
             return {}
         return {
             chain[i + 1]: "foreign" if foreign[i] > max(_neighbours(foreign, i)) else "own"
-            for i in odd
+            for i in wider
         }
 
     def _after(self, chain: Sequence[int], entering: set[Node]) -> list[int]:

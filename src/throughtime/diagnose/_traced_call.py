@@ -114,10 +114,10 @@ class TracedCall:
         for leaf in entering:
             leaf.requires_grad_()
         steps, outputs = self._run(leaves)
-        rows = [
+        named = [
             step.gates | dict(zip(self.cell.states, step.states, strict=True)) for step in steps
         ]
-        values = {leaf: [row[leaf] for row in rows] for leaf in self.cell.values}
+        values = {leaf: [row[leaf] for row in named] for leaf in self.cell.values}
         roots = [
             (output, cotangent.to(output.dtype))
             for output, cotangent in zip(outputs, cotangents, strict=True)
@@ -140,12 +140,15 @@ class TracedCall:
         by_input = dict(zip(traced, gradients, strict=True))
         if not is_batched(cotangents):
             states = range(1, 1 + len(entering))
+            edge = {
+                leaf: by_input[i].detach() for leaf, i in zip(self.cell.states, states, strict=True)
+            }
             with torch.no_grad():
                 self.track.record(
                     TrackRecord(
                         self.start,
                         {leaf: self._in_time_order(rows) for leaf, rows in by_step.items()},
-                        {} if self.reverse else self._edge([by_input[i] for i in states]),
+                        {} if self.reverse else {self.start: edge},
                         [leaf.detach() for leaf in entering],
                         [leaf.detach() for leaf in outputs[1:]],
                         any(needed[i] for i in states),
@@ -174,15 +177,6 @@ class TracedCall:
         if self.reverse:
             steps = steps.flip(0) if packing is None else steps[packing.reverse]
         return steps if packing is None or packing.order is None else steps[:, packing.order]
-
-    def _edge(self, gradients: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-        """The gradients of the entering state, by its step."""
-        return {
-            self.start: {
-                leaf: gradient.detach()
-                for leaf, gradient in zip(self.cell.states, gradients, strict=True)
-            }
-        }
 
     def _retention(self, steps: Sequence[Step]) -> tuple[Tensor | None, int]:
         """The retention gate summed over steps and lanes, and the number of its values."""

@@ -234,7 +234,8 @@ def _call_torch_layers(
         return x.flip(0) if packing is None else packing.reversed(x)
 
     count, per, ends = 1 + both, len(weights) // len(tracks), list[States]()
-    x = x.transpose(0, 1) if first and first[0] else x
+    swapped = any(first)
+    x = x.transpose(0, 1) if swapped else x
     for k in range(layers):
         x = torch.dropout(x, dropout, True) if k and dropout else x
         rows = slice(count * k, count * (k + 1))
@@ -242,7 +243,7 @@ def _call_torch_layers(
         entering = [leaf[rows] for leaf in states]
         options = [_one_or_all(entering), own, biases, 1, 0.0, train, both]
         with torch.no_grad():
-            y, *after = func(x, *sizes, *options, *([False] if first else []))
+            y, *after = func(x, *sizes, *options, *[False] * len(first))
         outputs: list[Tensor] = []
         for d, (part, track) in enumerate(zip(y.chunk(count, -1), tracks[rows], strict=True)):
             call = TracedCall(cell, track, packing, reverse=d > 0)
@@ -256,7 +257,7 @@ def _call_torch_layers(
             ends.append(end)
         x = torch.cat(outputs, -1)
     after = [torch.stack(leaf) for leaf in zip(*ends, strict=True)]
-    return (x.transpose(0, 1) if first and first[0] else x, *after)
+    return (x.transpose(0, 1) if swapped else x, *after)
 
 
 def _run_fused_layer(

@@ -470,16 +470,16 @@ class TraceSummary:
 
     def table(self) -> str:
         """A text table, one line for each state and gate, then what the columns mean."""
-        wide = max(len("gradient of"), *(len(row.name) for row in self.rows))
+        width = max(len("gradient of"), *(len(row.name) for row in self.rows))
         header = (
-            f"{'gradient of':<{wide}} {'largest':>9} {'at step':>8} {'at the end':>10}"
+            f"{'gradient of':<{width}} {'largest':>9} {'at step':>8} {'at the end':>10}"
             f" {'lifetime':>8} {'edge':>7}"
         )
         lines = [header]
         for row in self.rows:
             edge = "" if row.edge is None else f"{row.edge:.3f}"
             lines.append(
-                f"{row.name:<{wide}} {row.largest:>9.3g} {row.at:>8} {row.last:>10.3g}"
+                f"{row.name:<{width}} {row.largest:>9.3g} {row.at:>8} {row.last:>10.3g}"
                 f" {row.lifetime:>8} {edge:>7}  {row.in_words()}"
             )
         lines += [
@@ -487,11 +487,11 @@ class TraceSummary:
             f" {scale.short:.3g}, a tenth over {scale.long:.3g})"
             for scale in self.timescales
         ]
-        foot = (
+        footnote = (
             f"lifetime: steps back from the end above {self.thresholds.vanished:g} of the largest;"
             " edge: gradient that flows on into the steps before, relative to the largest"
         )
-        return "\n".join([*lines, foot])
+        return "\n".join([*lines, footnote])
 
     def __str__(self) -> str:
         return self.table()
