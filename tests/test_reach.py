@@ -31,8 +31,7 @@ from strategies import (
     start,
     weights,
 )
-from throughtime.diagnose._anchors import AnchorSet
-from throughtime.diagnose._slice import StreamSlice
+from throughtime.diagnose._slice import AnchorSet, StreamSlice
 from throughtime.diagnose.reach import ReachProfile
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import _backward

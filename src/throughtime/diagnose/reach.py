@@ -25,8 +25,15 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Readable
-from throughtime.diagnose._anchors import Anchor, AnchorSet, spread_of, windows
-from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
+from throughtime.diagnose._slice import (
+    Anchor,
+    AnchorSet,
+    StreamSlice,
+    get_axes,
+    json_safe,
+    spread_of,
+    windows,
+)
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import (

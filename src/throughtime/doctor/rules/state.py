@@ -100,10 +100,19 @@ class StateRule(Rule):
         time_dim: int | None = None,
     ) -> UnitCall:
         clock = self.clock
-        position = clock.chunk, clock.call, clock.batch, clock.training
-        layout = steps, lane_dim, time_dim
         return UnitCall(
-            unit, instruction, *position, is_grad_enabled(), data, *layout, graph_steps=steps
+            unit,
+            instruction,
+            clock.chunk,
+            clock.call,
+            clock.batch,
+            clock.training,
+            is_grad_enabled(),
+            data,
+            steps,
+            lane_dim,
+            time_dim,
+            graph_steps=steps,
         )
 
     def _layer_or_cell(self, op: Operation, result: TensorRecord) -> UnitCall:
