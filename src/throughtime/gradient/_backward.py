@@ -181,7 +181,7 @@ class LossPass:
     Attributes:
         checkpoints: the segments.
         weights: of each segment's mean loss in that of all.
-        valid_steps: their number.
+        valid_steps: the number of valid steps of all segments.
         outputs: `(T, B, C)` of the last segment, detached.
         chunk: the steps of the last segment.
     """
