@@ -182,10 +182,8 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     data = manifest_file(rng) if manifest else table_file(rng)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         data = rng.choice(MUTATIONS)(rng, data) if data else data
-    pieces = [(1, 1, 1), (64, 7, 50), (2**18, 4096, 2**20)]  # larger than a file: it is not cached
-    csv_format.PIECE, csv_rows.STEP, csv_rows.PIECE = (
-        rng.choice(pieces) if len(data) < 20_000 else pieces[-1]
-    )
+    sizes = [(1, 1), (64, 50), (2**18, 2**16)]  # a block larger than the file: it is not cached
+    csv_format.BLOCK, csv_rows.BLOCK = rng.choice(sizes) if len(data) < 20_000 else sizes[-1]
     path = folder / ("recordings.csv" if manifest else "r.csv")
     path.write_bytes(data)
     (folder / "a.csv").write_bytes(b"x,y\n1,2\n3,4\n")

@@ -80,11 +80,11 @@ def layout(state: dict[str, Any]) -> object:
     return tensors, [sorted(group) for group in state["param_groups"]]
 
 
-def select_backend(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def select_backend(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Lets steps go the way that is named: "compiled", or "torch" as if there were no core."""
-    if way == "compiled" and library() is None:
+    if path == "compiled" and library() is None:
         pytest.skip(str(why_missing()))
-    if way == "torch":
+    if path == "torch":
         monkeypatch.setattr(optim, "need", lambda _: None)
         monkeypatch.setattr(optim, "why_missing", lambda: "a test took it away")
-    return way
+    return path

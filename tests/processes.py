@@ -53,12 +53,12 @@ def in_processes(
         for child in children:
             child.start()
         ended = _joined(children, patience + 5)
-        told = [
+        reports = [
             (folder / f"{rank}.txt").read_text(encoding="utf-8")
             for rank in range(ranks)
             if (folder / f"{rank}.txt").exists()
         ]
-        assert ended, "\n".join(["ranks failed or did not end", *told])
+        assert ended, "\n".join(["ranks failed or did not end", *reports])
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
@@ -73,14 +73,14 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
 
     The script and its arguments follow.
     """
-    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
         str(ranks),
-        *place,
+        *rendezvous,
         *flags,
     ]
 
@@ -114,8 +114,8 @@ class Ended(NamedTuple):
     """How a script ended, and what it wrote to its two outputs."""
 
     code: int | None
-    said: str
-    complained: str
+    output: str
+    errors: str
 
 
 def elsewhere(
@@ -128,14 +128,14 @@ def elsewhere(
     started afterwards.
     """
     with tempfile.TemporaryDirectory() as name:
-        said, complained = Path(name) / "said", Path(name) / "complained"
+        output, errors = Path(name) / "said", Path(name) / "complained"
         child = _server().Process(
-            target=_script, args=(script, list(map(str, arguments)), said, complained, more)
+            target=_script, args=(script, list(map(str, arguments)), output, errors, more)
         )
         child.start()
         _joined([child], patience)
         return Ended(
-            child.exitcode, said.read_text(encoding="utf-8"), complained.read_text(encoding="utf-8")
+            child.exitcode, output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8")
         )
 
 
@@ -146,11 +146,11 @@ def _server() -> Any:
 
 
 def _script(
-    script: str, arguments: Sequence[str], said: Path, complained: Path, more: dict[str, str]
+    script: str, arguments: Sequence[str], output: Path, errors: Path, more: dict[str, str]
 ) -> None:
     os.environ.update(more)
     sys.argv[:] = ["script", *arguments]
-    for stream, path in ((sys.stdout, said), (sys.stderr, complained)):
+    for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
     exec(compile(script, "script", "exec"), {"__name__": "__main__"})

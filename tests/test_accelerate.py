@@ -105,9 +105,9 @@ def accelerated(
 def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
     """The same by plain autograd, with states detached between strides."""
     net, optimizer, scheduler = parts()
-    played, done = tt.Stream(recordings(LENGTHS, outputs=1), 4, STRIDE), 0
+    own_stream, done = tt.Stream(recordings(LENGTHS, outputs=1), 4, STRIDE), 0
     while done < COUNT:
-        chunks, state = list(played), net.initial_state(4)
+        chunks, state = list(own_stream), net.initial_state(4)
         for group in (chunks[i : i + several] for i in range(0, len(chunks), several)):
             losses: list[Tensor] = []
             for chunk in group:
@@ -146,10 +146,10 @@ def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: 
 def half(*, autocast: bool) -> dict[str, Tensor]:
     """The plain loop of updates in float32, under torch's autocast or not."""
     net, optimizer, scheduler = parts(torch.float32)
-    played, done = stream(dtype=torch.float32), 0
+    own_stream, done = stream(dtype=torch.float32), 0
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
         while done < COUNT:
-            for _ in tt.updates(net, played, LOSS, gradient=tt.Truncated(STRIDE, 15)):
+            for _ in tt.updates(net, own_stream, LOSS, gradient=tt.Truncated(STRIDE, 15)):
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -176,13 +176,13 @@ def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
     The scheduler steps where the optimizer did, or, a mutant, always.
     """
     net, optimizer, scheduler = parts(torch.float32, 0.5 / STEEP)
-    scaler, done, played = (
+    scaler, done, own_stream = (
         torch.amp.GradScaler("cpu", init_scale=scale),
         0,
         stream(dtype=torch.float32),
     )
     while done < COUNT:
-        for _ in tt.updates(net, played, steep, gradient=tt.Truncated(STRIDE), scaler=scaler):
+        for _ in tt.updates(net, own_stream, steep, gradient=tt.Truncated(STRIDE), scaler=scaler):
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
@@ -230,7 +230,7 @@ def test_gradients_go_through_the_scaler_and_a_step_that_overflows_moves_no_sche
         assert apart(scaled_by_hand(scale, always=True)["weights"], expected["weights"]) > 1e-4
 
 
-def test_a_net_is_moved_and_known_but_not_wrapped() -> None:
+def test_a_net_is_moved_and_registered_but_not_wrapped() -> None:
     accelerator = Accelerator(cpu=True)
     net, optimizer, _ = parts()
     prepared = prepare(accelerator, net, optimizer)
@@ -279,7 +279,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         importlib.import_module("throughtime.integrations.accelerate")
 
 
-def stretch(
+def run_updates(
     accelerator: Accelerator,
     folder: Path,
     lanes: int,
@@ -317,14 +317,14 @@ def stretch(
 
 def stopped(accelerator: Accelerator, folder: Path, lanes: int) -> dict[str, Tensor]:
     """Weights of a training that was stopped and resumed by `save_state` and `load_state`."""
-    stretch(accelerator, folder, lanes, 0, 23)
-    return stretch(accelerator, folder, lanes, 23, COUNT)
+    run_updates(accelerator, folder, lanes, 0, 23)
+    return run_updates(accelerator, folder, lanes, 23, COUNT)
 
 
 @pytest.mark.parametrize("several", [1, 3])
 def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=several)
-    whole = stretch(accelerator, tmp_path / "whole", 4, 0, COUNT)
+    whole = run_updates(accelerator, tmp_path / "whole", 4, 0, COUNT)
     assert apart(stopped(accelerator, tmp_path / "law", 4), whole) == 0
     with mock.patch(
         "throughtime.integrations.accelerate.Epochs.load_state_dict"
@@ -332,7 +332,7 @@ def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path)
         assert apart(stopped(accelerator, tmp_path / "mutant", 4), whole) > 1e-6
 
 
-def test_places_of_another_number_of_processes_are_refused() -> None:
+def test_positions_of_another_number_of_processes_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     net, _, _ = prepare(accelerator, *parts())
     run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
@@ -368,9 +368,9 @@ def test_a_training_resumed_in_the_second_epoch_continues_with_its_horizon(
     horizon: int | None, tmp_path: Path
 ) -> None:
     accelerator, whole, first, later = Accelerator(cpu=True), adaptive(), adaptive(), adaptive()
-    expected = stretch(accelerator, tmp_path / "whole", 4, 0, COUNT, whole)
+    expected = run_updates(accelerator, tmp_path / "whole", 4, 0, COUNT, whole)
     stop = next(i for i, entry in enumerate(whole.record) if i and entry[0] == 0) + 3
-    stretch(accelerator, tmp_path / "first", 4, 0, stop, first)
+    run_updates(accelerator, tmp_path / "first", 4, 0, stop, first)
     (path,) = (tmp_path / "first").glob("custom_checkpoint_*.pkl")
     saved = torch.load(path, weights_only=False)
     policy = saved["positions"][0]["policy"]
@@ -378,13 +378,13 @@ def test_a_training_resumed_in_the_second_epoch_continues_with_its_horizon(
     if horizon is not None:
         policy["horizon"] = horizon
         torch.save(saved, path)
-    result = stretch(accelerator, tmp_path / "first", 4, stop, COUNT, later)
+    result = run_updates(accelerator, tmp_path / "first", 4, stop, COUNT, later)
     count = len(later.record)
     assert (later.record == whole.record[-count:]) is (horizon is None)
     assert (apart(result, expected) == 0) is (horizon is None)
 
 
-def bare_places(accelerator: Accelerator, folder: Path) -> str:
+def bare_positions(accelerator: Accelerator, folder: Path) -> str:
     """Accelerate writes only the first process's state of a registered object."""
     net, _, _ = prepare(accelerator, *parts())
     run = tt.updates(net, stream(2), LOSS, gradient=tt.Truncated(STRIDE))
@@ -421,11 +421,11 @@ def ranks_work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
         yield "mutant", accelerated(accelerator, 2)
     with TemporaryDirectory() as mine:
         (first,) = broadcast_object_list([mine])
-        yield "whole", stretch(accelerator, Path(first) / "whole", 2, 0, COUNT)
+        yield "whole", run_updates(accelerator, Path(first) / "whole", 2, 0, COUNT)
         yield "resumed", stopped(accelerator, Path(first) / "resumed", 2)
         accelerator.free_memory()
         accelerator._custom_objects.clear()
-        yield "bare", bare_places(accelerator, Path(first) / "bare")
+        yield "bare", bare_positions(accelerator, Path(first) / "bare")
         accelerator.wait_for_everyone()
 
 
@@ -443,7 +443,7 @@ def test_two_processes_give_the_weights_and_the_schedule_of_one(several: int) ->
         assert values[f"by {several}"]["lr"] == expected["lr"]
 
 
-def test_a_schedule_that_steps_for_every_process_is_found() -> None:
+def test_a_schedule_that_steps_for_every_process_is_detected() -> None:
     for values in results():
         assert values["mutant"]["lr"] == [pytest.approx(0.5 * 0.7**10)]
         assert apart(values["mutant"]["weights"], values["by 1"]["weights"]) > 1e-4
@@ -454,7 +454,7 @@ def test_two_processes_resume_to_the_bit() -> None:
         assert apart(values["resumed"], values["whole"]) == 0
 
 
-def test_a_place_that_only_the_first_process_wrote_would_be_refused() -> None:
+def test_a_position_written_by_the_first_process_alone_would_be_refused() -> None:
     first, second = results()
     assert first["bare"] == "nothing was refused"
     assert "rank is 0 there and 1 here" in second["bare"]

@@ -65,11 +65,11 @@ def quoted(rows: list[list[str]], end: str) -> str:
 @given(
     rows=st.lists(st.tuples(fields, texts, fields), min_size=1, max_size=30),
     end=st.sampled_from(["\n", "\r\n", "\r", "\n\n"]),
-    piece=st.integers(1, 80),
+    block=st.integers(1, 80),
     data=st.data(),
 )
 def test_blocks_give_what_the_csv_module_gives(
-    rows: list[tuple[str, str, str]], end: str, piece: int, data: Any
+    rows: list[tuple[str, str, str]], end: str, block: int, data: Any
 ) -> None:
     """Wherever the blocks are cut, and whichever rows are read.
 
@@ -78,7 +78,7 @@ def test_blocks_give_what_the_csv_module_gives(
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.csv.PIECE", piece)
+        patch.setattr("throughtime.stream.formats.csv.BLOCK", block)
         path = written(Path(folder) / "r.csv", quoted([["x", "text", "y"], *map(list, rows)], end))
         table = open_table(path)
         assert len(table) == len(rows)
@@ -233,12 +233,12 @@ def test_a_manifest_is_text(tmp_path: Path) -> None:
 @given(
     signals=st.integers(1, 4),
     steps=st.integers(1, 40),
-    piece=st.integers(1, 50),
+    block=st.integers(1, 50),
     end=st.sampled_from(["\n", "\r\n", "\n\n"]),
     data=st.data(),
 )
 def test_lines_as_signals_give_their_numbers(
-    signals: int, steps: int, piece: int, end: str, data: Any
+    signals: int, steps: int, block: int, end: str, data: Any
 ) -> None:
     from tempfile import TemporaryDirectory
 
@@ -250,7 +250,7 @@ def test_lines_as_signals_give_their_numbers(
     holes = [data.draw(st.integers(0, steps - 1)) for _ in range(signals)]
     values[range(signals), holes] = np.nan
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.csv_rows.PIECE", piece)
+        patch.setattr("throughtime.stream.formats.csv_rows.BLOCK", block)
         lines = [",".join("" if np.isnan(v) else repr(v) for v in row) for row in values.tolist()]
         text = end.join(line or " " for line in lines) + data.draw(st.sampled_from(["", end]))
         table = open_table(written(Path(folder) / "r.csv", text), rows=True)
@@ -264,11 +264,11 @@ def test_lines_as_signals_give_their_numbers(
         )
 
 
-@pytest.mark.parametrize("piece", range(1, 9))
+@pytest.mark.parametrize("block", range(1, 9))
 def test_empty_fields_at_the_ends_of_lines_are_missing(
-    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("throughtime.stream.formats.csv_rows.PIECE", piece)
+    monkeypatch.setattr("throughtime.stream.formats.csv_rows.BLOCK", block)
     for end in ("", "\n", "\r\n"):
         table = open_table(written(tmp_path / "r.csv", f",1,\n\r\n2,,{end}"), rows=True)
         np.testing.assert_array_equal(

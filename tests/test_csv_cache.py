@@ -72,11 +72,11 @@ def test_rows_from_the_cache_are_those_of_python(labels: bool, tmp_path: Path, c
         min_size=1,
         max_size=40,
     ),
-    piece=st.integers(1, 60),
+    block=st.integers(1, 60),
     data=st.data(),
 )
 def test_random_access_is_the_plain_parse(
-    rows: list[tuple[str, str]], piece: int, data: Any
+    rows: list[tuple[str, str]], block: int, data: Any
 ) -> None:
     """Wherever the blocks are cut, from the cache and without one."""
     from tempfile import TemporaryDirectory
@@ -85,17 +85,17 @@ def test_random_access_is_the_plain_parse(
         [[float(a), float(b.strip('" ') or "nan")] for a, b in rows], dtype=np.float64
     )
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.csv.PIECE", piece)
+        patch.setattr("throughtime.stream.formats.csv.BLOCK", block)
         path = Path(folder) / "r.csv"
         path.write_text("x,y\n" + "".join(f"{a},{b}\n" for a, b in rows))
-        for place in (folder, os.devnull):
-            patch.setenv("THROUGHTIME_CACHE", str(Path(place) / "cache"))
+        for line_number in (folder, os.devnull):
+            patch.setenv("THROUGHTIME_CACHE", str(Path(line_number) / "cache"))
             with warnings.catch_warnings(action="ignore"):
                 table = open_table(path)
             start = data.draw(st.integers(0, len(rows)))
             stop = data.draw(st.integers(start, len(rows)))
             np.testing.assert_array_equal(table.read(start, stop, "xy"), expected[start:stop])
-        assert len(cached(Path(folder) / "cache")) == (path.stat().st_size > piece)
+        assert len(cached(Path(folder) / "cache")) == (path.stat().st_size > block)
 
 
 def test_a_changed_file_is_converted_again_and_its_old_cache_removed(
@@ -201,7 +201,7 @@ def test_a_damaged_cache_is_written_again(share: float, tmp_path: Path, cache: P
     np.testing.assert_array_equal(open_table(path).read(0, ROWS, "abc"), numbers())
 
 
-def test_without_a_writable_cache_a_file_is_read_directly_and_it_is_said_once(
+def test_without_a_writable_cache_a_file_is_read_directly_with_one_warning(
     tmp_path: Path, cache: Path
 ) -> None:
     cache.write_text("a file where the folder would be")
@@ -232,18 +232,20 @@ def test_a_full_disk_leaves_nothing_and_the_file_is_read_directly(
     assert cached(cache) == []
 
 
-@pytest.mark.parametrize("place", [1_000, 29_000])
+@pytest.mark.parametrize("line_number", [1_000, 29_000])
 def test_a_fault_is_named_by_line_and_column_from_the_cache_too(
-    place: int, tmp_path: Path, cache: Path
+    line_number: int, tmp_path: Path, cache: Path
 ) -> None:
     path = write(tmp_path / "r.csv", numbers())
     lines = path.read_text().split("\n")
-    lines[place] = lines[place].replace(",", ",oops ", 1)
+    lines[line_number] = lines[line_number].replace(",", ",oops ", 1)
     path.write_text("\n".join(lines))
     for _ in range(2):
         table = open_table(path)
         assert table.read(0, ROWS, "ac").shape == (ROWS, 2)
-        with pytest.raises(DataError, match=rf"r\.csv: line {place + 1}, column 'b' holds 'oops "):
+        with pytest.raises(
+            DataError, match=rf"r\.csv: line {line_number + 1}, column 'b' holds 'oops "
+        ):
             table.read(0, 10, "ab")
     assert len(cached(cache)) == 1
 
@@ -257,7 +259,7 @@ def test_a_fault_is_named_by_line_and_column_from_the_cache_too(
         ("1,2,\0", "line 29001 holds a NUL byte"),
     ],
 )
-def test_a_line_that_is_no_record_is_refused_and_nothing_is_kept(
+def test_a_line_that_is_no_record_is_refused_and_nothing_is_cached(
     line: str, reason: str, tmp_path: Path, cache: Path
 ) -> None:
     path = write(tmp_path / "r.csv", numbers())

@@ -183,7 +183,7 @@ print(len(said))
     )
     for missing, times in ((asked, "0"), (nowhere, "1")):
         done = elsewhere(f"{clean}\n{missing}\n{script}")
-        assert done.said.strip() == times, done.complained
+        assert done.output.strip() == times, done.errors
 
 
 def test_gain_is_nothing_where_torch_is_fast() -> None:

@@ -119,15 +119,15 @@ def test_file_that_changes_while_it_is_read_is_refused(form: Format, tmp_path: P
         table.read(0, 50, table.columns)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.003, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("files", [0.0, 0.003, 0.1, 0.5, 0.9, 0.999])
 @closed_formats
-def test_file_cut_short_is_refused_by_name(kept: float, form: Format, tmp_path: Path) -> None:
+def test_file_cut_short_is_refused_by_name(files: float, form: Format, tmp_path: Path) -> None:
     path = tmp_path / f"r{form.suffix}"
     form.make(path)
     content = form.content(path)
     whole = content.read_bytes()
     list(tt.Stream(path, lanes=1, chunk=50))  # whole it serves
-    content.write_bytes(whole[: int(len(whole) * kept)])
+    content.write_bytes(whole[: int(len(whole) * files)])
     with pytest.raises(DataError, match=re.escape(str(path))):
         list(tt.Stream(path, lanes=1, chunk=50))
 
@@ -234,7 +234,7 @@ MALFORMED: dict[str, tuple[str, bytes, str]] = {
 @pytest.mark.parametrize(
     ("name", "content", "reason"), list(MALFORMED.values()), ids=list(MALFORMED)
 )
-def test_malformed_file_is_refused_with_the_place(
+def test_malformed_file_is_refused_with_its_position(
     name: str, content: bytes, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)

@@ -70,7 +70,7 @@ def test_a_recording_of_60_mb_streams_in_half_of_it(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_measure_sees_a_recording_that_is_kept(tmp_path: Path) -> None:
+def test_the_measure_detects_a_recording_kept_in_memory(tmp_path: Path) -> None:
     FORMATS["csv"].make(tmp_path / "small.csv")
     FORMATS["csv"].make(tmp_path / "large.csv", np.tile(matrix(steps=25_000), (STEPS // 25_000, 1)))
     words = [

@@ -21,15 +21,15 @@ TARGETS_MISSING = -100
 
 @given(
     content=st.text(min_size=1, max_size=300),
-    piece=st.integers(1, 40),
+    block=st.integers(1, 40),
     bounds=st.tuples(st.integers(0, 300), st.integers(0, 300)),
 )
 def test_characters_are_those_of_the_file(
-    content: str, piece: int, bounds: tuple[int, int]
+    content: str, block: int, bounds: tuple[int, int]
 ) -> None:
     """Wherever the pieces are cut, also within a character of several bytes."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.text.BLOCK", piece)
+        patch.setattr("throughtime.stream.formats.text.BLOCK", block)
         path = Path(folder) / "r.txt"
         path.write_bytes(content.encode())
         recording = text(path, unit="characters")
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_file(content: bytes, start: int, count: int) -> 
         assert steps.targets.tolist() == [*content[1:], TARGETS_MISSING][start : start + count]
 
 
-def test_a_path_of_text_is_played_as_bytes(tmp_path: Path) -> None:
+def test_a_path_of_text_is_read_as_bytes(tmp_path: Path) -> None:
     (tmp_path / "r.TXT").write_bytes("né".encode())
     epoch = join(list(tt.Stream(tmp_path / "r.TXT", lanes=1, chunk=2)))
     assert epoch.inputs.flatten().tolist() == [110, 195, 169]
@@ -108,7 +108,7 @@ def test_text_that_changes_is_refused_and_its_copy_reads_on(unit: str, tmp_path:
         " 8).inputs.tolist())",
         tmp_path / "copy",
     )
-    assert done.said.strip() == str(recording.read(3, 8).inputs.tolist())
+    assert done.output.strip() == str(recording.read(3, 8).inputs.tolist())
     path.write_bytes(b"elise")
     with pytest.raises(
         DataError, match=r"r\.txt: changed since it was opened from 11000 to 5 bytes"

@@ -66,7 +66,7 @@ def test_text_columns_stay_text(tmp_path: Path) -> None:
         assert labels.flatten().tolist() == ["rest", "beat, late"]
 
 
-def test_inputs_and_targets_are_found_by_name(tmp_path: Path) -> None:
+def test_inputs_and_targets_are_selected_by_name(tmp_path: Path) -> None:
     values = matrix()
     np.savez(tmp_path / "r.npz", inputs=values, targets=np.arange(STEPS))
     (tmp_path / "r.csv").write_text(
@@ -122,7 +122,7 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
             open_table(tmp_path / "b.npz")
 
 
-def test_rows_stay_valid_after_their_pages_are_given_back(
+def test_rows_stay_valid_after_their_pages_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
@@ -150,7 +150,7 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
         )
 
 
-def test_large_row_group_is_decoded_piece_by_piece_and_once(
+def test_large_row_group_is_decoded_batch_by_batch_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two lanes read one row group at their own positions without decoding it again."""
@@ -184,17 +184,17 @@ def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: 
     whole = soundfile.read(tmp_path / "r.ogg", dtype="float32")[0]
     table = open_table(tmp_path / "r.ogg")
     places = np.random.default_rng(1).integers(0, 119_000, size=200)
-    for place in places:
+    for row_index in places:
         np.testing.assert_array_equal(
-            table.read(place, place + 1000, ("0", "1")), whole[place : place + 1000]
+            table.read(row_index, row_index + 1000, ("0", "1")), whole[row_index : row_index + 1000]
         )
     with soundfile.SoundFile(
         tmp_path / "r.ogg"
     ) as file:  # what the library itself gives is wrong right after the place
-        bare = [(file.seek(place), file.read(1000, dtype="float32"))[1] for place in places]
+        bare = [(file.seek(row_index), file.read(1000, dtype="float32"))[1] for row_index in places]
     assert not all(
-        np.array_equal(part, whole[place : place + 1000])
-        for part, place in zip(bare, places, strict=True)
+        np.array_equal(part, whole[row_index : row_index + 1000])
+        for part, row_index in zip(bare, places, strict=True)
     )
 
 
@@ -256,7 +256,7 @@ def test_a_single_zarr_array_is_a_column(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table.read(3, 5, ["0"]), [[6, 7], [8, 9]])
 
 
-def test_more_files_are_open_than_handles_are_kept(
+def test_more_files_are_read_than_handles_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A data set of thousands of files does not use up what the system allows."""
@@ -300,7 +300,7 @@ def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(
     table = open_table(path)
     np.testing.assert_array_equal(table.read(2, 4, ["v0"]), [[6, 7, 8], [9, 10, 11]])
     whole = path.read_bytes()
-    for kept in (len(whole) - 4, len(whole) - 30, 60, 20):
-        path.write_bytes(whole[:kept])
+    for row in (len(whole) - 4, len(whole) - 30, 60, 20):
+        path.write_bytes(whole[:row])
         with pytest.raises(DataError, match=r"r\.nc: .*cut short"):
             open_table(path)

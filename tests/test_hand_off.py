@@ -52,17 +52,17 @@ def by_hand(
     """Outputs by epoch and part: each part starts where the one before ended an epoch ago."""
     parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
     ends: list[Any] = [start(net, parts[0])] * len(parts)
-    found: list[list[Tensor]] = []
+    epoch_outputs: list[list[Tensor]] = []
     with torch.no_grad():
         for epoch in range(epochs):
             entering = [
                 start(net, part) if i == 0 or epoch == 0 else ends[i - 1]
                 for i, part in enumerate(parts)
             ]
-            played = [net(part, state) for part, state in zip(parts, entering, strict=True)]
-            ends = [state for _, state in played]
-            found.append([outputs[:, 0] for outputs, _ in played])
-    return found
+            results = [net(part, state) for part, state in zip(parts, entering, strict=True)]
+            ends = [state for _, state in results]
+            epoch_outputs.append([outputs[:, 0] for outputs, _ in results])
+    return epoch_outputs
 
 
 def check_hand_off(net: tt.Carried, lengths: list[int], lanes: int, epochs: int) -> None:
@@ -75,9 +75,9 @@ def check_hand_off(net: tt.Carried, lengths: list[int], lanes: int, epochs: int)
     length = stream.steps
     oracle = [by_hand(net, source, length, epochs) for source in sources]
     for epoch in range(epochs):
-        played = play(net, stream)
+        results = play(net, stream)
         for i, source in enumerate(sources):
-            parts = [played[i, at] for at in range(0, lengths[i], length)]
+            parts = [results[i, at] for at in range(0, lengths[i], length)]
             assert (
                 max(
                     float((p - q).abs().max()) for p, q in zip(parts, oracle[i][epoch], strict=True)
@@ -93,7 +93,7 @@ def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
     check_hand_off(row.net(), [103], 4, 5)
     net = row.net()
     stream = tt.Stream(recordings([103]), 4, 50, hand_off=True)
-    cold = torch.cat([played for _, played in sorted(play(net, stream).items())])
+    cold = torch.cat([results for _, results in sorted(play(net, stream).items())])
     assert (
         float((cold - unbroken(net, recordings([103])[0])).abs().max()) > 1e-3
     )  # the mutant: a single, cold epoch
@@ -101,7 +101,7 @@ def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
 
 @settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
-def test_epochs_with_hand_off_equal_the_recording_played_by_hand(
+def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
     lengths: list[int], wish: int
 ) -> None:
     lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
@@ -113,7 +113,7 @@ def not_rolled() -> AbstractContextManager[Any]:
     return mock.patch.object(Ranks, "shift_lanes", lambda _, state: trees.detach(state))
 
 
-def rolled_the_wrong_way() -> AbstractContextManager[Any]:
+def rolled_backwards() -> AbstractContextManager[Any]:
     return mock.patch.object(
         Ranks, "shift_lanes", lambda _, state: trees.select(trees.detach(state), [1, 2, 3, 0])
     )
@@ -123,7 +123,7 @@ def idle_before_it_is_handed_on() -> AbstractContextManager[Any]:
     return mock.patch.object(lanes_module, "cut_equal_parts", lanes_module.cut)
 
 
-@pytest.mark.parametrize("mutant", [not_rolled, rolled_the_wrong_way, idle_before_it_is_handed_on])
+@pytest.mark.parametrize("mutant", [not_rolled, rolled_backwards, idle_before_it_is_handed_on])
 def test_check_of_hand_off_fails_on_mutants(
     mutant: Callable[[], AbstractContextManager[Any]],
 ) -> None:
@@ -216,7 +216,7 @@ def test_without_hand_off_every_epoch_is_as_cold_as_the_first() -> None:
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), seed=seeds)
 @settings(max_examples=15)
-def test_recordings_that_are_not_cut_are_played_as_without_hand_off(
+def test_recordings_that_are_not_cut_are_read_as_without_hand_off(
     lengths: list[int], seed: int
 ) -> None:
     net = named("hides-layer").net()

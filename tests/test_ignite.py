@@ -96,7 +96,7 @@ MODELS: list[Any] = [
 ]
 
 
-def made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make().double()
 
@@ -122,7 +122,7 @@ def ran(
     module: str, make: Callable[[], nn.Module], dim: int, step: int = 4
 ) -> tuple[list[Any], list[Tensor]]:
     """What the script logged, and the weights that it came to."""
-    model = made(make)
+    model = build(make)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     names: dict[str, Any] = {
         "model": model,
@@ -155,7 +155,7 @@ def test_the_comparison_of_scripts_sees_another_chunk_length() -> None:
 
 @pytest.mark.parametrize(("make", "dim"), MODELS)
 def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], dim: int) -> None:
-    data, model, plain = batches(10, steps=17, dim=dim), made(make), made(make)
+    data, model, plain = batches(10, steps=17, dim=dim), build(make), build(make)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     ended: Any = create_supervised_tbptt_trainer(model, optimizer, nn.MSELoss(), 4, dim).run(data)
     assert ended.time_iteration == 50
@@ -169,7 +169,7 @@ def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], 
             optimizer.step()
             hidden = tt.state.detach(hidden)
     assert same(weights(model), weights(plain))
-    assert not same(weights(model), weights(made(make)))
+    assert not same(weights(model), weights(build(make)))
 
 
 def trainer_of(
@@ -179,7 +179,7 @@ def trainer_of(
     step: int = 4,
     **options: Any,
 ) -> tuple[Any, Any]:
-    model = made(lambda: Recurrent(nn.GRU)) if model is None else model
+    model = build(lambda: Recurrent(nn.GRU)) if model is None else model
     return (
         create(model, torch.optim.SGD(model.parameters(), lr=lr), nn.MSELoss(), step, **options),
         model,
@@ -189,15 +189,15 @@ def trainer_of(
 def chunks_trained(
     trainer: Engine, data: Any, event: Any = Tbptt_Events.TIME_ITERATION_COMPLETED
 ) -> int:
-    seen: list[int] = []
-    trainer.add_event_handler(event, lambda: seen.append(1))
+    records: list[int] = []
+    trainer.add_event_handler(event, lambda: records.append(1))
     trainer.run(data)
-    return len(seen)
+    return len(records)
 
 
 def test_the_mean_of_an_iteration_can_be_over_steps() -> None:
     ((x, y),) = batches(1, steps=9)
-    model = made(lambda: Recurrent(nn.GRU))
+    model = build(lambda: Recurrent(nn.GRU))
     with torch.no_grad():
         true = nn.functional.mse_loss(model(x)[0], y).item()
     theirs = trainer_of(original, lr=0.0)[0].run([(x, y)]).output
@@ -253,14 +253,14 @@ def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
     make: Callable[[], nn.Module],
 ) -> None:
     data = batches(4)
-    trainer, theirs = trainer_of(original, made(make))
+    trainer, theirs = trainer_of(original, build(make))
     trainer.run(data, max_epochs=2)
-    assert same(weights(theirs), unbroken(data, made(make), epochs=2, carry=False))
-    trainer, mine = trainer_of(create_supervised_tbptt_trainer, made(make), carry=True)
+    assert same(weights(theirs), unbroken(data, build(make), epochs=2, carry=False))
+    trainer, mine = trainer_of(create_supervised_tbptt_trainer, build(make), carry=True)
     trainer.run(data, max_epochs=2)
-    assert same(weights(mine), unbroken(data, made(make), epochs=2))
+    assert same(weights(mine), unbroken(data, build(make), epochs=2))
     assert not same(weights(mine), weights(theirs))
-    assert not same(weights(mine), unbroken(data * 2, made(make)))  # the epochs are told apart
+    assert not same(weights(mine), unbroken(data * 2, build(make)))  # the epochs are told apart
 
 
 def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     theirs.add_event_handler(OriginalEvents.TIME_ITERATION_COMPLETED(every=2), print)
     with pytest.raises(RuntimeError, match="Unknown event name"):
         theirs.run(batches(1))
-    seen: dict[str, list[int]] = {"every": [], "once": [], "filter": [], "name": []}
+    records: dict[str, list[int]] = {"every": [], "once": [], "filter": [], "name": []}
     trainer = trainer_of(create_supervised_tbptt_trainer)[0]
     filters: dict[str, Any] = {
         "every": Tbptt_Events.TIME_ITERATION_COMPLETED(every=2),
@@ -288,17 +288,17 @@ def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     }
     for name, event in filters.items():
         trainer.add_event_handler(
-            event, lambda engine, name: seen[name].append(engine.state.time_iteration), name
+            event, lambda engine, name: records[name].append(engine.state.time_iteration), name
         )
     trainer.run(batches(2), max_epochs=2)
-    assert seen == {
+    assert records == {
         "every": [2, 4, 6, 8, 10, 12],
         "once": [3],
         "filter": [1, 5],
         "name": [4, 8, 12],
     }
     trainer.run(batches(1))  # a new run counts from 1
-    assert seen["once"] == [3, 3]
+    assert records["once"] == [3, 3]
 
 
 @pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
@@ -312,7 +312,7 @@ def test_terminate_stops_after_the_present_chunk(end: str, event: Any) -> None:
     assert chunks_trained(theirs[0], [whole], OriginalEvents.TIME_ITERATION_COMPLETED) == 4
     assert chunks_trained(mine[0], [whole]) == 1
     assert same(
-        weights(mine[1]), unbroken([[part[:4] for part in whole]], made(lambda: Recurrent(nn.GRU)))
+        weights(mine[1]), unbroken([[part[:4] for part in whole]], build(lambda: Recurrent(nn.GRU)))
     )
 
 
@@ -353,12 +353,12 @@ def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry:
     data = batches(2)
     if fails:
         with pytest.raises(TypeError, match="must contain"):
-            trainer_of(original, made(lambda: Wrapped(wrap, unwrap)))[0].run(data)
+            trainer_of(original, build(lambda: Wrapped(wrap, unwrap)))[0].run(data)
     trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, made(lambda: Wrapped(wrap, unwrap)), carry=carry
+        create_supervised_tbptt_trainer, build(lambda: Wrapped(wrap, unwrap)), carry=carry
     )
     trainer.run(data)
-    assert same(weights(model), unbroken(data, made(Leaky), carry=carry))
+    assert same(weights(model), unbroken(data, build(Leaky), carry=carry))
 
 
 def test_a_state_that_is_none_stays_none() -> None:
@@ -371,7 +371,7 @@ def test_a_state_that_is_none_stays_none() -> None:
 
     ends: list[list[Tensor]] = []
     for create, options in ((original, {}), (create_supervised_tbptt_trainer, {"carry": True})):
-        trainer, model = trainer_of(create, made(lambda: Stateless(3, 2)), **options)
+        trainer, model = trainer_of(create, build(lambda: Stateless(3, 2)), **options)
         trainer.run(batches(2))
         ends.append(weights(model))
     assert same(*ends)
@@ -393,10 +393,10 @@ class Speaking(nn.Module):
         super().__init__()
         self.gru, self.out = nn.GRU(3, 4), nn.Linear(4, 2)
         self.voice = nn.Linear(2, 4)
-        self.seen: list[Any] = []
+        self.records: list[Any] = []
 
     def forward(self, x: Any, hidden: Any = None) -> tuple[Tensor, Any]:
-        self.seen.append(
+        self.records.append(
             {"audio": tuple(x["audio"].shape), "meta": x["meta"], "pair": tuple(x["pair"][0].shape)}
         )
         y, hidden = self.gru(x["audio"], hidden)
@@ -416,33 +416,33 @@ def parts(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
 
 def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     with pytest.raises(TypeError):
-        trainer_of(original, made(Speaking), prepare_batch=parts)[0].run([speaking()])
+        trainer_of(original, build(Speaking), prepare_batch=parts)[0].run([speaking()])
     trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts, static=["x.meta"]
+        create_supervised_tbptt_trainer, build(Speaking), prepare_batch=parts, static=["x.meta"]
     )
     trainer.run([speaking()])
     whole = speaking()["x"]["meta"]
-    assert [seen["audio"] for seen in model.seen] == [(4, 3, 3), (3, 3, 3)]
-    assert [seen["pair"] for seen in model.seen] == [(4, 3, 2), (3, 3, 2)]
-    for seen in model.seen:
-        assert torch.equal(seen["meta"]["speaker"], whole["speaker"])
-        assert (seen["meta"]["name"], seen["meta"]["id"]) == ("ann", 7)
+    assert [records["audio"] for records in model.records] == [(4, 3, 3), (3, 3, 3)]
+    assert [records["pair"] for records in model.records] == [(4, 3, 2), (3, 3, 2)]
+    for records in model.records:
+        assert torch.equal(records["meta"]["speaker"], whole["speaker"])
+        assert (records["meta"]["name"], records["meta"]["id"]) == ("ann", 7)
 
 
 def test_a_static_part_is_static_because_it_is_named_not_because_of_its_size() -> None:
     as_long_as_time = speaking(steps=3)  # a speaker for each of 3 lanes, and 3 steps
     trainer, model = trainer_of(
         create_supervised_tbptt_trainer,
-        made(Speaking),
+        build(Speaking),
         0.1,
         2,
         prepare_batch=parts,
         static=["x.meta.speaker"],
     )
     trainer.run([as_long_as_time])
-    assert [len(seen["meta"]["speaker"]) for seen in model.seen] == [3, 3]
+    assert [len(records["meta"]["speaker"]) for records in model.records] == [3, 3]
     trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, made(Speaking), prepare_batch=parts
+        create_supervised_tbptt_trainer, build(Speaking), prepare_batch=parts
     )
     with pytest.raises(DataError, match=r"'x.meta.speaker' \(3, 2\)"):
         trainer.run([speaking()])
@@ -452,7 +452,7 @@ def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:
     data = batches(2)
     trainer, model = trainer_of(create_supervised_tbptt_trainer)
     trainer.run([{"inputs": x, "targets": y} for x, y in data])
-    assert same(weights(model), unbroken(data, made(lambda: Recurrent(nn.GRU)), carry=False))
+    assert same(weights(model), unbroken(data, build(lambda: Recurrent(nn.GRU)), carry=False))
 
 
 ONE = torch.zeros(4, 1, 3)
@@ -476,12 +476,12 @@ WRONG: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "options", "said"), WRONG)
+@pytest.mark.parametrize(("batch", "options", "reason"), WRONG)
 def test_a_batch_that_does_not_fit_is_refused(
-    batch: Any, options: dict[str, Any], said: str
+    batch: Any, options: dict[str, Any], reason: str
 ) -> None:
     trainer = trainer_of(create_supervised_tbptt_trainer, nn.GRU(3, 3), **options)[0]
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=reason):
         trainer.run([batch])
 
 

@@ -10,7 +10,7 @@ from ignite.handlers import Checkpoint, DiskSaver
 from torch import Tensor, nn
 
 import throughtime as tt
-from test_ignite import Leaky, Recurrent, batches, made, same, trainer_of, unbroken, weights
+from test_ignite import Leaky, Recurrent, batches, build, same, trainer_of, unbroken, weights
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.integrations.ignite import Tbptt_Events, create_supervised_tbptt_trainer
 
@@ -24,7 +24,7 @@ def trained(
 
 
 def gru() -> nn.Module:
-    return made(lambda: Recurrent(nn.GRU))
+    return build(lambda: Recurrent(nn.GRU))
 
 
 def by_hand(
@@ -125,13 +125,13 @@ def test_credit_flows_back_to_the_horizon(horizon: int) -> None:
 def test_batches_may_have_their_lanes_first(horizon: int | None) -> None:
     data = batches(3)
     turned = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in data]
-    batch_first = made(lambda: Recurrent(nn.GRU, batch_first=True))
+    batch_first = build(lambda: Recurrent(nn.GRU, batch_first=True))
     assert batch_first.state_dict().keys() == gru().state_dict().keys()
     a, b = trained(data, horizon=horizon), trained(turned, batch_first, horizon=horizon, dim=1)
     assert max((p - q).abs().max().item() for p, q in zip(a, b, strict=True)) < 1e-12
 
 
-def test_a_carried_net_is_played_as_with_a_horizon() -> None:
+def test_a_carried_net_runs_as_with_a_horizon() -> None:
     data = batches(3)
     assert same(
         trained(data, tt.carry(gru()), carry=True), trained(data, gru(), carry=True, horizon=4)
@@ -160,7 +160,7 @@ def with_resets(data: list[Any], fresh: list[Tensor], model: nn.Module) -> list[
 
 
 def lstm() -> nn.Module:
-    return made(lambda: Recurrent(nn.LSTM))
+    return build(lambda: Recurrent(nn.LSTM))
 
 
 @pytest.mark.parametrize("by_key", [True, False])
@@ -226,9 +226,9 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED)
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         trainer_of(create_supervised_tbptt_trainer, **options)
 
 
@@ -261,9 +261,9 @@ ODD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "resets", "said"), ODD)
-def test_resets_that_fit_no_batch_are_refused(batch: Any, resets: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+@pytest.mark.parametrize(("batch", "resets", "reason"), ODD)
+def test_resets_that_fit_no_batch_are_refused(batch: Any, resets: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
         trained([batch], carry=True, resets=resets)
 
 
@@ -273,34 +273,34 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(
     make: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     data = batches(5)
-    whole = trained(data, made(make), carry=True, **options)
+    whole = trained(data, build(make), carry=True, **options)
 
     def begun() -> tuple[Engine, dict[str, Any]]:
-        model = made(make)
+        model = build(make)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = create_supervised_tbptt_trainer(
             model, optimizer, nn.MSELoss(), 4, carry=True, **options
         )
         return trainer, {"trainer": trainer, "model": model, "optimizer": optimizer}
 
-    trainer, kept = begun()
+    trainer, to_save = begun()
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED(once=2),
-        Checkpoint(kept, DiskSaver(str(tmp_path), require_empty=False)),
+        Checkpoint(to_save, DiskSaver(str(tmp_path), require_empty=False)),
     )
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
     trainer.run(data)
     (saved,) = tmp_path.glob("*.pt")
 
     def resumed(cold: bool) -> list[Tensor]:
-        trainer, kept = begun()
-        Checkpoint.load_objects(kept, str(saved))
+        trainer, to_save = begun()
+        Checkpoint.load_objects(to_save, str(saved))
         if cold:
             getattr(trainer, "state").hidden = None  # noqa: B009  # a state takes any attribute
         trainer.run(
             data[2:]
         )  # a loader goes on where it was, which is the user's business in Ignite
-        return weights(kept["model"])
+        return weights(to_save["model"])
 
     assert same(resumed(cold=False), whole)
     assert not same(resumed(cold=True), whole)
@@ -346,14 +346,15 @@ def test_a_stride_without_a_target_that_counts_only_carries_the_state_on() -> No
     trainer = create_supervised_tbptt_trainer(
         model, optimizer, nn.CrossEntropyLoss(ignore_index=9), 4, horizon=4, carry=True
     )
-    seen: list[float] = []
+    outputs_of_chunks: list[float] = []
     trainer.add_event_handler(
-        Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output)
+        Tbptt_Events.TIME_ITERATION_COMPLETED,
+        lambda engine: outputs_of_chunks.append(engine.state.output),
     )
     final: Any = trainer.run([(x, y)])
-    assert len(seen) == 1
-    assert final.output == seen[0]
+    assert len(outputs_of_chunks) == 1
+    assert final.output == outputs_of_chunks[0]
     with torch.no_grad():
-        first = made(lambda: Recurrent(nn.GRU))(x[:4])[1]
+        first = build(lambda: Recurrent(nn.GRU))(x[:4])[1]
         expected = model(x[4:], first)[1]
     torch.testing.assert_close(final.hidden.transpose(0, 1), expected)

@@ -76,13 +76,13 @@ def by_hand(
     policy: str, epochs: int, net: tt.Carried | None = None, accumulate: int = 1
 ) -> tuple[list[Tensor], list[tuple[float, int]]]:
     net = net_of() if net is None else net
-    optimizer, played, seen = adam(net), stream(), list[tuple[float, int]]()
+    optimizer, own_stream, records = adam(net), stream(), list[tuple[float, int]]()
     torch.manual_seed(7)
     gradient, policy_state = POLICIES[policy](), None
     for _ in range(epochs):
         updates = tt.updates(
             net,
-            played,
+            own_stream,
             nn.MSELoss(),
             gradient=gradient,
             policy_state=policy_state,
@@ -91,9 +91,9 @@ def by_hand(
         for update in updates:
             optimizer.step()
             optimizer.zero_grad()
-            seen.append((update.loss.item(), update.steps))
+            records.append((update.loss.item(), update.steps))
         policy_state = updates.policy_state
-    return weights(net), seen
+    return weights(net), records
 
 
 def trainer_of(
@@ -116,10 +116,10 @@ def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int)
         lambda e: losses.append((e.state.update.loss.item(), e.state.update.steps)),
     )
     state: Any = trainer.run(stream(), max_epochs=3)
-    came_to, seen = by_hand(policy, 3)
+    came_to, records = by_hand(policy, 3)
     assert same(weights(net), came_to)
-    assert losses == seen
-    assert state.updates == len(seen) > 2
+    assert losses == records
+    assert state.updates == len(records) > 2
     assert state.iteration == 3 * -(-stream().steps // (10 * chunks))
     assert not same(came_to, weights(net_of()))
 
@@ -127,7 +127,7 @@ def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int)
 def adaptive_trainer(gradient: RecordingAdaptive) -> dict[str, Any]:
     net = net_of()
     optimizer = adam(net)
-    return kept(StreamTrainer(net, optimizer, nn.MSELoss(), gradient=gradient), net, optimizer)
+    return to_save(StreamTrainer(net, optimizer, nn.MSELoss(), gradient=gradient), net, optimizer)
 
 
 def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next() -> None:
@@ -206,19 +206,19 @@ def test_several_updates_are_accumulated_into_one() -> None:
 
 
 def test_the_output_of_an_iteration_is_the_mean_over_its_valid_steps() -> None:
-    played = tt.Stream(recordings([73, 40]), lanes=1, chunk=10, seed=None)
+    own_stream = tt.Stream(recordings([73, 40]), lanes=1, chunk=10, seed=None)
     trainer, _, _ = trainer_of(chunks=100)
-    seen: list[tuple[float, int]] = []
+    records: list[tuple[float, int]] = []
     trainer.add_event_handler(
         StreamEvents.UPDATE_COMPLETED,
-        lambda e: seen.append((e.state.update.loss.item(), e.state.update.steps)),
+        lambda e: records.append((e.state.update.loss.item(), e.state.update.steps)),
     )
-    output: Any = trainer.run(played).output
-    total = sum(steps for _, steps in seen)
+    output: Any = trainer.run(own_stream).output
+    total = sum(steps for _, steps in records)
     assert total == 113
-    assert abs(output - sum(loss * steps for loss, steps in seen) / total) < 1e-12
+    assert abs(output - sum(loss * steps for loss, steps in records) / total) < 1e-12
     assert (
-        abs(output - sum(loss for loss, _ in seen) / len(seen)) > 1e-6
+        abs(output - sum(loss for loss, _ in records) / len(records)) > 1e-6
     )  # the ragged tail does not count double
 
 
@@ -313,30 +313,30 @@ def test_terminate_stops_after_the_present_update(end: str) -> None:
 
 def test_an_interrupted_run_goes_on_where_it_was() -> None:
     trainer, net, _ = trainer_of(chunks=2)
-    played = stream()
+    own_stream = stream()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 9]), trainer.interrupt)
-    trainer.run(played, max_epochs=2)
+    trainer.run(own_stream, max_epochs=2)
     assert trainer.state.iteration == 2
-    trainer.run(played, max_epochs=2)
-    trainer.run(played, max_epochs=2)
+    trainer.run(own_stream, max_epochs=2)
+    trainer.run(own_stream, max_epochs=2)
     assert trainer.state.epoch == 2
     assert same(weights(net), by_hand("truncated", 2)[0])
 
 
 def test_a_terminated_run_starts_the_epoch_again() -> None:
     trainer, net, _ = trainer_of()
-    played = stream()
+    own_stream = stream()
     stop = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate)
-    trainer.run(played)
-    assert (played.epoch, played.position) == (0, 30)
+    trainer.run(own_stream)
+    assert (own_stream.epoch, own_stream.position) == (0, 30)
     stop.remove()
     begun = weights(net)
     losses: list[float] = []
     trainer.add_event_handler(
         StreamEvents.UPDATE_COMPLETED, lambda e: losses.append(e.state.update.loss.item())
     )
-    trainer.run(played)
-    assert (played.epoch, played.position, len(losses)) == (1, 0, len(stream()))
+    trainer.run(own_stream)
+    assert (own_stream.epoch, own_stream.position, len(losses)) == (1, 0, len(stream()))
     plain = net_of()
     for weight, value in zip(plain.parameters(), begun, strict=True):
         weight.data.copy_(value)
@@ -360,7 +360,7 @@ def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: in
     first[0].add_event_handler(StreamEvents.UPDATE_COMPLETED(once=update), first[0].terminate)
     first[0].run(stream(), max_epochs=3)
     Checkpoint.load_objects(
-        kept(*later), {name: thing.state_dict() for name, thing in kept(*first).items()}
+        to_save(*later), {name: thing.state_dict() for name, thing in to_save(*first).items()}
     )
     state = later[0].run(stream(), max_epochs=3)
     assert (state.updates, state.iteration) == (39, 6)
@@ -368,7 +368,7 @@ def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: in
 
 
 @pytest.mark.parametrize("lost", [3, 11])
-def test_an_update_whose_step_did_not_come_is_made_again(lost: int) -> None:
+def test_an_update_without_its_step_is_repeated(lost: int) -> None:
     trainer, net, optimizer = trainer_of("horizon", chunks=4)
     saved: dict[str, Any] = {}
 
@@ -393,17 +393,17 @@ def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
     """With an offset epochs differ in length; Ignite keeps the iterations of the first."""
     whole, parts = trainer_of(), trainer_of()
     whole[0].run(stream(offset=30, chunk=5), max_epochs=4)
-    played, lengths = stream(offset=30, chunk=5), set[int]()
+    own_stream, lengths = stream(offset=30, chunk=5), set[int]()
     for epochs in (1, 2, 3, 4):
-        lengths.add(len(Loader(played)))
-        parts[0].run(played, max_epochs=epochs)
+        lengths.add(len(Loader(own_stream)))
+        parts[0].run(own_stream, max_epochs=epochs)
     assert len(lengths) > 1
     assert parts[0].state.epoch_length == whole[0].state.epoch_length
     assert same(weights(parts[1]), weights(whole[1]))
-    assert played.epoch == 4
+    assert own_stream.epoch == 4
 
 
-def kept(trainer: StreamTrainer, net: tt.Carried, optimizer: Any) -> dict[str, Any]:
+def to_save(trainer: StreamTrainer, net: tt.Carried, optimizer: Any) -> dict[str, Any]:
     return {"trainer": trainer, "net": net, "optimizer": optimizer}
 
 
@@ -433,14 +433,14 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
     whole = trainer_of(policy, net_of(kind), chunks=3)
     whole[0].run(stream(**options), max_epochs=3)
     first = trainer_of(policy, net_of(kind), chunks=3)
-    first[0].add_event_handler(at, Checkpoint(kept(*first), DiskSaver(str(tmp_path))))
+    first[0].add_event_handler(at, Checkpoint(to_save(*first), DiskSaver(str(tmp_path))))
     first[0].add_event_handler(at, first[0].terminate)
     first[0].run(stream(**options), max_epochs=3)
     assert not same(weights(first[1]), weights(whole[1]))
     (saved,) = tmp_path.glob("*.pt")
     later = trainer_of(policy, net_of(kind, seed=9), chunks=3)
     torch.manual_seed(99)
-    Checkpoint.load_objects(kept(*later), str(saved))
+    Checkpoint.load_objects(to_save(*later), str(saved))
     later[0].run(stream(**options), max_epochs=3)
     assert same(weights(later[1]), weights(whole[1]))
     assert later[0].state.iteration == whole[0].state.iteration
@@ -450,13 +450,13 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
 
 
 @pytest.mark.parametrize("lost", ["edge", "stream"])
-def test_a_checkpoint_without_the_state_or_with_another_place_does_not(lost: str) -> None:
+def test_a_checkpoint_without_the_state_or_with_another_position_does_not(lost: str) -> None:
     whole = trainer_of("horizon")
     whole[0].run(stream())
     first = trainer_of("horizon")
     first[0].add_event_handler(Events.ITERATION_COMPLETED(once=7), first[0].terminate)
     first[0].run(stream())
-    saved = {name: thing.state_dict() for name, thing in kept(*first).items()}
+    saved = {name: thing.state_dict() for name, thing in to_save(*first).items()}
     position = saved["trainer"]["stream"]["position"]
     if lost == "stream":
         position["stream"]["position"] -= 10
@@ -464,7 +464,7 @@ def test_a_checkpoint_without_the_state_or_with_another_place_does_not(lost: str
         policy = position["policy"]
         policy[lost] = tt.state.map_leaves(torch.zeros_like, policy[lost])
     later = trainer_of("horizon")
-    Checkpoint.load_objects(kept(*later), saved)
+    Checkpoint.load_objects(to_save(*later), saved)
     later[0].run(stream())
     assert not same(weights(later[1]), weights(whole[1]))
 

@@ -17,7 +17,7 @@ lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
 def check_epoch(table: LaneSchedule, lengths: list[int], chunk: int) -> None:
     """Every step of every recording once, in order, without gaps; lanes idle only at their end."""
-    played = Counter[tuple[int, int]]()
+    counts = Counter[tuple[int, int]]()
     for begin in range(0, table.steps, chunk):
         stop = min(begin + chunk, table.steps)
         busy = dict.fromkeys(range(len(table.spans)), 0)
@@ -25,17 +25,17 @@ def check_epoch(table: LaneSchedule, lengths: list[int], chunk: int) -> None:
             assert part.start == busy[part.lane]  # gapless, and in order
             busy[part.lane] += part.steps
             assert busy[part.lane] <= stop - begin
-            played.update((part.recording, part.position + i) for i in range(part.steps))
+            counts.update((part.recording, part.position + i) for i in range(part.steps))
         for lane, steps in busy.items():  # nothing to part is nothing to part until the end
             assert steps == stop - begin or not [
                 p for p in table.slices(stop, table.steps) if p.lane == lane
             ]
-    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
+    assert counts == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert table.idle_steps == table.steps * len(table.spans) - sum(lengths)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
-def test_every_step_is_played_once_in_order_and_idle_only_at_a_lanes_end(
+def test_every_step_occurs_once_in_order_and_lanes_idle_only_at_their_end(
     lengths: list[int], wish: int, seed: int, chunk: int
 ) -> None:
     check_epoch(
@@ -121,7 +121,7 @@ def test_lanes_end_within_the_longest_span_of_each_other(
 
 
 @given(seed=seeds)
-def test_order_comes_from_the_seed_and_none_keeps_the_order_given(seed: int) -> None:
+def test_order_comes_from_the_seed_and_none_keeps_that_of_the_sequence(seed: int) -> None:
     lengths = list(range(1, 12))
     same = [LaneSchedule.plan(lengths, 3, random.Random(seed)) for _ in range(2)]
     assert same[0] == same[1]

@@ -30,7 +30,7 @@ def plans(
     even: bool = False,
 ) -> list[LaneSchedule]:
     """What every rank plans by itself."""
-    found: list[LaneSchedule] = []
+    schedules: list[LaneSchedule] = []
     for rank in range(ranks):
         order = random.Random(seed)
         offsets = (
@@ -38,12 +38,12 @@ def plans(
             if offset
             else None
         )
-        found.append(
+        schedules.append(
             LaneSchedule.plan(
                 lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even
             )
         )
-    return found
+    return schedules
 
 
 def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) -> int:
@@ -107,16 +107,16 @@ def check_ranks(
     wish=lane_wishes,
     ranks=rank_counts,
     seed=seeds,
-    pieces=st.integers(1, 40),
+    part_count=st.integers(1, 40),
     even=st.booleans(),
 )
 def test_ranks_play_every_step_once_in_order(
-    lengths: list[int], wish: int, ranks: int, seed: int, pieces: int, even: bool
+    lengths: list[int], wish: int, ranks: int, seed: int, part_count: int, even: bool
 ) -> None:
     lanes = max(1, lanes_for(lengths, wish, ranks))
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
-    check_ranks(tables, lengths, -(-tables[0].steps // pieces))
+    check_ranks(tables, lengths, -(-tables[0].steps // part_count))
 
 
 MUTANT_RANKS: dict[str, Callable[[list[LaneSchedule]], list[LaneSchedule]]] = {
@@ -198,7 +198,9 @@ def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
 
 def test_parts_cut_as_equally_as_possible_let_a_handing_lane_idle() -> None:
     """The mutant of the law above: `cut` makes 3, 4 and 3 of 10 steps."""
-    parts = [[len(span) for span in made([10], 3)] for made in (cut, cut_equal_parts)]
+    parts = [
+        [len(span) for span in cut_function([10], 3)] for cut_function in (cut, cut_equal_parts)
+    ]
     assert parts == [[3, 3, 4], [4, 4, 2]]
 
 
@@ -213,13 +215,15 @@ def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(
     if len(lengths) >= lanes * ranks:
         return
     rows = plans(lengths, lanes, ranks, seed, even=True)[0].spans
-    played = [row[0] for row in rows if row]
+    first_spans = [row[0] for row in rows if row]
     assert all(len(row) <= 1 for row in rows)
-    assert played == sorted(played, key=lambda span: (span.recording, span.start))
-    assert [bool(row) for row in rows] == [True] * len(played) + [False] * (len(rows) - len(played))
+    assert first_spans == sorted(first_spans, key=lambda span: (span.recording, span.start))
+    assert [bool(row) for row in rows] == [True] * len(first_spans) + [False] * (
+        len(rows) - len(first_spans)
+    )
 
 
-def in_given_order(lengths: Sequence[int], lanes: int) -> int:
+def in_sequence_order(lengths: Sequence[int], lanes: int) -> int:
     """The longest lane when each recording, in order, goes to the lane that is free first."""
     ends = [0] * lanes
     for length in lengths:
@@ -273,11 +277,11 @@ def test_four_thirds_is_reached_so_that_the_bound_can_fail() -> None:
     assert (
         LaneSchedule.plan(lengths, 3, random.Random(0)).steps,
         best(lengths, 3),
-        in_given_order(lengths[::-1], 3),
+        in_sequence_order(lengths[::-1], 3),
     ) == (11, 9, 12)
 
 
-def test_longest_first_wastes_less_than_the_order_given() -> None:
+def test_longest_first_wastes_less_than_the_order_of_the_sequence() -> None:
     draw = random.Random(0)
     longest_first, given_order = list[float](), list[float]()
     for seed in range(300):
@@ -285,7 +289,7 @@ def test_longest_first_wastes_less_than_the_order_given() -> None:
         lanes = draw.randrange(2, 9)
         table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
         longest_first.append(table.idle_steps / (table.steps * lanes))
-        steps = in_given_order(lengths, lanes)
+        steps = in_sequence_order(lengths, lanes)
         given_order.append((steps * lanes - sum(lengths)) / (steps * lanes))
         unpacked = LaneSchedule.plan(lengths, lanes)
         assert unpacked.idle_steps == steps * lanes - sum(

@@ -85,14 +85,14 @@ class KeepsState(TensorState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(FEATURES))
+        self.register_buffer("running_mean", torch.zeros(FEATURES))
 
     def initial_state(self, lanes: int) -> Tensor:
         return torch.zeros(lanes, HIDDEN, dtype=torch.float64)
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean((0, 1))
-        return super().forward(x + self.seen, state)
+        self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean((0, 1))
+        return super().forward(x + self.running_mean, state)
 
 
 class MixesLanes(TensorState):
@@ -256,11 +256,11 @@ class Blind(nn.Module):
 class Hoards(TensorState):
     """A net that keeps a tensor with its graph."""
 
-    kept: Tensor | None = None
+    last: Tensor | None = None
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y, state = super().forward(x, state)
-        self.kept = state
+        self.last = state
         return y, state
 
 

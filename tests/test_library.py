@@ -66,8 +66,8 @@ def _level_elsewhere(asked: str) -> str:
     )
     code += "assert not l._loaded.cache_info().currsize; print(l.level())"
     done = elsewhere(code, THROUGHTIME_LEVEL=asked)
-    assert done.code == 0, done.complained
-    return done.said.strip()
+    assert done.code == 0, done.errors
+    return done.output.strip()
 
 
 @BUILT

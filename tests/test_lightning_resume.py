@@ -86,7 +86,7 @@ def test_resume_at_the_end_of_an_epoch_gives_the_same_bits(tmp_path: Path) -> No
     assert torch.equal(weights(module.net), plain(epochs=3, dropout=0.3))
 
 
-def test_a_stretch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
+def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
     module = Module()
     torch.manual_seed(5)
@@ -162,11 +162,13 @@ class Overriding(Module):
 
 
 def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
-    def made(optimizer: Any) -> dict[str, Any]:
+    def configured(optimizer: Any) -> dict[str, Any]:
         return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
 
     runs = [
-        resumed(tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=made, max_epochs=3)
+        resumed(
+            tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=configured, max_epochs=3
+        )
         for kind in (Module, Overriding)
     ]
     assert torch.equal(*runs)
@@ -246,7 +248,7 @@ def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path
     assert torch.equal(weights(module.net), plain())
 
 
-def test_a_checkpoint_without_a_place_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_position_is_refused(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
     trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
         Module(), Loader(stream_of(), 2)

@@ -262,7 +262,7 @@ def test_mixed_precision_is_that_of_autocast(tmp_path: Path) -> None:
     assert (weights(net).double() - plain()).abs().max() > 1e-5
 
 
-def test_true_double_precision_wants_a_stream_of_doubles(tmp_path: Path) -> None:
+def test_true_double_precision_needs_a_stream_of_doubles(tmp_path: Path) -> None:
     module = Module(net_of().float())
     trainer_of(tmp_path, precision="64-true").fit(module, Loader(stream_of(dtype=torch.float64), 4))
     assert weights(module.net).dtype == torch.float64

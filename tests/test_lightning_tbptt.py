@@ -133,7 +133,7 @@ class FromAMixin(WithoutMethods, Mixed):
 
 
 @pytest.mark.parametrize("kind", [Mixed, ByProperty, ThirdByAnyName, OtherHooks, FromAMixin])
-def test_every_way_to_write_such_a_module_trains_the_same(kind: type[Any], tmp_path: Path) -> None:
+def test_every_form_of_such_a_module_trains_the_same(kind: type[Any], tmp_path: Path) -> None:
     torch.manual_seed(1)
     assert same(fitted(kind(), batches(), tmp_path), by_hand(batches()).weights)
 
@@ -388,13 +388,15 @@ def test_a_logged_mean_is_over_all_splits(between: bool, tmp_path: Path) -> None
 
     module, running = Logging(), trainer(tmp_path, max_epochs=2)
     running.fit(module, Batches(batches()))
-    seen = module.losses[25:]
+    losses_after = module.losses[25:]
     result = float(running.callback_metrics["train_loss_epoch"])
-    assert result == pytest.approx(sum(seen) / 25, rel=1e-6)
+    assert result == pytest.approx(sum(losses_after) / 25, rel=1e-6)
     assert result != pytest.approx(
-        sum(seen[4:]) / 21, rel=1e-3
+        sum(losses_after[4:]) / 21, rel=1e-3
     )  # the splits before the last of the first batch forgotten
-    assert float(running.callback_metrics["train_loss_step"]) == pytest.approx(seen[-1], rel=1e-6)
+    assert float(running.callback_metrics["train_loss_step"]) == pytest.approx(
+        losses_after[-1], rel=1e-6
+    )
 
 
 # the folder of the run that is resumed
@@ -437,9 +439,9 @@ def test_a_trainer_plays_other_modules_as_before_and_the_same_one_again(tmp_path
 
     module, other, running = Mixed(), Plain(), trainer(tmp_path)
     counts: list[int] = []
-    for epochs, played in enumerate((other, module, module, other), 1):
+    for epochs, trained in enumerate((other, module, module, other), 1):
         running.fit_loop.max_epochs = epochs
-        running.fit(played, Batches(batches(2)))
+        running.fit(trained, Batches(batches(2)))
         counts.append(running.global_step)
     assert (counts, other.calls) == ([2, 12, 22, 24], 4)
 

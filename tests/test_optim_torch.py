@@ -355,11 +355,11 @@ def test_a_graph_that_saved_the_weights_notices_the_step() -> None:
     weight, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = optim.SGD([weight, frozen], lr=0.1)
     weight.grad = torch.ones(3)
-    kept, other = weight.square().sum(), frozen.square().sum()
+    values, other = weight.square().sum(), frozen.square().sum()
     optimizer.step()
     assert was_compiled(optimizer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
+        values.backward()
     other.backward()  # it had no gradient then, so it did not change
 
 

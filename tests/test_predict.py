@@ -42,7 +42,7 @@ def one_forward(net: tt.Carried, x: Tensor) -> Tensor:
         return net(x, start(net, x))[0]
 
 
-def in_pieces(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def in_parts(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     predictor, outputs, begin = tt.Predictor(net, x.shape[1]), list[Tensor](), 0
     while begin < len(x):
         steps = sizes[len(outputs) % len(sizes)]
@@ -57,13 +57,13 @@ def in_pieces(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     ids=["float32", "float64"],
 )
 @some_nets("lstm", "gru", "sequential", "hides-layer")
-def test_long_recording_in_pieces_equals_one_forward(
+def test_long_recording_in_parts_equals_one_forward(
     row: Row, dtype: torch.dtype, allowed: float
 ) -> None:
     net, x = row.net().to(dtype), inputs(LONG, 1).to(dtype)
     whole = one_forward(net, x)
-    pieces = in_pieces(net, x, (1, 997, 64, 3, 1500))
-    assert (pieces - whole).abs().max() <= allowed
+    joined = in_parts(net, x, (1, 997, 64, 3, 1500))
+    assert (joined - whole).abs().max() <= allowed
     for chunk in (997, 10_000):
         outputs, state = tt.predict(net, {"inputs": x[:, 0].numpy()}, chunk=chunk)
         assert (outputs - whole[:, 0]).abs().max() <= allowed
@@ -97,14 +97,14 @@ def test_predict_goes_on_from_the_state_that_it_returned(
     assert states_apart(after, end) < 1e-12
 
 
-def test_predict_writes_into_what_it_is_given(tmp_path: Path) -> None:
+def test_predict_writes_into_out(tmp_path: Path) -> None:
     net, x = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy()
     expected, _ = tt.predict(net, {"inputs": x})
     mapped = np.lib.format.open_memmap(
         tmp_path / "out.npy", mode="w+", dtype=np.float64, shape=(50, 2)
     )
-    found, _ = tt.predict(net, {"inputs": x}, chunk=7, out=mapped)
-    assert found is mapped
+    result, _ = tt.predict(net, {"inputs": x}, chunk=7, out=mapped)
+    assert result is mapped
     mapped.flush()
     assert (np.load(tmp_path / "out.npy") - expected.numpy() == 0).all() or np.abs(
         mapped - expected.numpy()
@@ -147,14 +147,14 @@ def test_saved_state_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> No
     expected = predictor(x[41:])
     done = elsewhere(RESUMES, *(tmp_path / name for name in ("state", "rest.npy", "out.npy")))
     assert done == (0, "", "")
-    found = torch.from_numpy(np.load(tmp_path / "out.npy"))
-    assert torch.equal(found, expected)
+    result = torch.from_numpy(np.load(tmp_path / "out.npy"))
+    assert torch.equal(result, expected)
     assert not torch.equal(
-        found, tt.Predictor(net, lanes=2)(x[41:])
+        result, tt.Predictor(net, lanes=2)(x[41:])
     )  # the mutant: from the initial state
 
 
-def test_state_is_saved_only_when_there_is_one_and_loaded_only_where_it_fits(
+def test_state_is_saved_only_if_it_exists_and_loaded_only_where_it_fits(
     tmp_path: Path,
 ) -> None:
     net = named("lstm").net()
@@ -261,11 +261,11 @@ def test_outputs_have_no_graph() -> None:
 
 def with_gaps(lengths: list[int]) -> list[dict[str, Any]]:
     """Recordings with missing targets, so that chunks differ in their number of valid steps."""
-    found = recordings(lengths, seed=4)
-    for recording in found:
+    result = recordings(lengths, seed=4)
+    for recording in result:
         recording["targets"][1::3] = np.nan
         recording["targets"][:2] = np.nan
-    return found
+    return result
 
 
 def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -280,25 +280,25 @@ def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
 @some_nets("hides-layer", "dict-state")
 def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk: int) -> None:
     sources, net = with_gaps([31, 7, 20, 13]), row.net()
-    found = tt.evaluate(
+    result = tt.evaluate(
         net, tt.Stream(sources, lanes, chunk), nn.MSELoss(), metrics=tt.metrics.Regression()
     )
     pairs = {source["name"]: direct(net, source) for source in sources}
     y, targets = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
-    assert found.steps == len(targets)
-    assert found.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
-    assert found.metrics["rmse"] == pytest.approx(math.sqrt(found.loss), rel=1e-12)
-    assert set(found.recordings) == set(pairs)
+    assert result.steps == len(targets)
+    assert result.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
+    assert result.metrics["rmse"] == pytest.approx(math.sqrt(result.loss), rel=1e-12)
+    assert set(result.recordings) == set(pairs)
     for name, (outputs, wanted) in pairs.items():
         error = (outputs - wanted).square()
-        assert found.recordings[name]["rmse"] == pytest.approx(
+        assert result.recordings[name]["rmse"] == pytest.approx(
             error.mean().sqrt().item(), rel=1e-12
         )
-        assert found.recordings[name]["esr"] == pytest.approx(
+        assert result.recordings[name]["esr"] == pytest.approx(
             (error.sum() / wanted.square().sum()).item(), rel=1e-12
         )
         spread = (wanted - wanted.mean(0)).square().sum()
-        assert found.recordings[name]["r2"] == pytest.approx(
+        assert result.recordings[name]["r2"] == pytest.approx(
             (1 - error.sum() / spread).item(), rel=1e-9
         )
 
@@ -321,7 +321,7 @@ def test_classification_by_recording() -> None:
     sources = [
         r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])
     ]
-    found = tt.evaluate(
+    result = tt.evaluate(
         net,
         tt.Stream(sources, 2, 6),
         nn.CrossEntropyLoss(),
@@ -330,28 +330,28 @@ def test_classification_by_recording() -> None:
     for source in sources:
         y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
         expected = (y.argmax(1).numpy() == source["targets"]).mean()
-        assert found.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
+        assert result.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
 
 
 def test_recording_cut_into_parts_counts_as_one() -> None:
     net, sources = named("hides-layer").net(), recordings([40])
-    found = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression())
-    assert list(found.recordings) == ["r0"]
-    assert found.recordings["r0"] == pytest.approx(found.metrics)
-    assert math.isnan(found.loss)
-    assert found.steps == 40
+    result = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression())
+    assert list(result.recordings) == ["r0"]
+    assert result.recordings["r0"] == pytest.approx(result.metrics)
+    assert math.isnan(result.loss)
+    assert result.steps == 40
 
 
 def test_nothing_asked_and_nothing_valid_give_nan() -> None:
     net, source = named("hides-layer").net(), recordings([9])[0]
     assert math.isnan(tt.evaluate(net, tt.Stream(source, 1, 4)).loss)
     nothing = source | {"targets": np.full((9, 2), np.nan)}
-    found = tt.evaluate(
+    result = tt.evaluate(
         net, tt.Stream(nothing, 1, 4), nn.MSELoss(), metrics=tt.metrics.Regression()
     )
-    assert (found.steps, found.recordings) == (0, {})
-    assert math.isnan(found.loss)
-    assert math.isnan(found.metrics["rmse"])
+    assert (result.steps, result.recordings) == (0, {})
+    assert math.isnan(result.loss)
+    assert math.isnan(result.metrics["rmse"])
 
 
 def test_stream_without_targets_is_refused() -> None:
@@ -377,10 +377,10 @@ def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
 def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
     recordings = [{"name": "a", "inputs": np.zeros((n, 1)), "targets": np.zeros(n)} for n in (5, 7)]
     net = tt.carry(torch.nn.GRU(1, 1).double())
-    found = tt.evaluate(
+    result = tt.evaluate(
         net, tt.Stream(recordings, lanes=2, chunk=4), metrics=tt.metrics.Regression()
     )
-    assert list(found.recordings) == ["a (#0)", "a (#1)"]
+    assert list(result.recordings) == ["a (#0)", "a (#1)"]
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ def kill_a_worker(storage: Path, running: Future[Any]) -> int:
     workers = [child for child in children if "RayTrainWorker" in "".join(child.cmdline())]
     assert len(workers) == 2
     workers[0].kill()
-    told = json.loads(written.read_text(encoding="utf-8"))
-    return max(result["metrics"]["update"] for result in told["checkpoint_results"])
+    report = json.loads(written.read_text(encoding="utf-8"))
+    return max(result["metrics"]["update"] for result in report["checkpoint_results"])
 
 
 @pytest.mark.slow

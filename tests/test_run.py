@@ -140,7 +140,7 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "output"),
     [
         ("id,split,inputs,targets\na,train,no.npy,0_y.npy", "'a': no such file"),
         (
@@ -161,10 +161,10 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
         ),
     ],
 )
-def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, said: str) -> None:
+def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, output: str) -> None:
     data = write_recordings(tmp_path / "data")
     (data / "recordings.csv").write_text(rows, encoding="utf-8")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=output):
         open_dataset(make_config(settings(data, tmp_path / "run")))
 
 
@@ -292,8 +292,8 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     assert seen
     assert not load_checkpoint(folder.checkpoint)["finished"]
     resumed = elsewhere(COMMAND, "train", "--resume", folder.path)
-    assert resumed.code == 0, resumed.complained
-    assert "resumed at update" in resumed.said
+    assert resumed.code == 0, resumed.errors
+    assert "resumed at update" in resumed.output
     assert whole.model.read_bytes() == folder.model.read_bytes()
     assert _lines(whole) == _lines(folder)
 
@@ -318,9 +318,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "go on with: throughtime train --resume" in said
+    assert "go on with: throughtime train --resume" in output
     assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")["counts"][0] > 0
 
 
@@ -338,9 +338,9 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     )
     run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
     assert run.code == 2
-    assert "could not be written" in run.complained
-    assert "the previous one is untouched" in run.complained
-    assert "Traceback" not in run.complained
+    assert "could not be written" in run.errors
+    assert "the previous one is untouched" in run.errors
+    assert "Traceback" not in run.errors
     assert training.folder.checkpoint.read_bytes() == before
     assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]
 
@@ -511,13 +511,13 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
     for name in ("0", "1", "2"):
         inputs = np.load(data / f"{name}_x.npy")
         np.save(data / f"{name}_x.npy", np.column_stack([inputs[:, 0], np.arange(len(inputs))]))
-    said = "; ".join(open_dataset(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
-    assert "splits as in the manifest (train 2, valid 1)" in said
+    output = "; ".join(open_dataset(make_config(settings(data, tmp_path / "run", lanes=5))).remarks)
+    assert "splits as in the manifest (train 2, valid 1)" in output
     assert (
         "cut into 5 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
-        " whole)" in said
+        " whole)" in output
     )
-    assert "input 1 only ever rises: a clock?" in said
+    assert "input 1 only ever rises: a clock?" in output
     quiet = open_dataset(
         make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run"))
     )
@@ -550,10 +550,12 @@ def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_pat
         )
     for path in folder.glob("*.npy"):
         path.unlink()
-    said = "; ".join(open_dataset(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks)
+    output = "; ".join(
+        open_dataset(make_config(settings(folder, tmp_path / "run", lanes=9))).remarks
+    )
     assert (
         "cut into 9 parts, one for each lane, each from a zero state (--lanes 2 keeps recordings"
-        " whole)" in said
+        " whole)" in output
     )
 
 

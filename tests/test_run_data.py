@@ -442,7 +442,7 @@ def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     assert "what cutting" in run("audit", trained.path, "--horizons", "10", "--max-lag", "10")
 
 
-def test_how_recordings_are_played_reaches_the_stream(tmp_path: Path) -> None:
+def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"lanes": 5, "updates": None, "epochs": 2, "stride": 50}
     handed = Training.begin(
@@ -528,7 +528,7 @@ def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Pa
     assert cold.model.read_bytes() != short.model.read_bytes()
 
 
-def test_the_time_spent_waiting_for_data_is_told(tmp_path: Path) -> None:
+def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     said = run(
         "train",
@@ -599,7 +599,7 @@ def test_all_files_of_a_run_have_one_rate(tmp_path: Path) -> None:
     run("predict", folder.path, good / "c.wav", "--out", tmp_path / "p.npy")
 
 
-def test_wide_recordings_are_surveyed_in_pieces_of_few_numbers() -> None:
+def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
     """As frames of audio: a piece of 65,536 steps would be as large as the recording."""
     reads: list[int] = []
 

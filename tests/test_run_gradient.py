@@ -155,7 +155,7 @@ def test_a_policy_of_ones_own_is_run_from_toml_killed_and_goes_on_to_the_same_bi
     assert process.wait() == -signal.SIGKILL
     assert saved
     resumed = elsewhere(COMMAND, "train", "--resume", killed.path)
-    assert resumed.code == 0, resumed.complained
+    assert resumed.code == 0, resumed.errors
     assert whole.model.read_bytes() == killed.model.read_bytes()
     plain = finish(settings(data, tmp_path / "plain", horizon=20, updates=800))
     nets = [load_model(folder.model)[0] for folder in (whole, plain)]
@@ -198,7 +198,7 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "output"),
     [
         (
             {"gradient": "adaptive", "gradient_args": {"tolerence": 0.1}},
@@ -222,13 +222,13 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
     ],
 )
 def test_a_wrong_policy_or_argument_is_refused_by_name(
-    tmp_path: Path, own: str, more: dict[str, Any], said: str
+    tmp_path: Path, own: str, more: dict[str, Any], output: str
 ) -> None:
     if "gradient" in more:
         more = more | {"gradient": more["gradient"].format(own=own, folder=tmp_path)}
     with pytest.raises(ConfigError) as refused:
         make_policy(make_config({"data": "d", "task": "classify", "out": "o"} | more))
-    assert said in str(refused.value)
+    assert output in str(refused.value)
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -242,5 +242,5 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the table \[gradient\] has no policy"):
         read_toml(tmp_path / "run.toml")
     data = write_recordings(tmp_path / "data")
-    said = run("train", data, "--task", "classify", "--gradient-arg", "stride", ok=False)
-    assert "--gradient-arg stride: expected NAME=VALUE" in said
+    output = run("train", data, "--task", "classify", "--gradient-arg", "stride", ok=False)
+    assert "--gradient-arg stride: expected NAME=VALUE" in output

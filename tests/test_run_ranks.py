@@ -32,19 +32,19 @@ SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.start
     "GLOO_SOCKET_IFNAME": "lo",
 }
 PATIENCE = 180.0  # seconds; nothing waits for them but a test that fails
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "horizon": {"horizon": 25, "updates": 40},
     "hand-off": {"hand_off": True, "updates": None, "epochs": 3},
     "exact": {"gradient": "exact", "segment": 25, "stride": None, "updates": 30},
 }
 
 
-def values(folder: Path, name: str, way: str) -> dict[str, Any]:
-    return settings(folder / "data", folder / name, lanes=4, dtype="float64", **WAYS[way])
+def values(folder: Path, name: str, variant: str) -> dict[str, Any]:
+    return settings(folder / "data", folder / name, lanes=4, dtype="float64", **VARIANTS[variant])
 
 
-def on_two_ranks(folder: Path, name: str, way: str = "horizon") -> dict[str, Any]:
-    return values(folder, name, way) | {"strategy": "ddp", "devices": 2}
+def on_two_ranks(folder: Path, name: str, variant: str = "horizon") -> dict[str, Any]:
+    return values(folder, name, variant) | {"strategy": "ddp", "devices": 2}
 
 
 def apart(one: RunFolder, other: RunFolder) -> float:
@@ -102,24 +102,24 @@ def talking(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def told(ran: "Ran") -> list[dict[str, Any]]:
-    return ran.told
+def reports(ran: "Ran") -> list[dict[str, Any]]:
+    return ran.reports
 
 
-def test_what_each_rank_has_is_told_to_all(told: list[dict[str, Any]]) -> None:
-    for rank, mine in enumerate(told):
+def test_gather_returns_the_value_of_each_rank_on_all(reports: list[dict[str, Any]]) -> None:
+    for rank, mine in enumerate(reports):
         assert mine["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert mine["first"] == ("done", "10")
         assert mine["all"] == ("done", str(rank + 10))
         assert mine["settled"] == ("done", "None")
 
 
-def test_a_wish_of_any_rank_is_a_wish_of_all(told: list[dict[str, Any]]) -> None:
-    assert [mine["agreed"] for mine in told] == [[True, False, True]] * 2
+def test_a_wish_of_any_rank_is_a_wish_of_all(reports: list[dict[str, Any]]) -> None:
+    assert [mine["agreed"] for mine in reports] == [[True, False, True]] * 2
 
 
 @pytest.mark.parametrize(
-    ("case", "said", "by"),
+    ("case", "output", "by"),
     [
         ("first fails", "full", 0),
         ("second fails", "rank 1: gone", 1),
@@ -128,19 +128,19 @@ def test_a_wish_of_any_rank_is_a_wish_of_all(told: list[dict[str, Any]]) -> None
         ("within", "inner", 0),
     ],
 )
-def test_what_fails_on_one_rank_ends_all_and_is_said_once(
-    told: list[dict[str, Any]], case: str, said: str, by: int
+def test_an_error_on_one_rank_ends_all_and_is_printed_once(
+    reports: list[dict[str, Any]], case: str, output: str, by: int
 ) -> None:
-    assert [mine[case] for mine in told] == [
-        ("ended", said, "mine" if rank == by else "not mine") for rank in range(2)
+    assert [mine[case] for mine in reports] == [
+        ("ended", output, "mine" if rank == by else "not mine") for rank in range(2)
     ]
 
 
 def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(
-    told: list[dict[str, Any]],
+    reports: list[dict[str, Any]],
 ) -> None:
-    assert told[0]["unforeseen"] == ("ended", "rank 1: ZeroDivisionError: by zero", "not mine")
-    assert told[1]["unforeseen"] == ("raised", "by zero")
+    assert reports[0]["unforeseen"] == ("ended", "rank 1: ZeroDivisionError: by zero", "not mine")
+    assert reports[1]["unforeseen"] == ("raised", "by zero")
 
 
 def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
@@ -160,7 +160,7 @@ def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
         alone.raise_together(DataError("no"))
 
 
-def test_a_rank_that_is_gone_is_told_as_what_it_means() -> None:
+def test_a_lost_rank_is_reported_with_its_meaning() -> None:
     with (
         pytest.raises(
             LostRankError, match=r"another rank has ended.*\(Connection closed\)"
@@ -186,17 +186,19 @@ def through(training: Training, stop_at: int | None = None) -> Training:
 def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     yield from talking(rank)
     team = Team.of_group(torch.device("cpu"))
-    for way in WAYS:
-        through(Training.begin(make_config(on_two_ranks(folder, f"whole-{way}", way)), team))
+    for variant in VARIANTS:
+        through(
+            Training.begin(make_config(on_two_ranks(folder, f"whole-{variant}", variant)), team)
+        )
         stopped = through(
-            Training.begin(make_config(on_two_ranks(folder, f"stopped-{way}", way)), team),
+            Training.begin(make_config(on_two_ranks(folder, f"stopped-{variant}", variant)), team),
             13 if rank else None,
         )
         torch.manual_seed(999 + rank)
         resumed = Training.resume(stopped.folder.path, team=team)
-        yield f"stopped-{way}", (stopped.finished, stopped.count, resumed.count)
+        yield f"stopped-{variant}", (stopped.finished, stopped.count, resumed.count)
         through(resumed)
-        if way == "horizon":
+        if variant == "horizon":
             through(
                 Training.begin(make_config(on_two_ranks(folder, "mutant")), team), 7
             )  # where the lanes of rank 1 still play
@@ -235,9 +237,9 @@ class NoNumber(nn.Module):
 def forget_the_state_of_the_second(folder: RunFolder) -> None:
     """A mutant of a checkpoint: what the lanes of rank 1 carried is lost."""
     saved = load_checkpoint(folder.checkpoint)
-    place = saved["ranks"][1]["updates"]["policy"]
+    policy_state = saved["ranks"][1]["updates"]["policy"]
     for state in ("carried", "edge"):
-        for tensor in trees.tensors(place[state]):
+        for tensor in trees.tensors(policy_state[state]):
             tensor.zero_()
     save_checkpoint(folder.checkpoint, saved)
 
@@ -245,7 +247,7 @@ def forget_the_state_of_the_second(folder: RunFolder) -> None:
 @dataclass(frozen=True)
 class Ran:
     folder: Path
-    told: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
 
     def of(self, name: str) -> RunFolder:
         return RunFolder(self.folder / name)
@@ -256,34 +258,34 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Runs of two ranks in `running`, and the same of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     write_recordings(folder / "data")
-    for way in WAYS:
-        finish(values(folder, f"one-{way}", way))
+    for variant in VARIANTS:
+        finish(values(folder, f"one-{variant}", variant))
     finish(values(folder, "half", "horizon") | {"lanes": 2})
     return Ran(folder, in_processes(2, partial(Path, folder), running))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_give_the_weights_of_one_process(ran: Ran, way: str) -> None:
-    assert apart(ran.of(f"whole-{way}"), ran.of(f"one-{way}")) < 1e-10
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_give_the_weights_of_one_process(ran: Ran, variant: str) -> None:
+    assert apart(ran.of(f"whole-{variant}"), ran.of(f"one-{variant}")) < 1e-10
     assert (
         apart(ran.of("half"), ran.of("one-horizon")) > 1e-4
     )  # a mutant: the lanes of one rank alone
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_lines_of_a_run_are_those_of_one_process_written_once(ran: Ran, way: str) -> None:
-    found, expected = _lines(ran.of(f"whole-{way}")), _lines(ran.of(f"one-{way}"))
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_lines_of_a_run_are_those_of_one_process_written_once(ran: Ran, variant: str) -> None:
+    result, expected = _lines(ran.of(f"whole-{variant}")), _lines(ran.of(f"one-{variant}"))
+    assert len(result) == len(expected)
+    for mine, theirs in zip(result, expected, strict=True):
         nested = mine.pop("recordings", None), theirs.pop("recordings", None)
         assert mine == (theirs if mine["kind"] == "data" else pytest.approx(theirs, nan_ok=True))
         assert (nested[0] is None) == (nested[1] is None)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, way: str) -> None:
-    assert [mine[f"stopped-{way}"] for mine in ran.told] == [(False, 13, 13)] * 2
-    whole, resumed = ran.of(f"whole-{way}"), ran.of(f"stopped-{way}")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, variant: str) -> None:
+    assert [mine[f"stopped-{variant}"] for mine in ran.reports] == [(False, 13, 13)] * 2
+    whole, resumed = ran.of(f"whole-{variant}"), ran.of(f"stopped-{variant}")
     assert whole.model.read_bytes() == resumed.model.read_bytes()
     assert _lines(whole) == _lines(resumed)
     assert apart(ran.of("mutant"), ran.of("whole-horizon")) > 1e-6
@@ -303,7 +305,7 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("case", "said", "by"),
+    ("case", "output", "by"),
     [
         ("again", "holds a run already; continue it with --resume", 0),
         (
@@ -319,13 +321,13 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
         ("masked", "an epoch passed without a single step that counts", 0),
     ],
 )
-def test_a_run_that_cannot_go_on_is_told_once_and_ends_on_all_ranks(
-    ran: Ran, case: str, said: str, by: int
+def test_a_run_that_cannot_go_on_prints_one_message_and_ends_on_all_ranks(
+    ran: Ran, case: str, output: str, by: int
 ) -> None:
-    for rank, mine in enumerate(ran.told):
+    for rank, mine in enumerate(ran.reports):
         kind, message, speaks = mine[case]
         assert kind == "ended"
-        assert said in message
+        assert output in message
         assert speaks == ("mine" if rank == by else "not mine")
 
 
@@ -349,10 +351,10 @@ class Command:
     more: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        with self.log.open("w", encoding="utf-8") as said:
+        with self.log.open("w", encoding="utf-8") as output:
             environment = SURROUNDINGS | self.more
             self.process = subprocess.Popen(
-                self.words, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True
+                self.words, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
             )
 
     def rank(self, rank: int) -> psutil.Process:
@@ -365,14 +367,14 @@ class Command:
         return self.process.wait(PATIENCE)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(encoding="utf-8")
 
-    def wait_for(self, there: Callable[[], object]) -> None:
+    def wait_for(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE
-        while not there():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
 
@@ -448,7 +450,7 @@ def data(tmp_path: Path) -> Path:
 def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -> None:
     one = finish(values(data, "one", "horizon"))
     with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "two.log") as command:
-        assert command.ended() == 0, command.said
+        assert command.ended() == 0, command.output
     two = RunFolder(data / "two")
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
@@ -457,59 +459,59 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
         "scores on the unbroken recordings of 'valid'",
         "model, metrics and report.html are in",
     ):
-        assert command.said.count(line) == 1
+        assert command.output.count(line) == 1
     assert two.report.is_file()
     with started(throughtime(*flags(on_two_ranks(data, "two"))), data / "again.log") as again:
         assert again.ended() == 2
-    assert again.said.count("error: ") == 1
-    assert "holds a run already" in again.said
-    assert "Traceback" not in again.said
+    assert again.output.count("error: ") == 1
+    assert "holds a run already" in again.output
+    assert "Traceback" not in again.output
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_told_and_the_run_goes_on_and_stops_and_goes_on_to_the_same_bits(
+def test_after_a_killed_rank_the_run_resumes_and_stops_and_resumes_to_the_same_bits(
     data: Path,
 ) -> None:
     folder = RunFolder(data / "run")
     with started(throughtime(*endless(data, "run")), data / "killed.log") as killed:
         killed.wait_for(folder.checkpoint.is_file)
         killed.rank(1).kill()
-        assert killed.ended() == 2, killed.said
-    assert "error: rank 0: another rank has ended" in killed.said
-    assert f"throughtime train --resume {folder.path}" in killed.said
-    assert "Traceback" not in killed.said
+        assert killed.ended() == 2, killed.output
+    assert "error: rank 0: another rank has ended" in killed.output
+    assert f"throughtime train --resume {folder.path}" in killed.output
+    assert "Traceback" not in killed.output
     before = updates_in(folder)
     with started(throughtime("train", "--resume", folder.path), data / "stopped.log") as stopped:
         stopped.wait_for(lambda: updates_in(folder) > before)
         stopped.rank(1).send_signal(signal.SIGINT)
-        assert stopped.ended() == 130, stopped.said
-    assert stopped.said.count(f"resumed at update {before}") == 1
-    assert stopped.said.count("go on with: throughtime train --resume") == 1
+        assert stopped.ended() == 130, stopped.output
+    assert stopped.output.count(f"resumed at update {before}") == 1
+    assert stopped.output.count("go on with: throughtime train --resume") == 1
     last = updates_in(folder) + 17
     with started(
         throughtime("train", "--resume", folder.path, "--updates", str(last)), data / "resumed.log"
     ) as resumed:
-        assert resumed.ended() == 0, resumed.said
+        assert resumed.ended() == 0, resumed.output
     assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
     assert apart(folder, uninterrupted(data, last - 1)) > 0  # a mutant: an update less
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_told_to_end_leaves_a_run_that_goes_on_to_the_same_bits(
+def test_torchrun_ended_by_a_signal_leaves_a_run_that_resumes_to_the_same_bits(
     data: Path,
 ) -> None:
     folder = RunFolder(data / "run")
     with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
-        stopped.wait_for(lambda: "update " in stopped.said and folder.checkpoint.is_file())
+        stopped.wait_for(lambda: "update " in stopped.output and folder.checkpoint.is_file())
         stopped.process.send_signal(signal.SIGTERM)
         stopped.ended()
-    assert stopped.said.count("go on with: throughtime train --resume") == 1
+    assert stopped.output.count("go on with: throughtime train --resume") == 1
     last = updates_in(folder) + 17
     with started(
         throughtime_on_two("train", "--resume", folder.path, "--updates", str(last)),
         data / "resumed.log",
     ) as resumed:
-        assert resumed.ended() == 0, resumed.said
+        assert resumed.ended() == 0, resumed.output
     assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
 
 
@@ -522,7 +524,7 @@ def test_the_first_rank_killed_leaves_no_rank_waiting(data: Path) -> None:
         killed.process.kill()
         killed.ended()
         second.wait(PATIENCE)
-    assert "error: rank 1: another rank has ended" in killed.said
+    assert "error: rank 1: another rank has ended" in killed.output
     assert not load_checkpoint(folder.checkpoint)["finished"]
 
 
@@ -545,40 +547,40 @@ def test_two_tasks_of_slurm_on_two_nodes_are_two_ranks(data: Path) -> None:
         started(words, data / "0.log", **common, SLURM_PROCID="0", SLURM_NODEID="0") as first,
         started(words, data / "1.log", **common, SLURM_PROCID="1", SLURM_NODEID="1") as second,
     ):
-        assert (first.ended(), second.ended()) == (0, 0), first.said + second.said
+        assert (first.ended(), second.ended()) == (0, 0), first.output + second.output
     assert apart(one, RunFolder(data / "two")) < 1e-10
-    assert "2 ranks of 2 lanes" in first.said
-    assert "lanes" not in second.said
+    assert "2 ranks of 2 lanes" in first.output
+    assert "lanes" not in second.output
 
 
 @pytest.mark.slow
-def test_copies_of_torchrun_that_do_not_know_of_each_other_are_refused_once(data: Path) -> None:
+def test_copies_of_torchrun_without_a_group_are_refused_once(data: Path) -> None:
     with started(
         throughtime_on_two(*flags(values(data, "run", "horizon"))), data / "copies.log"
     ) as copies:
         assert copies.ended() == 1
     assert (
-        copies.said.count("error: torchrun has started 2 processes, and strategy='single' is one")
+        copies.output.count("error: torchrun has started 2 processes, and strategy='single' is one")
         == 1
     )
     assert not (data / "run").exists()
 
 
-def test_nodes_that_cannot_meet_and_devices_that_are_not_there_are_refused(
+def test_nodes_that_cannot_meet_and_missing_devices_are_refused(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from test_cli import run
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    said = run(*flags(on_two_ranks(data, "run") | {"nodes": 2}), ok=False)
+    output = run(*flags(on_two_ranks(data, "run") | {"nodes": 2}), ok=False)
     assert (
         "nodes=2: nothing says where the other machines are. Start it on each of them with torchrun"
-        " --nnodes 2" in said
+        " --nnodes 2" in output
     )
     if not torch.cuda.is_available():
-        said = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
+        output = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
         assert (
             "strategy='ddp' with device=cuda, devices=2 on each of nodes=1 does not fit how this"
-            " process was started, or the machine" in said
+            " process was started, or the machine" in output
         )
     assert not (data / "run").exists()

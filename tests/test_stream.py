@@ -74,7 +74,7 @@ def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chun
     assert [c.steps for c in chunks[:-1]] == [chunk] * (len(chunks) - 1)
     epoch = join(chunks)
     assert len(chunks) == math.ceil(epoch.steps / chunk)
-    played, starts = Counter[tuple[int, int]](), 0
+    counts, starts = Counter[tuple[int, int]](), 0
     for row, position, reset in zip(
         epoch.recording.T.tolist(), epoch.position.T.tolist(), epoch.resets.T.tolist(), strict=True
     ):
@@ -82,11 +82,11 @@ def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chun
         assert row[busy:] == [-1] * (len(row) - busy) == position[busy:]
         assert not any(reset[busy:])
         for t in range(busy):
-            played[row[t], position[t]] += 1
+            counts[row[t], position[t]] += 1
             goes_on = t > 0 and row[t] == row[t - 1] and position[t] == position[t - 1] + 1
             assert reset[t] != goes_on or lanes > len(lengths)
             starts += reset[t]
-    assert played == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
+    assert counts == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert starts == max(lanes, len(lengths))
 
 
@@ -108,16 +108,16 @@ def without_resets(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
 
 
 def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
-    found: list[tt.Chunk] = []
+    collected: list[tt.Chunk] = []
     for c in chunks:
         resets = c.resets.clone()
         resets[0] = True
-        found.append(
+        collected.append(
             tt.Chunk.from_tensors(
                 c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position
             )
         )
-    return found
+    return collected
 
 
 MUTANT_EPOCHS: dict[str, Callable[[list[tt.Chunk]], list[tt.Chunk]]] = {
@@ -181,10 +181,10 @@ def test_iterating_again_starts_the_epoch_again_and_a_whole_one_counts() -> None
 
 
 def rest_of_epoch(stream: tt.Stream, chunk: int) -> list[tt.Chunk]:
-    found: list[tt.Chunk] = []
+    collected: list[tt.Chunk] = []
     while (taken := stream.take(chunk)) is not None:
-        found.append(taken)
-    return found
+        collected.append(taken)
+    return collected
 
 
 def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
@@ -207,13 +207,13 @@ def test_resume_anywhere_yields_the_same_stream(
     while stop > 0 and stream.position < stream.steps:
         stream.take(min(stop, 5))
         stop -= 5
-    place = stream.state_dict()
+    saved = stream.state_dict()
     left = stream.steps - stream.position
     rest = rest_of_epoch(stream, chunk)
     after = remaining(stream)
 
     twin = tt.Stream(sources, lanes, chunk, seed=seed)
-    twin.load_state_dict(place)
+    twin.load_state_dict(saved)
     assert all_same(list(twin), rest)
     assert all_same(remaining(twin), after)
     assert sum(c.steps for c in rest) == left
@@ -224,17 +224,17 @@ def test_resume_in_a_later_epoch_yields_the_same_stream() -> None:
     stream = tt.Stream(sources, 2, 7)
     remaining(stream, 3)
     stream.take(7)
-    place = stream.state_dict()
-    assert place["epoch"] == 3
+    saved = stream.state_dict()
+    assert saved["epoch"] == 3
     twin = tt.Stream(sources, 2, 7)
-    twin.load_state_dict(place)
+    twin.load_state_dict(saved)
     rest = rest_of_epoch(stream, 7)
     assert all_same(list(twin), rest)
     unresumed = list(tt.Stream(sources, 2, 7))
     assert not all_same(unresumed, rest)  # the mutant: a stream that forgot its place
 
 
-def test_chunk_length_is_no_part_of_the_place() -> None:
+def test_chunk_length_is_no_part_of_the_position() -> None:
     sources = recordings([13, 5, 8, 21])
     stream, twin = tt.Stream(sources, 2, 7), tt.Stream(sources, 2, 3)
     stream.take(8)
@@ -258,7 +258,7 @@ def test_chunk_length_is_no_part_of_the_place() -> None:
     ],
     ids=["lanes", "seed", "fewer recordings", "other lengths"],
 )
-def test_place_in_another_stream_is_refused_naming_the_difference(
+def test_position_in_another_stream_is_refused_naming_the_difference(
     change: dict[str, Any], difference: str
 ) -> None:
     setting: dict[str, Any] = {
@@ -267,11 +267,11 @@ def test_place_in_another_stream_is_refused_naming_the_difference(
         "chunk": 7,
         "seed": 0,
     }
-    place = tt.Stream(**setting).state_dict()
+    saved = tt.Stream(**setting).state_dict()
     other = tt.Stream(**{**setting, **change})
     with pytest.raises(DataError, match=rf"belongs to another stream: .*{difference}"):
-        other.load_state_dict(place)
-    tt.Stream(**setting).load_state_dict(place)
+        other.load_state_dict(saved)
+    tt.Stream(**setting).load_state_dict(saved)
 
 
 @dataclass
@@ -325,7 +325,7 @@ def test_reading_ahead_changes_no_number(takes: list[int], ahead: int) -> None:
             assert chunk is None or expected is None or same(chunk, expected)
 
 
-def test_memory_mapped_file_is_read_only_where_it_is_played(tmp_path: Path) -> None:
+def test_only_the_rows_read_of_a_memory_mapped_file_are_loaded(tmp_path: Path) -> None:
     np.save(tmp_path / "long.npy", np.arange(300_000.0).reshape(-1, 3))
     mapped = np.load(tmp_path / "long.npy", mmap_mode="r")
     recording = as_recording({"inputs": mapped}, 0)
@@ -368,7 +368,7 @@ def test_targets_that_are_missing_are_masked_and_counted() -> None:
     ).mask.all()  # -100 is a number among floating targets
 
 
-def test_inputs_that_are_missing_are_refused_with_count_place_and_column() -> None:
+def test_missing_inputs_are_refused_with_count_step_and_column() -> None:
     values = np.ones((9, 3))
     values[4, 2] = values[6, 0] = np.nan
     values[7, 1] = np.inf

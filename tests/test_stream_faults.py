@@ -39,7 +39,7 @@ def test_states_are_handed_on_to_the_net_that_left_them_alone() -> None:
     assert play(second, stream)[0].chunk.resets[0].tolist() == [True, False, False]
 
 
-def test_states_of_an_epoch_that_somebody_else_played_on_are_refused() -> None:
+def test_states_of_an_epoch_that_another_loop_has_advanced_are_refused() -> None:
     stream, mine = handing(), net()
     play(mine, stream)
     tt.evaluate(mine, stream, nn.MSELoss())
@@ -119,7 +119,7 @@ def test_a_missing_input_leaves_the_others_of_its_step() -> None:
     assert chunk.mask[:, 0].tolist() == [True, True, False, True, True, True]
 
 
-def test_a_recording_without_events_stands_beside_those_with_some() -> None:
+def test_a_recording_without_events_goes_with_those_that_have_some() -> None:
     inputs = np.zeros((4, 1))
     sources = [
         {"inputs": inputs, "intervals": ([], [], [])},

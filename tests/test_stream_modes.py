@@ -36,7 +36,7 @@ def on_ranks(
 
 def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int = 0) -> None:
     """Every step once, in order within its lane, with a reset wherever a lane does not continue."""
-    played, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    counts, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     assert len({epoch.steps for epoch in epochs}) == 1
     for epoch in epochs:
         for row, at, reset in zip(
@@ -51,14 +51,14 @@ def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int 
             for t in range(busy):
                 goes_on = t > 0 and (row[t], at[t]) == (row[t - 1], at[t - 1] + 1)
                 assert reset[t] is not goes_on
-                played[row[t], at[t]] += 1
+                counts[row[t], at[t]] += 1
                 starts[row[t], at[t]] += reset[t]
-    first = [min((t for i, t in played if i == index), default=0) for index in range(len(lengths))]
+    first = [min((t for i, t in counts if i == index), default=0) for index in range(len(lengths))]
     assert all(
         begin < max(1, offset) and begin <= length / 2
         for begin, length in zip(first, lengths, strict=True)
     )
-    assert played == Counter(
+    assert counts == Counter(
         (i, t) for i, length in enumerate(lengths) for t in range(first[i], length)
     )
     assert max(starts.values()) == 1

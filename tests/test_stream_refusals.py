@@ -165,7 +165,7 @@ def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(
     with pytest.raises(
         DataError,
         match=r"a Stream is not indexed: its chunks follow one another.*would tear its lanes apart",
-    ) as told:
+    ) as error:
         load(stream)
     for call in (
         "for chunk in stream",
@@ -173,7 +173,7 @@ def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(
         "workers=...",
         "plays on each rank of torch.distributed its own",
     ):
-        assert call in str(told.value)
+        assert call in str(error.value)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -98,20 +98,20 @@ class Training:
 
     def saved(self, run: tt.Updates) -> bytes:
         file = io.BytesIO()
-        place = {
+        saved_position = {
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "updates": run.state_dict(),
         }
-        torch.save(place, file)
+        torch.save(saved_position, file)
         return file.getvalue()
 
     def restored(self, checkpoint: bytes) -> tt.Updates:
-        found = torch.load(io.BytesIO(checkpoint), weights_only=True)
-        self.net.load_state_dict(found["net"])
-        self.optimizer.load_state_dict(found["optimizer"])
+        loaded = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        self.net.load_state_dict(loaded["net"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
         run = self.updates()
-        run.load_state_dict(found["updates"])
+        run.load_state_dict(loaded["updates"])
         return run
 
 
@@ -180,15 +180,15 @@ def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) ->
     checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(
         training.done // EPOCHS + 1
     )
-    found = torch.load(io.BytesIO(checkpoint), weights_only=True)
-    place = found["updates"]
-    found["updates"] = place | (
-        {"policy": place["policy"] | {"carried": None, "edge": None}}
+    loaded = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    saved_position = loaded["updates"]
+    loaded["updates"] = saved_position | (
+        {"policy": saved_position["policy"] | {"carried": None, "edge": None}}
         if lost == "entering"
-        else {"stream": place["stream"] | {"handed_off": False}}
+        else {"stream": saved_position["stream"] | {"handed_off": False}}
     )
     file = io.BytesIO()
-    torch.save(found, file)
+    torch.save(loaded, file)
     second = Training.of(lengths, options, tt.Truncated(6, 15))
     if lost == "entering":
         with pytest.raises(DataError, match="no state came with it"):
@@ -199,7 +199,7 @@ def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) ->
 
 
 @pytest.mark.parametrize("workers", ["thread", 1, 2])
-def test_workers_are_no_part_of_a_place(workers: int | str) -> None:
+def test_workers_are_no_part_of_a_position(workers: int | str) -> None:
     _, expected = uninterrupted(LENGTHS, {}, tt.Truncated(6, 15))
     torch.manual_seed(1)
     checkpoint = Training.of(LENGTHS, {"workers": "thread"}, tt.Truncated(6, 15)).until(7)
@@ -230,17 +230,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "difference"), list(REFUSED.values()), ids=list(REFUSED))
-def test_place_in_another_stream_is_refused_naming_the_difference(
+def test_position_in_another_stream_is_refused_naming_the_difference(
     change: dict[str, Any], difference: str
 ) -> None:
     setting: dict[str, Any] = {"recordings": recordings(LENGTHS), "lanes": 3, "chunk": 8}
-    place = tt.Stream(**setting).state_dict()
+    saved_position = tt.Stream(**setting).state_dict()
     with pytest.raises(
         DataError, match=f"the saved place belongs to another stream: .*{difference}"
     ):
-        tt.Stream(**{**setting, **change}).load_state_dict(place)
+        tt.Stream(**{**setting, **change}).load_state_dict(saved_position)
     setting |= {"chunk": 5, "workers": "thread"}
-    tt.Stream(**setting).load_state_dict(place)
+    tt.Stream(**setting).load_state_dict(saved_position)
 
 
 OTHERS: dict[str, Callable[[Training], object]] = {
@@ -282,7 +282,7 @@ def test_what_is_measured_between_updates_leaves_the_training_untouched(
         assert not same_bits(trained(spoil), trained(None))  # the law can fail
 
 
-def test_saving_a_place_between_updates_leaves_the_training_untouched() -> None:
+def test_saving_a_position_between_updates_leaves_the_training_unchanged() -> None:
     for lengths, options in OPTIONS.values():
         _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
         torch.manual_seed(1)

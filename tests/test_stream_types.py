@@ -43,7 +43,7 @@ def test_floating_types_are_not_mixed_unless_a_type_is_asked_for() -> None:
     )
 
 
-def test_layouts_are_looked_at_for_every_recording_however_many_have_fitted() -> None:
+def test_layouts_are_checked_for_every_recording_however_many_have_fitted() -> None:
     fitting = [{"inputs": np.zeros((4, 2), np.float32), "static": np.zeros(3)} for _ in range(20)]
     for wrong in (
         {"static": np.zeros(2)},
@@ -67,7 +67,7 @@ def test_layouts_are_looked_at_for_every_recording_however_many_have_fitted() ->
     assert chunk.inputs.flatten().tolist() == [i for i in range(4) for _ in range(4)]
 
 
-def test_types_that_cannot_be_played_are_refused() -> None:
+def test_types_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(DataError, match=r"torch\.bfloat16: expected one of"):
         tt.Stream({"inputs": np.zeros(4)}, lanes=1, chunk=4, dtype=torch.bfloat16)
     with pytest.raises(DataError, match="complex128"):
@@ -85,12 +85,12 @@ def test_text_targets_are_refused_saying_what_to_do(tmp_path: Path) -> None:
 def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> None:
     """Kernels round by the alignment of memory, so resuming to the bit needs this."""
 
-    def made() -> tt.Stream:
+    def make_stream() -> tt.Stream:
         return tt.Stream({"inputs": np.zeros((5000, 3), np.float32)}, lanes=1, chunk=7, seed=None)
 
-    through = made()
+    through = make_stream()
     for at in range(0, 700, 7):
-        resumed = made()
+        resumed = make_stream()
         resumed.load_state_dict(through.state_dict() | {"position": at})
         pair = through.take(7), resumed.take(7)
         assert len({chunk.inputs.data_ptr() % 64 for chunk in pair if chunk is not None}) == 1

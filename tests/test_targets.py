@@ -50,12 +50,12 @@ def missing(label: Any) -> Any:
 
 def spread(spans: list[tuple[int, int, Any]], steps: int, at: str, sample: Any) -> list[Any]:
     """The target of every step, by a loop: the oracle."""
-    found = [missing(sample)] * steps
+    result = [missing(sample)] * steps
     for start, stop, label in spans:
         for step in range(start, stop):
             if at == "all" or step == stop - 1:
-                found[step] = label
-    return found
+                result[step] = label
+    return result
 
 
 def check_rows(rows: RowSource, expected: list[Any], cut: tuple[float, float]) -> None:
@@ -330,12 +330,12 @@ def test_targets_that_make_no_sense_are_refused_with_what_to_do(
 def with_static(lengths: list[int], width: int, seed: int, *, written: bool) -> list[Source]:
     """Recordings with static features, or with these columns written out."""
     draw = np.random.default_rng(seed)
-    found: list[Source] = []
+    result: list[Source] = []
     for one in recordings(lengths, seed=seed):
         static = draw.normal(size=width)
         inputs = np.concatenate([one["inputs"], np.tile(static, (len(one["inputs"]), 1))], axis=1)
-        found.append(one | ({"inputs": inputs} if written else {"static": static}))
-    return found
+        result.append(one | ({"inputs": inputs} if written else {"static": static}))
+    return result
 
 
 @given(
@@ -396,7 +396,7 @@ def test_static_features_beside_what_has_no_columns_are_refused(inputs: Array) -
 @given(
     widths=st.lists(st.integers(1, 3), min_size=1, max_size=4), steps=st.integers(1, 30), seed=seeds
 )
-def test_several_inputs_stand_side_by_side(widths: list[int], steps: int, seed: int) -> None:
+def test_several_inputs_are_concatenated(widths: list[int], steps: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     parts = [
         draw.normal(size=(steps, width)) if width > 1 else draw.normal(size=steps)

@@ -68,8 +68,8 @@ def launched(
 def on_two(checkpoint: Path, updates: int = UPDATES, gradient: str = "truncated") -> dict[str, Any]:
     """What the checkpoint holds after training on two ranks."""
     with started(launched(checkpoint, updates=updates, gradient=gradient)) as agent:
-        code, said = ended(agent)
-    assert code == 0, said
+        code, output = ended(agent)
+    assert code == 0, output
     return torch.load(checkpoint)
 
 
@@ -86,7 +86,7 @@ def on_two_forked(checkpoint: Path, updates: int) -> dict[str, Any]:
     done = elsewhere(
         agent, *arguments, patience=PATIENCE, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
     )
-    assert done.code == 0, done.complained
+    assert done.code == 0, done.errors
     return torch.load(checkpoint)
 
 
@@ -169,7 +169,7 @@ def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process
     )
 
 
-def test_the_scripts_that_the_page_starts_exist_and_know_its_flags() -> None:
+def test_the_scripts_that_the_page_starts_exist_and_accept_its_flags() -> None:
     page = (EXAMPLE.parent.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
     started = re.findall(r"(examples/\w+\.py)((?: --\w+(?: \d+)?)*)", page)
     assert {script for script, _ in started} >= {
@@ -185,12 +185,12 @@ def test_the_scripts_that_the_page_starts_exist_and_know_its_flags() -> None:
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit and what it said; killed, with all that it has started, where it does not end."""
     try:
-        _, said = process.communicate(timeout=PATIENCE)
+        _, output = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         end(process.pid)
-        _, said = process.communicate()
-        raise AssertionError(f"the process did not end: {said}") from None
-    return process.returncode, said
+        _, output = process.communicate()
+        raise AssertionError(f"the process did not end: {output}") from None
+    return process.returncode, output
 
 
 def wait_for(condition: Callable[[], object], running: subprocess.Popen[str]) -> None:
@@ -223,16 +223,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[i
         return checkpoint, [ended(first), ended(second)]
 
 
-def test_a_rank_that_is_killed_is_told_on_the_other_with_how_to_resume(
+def test_a_killed_rank_is_reported_on_the_other_with_how_to_resume(
     killed: tuple[Path, list[tuple[int, str]]],
 ) -> None:
-    _, ((first, said), (second, _)) = killed
+    _, ((first, output), (second, _)) = killed
     assert second == -signal.SIGKILL
     assert first == 1
-    assert "throughtime.distributed.RankError: another rank did not answer: it has ended" in said
-    assert "Start all ranks again from the last checkpoint" in said
+    assert "throughtime.distributed.RankError: another rank did not answer: it has ended" in output
+    assert "Start all ranks again from the last checkpoint" in output
     assert (
-        "Connection closed by peer" in said or "Connection reset by peer" in said
+        "Connection closed by peer" in output or "Connection reset by peer" in output
     )  # what gloo said, kept as the cause
 
 
@@ -274,9 +274,9 @@ def test_torchrun_starts_killed_ranks_again_from_the_checkpoint(tmp_path: Path) 
             if child.environ().get("RANK") == "1"
         ]
         second.kill()
-        code, said = ended(agent)
-    assert code == 0, said
-    assert "Signal 9 (SIGKILL)" in said or "exitcode: -9" in said
+        code, output = ended(agent)
+    assert code == 0, output
+    assert "Signal 9 (SIGKILL)" in output or "exitcode: -9" in output
     assert (
         apart(torch.load(checkpoint)["net"], on_two(tmp_path / "whole.pt", updates=last)["net"])
         == 0
@@ -401,13 +401,13 @@ def counting(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     )  # of unequal lengths the ranks would not even join_group
 
 
-def test_gradients_are_added_up_once_per_update_however_many_backward_passes_made_them() -> None:
+def test_gradients_are_reduced_once_per_update_however_many_backward_passes() -> None:
     """The numbers of valid steps travel with the gradients."""
-    for told in in_processes(2, nothing_before, counting):
+    for tallies in in_processes(2, nothing_before, counting):
         for name in (*POLICIES, "accumulated"):
-            assert set(told[name]) == {1}, name
-        assert len(told["segment"]) > 2
-        assert max(told["mutant"]) > 1
+            assert set(tallies[name]) == {1}, name
+        assert len(tallies["segment"]) > 2
+        assert max(tallies["mutant"]) > 1
 
 
 def wrapped(kind: str, module: nn.Module) -> nn.Module:

@@ -32,7 +32,7 @@ WORKERS = pytest.mark.parametrize("workers", ["thread", 1, 2])
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short recordings are read in many stretches."""
     monkeypatch.setattr(stream_module, "BLOCK_LANE_STEPS", 24)
 
@@ -88,17 +88,17 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
     for stream in (ahead, here):
         list(stream)
         stream.take(8)
-    place = here.state_dict()
+    saved = here.state_dict()
 
-    def told(stream: tt.Stream) -> list[tt.Chunk | None]:
-        found: list[tt.Chunk | None] = [stream.take(n) for n in (5, 1, 17)]
-        found += [stream.read(0, 9), stream.take(5), *rest_of_epoch(stream, 5)]
-        stream.load_state_dict(place)
-        found += [stream.take(3), next(iter(stream)), *rest_of_epoch(stream, 4)]
-        stream.load_state_dict(place | {"epoch": 5, "position": 20})
-        return [*found, *stream, *stream]
+    def results(stream: tt.Stream) -> list[tt.Chunk | None]:
+        read_chunks: list[tt.Chunk | None] = [stream.take(n) for n in (5, 1, 17)]
+        read_chunks += [stream.read(0, 9), stream.take(5), *rest_of_epoch(stream, 5)]
+        stream.load_state_dict(saved)
+        read_chunks += [stream.take(3), next(iter(stream)), *rest_of_epoch(stream, 4)]
+        stream.load_state_dict(saved | {"epoch": 5, "position": 20})
+        return [*read_chunks, *stream, *stream]
 
-    got, expected = told(ahead), told(here)
+    got, expected = results(ahead), results(here)
     assert len(got) == len(expected)
     assert all(
         (a is None) == (b is None) and (a is None or b is None or same(a, b))
@@ -129,9 +129,9 @@ def test_reading_ahead_resumes_anywhere(
 
 
 def with_nan() -> list[dict[str, Any]]:
-    found = recordings(LENGTHS)
-    found[1]["inputs"][3, 2] = np.nan
-    return found
+    sources = recordings(LENGTHS)
+    sources[1]["inputs"][3, 2] = np.nan
+    return sources
 
 
 @dataclass
@@ -182,9 +182,9 @@ def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tu
 def test_error_ahead_is_the_error_of_reading_here(
     workers: Any, make: Callable[[], Any], reason: str
 ) -> None:
-    told = error_of(make(), workers)
-    assert told == error_of(make(), 0)
-    assert reason in told[0]
+    results = error_of(make(), workers)
+    assert results == error_of(make(), 0)
+    assert reason in results[0]
 
 
 class Hiccup(Unreadable):
@@ -200,7 +200,7 @@ class Hiccup(Unreadable):
 
 
 @WORKERS
-def test_after_any_error_the_steps_are_those_of_their_place(workers: Any) -> None:
+def test_after_any_error_the_steps_are_those_of_their_position(workers: Any) -> None:
     stream = tt.Stream(Hiccup(90), 1, 5, seed=None, workers=workers)
     with pytest.raises(OSError, match="the disk was gone"):
         list(stream)
@@ -241,7 +241,7 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def test_processes_start_when_data_are_wanted_and_end_with_the_stream() -> None:
+def test_processes_start_at_the_first_read_and_end_with_the_stream() -> None:
     before = children()
     stream = tt.Stream(recordings(LENGTHS), 2, 5, workers=2)
     assert children() == before

@@ -27,7 +27,7 @@ from throughtime.stream.formats.table import (
     is_number,
 )
 
-PIECE = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
+BLOCK = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
 WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
@@ -56,7 +56,7 @@ class CsvFile(TableFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._blocks = CsvBlocks(path, "columns", _Scan, PIECE)
+        self._blocks = CsvBlocks(path, "columns", _Scan, BLOCK)
         metadata = self._blocks.metadata
         # by column: its index in the matrix of numbers, or -1, -2, ... for a column of text
         self._slots: dict[str, int] = metadata["slots"]
@@ -242,9 +242,9 @@ class _Scan(CsvScan):
         return [text.get(column, False) for column in range(self.width)]
 
     def _next_block(self) -> bytes:
-        """The next lines, about `PIECE` bytes; empty at the end."""
+        """The next lines, about `BLOCK` bytes; empty at the end."""
         self.file.seek(self.offset)
-        data = self.file.read(PIECE)
+        data = self.file.read(BLOCK)
         if data and data[-1:] != b"\n":
             data += self._line()
         return data[: max(0, self.end - self.offset)]

@@ -17,7 +17,7 @@ from throughtime.stream.formats.table import (
     is_number,
 )
 
-PIECE = 2**16  # bytes of a block, at most, unless a single field has more
+BLOCK = 2**16  # bytes of a block, at most, unless a single field has more
 LINES = 65_536  # at most: a file of more has its signals in columns
 
 
@@ -37,7 +37,7 @@ class CsvRowsFile(TableFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._blocks = CsvBlocks(path, "rows", _RowScan, csv.PIECE)
+        self._blocks = CsvBlocks(path, "rows", _RowScan, csv.BLOCK)
         metadata = self._blocks.metadata
         self._lines = LineNames(map(str, range(metadata["lines"])))
         self._starts: list[int] = metadata["starts"]
@@ -108,10 +108,10 @@ class _RowScan(CsvScan):
         }
 
     def _next_block(self) -> bytes:
-        """About `PIECE` bytes, up to the end of a field; a last line without its end gets one."""
+        """About `BLOCK` bytes, up to the end of a field; a last line without its end gets one."""
         self.file.seek(self.offset)
         data = b""
-        while piece := self.file.read(PIECE):
+        while piece := self.file.read(BLOCK):
             data += piece
             if end := max(data.rfind(b","), data.rfind(b"\n")) + 1:
                 data = data[:end]
