@@ -574,13 +574,13 @@ def test_nodes_that_cannot_meet_and_missing_devices_are_refused(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     output = run(*flags(on_two_ranks(data, "run") | {"nodes": 2}), ok=False)
     assert (
-        "nodes=2: nothing says where the other machines are. Start it on each of them with torchrun"
-        " --nnodes 2" in output
+        "--nodes 2: nothing says where the other machines are. Start it on each of them with"
+        " torchrun --nnodes 2" in output
     )
     if not torch.cuda.is_available():
         output = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
         assert (
-            "strategy='ddp' with device=cuda, devices=2 on each of nodes=1 does not fit how this"
-            " process was started, or the machine" in output
+            "--strategy 'ddp' with --device cuda, --devices 2 on each of --nodes 1 does not fit how"
+            " this process was started, or the machine" in output
         )
     assert not (data / "run").exists()
