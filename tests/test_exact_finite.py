@@ -171,7 +171,7 @@ def test_gradients_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ENDED = (
     r"these updates ended with an error in the middle of a step: .*tt\.updates\(\.\.\.\), or from a"
-    r" saved place with load_state_dict"
+    r" saved position with load_state_dict"
 )
 
 

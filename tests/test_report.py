@@ -58,11 +58,11 @@ def warm(rows: list[tuple[str, list[float]]], **more: Any) -> str:
 
 
 CHARTS = {
-    "lines": curve(1, 2, 3, marks=[Mark(2.5, NASTY), Mark(1, NASTY, "x"), Mark(1.1, NASTY, "x")]),
+    "lines": curve(1, 2, 3, x_marks=[Mark(1, NASTY), Mark(1.1, NASTY)], y_marks=[Mark(2.5, NASTY)]),
     "lines cut": curve(1, 2, 1e250, y_range=(0, 2)),
     "lines log": curve(1, 2, 3, log_x=True),
     "lines log both": curve(
-        1e-9, 0, 1e3, log_x=True, log_y=True, marks=[Mark(1e-3, NASTY), Mark(-1, NASTY)]
+        1e-9, 0, 1e3, log_x=True, log_y=True, y_marks=[Mark(1e-3, NASTY), Mark(-1, NASTY)]
     ),
     "lines log hardly moving": curve(3, 3, log_y=True),
     "lines log nothing": curve(0, -1, math.nan, log_y=True),
@@ -96,7 +96,7 @@ CHARTS = {
     ),
     "heat": warm(
         [(NASTY, [1, math.nan]), ("b", [0, 1e-30])],
-        marks=[Mark(2, NASTY, "x"), Mark(-1, NASTY, "x"), Mark(1, NASTY)],
+        marks=[Mark(2, NASTY), Mark(-1, NASTY)],
     ),
     "heat log": warm([("a", [1, 2])], log_x=True),
     "heat cut": warm(

@@ -560,7 +560,9 @@ def test_copies_of_torchrun_without_a_group_are_refused_once(data: Path) -> None
     ) as copies:
         assert copies.ended() == 1
     assert (
-        copies.output.count("error: torchrun has started 2 processes, and strategy='single' is one")
+        copies.output.count(
+            "error: torchrun has started 2 processes, and --strategy 'single' is one"
+        )
         == 1
     )
     assert not (data / "run").exists()

@@ -236,7 +236,7 @@ def test_position_in_another_stream_is_refused_naming_the_difference(
     setting: dict[str, Any] = {"recordings": recordings(LENGTHS), "lanes": 3, "chunk": 8}
     saved_position = tt.Stream(**setting).state_dict()
     with pytest.raises(
-        DataError, match=f"the saved place belongs to another stream: .*{difference}"
+        DataError, match=f"the saved position belongs to another stream: .*{difference}"
     ):
         tt.Stream(**{**setting, **change}).load_state_dict(saved_position)
     setting |= {"chunk": 5, "workers": "thread"}

@@ -143,7 +143,7 @@ def run_and_resume(
 
 
 def _changed(place: dict[str, Any], **values: Any) -> dict[str, Any]:
-    """A saved place with other values in the state of the policy."""
+    """A saved position with other values in the state of the policy."""
     return place | {"policy": place["policy"] | values}
 
 

@@ -174,7 +174,7 @@ class Updates(Iterator[Update], Generic[S]):
         if self._failed:
             raise RunError(
                 "these updates ended with an error in the middle of a step: the stream has moved on"
-                " and the state has not. Start again with tt.updates(...), or from a saved place"
+                " and the state has not. Start again with tt.updates(...), or from a saved position"
                 " with load_state_dict"
             )
         if self._ranks.count > 1:
@@ -280,7 +280,7 @@ class Updates(Iterator[Update], Generic[S]):
         stream = self._require_stream()
         if values["gradient"] != repr(self._gradient):
             raise DataError(
-                f"the saved place belongs to {values['gradient']}, these updates to"
+                f"the saved position belongs to {values['gradient']}, these updates to"
                 f" {self._gradient!r}; resume with the same policy"
             )
         stream.load_state_dict(values["stream"])

@@ -39,13 +39,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_SPLIT = "Which split: train, valid, ..., all."
+_MISSING = "How to treat inputs that are NaN or infinite."
+
+
+def _option(help_: str, default: str | bool = True, *, flag: str | None = None) -> Any:
+    """A flag: its help, what that says of the default, and its name if the parameter differs."""
+    return typer.Option(*([flag] if flag else []), help=help_, show_default=default)
+
+
 _Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
 _Data = Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")]
 _Missing = Annotated[
     Literal["error", "mask"] | None,
-    typer.Option(
-        help="How to treat inputs that are NaN or infinite.", show_default="as in training"
-    ),
+    _option(_MISSING, "as in training"),
 ]
 
 
@@ -198,20 +205,19 @@ def parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _parameter(setting: Field[Any], annotation: Any) -> inspect.Parameter:
-    """A flag of `train` from a field of `Config`."""
-    about, default = setting.metadata, setting.default
-    if setting.name == "data":
-        return inspect.Parameter(
-            "data",
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None,
-            annotation=Annotated[Path | None, typer.Argument(help=about["help"])],
-        )
-    name, names = setting.name, list[str]()
+def _parameter(name: str, annotation: Any, default: Any, info: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[annotation, info])
+
+
+def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
+    """A flag of `train`, or its argument, from a field of `Config`."""
+    name, about, default, names = setting.name, setting.metadata, setting.default, list[str]()
+    if name == "data":
+        return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
     if name == "gradient_args":
         annotation, names = list[str] | None, ["--gradient-arg"]
-    elif setting.name in {"inputs", "targets", "static", "workers"}:
+    elif name in {"inputs", "targets", "static", "workers"}:
         annotation = str | None
     if default is MISSING or default == ():
         default, annotation = None, annotation | None
@@ -224,12 +230,7 @@ def _parameter(setting: Field[Any], annotation: Any) -> inspect.Parameter:
         case_sensitive=False,
         show_default=about.get("unset", default is not None),
     )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[annotation, option],
-    )
+    return _parameter(name, annotation, default, option)
 
 
 def _train_signature() -> inspect.Signature:
@@ -239,22 +240,19 @@ def _train_signature() -> inspect.Signature:
         "config": "A TOML file with the same settings as keys; flags win.",
         "resume": "Go on with the run in this folder, from its last checkpoint.",
     }
-    parameters = [
-        inspect.Parameter(
-            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-        ),
-        *(_parameter(setting, annotations[setting.name]) for setting in fields(Config)),
-        *(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[Path | None, typer.Option(help=text, rich_help_panel="Run")],
-            )
-            for name, text in files.items()
-        ),
-    ]
-    return inspect.Signature(parameters)
+    context = inspect.Parameter(
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    return inspect.Signature(
+        [
+            context,
+            *(_flag(setting, annotations[setting.name]) for setting in fields(Config)),
+            *(
+                _parameter(name, Path | None, None, typer.Option(help=text, rich_help_panel="Run"))
+                for name, text in files.items()
+            ),
+        ]
+    )
 
 
 _signature = _train_signature()
@@ -268,11 +266,7 @@ def evaluate(
     run: _Run,
     data: _Data = None,
     split: Annotated[
-        str | None,
-        typer.Option(
-            help="Which split: train, valid, ..., all.",
-            show_default="test; without named splits valid, or all of other data",
-        ),
+        str | None, _option(_SPLIT, "test; without named splits valid, or all of other data")
     ] = None,
     missing: _Missing = None,
 ) -> None:
@@ -300,20 +294,18 @@ def predict(
     ],
     to: Annotated[
         Path,
-        typer.Option("--out", help="The file to write: .npy (T, C), or .csv with a line per step."),
+        _option("The file to write: .npy (T, C), or .csv with a line per step.", flag="--out"),
     ] = Path("predictions.csv"),
-    static: Annotated[
-        str | None, typer.Option(help="Its static features: age=63,weight=71.5.")
-    ] = None,
+    static: Annotated[str | None, _option("Its static features: age=63,weight=71.5.")] = None,
     state_in: Annotated[
-        Path | None, typer.Option(help="Start from a state that an earlier call wrote.")
+        Path | None, _option("Start from a state that an earlier call wrote.")
     ] = None,
     state_out: Annotated[
-        Path | None, typer.Option(help="Write the state after the last step, to go on later.")
+        Path | None, _option("Write the state after the last step, to go on later.")
     ] = None,
     missing: Annotated[
         Literal["error", "mask"],
-        typer.Option(help="How to treat inputs that are NaN or infinite."),
+        _option(_MISSING),
     ] = "error",
 ) -> None:
     """Run a trained model over one whole recording, in memory that does not grow with it."""
@@ -353,38 +345,28 @@ def audit(
     data: _Data = None,
     split: Annotated[
         str | None,
-        typer.Option(
-            help="Which split: train, valid, ..., all.",
-            show_default="train; for other data as eval",
-        ),
+        _option(_SPLIT, "train; for other data as eval"),
     ] = None,
     horizons: Annotated[
         str | None,
-        typer.Option(
-            help="Horizons to audit, separated by commas.",
-            show_default="50,200,800 and the run's own",
-        ),
+        _option("Horizons to audit, separated by commas.", "50,200,800 and the run's own"),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            help="Steps between two updates.", show_default="each horizon is its own stride"
-        ),
+        _option("Steps between two updates.", "each horizon is its own stride"),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps of every lane.", show_default="8 times the longest horizon"),
+        _option("Steps of every lane.", "8 times the longest horizon"),
     ] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(help="Recordings played at the same time.", show_default="as in training"),
+        _option("Recordings played at the same time.", "as in training"),
     ] = None,
-    max_lag: Annotated[int, typer.Option(help="Steps back that the gradient is traced.")] = 1000,
-    tolerance: Annotated[float, typer.Option(help="Largest acceptable relative bias.")] = 0.1,
+    max_lag: Annotated[int, _option("Steps back that the gradient is traced.")] = 1000,
+    tolerance: Annotated[float, _option("Largest acceptable relative bias.")] = 0.1,
     missing: _Missing = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to compute: cpu, cuda, ...", show_default="cpu")
-    ] = None,
+    device: Annotated[str | None, _option("Where to compute: cpu, cuda, ...", "cpu")] = None,
 ) -> None:
     """Measure what truncating the gradient costs a trained model, and update its report."""
     from throughtime.app.audit import AuditJob, AuditOptions
@@ -425,12 +407,12 @@ def doctor(
     ],
     ignore: Annotated[
         str | None,
-        typer.Option(help="Codes that are not reported, separated by commas, such as TT201,TT207."),
+        _option("Codes that are not reported, separated by commas, such as TT201,TT207."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first finding.")] = False,
+    strict: Annotated[bool, _option("Stop at the first finding.", flag="--strict")] = False,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write the findings to a page, too: a file that ends in .html."),
+        _option("Write the findings to a page, too: a file that ends in .html."),
     ] = None,
 ) -> None:
     """Run a training script unchanged and name what is wrong with its loop.
@@ -446,17 +428,15 @@ def doctor(
 @app.command()
 def demo(
     short: Annotated[
-        bool, typer.Option("--short", help="One seed only: to see that everything works.")
+        bool, _option("One seed only: to see that everything works.", flag="--short")
     ] = False,
-    updates: Annotated[int, typer.Option(help="Updates of each network.")] = 1_000,
-    to: Annotated[Path, typer.Option("--out", help="The folder of the report.")] = Path(
-        "runs/demo"
-    ),
+    updates: Annotated[int, _option("Updates of each network.")] = 1_000,
+    to: Annotated[Path, _option("The folder of the report.", flag="--out")] = Path("runs/demo"),
 ) -> None:
     """Train on windows and on the unbroken stream, on generated data whose best score is known."""
     from throughtime.app.console import out, print_table
-    from throughtime.app.demo import credit, exact, run_demo
-    from throughtime.app.report.demo_page import results_table, write_report
+    from throughtime.app.demo import credit, exact, results_table, run_demo
+    from throughtime.app.report.demo_page import write_report
 
     if updates < 1:
         raise ConfigError(f"updates={updates}: expected at least 1")

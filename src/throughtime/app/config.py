@@ -23,7 +23,6 @@ _SHORT = {
     "horizon": {"truncated"},
     "segment": {"exact"},
 }
-_CUT_BY_UPDATES = {"truncated", "exact"}  # their credit is cut where an update ends
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -39,8 +38,6 @@ def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> A
 @dataclass(frozen=True)
 class Config:
     """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
-
-    `throughtime train --help` and docs/command-line.md list them.
 
     Raises:
         ConfigError: values out of range or that exclude each other; all faults are listed.
@@ -220,9 +217,8 @@ class Config:
     def credit_steps(self) -> int | None:
         """Steps that credit flows back (k2); `None` if no fixed number limits them."""
         horizon = self.policy_arguments().get("horizon")
-        if self.train_on == "windows" or (horizon is None and self.gradient in _CUT_BY_UPDATES):
-            return self.update_steps()
-        return horizon
+        at_updates = self.gradient in {"truncated", "exact"} and horizon is None
+        return self.update_steps() if at_updates or self.train_on == "windows" else horizon
 
     def chunk_steps(self) -> int:
         """Steps of a chunk of the stream, and of a window of `train_on="windows"`."""

@@ -192,7 +192,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
             for recording in valid:  # reading names the step of the unknown class
                 for _ in read_blocks(recording):
                     pass
-    elif not len(statistics.targets.mean) or not statistics.targets.count.all():
+    elif not statistics.targets.count.all():
         raise DataError(
             "a target column of the training split has no value at all; regression needs some"
         )
@@ -347,10 +347,10 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
 def _frame_remarks(sources: Sequence[SourceRecording], frame_size: int) -> list[str]:
     left, lost = sum(one.left_out for one in sources), sum(one.lost for one in sources)
     remarks = (
-        f"{left} rows left out: at the end of their recordings they fill no frame of {frame_size}",
-        f"{lost} intervals left out: they cover the last row of no frame of {frame_size}",
+        (left, f"rows left out: at the end of their recordings they fill no frame of {frame_size}"),
+        (lost, f"intervals left out: they cover the last row of no frame of {frame_size}"),
     )
-    return [remark for remark, count in zip(remarks, (left, lost), strict=True) if count]
+    return [f"{count} {text}" for count, text in remarks if count]
 
 
 def idle_remarks(share: float) -> tuple[str, ...]:

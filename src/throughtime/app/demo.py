@@ -24,6 +24,7 @@ from torch import nn
 
 from throughtime.app.audit import AuditReport
 from throughtime.app.model import one_thread
+from throughtime.app.report.page import DataTable
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach
 from throughtime.errors import ConfigError
@@ -245,18 +246,25 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
         yield from updates(net, stream, nn.CrossEntropyLoss(), gradient=Truncated(STRIDE))
 
 
-def summary(demo: Demo) -> list[tuple[str, str, str]]:
-    """Rows of the table: name, accuracy on the unbroken recording, and on pieces as trained."""
+def results_table(demo: Demo) -> DataTable:
+    """The accuracy of both ways to train, the best one, and chance."""
     rows: list[tuple[str, str, str]] = []
     for name in (WINDOWS, STREAM):
         networks = demo.of(name)
         unbroken, pieces = [n.accuracy for n in networks], [n.as_trained for n in networks]
         rows.append((name, _spread(unbroken), _spread(pieces)))
-    return [
-        *rows,
+    rows += [
         ("best reachable, by construction", f"{BEST:.3f}", ""),
         ("chance", f"{CHANCE:.3f}", ""),
     ]
+    count = len(demo.of(STREAM))
+    seeds = "" if count == 1 else f" Mean of {count} seeds, with the worst and the best."
+    return DataTable(
+        ["trained on", "accuracy on the unbroken recording", "accuracy on pieces as trained"],
+        rows,
+        f"One test recording of {len(demo.test.recording):,} frames, new to all networks.{seeds}",
+        numeric=(1, 2),
+    )
 
 
 def credit(demo: Demo) -> str:

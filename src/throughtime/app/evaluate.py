@@ -6,10 +6,9 @@ Shapes: `T` steps, `C` classes or output columns.
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -123,31 +122,25 @@ class _NpyWriter:
     probabilities.
     """
 
-    def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
-        self._spec = spec
-        self._file = path.open("wb")
+    def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
+        self._file, self._spec = file, spec
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
             "fortran_order": False,
             "shape": (steps, spec.outputs),
         }
-        np.lib.format.write_array_header_2_0(self._file, header)
+        np.lib.format.write_array_header_2_0(file, header)
 
     def __setitem__(self, steps: slice, values: Array) -> None:
         self._file.write(np.ascontiguousarray(_probabilities(values, self._spec)).tobytes())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class _CsvWriter:
     """A `.csv` with a line per step: the step, the class if there are classes, and the outputs."""
 
-    def __init__(self, path: Path, steps: int, spec: ModelSpec) -> None:
+    def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
         del steps
-        self._spec = spec
-        self._file = path.open("w", newline="", encoding="utf-8")
-        self._rows = csv.writer(self._file)
+        self._rows, self._spec = csv.writer(file), spec
         names = (
             [f"p[{name}]" for name in spec.classes]
             or [f"y[{name}]" for name in spec.layout.targets]
@@ -161,16 +154,17 @@ class _CsvWriter:
             predicted = [classes[int(np.argmax(row))]] if classes else []
             self._rows.writerow([step, *predicted, *(f"{value:.6g}" for value in row)])
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def _probabilities(outputs: Array, spec: ModelSpec) -> Array:
     """Logits `(n, C)` as probabilities; the outputs of a regression as they are."""
     return torch.from_numpy(outputs).softmax(dim=1).numpy() if spec.classes else outputs
 
 
-_WRITERS = {".npy": _NpyWriter, ".csv": _CsvWriter}
+_TEXT = {"mode": "w", "newline": "", "encoding": "utf-8"}
+_WRITERS: dict[str, tuple[type[_NpyWriter | _CsvWriter], dict[str, Any]]] = {
+    ".npy": (_NpyWriter, {"mode": "wb"}),
+    ".csv": (_CsvWriter, _TEXT),
+}
 
 
 def open_recording(
@@ -229,29 +223,27 @@ def predict_to_file(
     Raises:
         ConfigError: a file name that ends in something else than `.npy` or `.csv`.
     """
-    writer_class = _WRITERS.get(out.suffix.lower())
-    if writer_class is None:
+    if out.suffix.lower() not in _WRITERS:
         raise ConfigError(
             f"{out}: predictions are written as {' or '.join(_WRITERS)}; got '{out.suffix}'"
         )
+    writer, mode = _WRITERS[out.suffix.lower()]
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
-    with ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)
-        writer = writer_class(temporary, len(recording), spec)
-        try:
+    try:
+        with temporary.open(**mode) as file:
             _, after = predict(
                 net,
                 recording,
                 chunk=_CHUNK,
                 state=state,
-                out=writer,
+                out=writer(file, len(recording), spec),
                 dtype=spec.torch_dtype,
                 missing=missing,
             )
-        finally:
-            writer.close()
         temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
     return after
 
 

@@ -46,14 +46,12 @@ _SHOWN = 1_500  # steps of an excerpt
 class Moments:
     """Count, mean and squared deviations of columns, without values that are not finite."""
 
-    count: Array = field(default_factory=lambda: np.zeros(0))
-    mean: Array = field(default_factory=lambda: np.zeros(0))
-    spread: Array = field(default_factory=lambda: np.zeros(0))
+    count: Array = field(default_factory=lambda: np.zeros(1))
+    mean: Array = field(default_factory=lambda: np.zeros(1))
+    spread: Array = field(default_factory=lambda: np.zeros(1))
 
     def add(self, values: Array) -> None:
         """Add `(n, D)` values."""
-        if not len(self.count):
-            self.count, self.mean, self.spread = (np.zeros(values.shape[1]) for _ in range(3))
         finite = np.isfinite(values)
         n = finite.sum(axis=0)
         mean = np.where(finite, values, 0.0).sum(axis=0) / np.maximum(n, 1)
@@ -93,15 +91,15 @@ class Statistics:
     missing: int = 0
     missing_targets: int = 0
     steps: int = 0
-    rising: Array = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    rising: Array = field(default_factory=lambda: np.ones(1, dtype=np.bool_))
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
 
     def add_inputs(self, inputs: Array) -> None:
         """Add a block of inputs `(n, D)`."""
         self.inputs.add(inputs)
-        rises = np.asarray((np.diff(inputs, axis=0) > 0).all(axis=0)) & (len(inputs) > 2)
-        self.rising = np.asarray(self.rising & rises if len(self.rising) else rises)
+        rises = (np.diff(inputs, axis=0) > 0).all(axis=0) & (len(inputs) > 2)
+        self.rising = np.asarray(self.rising & rises)
 
     def add_classes(self, targets: Array) -> None:
         """Count the classes of a block."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from throughtime._files import write_atomically
 from throughtime.app.config import Config, make_config, read_toml
 from throughtime.errors import RunError
+from throughtime.state import map_tensors
 
 _CHECKPOINT = "throughtime.checkpoint/1"
 
@@ -188,13 +189,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def to_cpu(content: Any) -> Any:
     """The content with its tensors copied to the CPU, to be sent to another process."""
-    if isinstance(content, Tensor):
-        return _copy(content)
-    if isinstance(content, dict):
-        return {key: to_cpu(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(to_cpu(value) for value in content)
-    return content
+    return map_tensors(lambda _, tensor: _copy(tensor), content)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def audit(
     """Measure the bias of truncations: the distance of each horizon's gradient from the exact one.
 
     Use it before you choose a horizon, and again later in training: it measures the gradient at the
-    present weights. In a net that has not learnt to remember, little gradient flows far back, and
+    present weights. In a net that has not learned to remember, little gradient flows far back, and
     every horizon has a small bias; see `tt.reach`.
 
     Args:

@@ -112,7 +112,7 @@ class Policy(Protocol[S]):
 
         Args:
             carried: the state entering the first step; `None` for the net's initial state, which
-                may be learnt: `net.initial_state(chunk.lanes, like=chunk.inputs)`.
+                may be learned: `net.initial_state(chunk.lanes, like=chunk.inputs)`.
             previous: the state after the last epoch, for a policy that learns from epoch to epoch.
         """
         ...

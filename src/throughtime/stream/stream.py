@@ -440,7 +440,7 @@ class Stream:
             if state.get(key) != own[key]
         ]
         if faults:
-            raise DataError("the saved place belongs to another stream: " + "; ".join(faults))
+            raise DataError("the saved position belongs to another stream: " + "; ".join(faults))
         self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
         self.position = int(state["position"])
         self._mark_moved(resumed=True)

@@ -75,7 +75,7 @@ def gradient_by_lag(reach: Reach, window: int | None = None) -> Figure:
         y_range=y_range,
         log_x=True,
         log_y=True,
-        marks=[*(Mark(lag, text, "x") for lag, text in within_lags), *_window_mark(window)],
+        x_marks=[*(Mark(lag, text) for lag, text in within_lags), *_window_mark(window)],
     )
     return Figure(
         svg,
@@ -119,13 +119,13 @@ def gradient_by_part(reach: Reach, window: int | None = None) -> Figure:
 
 def _mean(lags: Sequence[int], norms: Sequence[float], start: int, stop: int) -> float:
     """The mean of the finite norms at the lags from `start` to before `stop`."""
-    inside = [n for lag, n in zip(lags, norms, strict=True) if start <= lag < stop]
-    finite = [norm for norm in inside if math.isfinite(norm)]
-    return sum(finite) / len(finite) if finite else math.nan
+    pairs = zip(lags, norms, strict=True)
+    inside = [norm for lag, norm in pairs if start <= lag < stop and math.isfinite(norm)]
+    return sum(inside) / len(inside) if inside else math.nan
 
 
 def _window_mark(window: int | None) -> list[Mark]:
-    return [] if window is None else [Mark(window, f"window of training, {window:,}", "x")]
+    return [] if window is None else [Mark(window, f"window of training, {window:,}")]
 
 
 def _beyond_window(reach: Reach, window: int | None) -> str:
@@ -169,11 +169,11 @@ def _bias_by_horizon(audit: Audit, tolerance: float, own: Truncation | None) -> 
         y_range=(min(0.0, *cosines), _BIAS_AXIS_MAX) if max(biases) > _BIAS_AXIS_MAX else None,
         log_x=True,
         dots=True,
-        marks=[
-            Mark(tolerance, f"tolerance {tolerance:g}"),
-            Mark(audit.steps, "exact", "x"),
-            *([] if own is None else [Mark(own.horizon, "as trained", "x")]),
+        x_marks=[
+            Mark(audit.steps, "exact"),
+            *([] if own is None else [Mark(own.horizon, "as trained")]),
         ],
+        y_marks=[Mark(tolerance, f"tolerance {tolerance:g}")],
     )
     return Figure(
         svg,
@@ -197,7 +197,7 @@ def _loss_by_context(reach: Reach) -> Figure:
         y_label="loss",
         log_x=True,
         dots=True,
-        marks=[Mark(reach.loss, "state carried from the start")],
+        y_marks=[Mark(reach.loss, "state carried from the start")],
     )
     return Figure(
         svg,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from throughtime._svg import (
     DOTTED,
@@ -72,11 +72,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A labelled reference line at `value` of axis `"x"` (vertical) or `"y"` (horizontal)."""
+    """A labelled reference line at `value` of an axis."""
 
     value: float
     label: str
-    axis: Literal["x", "y"] = "y"
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,8 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     dots: bool = False,
-    marks: Sequence[Mark] = (),
+    x_marks: Sequence[Mark] = (),
+    y_marks: Sequence[Mark] = (),
 ) -> str:
     """Curves over one axis, distinguished by dashes and colours, each with its last value.
 
@@ -149,7 +149,8 @@ def lines(
         log_x: a logarithmic x axis; points at or below zero become gaps.
         log_y: the same for y.
         dots: whether to draw a dot at every point.
-        marks: reference lines; the axes include them, unless `y_range` excludes them.
+        x_marks: vertical reference lines; the x axis includes them.
+        y_marks: horizontal ones; the y axis includes them, unless `y_range` excludes them.
     """
     points = [
         [
@@ -159,8 +160,8 @@ def lines(
         ]
         for s in series
     ]
-    x_marks = [m for m in marks if m.axis == "x" and drawable(m.value, log=log_x)]
-    y_marks = [m for m in marks if m.axis == "y" and drawable(m.value, log=log_y)]
+    x_marks = [mark for mark in x_marks if drawable(mark.value, log=log_x)]
+    y_marks = [mark for mark in y_marks if drawable(mark.value, log=log_y)]
     x_values = [a for line in points for a, _ in line] + [m.value for m in x_marks]
     y_values = [b for line in points for _, b in line] + [m.value for m in y_marks]
     y_range = axis_range(y_values, y_range, log=log_y)
@@ -323,7 +324,7 @@ def heat(
     head, top = heading(title, keys)
     left = _name_width([*(name for name, _ in rows), *([above.name] if above else [])])
     x = Scale(*extent(edges, log=log_x), left, WIDTH - text_width(*ends) - 14, log_x)
-    inside = [m for m in marks if m.axis == "x" and x.low <= m.value <= x.high]
+    inside = [mark for mark in marks if x.low <= mark.value <= x.high]
     reference, plot_top = _vertical_marks(inside, x, top + 18, 32 * len(rows))
     curve, plot_top = _curve_above(above, x, plot_top)
     bottom = plot_top + 32 * max(1, len(rows))

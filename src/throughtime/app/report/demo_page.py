@@ -21,11 +21,11 @@ from throughtime.app.demo import (
     DemoNetwork,
     exact,
     facts,
-    summary,
+    results_table,
 )
 from throughtime.app.report.audit_section import audit_figures, audit_table
 from throughtime.app.report.charts import Band, Mark, Series, lines, strip
-from throughtime.app.report.page import DataTable, Figure, Page, Paragraphs, Part, Section, render
+from throughtime.app.report.page import Figure, Page, Paragraphs, Part, Section, render
 
 _SHOWN = 6_000
 
@@ -49,18 +49,6 @@ def write_report(demo: Demo, folder: Path) -> Path:
     path = folder / "report.html"
     write_atomically(path, render(page).encode())
     return path
-
-
-def results_table(demo: Demo) -> DataTable:
-    """The accuracy of both ways to train, the best one, and chance."""
-    count = len(demo.of(STREAM))
-    seeds = "" if count == 1 else f" Mean of {count} seeds, with the worst and the best."
-    return DataTable(
-        ["trained on", "accuracy on the unbroken recording", "accuracy on pieces as trained"],
-        summary(demo),
-        f"One test recording of {len(demo.test.recording):,} frames, new to all networks.{seeds}",
-        numeric=(1, 2),
-    )
 
 
 def _results(demo: Demo) -> list[Part]:
@@ -89,7 +77,8 @@ def _explanation(demo: Demo) -> list[Part]:
         y_label="accuracy",
         y_range=(0.0, 1.0),
         log_x=True,
-        marks=(Mark(BEST, "maximum"), Mark(CHANCE, "chance"), Mark(STRIDE, "window", "x")),
+        x_marks=[Mark(STRIDE, "window")],
+        y_marks=[Mark(BEST, "maximum"), Mark(CHANCE, "chance")],
     )
     return [
         Paragraphs(

@@ -75,7 +75,7 @@ class CsvScan(ABC):
 
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
-        """What was learnt in the pass."""
+        """What was learned in the pass."""
 
     @abstractmethod
     def _next_block(self) -> bytes:
