@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import refuse_wrappers
+from throughtime.carry.carried import device_of, refuse_wrappers
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
 from throughtime.state import State
@@ -296,8 +296,7 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
     """
     refuse_wrappers(net)  # tt.carry may have been called before
     shards = shards_of(net)
-    weight = next(net.parameters(), None)
-    device = torch.device("cpu") if weight is None else weight.device
+    device = device_of(net)
     if stream is not None:
         stream._sync_ranks()
     if stream is None or stream._shard.ranks == 1:

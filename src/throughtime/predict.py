@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, device_of, require_carried
 from throughtime.chunk import Chunk
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import DataError, StateError
@@ -322,8 +322,7 @@ class Predictor:
     def __init__(self, net: Carried, lanes: int = 1, *, state: State = None) -> None:
         require_carried(net)
         self.net, self.lanes, self.state = net, lanes, state
-        weight = next(net.parameters(), None)
-        self.device = torch.device("cpu") if weight is None else weight.device
+        self.device = device_of(net)
         shards = shards_of(net)
         self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
 

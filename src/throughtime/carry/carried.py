@@ -251,6 +251,12 @@ def require_carried(net: nn.Module) -> Carried:
     )
 
 
+def device_of(net: nn.Module) -> torch.device:
+    """The device of the weights; the CPU without any."""
+    weight = next(net.parameters(), None)
+    return torch.device("cpu") if weight is None else weight.device
+
+
 def refuse_wrappers(net: nn.Module) -> None:
     """Refuse torch's wrappers for several devices.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, device_of, require_carried
 from throughtime.chunk import Chunk, Readable
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.gradient._segments import forward
@@ -62,13 +62,12 @@ class StreamSlice:
                 "the stream is at the end of its epoch and a state was passed: no steps are left to"
                 " measure"
             )
-        weight = next(net.parameters(), None)
         return cls(
             stream,
             begin,
             left if steps is None else min(steps, left),
             state,
-            torch.device("cpu") if weight is None else weight.device,
+            device_of(net),
         )
 
     def read(self, start: int, stop: int) -> Chunk:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry.carried import device_of
 from throughtime.errors import ConfigError
 
 
@@ -70,9 +71,3 @@ class OptimizerStep:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """The device of the weights."""
-    weight = next(net.parameters(), None)
-    return torch.device("cpu") if weight is None else weight.device

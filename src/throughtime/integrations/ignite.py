@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import throughtime as tt
+from throughtime.carry.carried import device_of
 from throughtime.errors import ConfigError, DataError, MissingExtraError
 from throughtime.gradient import LossFn, Policy, generators, set_generators
-from throughtime.integrations._ignite_step import OptimizerStep, device_of
+from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
 
 try:
