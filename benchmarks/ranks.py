@@ -5,10 +5,10 @@
 
 A recurrent layer of `tt.nn` with a linear readout, 32 lanes, 32 features, chunks of 100 steps,
 float32, cross-entropy, `tt.optim.Adam`. Three processes: two ranks over gloo, one thread each, and
-one process with two threads. They take turns of a few updates, a turn of the ranks after each turn
-of the threads, and in each round the other side begins. First all losses of both sides must agree.
-One thread with all lanes is measured as well. Ratios are taken round by round; the load average of
-the machine is printed, because the numbers mean little on a machine that does something else.
+one process with two threads. They take turns of a few updates, in the opposite order in every other
+round. All losses of all sides must agree. One thread with all lanes is measured as well. Ratios are
+taken round by round. Other programs disturb both sides, and differently: medians are printed of all
+rounds, and of those in which others used less than a tenth of a core.
 
 Shapes: `T` steps, `B` lanes, `D` features, `H` units, `C` classes.
 """
@@ -20,18 +20,20 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import distributed, multiprocessing, nn
 
 import throughtime as tt
 
 LANES, FEATURES, CLASSES, CHUNK = 32, 32, 10, 100
-RANKS, TURN, WARM_UP = 2, 10, 5  # updates in a turn, and before the first
+RANKS, TURN, WARM_UP = 2, 5, 5  # updates in a turn, and before the first
+QUIET = 0.1  # cores that others use at most in a quiet round
 
 
 class Setting(NamedTuple):
@@ -88,7 +90,6 @@ class Side:
         self.pipes = list[Any]()
         self.processes = list[Any]()
         self.losses: list[float] = []
-        self.milliseconds: list[float] = []
         for rank in range(ranks):
             here, there = context.Pipe()
             rank_or_none = rank if ranks > 1 else None
@@ -113,20 +114,50 @@ class Side:
             process.join()
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Milliseconds per update of each side, round by round."""
+class Others:
+    """The processor time of programs that are none of ours."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self.processes = [psutil.Process(process.pid) for process in processes]
+        self.before = self.seconds()
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the clock, and of other programs on all cores."""
+        times = psutil.cpu_times()
+        busy = times.user + times.nice + times.system
+        ours = [process.cpu_times() for process in (*self.processes, psutil.Process())]
+        return time.perf_counter(), busy - sum(own.user + own.system for own in ours)
+
+    def cores(self) -> float:
+        """How many cores they used since the last call."""
+        began, before = self.before
+        self.before = now, busy = self.seconds()
+        return (busy - before) / (now - began)
+
+
+class Rounds(NamedTuple):
+    """Milliseconds per update of each side, and cores that other programs used, by round."""
+
+    milliseconds: dict[str, list[float]]
+    others: list[float]
+
+
+def measure(setting: Setting, rounds: int) -> Rounds:
+    """Run all sides in turns and compare their losses."""
     sides = {
         "two ranks": Side(setting, 1, RANKS),
         "two threads": Side(setting, 2, 1),
         "one thread": Side(setting, 1, 1),
     }
+    result = Rounds({name: [] for name in sides}, [])
     try:
         for side in sides.values():
             side.turn(WARM_UP)
+        others = Others([process for side in sides.values() for process in side.processes])
         for turn in range(rounds):
-            order = list(sides.values())
-            for side in order if turn % 2 else order[::-1]:
-                side.milliseconds.append(side.turn(TURN))
+            for name in list(sides)[:: 1 if turn % 2 else -1]:
+                result.milliseconds[name].append(sides[name].turn(TURN))
+            result.others.append(others.cores())
     finally:
         for side in sides.values():
             side.end()
@@ -135,14 +166,32 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
         deviation = max(abs(a - b) / abs(b) for a, b in zip(side.losses, expected, strict=True))
         if not deviation < 1e-4:
             raise SystemExit(f"{name} and one thread compute other losses: they differ {deviation}")
-    return {name: side.milliseconds for name, side in sides.items()}
+    return result
+
+
+def summary(rounds: Rounds, most: float) -> dict[str, Any]:
+    """Quartiles over the rounds in which others used at most so many cores."""
+    chosen = [i for i, cores in enumerate(rounds.others) if cores <= most]
+    if len(chosen) < 2:
+        return {"rounds": len(chosen)}
+    times = {name: [values[i] for i in chosen] for name, values in rounds.milliseconds.items()}
+    ranks = times["two ranks"]
+    speed = {
+        name: statistics.quantiles([a / b for a, b in zip(times[name], ranks, strict=True)], n=4)
+        for name in ("two threads", "one thread")
+    }
+    return {
+        "rounds": len(chosen),
+        "milliseconds": {name: statistics.quantiles(values, n=4) for name, values in times.items()},
+        "speed of two ranks over": speed,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--cell", default="LSTM", choices=["LSTM", "GRU", "RNN"])
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument(
@@ -153,32 +202,22 @@ def main() -> None:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
     count = WARM_UP + TURN * options.rounds
-    before = os.getloadavg()[0]
-    times = measure(Setting(options.cell, options.hidden, count, port), options.rounds)
-    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
-    for name, (low, middle, high) in quartiles.items():
-        print(f"{name:12} {middle:6.2f} ms an update [{low:.2f}, {high:.2f}]")
-    ratios = {
-        f"speed of two ranks over {name}": statistics.quantiles(
-            [a / b for a, b in zip(times[name], times["two ranks"], strict=True)], n=4
-        )
-        for name in times
-        if name != "two ranks"
-    }
-    for name, (low, middle, high) in ratios.items():
-        print(f"{name}: {middle:.3f} [{low:.3f}, {high:.3f}]")
-    load = [round(before, 2), round(os.getloadavg()[0], 2)]
-    print(f"load average before and after: {load[0]}, {load[1]}")
+    rounds = measure(Setting(options.cell, options.hidden, count, port), options.rounds)
+    summaries = {"all": summary(rounds, float("inf")), "quiet": summary(rounds, QUIET)}
+    for kind, part in summaries.items():
+        print(f"{part['rounds']} rounds, {kind}")
+        for unit in ("milliseconds", "speed of two ranks over"):
+            for name, (low, middle, high) in part.get(unit, {}).items():
+                print(f"    {unit} {name}: {middle:.2f} [{low:.2f}, {high:.2f}]")
+    print(f"other programs used {statistics.median(rounds.others):.2f} cores in the median round")
     record = {
         "cell": options.cell,
         "hidden": options.hidden,
-        "rounds": options.rounds,
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        "load": load,
-        "milliseconds": quartiles,
-        "ratios": ratios,
+        "others": statistics.quantiles(rounds.others, n=4),
+        **summaries,
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

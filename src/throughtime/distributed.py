@@ -16,6 +16,8 @@ Shapes: `B` lanes of one rank.
 
 import hashlib
 import math
+import os
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -195,6 +197,8 @@ class Ranks:
 _FLOATS = Struct("4d")  # the counts of each rank: failed, loss weight, steps, weighted loss
 _BITS = Struct("16H")  # their bits, in numbers that every type of a message holds
 _PIECES = 16
+_POLLING = 0.002  # seconds in which a rank yields its core instead of leaving it
+_yield = getattr(os, "sched_yield", lambda: None)
 
 
 class _Message:
@@ -245,7 +249,12 @@ class _Message:
     def reduce(self) -> list[float]:
         """Send it; returns the sums of the counts of all ranks."""
         with rank_errors():
-            distributed.all_reduce(self._numbers)
+            work = cast("distributed.Work", distributed.all_reduce(self._numbers, async_op=True))
+            # A core that idles meanwhile wakes up late for every message of gloo's threads.
+            deadline = time.perf_counter() + _POLLING if self._numbers.is_cpu else 0.0
+            while time.perf_counter() < deadline and not work.is_completed():
+                _yield()
+            work.wait()
         head = self._numbers[: self._head].tolist()
         self._owners = head[self._counts :]
         everyone = [
