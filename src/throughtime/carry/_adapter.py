@@ -42,6 +42,20 @@ class Adapter(ABC):
         """Whether `initial_state` needs example inputs to find the layout of the state."""
         return False
 
+    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        """What the module's forward gets if one call of it runs a whole chunk, else None.
+
+        Args:
+            x: inputs `(T, B, ...)`.
+            state: passed on, unless hooks set the states of the module's layers.
+        """
+        del x, state
+        return None
+
+    def starts_from_zeros(self) -> bool:
+        """Whether recordings start from a state of zeros."""
+        return True
+
     def leaf_names(self, state: State) -> list[str]:
         """The names of the state's tensors: the module's own, or `h` and `c` of torch's layers."""
         return [name for name, _ in trees.leaves(state)]

@@ -56,6 +56,14 @@ class ExplicitAdapter(Adapter):
         del x
         return self._takes_resets
 
+    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        if self._takes_resets:
+            return None
+        return x.transpose(0, 1) if self.batch_first else x, state
+
+    def starts_from_zeros(self) -> bool:
+        return custom_initial_state(self.module) is None
+
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         layout = self._layout(x)
         y, after = self._call(x, layout.to_module(state), resets)

@@ -62,6 +62,10 @@ class HookAdapter(Adapter):
         adapters = {name: layer_adapter(layer) for name, layer in self.layers.items()}
         return [f"{k}.{leaf}" for k, v in adapters.items() for leaf in v.leaf_names(state[k])]
 
+    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        del state
+        return (x.transpose(0, 1) if self.batch_first else x,)
+
     def takes_resets(self, x: Tensor | None) -> bool | None:
         if not all(isinstance(layer, Recurrent) for layer in self.layers.values()):
             return False

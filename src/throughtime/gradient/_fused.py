@@ -2,13 +2,14 @@
 
 Outside arithmetic such an update spends much on a graph and some fifteen operators: for a small net
 (LSTM of 50 units, one lane, 100 steps) more than on the arithmetic. So `tt.updates` makes one call
-wherever the result is the same: an `nn.Sequential` of `tt.nn` layers and an `nn.Linear`, after
-modules that carry nothing (the front); `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults;
-no hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast,
-no active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns by
-autograd, from the gradient of the first layer's inputs. The gradients are those of the graph to
-rounding. Hooks on nodes of the graph, or on tensors that it saves, do not run. Buffers are reused
-from one update to the next, for as long as the net exists.
+wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules that carry nothing
+(the front), as an `nn.Sequential` or in a class whose forward can be read (`_structure.py`);
+`nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults, or `nn.NLLLoss` of a log-softmax; no
+hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast, no
+active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns by autograd,
+from the gradient of the first layer's inputs. The gradients are those of the graph to rounding.
+Hooks on nodes of the graph, or on tensors that it saves, do not run. Buffers are reused from one
+update to the next, for as long as the net exists.
 
 We re-check everything the user may change before each update and cache only what depends on shapes.
 
@@ -18,7 +19,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 
 import cmath
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
 from operator import attrgetter, is_, itemgetter
 from threading import get_ident
 from types import MethodType
@@ -30,8 +30,8 @@ from torch._C._autograd import _profiler_enabled as profiler_enabled  # as torch
 from torch.nn.modules import module as torch_modules
 
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
 from throughtime.chunk import Chunk
+from throughtime.gradient._parts import Parts, match
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
 from throughtime.kernels import recurrent as kernel
@@ -39,7 +39,7 @@ from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import active_torch_modes, static_backend
 from throughtime.kernels.recurrent import TYPES
 from throughtime.kernels.workspace import LayerSizes, Workspace
-from throughtime.nn.layers import GRU, LSTM, RNN, Recurrent, weight_shapes
+from throughtime.nn.layers import GRU, LSTM, RNN, weight_shapes
 from throughtime.state import State
 
 FUSED_LAYERS = {LSTM, GRU, RNN}  # a subclass may compute something else
@@ -55,6 +55,8 @@ _traits = attrgetter(
     "shape", "dtype", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
 _address = Tensor.data_ptr
+NO_HOOKS: tuple[tuple[object, ...], ...] = ((), (), (), ())
+MOST_MATCHES = 20  # a net that changes again and again is run with a graph
 _GLOBAL_HOOKS = (
     torch_modules._global_forward_hooks,
     torch_modules._global_forward_pre_hooks,
@@ -87,58 +89,46 @@ def try_fused(
         Loss, outputs, state, the state entering step `keep`, and whether all gradients, which are
         in `.grad` now, are finite. None if a graph must be built; then nothing has been changed.
     """
-    if net._fused_net is None:
-        net._fused_net = _match(net) or False
-    if window.start or not isinstance(net._fused_net, FusedNet):
+    fused = net._fused_net
+    if fused is None or (isinstance(fused, FusedNet) and not fused.parts.holds()):
+        if _observed(net):
+            return None  # a trial would be noticed
+        matches = fused.matches + 1 if isinstance(fused, FusedNet) else 1
+        parts = match(net, steps.inputs) if matches <= MOST_MATCHES else None
+        fused = net._fused_net = False if parts is None else FusedNet(parts, matches)
+    if window.start or not isinstance(fused, FusedNet):
         return None
-    return net._fused_net.update(net, steps, chunk, edge, window, objective)
+    return fused.update(net, steps, chunk, edge, window, objective)
 
 
-def _match(net: Carried) -> "FusedNet | None":
-    """The parts of a net of fused layers and a linear readout; None for any other net."""
-    adapter = net.adapter
-    if not isinstance(adapter, ChainAdapter):
-        return None
-    *below, (_, top) = adapter.links.items()
-    front = {
-        name: link
-        for name, link in takewhile(lambda pair: isinstance(pair[1], StatelessAdapter), below)
-        if isinstance(link, StatelessAdapter)
-    }
-    layers = {
-        name: link.module
-        for name, link in below
-        if isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent)
-    }
-    if not layers or len(front) + len(layers) < len(below):
-        return None
-    if not isinstance(top, StatelessAdapter) or not isinstance(top.module, nn.Linear):
-        return None
-    for lower, upper in pairwise(layers.values()):
-        if upper.input_size != (lower.proj_size or lower.hidden_size):
-            return None
-    return FusedNet(adapter, front, layers, top.module)
+def _observed(net: Carried) -> bool:
+    """Whether hooks of the user's, or modes of torch, would see a call of the net."""
+    return (
+        any(_GLOBAL_HOOKS)
+        or active_torch_modes() is not None
+        or any(_modified(part.__dict__, _own_hooks(part)) for part in net.modules())
+    )
 
 
 class FusedNet:
-    """A net of fused layers and a linear readout; `front` prepares the inputs."""
+    """A net that is updated in one call.
 
-    def __init__(
-        self,
-        adapter: ChainAdapter,
-        front: dict[str, StatelessAdapter],
-        layers: dict[str, Recurrent],
-        readout: nn.Linear,
-    ) -> None:
-        self._adapter, self._front, self._readout = adapter, front, readout
-        before = tuple(link.module for link in front.values())
-        self._front_adapter = ChainAdapter(nn.Sequential(*before), before, front)
+    Args:
+        parts: of the net.
+        matches: how often its parts have been read.
+    """
+
+    def __init__(self, parts: Parts, matches: int) -> None:
+        self.parts, self.matches = parts, matches
+        self._readout = readout = parts.readout
+        layers = parts.layers
         # set when the front has returned what no kernel reads, or has changed layers or readout
         self._declined = False
-        modules = [adapter.module, *before, *layers.values(), readout]
-        self._instances = [module.__dict__ for module in modules]
-        self._children = adapter.module._modules
-        self._stack = [(layer, _settings(layer.__dict__)) for layer in layers.values()]
+        self._instances = [module.__dict__ for module in (*parts.others, readout)]
+        # of each layer its settings, and the hooks that set the carried state
+        self._stack = [
+            (layer, _settings(layer.__dict__), _own_hooks(layer)) for layer in layers.values()
+        ]
         self._sizes: dict[str, LayerSizes] = {}
         self._inputs = next(iter(layers.values())).input_size
         self._bias = readout._parameters["bias"] is not None
@@ -150,7 +140,7 @@ class FusedNet:
         self._checked: list[Tensor] = []
         self._addresses: list[int] = []
         self._traits: list[tuple[Any, ...]] = []
-        for name, (layer, (mode, *sizes, _)) in zip(layers, self._stack, strict=True):
+        for name, (layer, (mode, *sizes, _), _) in zip(layers, self._stack, strict=True):
             own = self._sizes[name] = LayerSizes(BY_MODE[mode], *sizes)
             first, later = weight_shapes(own.cell, *sizes[:3], layer.bidirectional)
             for k, names in enumerate(layer._all_weights):
@@ -161,10 +151,6 @@ class FusedNet:
         self._shapes.append((readout.out_features, [*self._sizes.values()][-1].outputs))
         if self._bias:
             self._shapes.append((readout.out_features,))
-        self._check_front = any(
-            module._modules or not type(module).__module__.startswith("torch.nn.modules.")
-            for module in before
-        )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a net, or one read from a file, is matched anew."""
@@ -180,20 +166,19 @@ class FusedNet:
         objective: Objective,
     ) -> FusedResult | None:
         """As `try_fused`."""
-        if self._declined or not self._unchanged(net, objective):
+        parameters = self._read_weights() if self._unchanged(net, objective) else None
+        unfit = steps._inputs.requires_grad or (steps.any_reset and not self.parts.zero_start)
+        if parameters is None or self._declined or unfit:
             return None
-        parameters = self._read_weights()
-        if parameters is None:
-            return None
-        dtype = parameters[0][0].dtype
-        loss = _loss_code(objective.loss_fn, chunk._targets, self._readout.out_features, dtype)
+        dtype, parts = parameters[0][0].dtype, self.parts
+        loss = _loss_code(objective.loss_fn, chunk._targets, parts, dtype)
         workspace = None if loss is None else self._workspace(steps, dtype)
-        state = None if workspace is None else workspace.read_state(edge)
-        x, row = steps._inputs, steps._first
-        if loss is None or workspace is None or state is None or x.requires_grad:
+        state = None if workspace is None else workspace.read_state(parts.by_name(edge))
+        if loss is None or workspace is None or state is None:
             return None
         front: Tensor | None = None
-        if self._front:
+        x, row = steps._inputs, steps._first
+        if parts.front is not None:
             front = self._front_inputs(net, steps, edge, window, objective, parameters)
             if front is None:
                 return None
@@ -212,8 +197,10 @@ class FusedNet:
             front.backward(dx)
             finite = finite and self._front_is_finite()
         whole = window.keep == window.stop
-        boundary = after if whole else workspace.state_at(window.keep, edge)
-        return mean, outputs, after, boundary, finite
+        boundary = after if whole else workspace.state_at(window.keep, parts.by_name(edge))
+        if parts.log_probabilities:
+            outputs = outputs.log_softmax(-1)
+        return mean, outputs, parts.of_net(after), parts.of_net(boundary), finite
 
     def _takes(self, x: Tensor, row: int, steps: Chunk, dtype: torch.dtype) -> bool:
         """Whether the kernel reads the same numbers from `x`, from a row on, as torch."""
@@ -226,7 +213,7 @@ class FusedNet:
     def _unchanged(self, net: Carried, objective: Objective) -> bool:
         """Whether modules and settings are as they were, and nothing observes the computation."""
         if (
-            tuple(self._children.values()) != self._adapter.children
+            net.adapter is not self.parts.adapter
             or type(net) is not Carried
             or type(self._readout) is not nn.Linear
             or (self._readout._parameters.get("bias") is not None) is not self._bias
@@ -245,11 +232,12 @@ class FusedNet:
                 "forward" in instance and not _has_class_forward(instance)
             ):
                 return False
-        for layer, settings in self._stack:
+        for layer, settings, own_hooks in self._stack:
             if (
                 type(layer) not in FUSED_LAYERS
                 or _settings(layer.__dict__) != settings
                 or (layer.dropout and layer.training and layer.num_layers > 1)
+                or _modified(layer.__dict__, own_hooks)
             ):
                 return False
         return True
@@ -320,7 +308,7 @@ class FusedNet:
                 == "fused"
                 for sizes in self._sizes.values()
             )
-            names, readout = tuple(self._adapter.links), (self._readout.out_features, self._bias)
+            names, readout = self.parts.names, (self._readout.out_features, self._bias)
             shape = steps.steps, steps.lanes, dtype
             self._workspaces[key] = (
                 Workspace(self._sizes, names, *readout, shape) if fused else None
@@ -341,17 +329,19 @@ class FusedNet:
         Called after all checks, since a front may draw random numbers. In two calls where a window
         with a graph runs the net in two.
         """
-        inputs = steps.inputs
+        inputs, prepare = steps.inputs, self.parts.front
+        if prepare is None:
+            return None
         try:
             if not 0 < window.keep < window.stop:
-                front = self._prepare(inputs).resolve_neg().contiguous()
+                front = prepare(inputs).resolve_neg().contiguous()
             else:  # a front may reuse its memory
-                first = self._prepare(inputs[: window.keep]).clone()
-                front = torch.cat([first, self._prepare(inputs[window.keep :])]).resolve_neg()
+                first = prepare(inputs[: window.keep]).clone()
+                front = torch.cat([first, prepare(inputs[window.keep :])]).resolve_neg()
         except MISFIT_ERRORS as error:
             net._explain(error, inputs, edge)
             raise
-        pure = not self._check_front or (
+        pure = not self.parts.foreign_front or (
             self._unchanged(net, objective) and _same(self._read_weights(), parameters)
         )
         if type(front) is Tensor and pure and len(front) == steps.steps:
@@ -359,15 +349,12 @@ class FusedNet:
         self._declined = True  # the front runs twice, this once
         return None
 
-    def _prepare(self, inputs: Tensor) -> Tensor:
-        return self._front_adapter.run(inputs, dict.fromkeys(self._front, ()))[0]
-
     def _front_is_finite(self) -> bool:
         """Whether the gradients of the front's weights are."""
         return all(
             weight.grad is None or cmath.isfinite(weight.grad.sum().item())
-            for link in self._front.values()
-            for weight in link.module.parameters()
+            for module in self.parts.front_modules
+            for weight in module.parameters()
         )
 
 
@@ -391,9 +378,30 @@ def _readable(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _modified(instance: dict[str, Any]) -> bool:
+def _modified(
+    instance: dict[str, Any], own_hooks: tuple[tuple[object, ...], ...] = NO_HOOKS
+) -> bool:
     """Whether a module, by its `__dict__`, has hooks or another forward than that of its class."""
-    return any(_hooks(instance)) or ("forward" in instance and not _has_class_forward(instance))
+    hooks = _hooks(instance)
+    if any(hooks) if own_hooks is NO_HOOKS else _values(hooks) != own_hooks:
+        return True
+    return "forward" in instance and not _has_class_forward(instance)
+
+
+def _values(hooks: Sequence[dict[int, object]]) -> tuple[tuple[object, ...], ...]:
+    return tuple([tuple(kind.values()) for kind in hooks])
+
+
+def _own_hooks(module: nn.Module) -> tuple[tuple[object, ...], ...]:
+    """The hooks of a module that are those of its adapter."""
+
+    def is_own(hook: Any) -> bool:
+        function = getattr(hook, "func", hook)
+        owner = getattr(function, "__self__", function)
+        return type(owner).__module__.startswith("throughtime.carry.")
+
+    own = tuple([tuple(filter(is_own, kind)) for kind in _values(_hooks(module.__dict__))])
+    return own if any(own) else NO_HOOKS
 
 
 def _has_class_forward(instance: dict[str, Any]) -> bool:
@@ -409,17 +417,18 @@ def _has_class_forward(instance: dict[str, Any]) -> bool:
     )
 
 
-def _loss_code(fn: object, targets: Tensor | None, classes: int, dtype: torch.dtype) -> int | None:
+def _loss_code(fn: object, targets: Tensor | None, parts: Parts, dtype: torch.dtype) -> int | None:
     """The loss of the kernels; None if they do not have it, or not for such targets."""
     if targets is None or not _readable(targets, targets.dtype):
         return None
-    if type(fn) is nn.CrossEntropyLoss:
-        code = kernel.CROSS_ENTROPY
+    classes = parts.readout.out_features
+    if type(fn) is (nn.NLLLoss if parts.log_probabilities else nn.CrossEntropyLoss):
+        code, label_smoothing = kernel.CROSS_ENTROPY, getattr(fn, "label_smoothing", 0)
         default = (
-            fn.label_smoothing == 0 and fn.ignore_index == IGNORED and fn._buffers["weight"] is None
+            label_smoothing == 0 and fn.ignore_index == IGNORED and fn._buffers["weight"] is None
         )
         fits = targets.dtype is torch.int64 and targets.dim() == 2
-    elif type(fn) is nn.MSELoss:
+    elif type(fn) is nn.MSELoss and not parts.log_probabilities:
         code, default = kernel.SQUARED_ERROR, targets.dtype is dtype
         dims = targets.dim()
         fits = targets.shape[2] == classes if dims == 3 else dims == 2 and classes == 1

@@ -1,0 +1,467 @@
+"""What a module's forward computes, read from its source: front, recurrent layers, tail.
+
+A fused update does not call the forward of a module. So it must be certain what a call would do,
+for any inputs and at every later update. A trial cannot show that: a forward may count its calls,
+or branch on the values of its inputs. This module evaluates the source of `forward` with a symbol
+in place of the inputs, and accepts only what it understands: assignments to local names, calls of
+layers and of other modules of torch.nn, functions and methods on a list, conditions whose value
+is known. Everything else (arithmetic on tensors, loops over steps, attributes that are set, `with`,
+in-place operations) is refused, and the net is run as it is.
+
+What was read on the way is kept as guards: submodules, plain attributes such as `training`, global
+names and the functions themselves. The structure is valid for as long as they are the same objects.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from throughtime.nn.layers import Recurrent
+
+PLAIN = (int, float, bool, str, type(None))
+FUNCTIONS: set[object] = {
+    *(torch.relu, torch.tanh, torch.sigmoid, torch.log_softmax, torch.softmax),
+    *(
+        functional.relu,
+        functional.tanh,
+        functional.sigmoid,
+        functional.log_softmax,
+        functional.softmax,
+        functional.gelu,
+        functional.elu,
+        functional.silu,
+        functional.leaky_relu,
+    ),
+}
+METHODS = {
+    *("transpose", "permute", "contiguous", "view", "reshape", "flatten", "unsqueeze", "squeeze"),
+    *("relu", "tanh", "sigmoid", "log_softmax", "softmax"),
+}
+SIZES = {"shape", "device", "dtype", "size", "dim"}
+
+
+class UnknownError(Exception):
+    """A forward does something that this module does not understand."""
+
+
+class Operation(NamedTuple):
+    """A call on a tensor: of a module, a function, or a method by name."""
+
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result for a tensor."""
+        call = getattr(x, self.target) if isinstance(self.target, str) else self.target
+        first = () if isinstance(self.target, str) else (x,)
+        return call(*first, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """The inputs, after some operations."""
+
+    operations: tuple[Operation, ...] = ()
+
+    def then(self, operation: Operation) -> "Flow":
+        """After one more."""
+        return Flow((*self.operations, operation))
+
+
+class Entering(NamedTuple):
+    """The state that the forward gets, or the part of it at a path."""
+
+    path: tuple[int, ...] = ()
+
+
+class Leaving(NamedTuple):
+    """The state that a layer returns, or a leaf of it."""
+
+    layer: nn.Module
+    leaf: int | None = None
+
+
+class Opaque(NamedTuple):
+    """A number, shape, device or type that depends on the inputs, or zeros made with such."""
+
+    zeros: bool = False
+
+
+Guard: TypeAlias = tuple[Mapping[str, Any], str, object]
+
+
+@dataclass
+class Guards:
+    """What must stay as it was: entries of dicts, and the functions of classes."""
+
+    entries: dict[tuple[int, str], Guard] = field(default_factory=dict[tuple[int, str], Guard])
+    methods: dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]] = field(
+        default_factory=dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]]
+    )
+
+    def entry(self, values: Mapping[str, Any], key: str) -> Any:
+        """The value of a key, which must stay the same object."""
+        self.entries[id(values), key] = values, key, values[key]
+        return values[key]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        for values, key, value in self.entries.values():
+            if values.get(key) is not value:
+                return False
+        for (module, name), (function, code) in self.methods.items():
+            # tools that reload modules replace the code of a function
+            if getattr(type(module), name) is not function or function.__code__ is not code:
+                return False
+        return True
+
+
+class Structure(NamedTuple):
+    """A net of recurrent layers, one on another.
+
+    Attributes:
+        front: from the inputs to those of the first layer.
+        layers: the recurrent layers, in order.
+        tail: from the outputs of the last layer to those of the net.
+        paths: of each layer the path to its state in that of the net; empty for hooks.
+        guards: for how long this is valid.
+    """
+
+    front: tuple[Operation, ...]
+    layers: tuple[Recurrent, ...]
+    tail: tuple[Operation, ...]
+    paths: tuple[tuple[int, ...], ...]
+    guards: Guards
+
+
+def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
+    """The structure of a module by the source of its forward, or None if that is not certain.
+
+    Args:
+        module: its forward takes the inputs, and as the second argument the state, if it
+            `takes_state`; then it returns outputs and state. Otherwise hooks set the states of its
+            layers, and it returns outputs.
+        takes_state: see above.
+    """
+    reader = _Reader()
+    arguments = (Flow(), Entering()) if takes_state else (Flow(),)
+    try:
+        result = reader.call_forward(module, arguments, {})
+        flow, after = result if takes_state else (result, None)
+        if not isinstance(flow, Flow):
+            return None
+        return _structure(flow, reader, after if takes_state else None)
+    except (UnknownError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _structure(flow: Flow, reader: "_Reader", after: Any) -> Structure | None:
+    positions = [i for i, op in enumerate(flow.operations) if isinstance(op.target, Recurrent)]
+    if not positions or len(positions) != len(reader.entering):
+        return None  # a layer whose outputs go elsewhere
+    first, stop = positions[0], positions[-1] + 1
+    layers = tuple(op.target for op in flow.operations[first:stop])
+    if len(set(layers)) != stop - first or len(positions) != stop - first:
+        return None
+    paths: tuple[tuple[int, ...], ...] = ()
+    if after is not None:
+        alone = len(layers) == 1
+        paths = tuple(() if alone else (i,) for i in range(len(layers)))
+        leaving = (after,) if alone else after
+        if tuple(reader.entering[layer] for layer in layers) != paths or tuple(
+            map(_whole_leaving, leaving)
+        ) != tuple(Leaving(layer) for layer in layers):
+            return None
+    operations = flow.operations
+    return Structure(operations[:first], layers, operations[stop:], paths, reader.guards)
+
+
+def _whole_leaving(value: Any) -> Any:
+    """The pair of both leaves of a layer as the state of the layer."""
+    if isinstance(value, tuple) and not isinstance(value, Leaving):
+        h, c = value
+        if h == Leaving(h.layer, 0) and c == Leaving(h.layer, 1):
+            return Leaving(h.layer)
+    return value
+
+
+class _Reader:
+    """Evaluates the forward of a module with symbols for its arguments."""
+
+    def __init__(self) -> None:
+        self.guards = Guards()
+        self.entering: dict[nn.Module, tuple[int, ...] | None] = {}  # of each layer that was called
+
+    def call_forward(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of calling a module of the user's."""
+        own = type(module)
+        if own.__call__ is not nn.Module.__call__ or own.__getattr__ is not nn.Module.__getattr__:
+            raise UnknownError
+        if own.__getattribute__ is not object.__getattribute__ or "forward" in module.__dict__:
+            raise UnknownError
+        return self.call_method(module, "forward", args, kwargs)
+
+    def call_method(
+        self, module: nn.Module, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a method of a module of the user's."""
+        function = getattr(type(module), name)
+        if not isinstance(function, FunctionType) or function.__closure__:
+            raise UnknownError
+        self.guards.methods[module, name] = function, function.__code__
+        names = inspect.signature(function).bind(module, *args, **kwargs)
+        names.apply_defaults()
+        body = _source(function).body
+        return _Frame(self, function, dict(names.arguments)).run(body)
+
+    def call_module(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of calling any module."""
+        if isinstance(module, Recurrent):
+            return self._call_layer(module, *args, **kwargs)
+        if type(module).__module__.startswith("torch.nn.modules."):
+            (flow,) = args
+            if not isinstance(flow, Flow) or kwargs or any(map(is_foreign, module.modules())):
+                raise UnknownError
+            return flow if self._is_identity(module) else flow.then(Operation(module))
+        return self.call_forward(module, args, kwargs)
+
+    def _call_layer(self, layer: Recurrent, x: Any, hx: Any = None) -> Any:
+        if not isinstance(x, Flow) or layer in self.entering or layer.bidirectional:
+            raise UnknownError
+        if isinstance(hx, tuple) and not isinstance(hx, (Entering, Opaque)):
+            first, second = hx
+            if isinstance(first, Entering):
+                if (first.path[-1], second.path) != (0, (*first.path[:-1], 1)):
+                    raise UnknownError
+                hx = Entering(first.path[:-1])
+            elif first == second == Opaque(zeros=True):
+                hx = None
+        if hx == Opaque(zeros=True):
+            hx = None
+        if hx is not None and not isinstance(hx, Entering):
+            raise UnknownError
+        self.entering[layer] = None if hx is None else hx.path
+        return x.then(Operation(layer)), Leaving(layer)
+
+    def _is_identity(self, module: nn.Module) -> bool:
+        """Whether a module returns its inputs: dropout does, unless it is active."""
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            values = module.__dict__
+            return not (self.guards.entry(values, "training") and self.guards.entry(values, "p"))
+        return type(module) is nn.Identity
+
+
+class _Frame:
+    """One call of a function: its local names."""
+
+    def __init__(self, reader: _Reader, function: FunctionType, names: dict[str, Any]) -> None:
+        self._reader, self._function, self._names = reader, function, names
+
+    def run(self, body: Sequence[ast.stmt]) -> Any:
+        """The value that the statements return."""
+        returned, value = self._statements(body)
+        if not returned:
+            raise UnknownError
+        return value
+
+    def _statements(self, body: Sequence[ast.stmt]) -> tuple[bool, Any]:
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant()) | ast.Pass():
+                    pass
+                case ast.Assign(targets=[target], value=value):
+                    self._assign(target, self._value(value))
+                case ast.Return(value=value) if value is not None:
+                    return True, self._value(value)
+                case ast.If(test=test, body=then, orelse=otherwise):
+                    returned, value = self._statements(then if self._known(test) else otherwise)
+                    if returned:
+                        return True, value
+                case ast.For(target=target, iter=iterated, body=then, orelse=[]):
+                    for child in self._children(self._value(iterated)):
+                        self._assign(target, child)
+                        if self._statements(then)[0]:
+                            raise UnknownError
+                case _:
+                    raise UnknownError
+        return False, None
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self._names[target.id] = value
+            return
+        if not isinstance(target, (ast.Tuple, ast.List)):
+            raise UnknownError
+        values = [_item(value, i) for i in range(len(target.elts))]
+        if type(value) is tuple and len(value) != len(values):
+            raise UnknownError
+        for part, item in zip(target.elts, values, strict=True):
+            self._assign(part, item)
+
+    def _children(self, value: Any) -> list[nn.Module]:
+        """The modules of an `nn.ModuleList`."""
+        if type(value) is not nn.ModuleList:
+            raise UnknownError
+        return [self._reader.guards.entry(value._modules, name) for name in [*value._modules]]
+
+    def _known(self, test: ast.expr) -> bool:
+        """The value of a condition, which must not depend on a tensor."""
+        match test:
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[right]):
+                same = self._value(left) is self._value(right)
+                return same is isinstance(op, ast.Is)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not self._known(operand)
+            case ast.BoolOp(op=op, values=values):
+                known = [self._known(value) for value in values]
+                return all(known) if isinstance(op, ast.And) else any(known)
+            case _:
+                value = self._value(test)
+                if not isinstance(value, PLAIN):
+                    raise UnknownError
+                return bool(value)
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value) if isinstance(value, PLAIN):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
+                return -number
+            case ast.Name(id=name):
+                if name in self._names:
+                    return self._names[name]
+                return self._global(self._reader.guards.entry(self._function.__globals__, name))
+            case ast.Tuple(elts=parts):
+                return tuple(self._value(part) for part in parts)
+            case ast.IfExp(test=test, body=then, orelse=otherwise):
+                return self._value(then if self._known(test) else otherwise)
+            case ast.Attribute(value=owner, attr=name):
+                return self._attribute(self._value(owner), name)
+            case ast.Subscript(value=owner, slice=index):
+                return _item(self._value(owner), self._value(index))
+            case ast.Call(func=function, args=args, keywords=keywords):
+                named = {word.arg or "**": self._value(word.value) for word in keywords}
+                return self._call(function, [self._value(arg) for arg in args], named)
+            case _:
+                raise UnknownError
+
+    def _global(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and value.__name__.split(".")[0] == "torch":
+            return value
+        if value in FUNCTIONS:
+            return value
+        raise UnknownError
+
+    def _attribute(self, owner: Any, name: str) -> Any:
+        guards = self._reader.guards
+        if isinstance(owner, ModuleType):
+            value = guards.entry(vars(owner), name)
+            known = isinstance(value, (ModuleType, torch.dtype)) or value is torch.zeros
+            return value if known else self._global(value)
+        if isinstance(owner, nn.Module) and not hasattr(type(owner), name):
+            if name in owner._modules:
+                return guards.entry(owner._modules, name)
+            value = guards.entry(owner.__dict__, name)
+            if isinstance(value, PLAIN):
+                return value
+        if isinstance(owner, Flow) and name in SIZES:
+            return Opaque()
+        raise UnknownError
+
+    def _call(self, function: ast.expr, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if isinstance(function, ast.Attribute):
+            owner, name = self._value(function.value), function.attr
+            if isinstance(owner, (Flow, Opaque)):
+                return _tensor_method(owner, name, args, kwargs)
+            method = getattr(type(owner), name, None)
+            if isinstance(owner, nn.Module) and isinstance(method, FunctionType):
+                if not is_foreign(owner):
+                    raise UnknownError
+                return self._reader.call_method(owner, name, args, kwargs)
+        target = self._value(function)
+        if isinstance(target, nn.Module):
+            return self._reader.call_module(target, args, kwargs)
+        if target is torch.zeros:
+            return Opaque(zeros=True)
+        (flow, *rest) = args
+        if not isinstance(flow, Flow) or not _plain(rest, kwargs) or kwargs.get("inplace"):
+            raise UnknownError
+        return flow.then(Operation(target, tuple(rest), kwargs))
+
+
+def _tensor_method(owner: Flow | Opaque, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a method of a tensor, or of a size."""
+    if isinstance(owner, Opaque):
+        if owner.zeros and name in {"to", "type_as"}:
+            return owner
+        raise UnknownError
+    if name in SIZES or name == "new_zeros":
+        return Opaque(zeros=name == "new_zeros")
+    if name not in METHODS or not _plain(args, kwargs):
+        raise UnknownError
+    return owner.then(Operation(name, tuple(args), kwargs))
+
+
+def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return all(isinstance(value, PLAIN) for value in (*args, *kwargs.values()))
+
+
+def _item(value: Any, index: Any) -> Any:
+    """An item of a tuple or of a state."""
+    if type(index) is not int:
+        raise UnknownError
+    match value:
+        case Entering(path=path):
+            return Entering((*path, index))
+        case Leaving(layer=layer, leaf=None):
+            return Leaving(layer, index)
+        case Opaque(zeros=False):
+            return value
+        case tuple() if not isinstance(value, (Leaving, Opaque)):
+            return value[index]
+        case _:
+            raise UnknownError
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether a module is none of torch.nn."""
+    return not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _source(function: FunctionType) -> ast.FunctionDef:
+    """The source of a function, if it is what the function runs: a file may have changed since."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError) as error:
+        raise UnknownError from error
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise UnknownError
+    # calls of what a module imports compile to other instructions
+    imported = [name for name, value in function.__globals__.items() if inspect.ismodule(value)]
+    imports = [ast.Import([ast.alias(name)]) for name in imported]
+    for before in ([], imports):
+        whole = ast.fix_missing_locations(ast.Module([*before, definition], []))
+        constants = compile(whole, "<forward>", "exec", dont_inherit=True).co_consts
+        codes = [value for value in constants if isinstance(value, CodeType)]
+        if any(_same_code(code, function.__code__) for code in codes):
+            return definition
+    raise UnknownError
+
+
+def _same_code(a: CodeType, b: CodeType) -> bool:
+    return (a.co_code, a.co_names, a.co_varnames, a.co_consts) == (
+        b.co_code,
+        b.co_names,
+        b.co_varnames,
+        b.co_consts,
+    )

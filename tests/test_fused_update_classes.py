@@ -1,0 +1,529 @@
+"""A net written as a class is updated in one call where its forward can be read, and only there.
+
+Shapes: `T` steps, `B` lanes, `C` outputs.
+"""
+
+import importlib
+import linecache
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import throughtime as tt
+from recurrences import needs_kernels
+from test_fused_update import assert_same, by_graph, calls, epoch, recordings
+
+pytestmark = needs_kernels
+__all__ = ["calls"]  # a fixture
+
+HIDDEN, CLASSES = 9, 4
+NAME = functional  # another name for a module of torch
+
+
+class Net(nn.Module):
+    """The parts that most of these nets have."""
+
+    def __init__(self, layer: Callable[..., nn.Module] = tt.nn.LSTM, **options: Any) -> None:
+        super().__init__()
+        self.rnn = layer(5, HIDDEN, **options)
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.Linear(HIDDEN, CLASSES)
+        self.uses, self.history, self.uses_other = 0, list[Tensor](), False
+
+    def put_head_last(self) -> None:
+        head = self.head
+        del self.head
+        self.head = head
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """The readout, as the last module of a chain."""
+        return [*self.children()][index]
+
+
+class Plain(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(self.drop(y))
+
+
+class Nested(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+class State(Net):
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Docstrings are no code."""
+        y, state = self.rnn(x, state)
+        return self.head(y), state
+
+
+class Pair(Net):
+    def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
+        if hidden is None:
+            zeros = torch.zeros(1, x.size(1), 9, device=x.device, dtype=x.dtype)
+            hidden = (zeros, zeros)
+        h, c = hidden
+        y, (h, c) = self.rnn(x, (h, c))
+        return self.head(y), (h, c)
+
+
+class Zeros(Net):
+    """Passes zeros to its layer, as tutorials do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h0 = torch.zeros(1, x.size(1), 9, dtype=x.dtype).to(x.device)
+        y, _ = self.rnn(x, (h0, h0))
+        return self.head(y)
+
+
+class Front(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lift = nn.LayerNorm(5), nn.Linear(5, 5)
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.lift(self.norm(x)))
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+class Deep(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.upper = tt.nn.GRU(HIDDEN, 7)
+        self.head = nn.Linear(7, CLASSES)
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Any:
+        y, _ = self.rnn(x)
+        y = self.drop(y)
+        y, _ = self.upper(y)
+        return self.head(y)
+
+
+class TwoStates(Deep):
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        lower, upper = (None, None) if state is None else state
+        y, lower = self.rnn(x, lower)
+        y, upper = self.upper(y, upper)
+        return self.head(y), (lower, upper)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([tt.nn.GRU(5, 6), tt.nn.GRU(6, HIDDEN)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class Outer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = Encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x))
+
+
+class LogProbabilities(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return functional.log_softmax(self.head(y), dim=-1)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "plain gru": lambda: Plain(tt.nn.GRU),
+    "batch first": lambda: Plain(tt.nn.GRU, batch_first=True),
+    "stacked": lambda: Plain(tt.nn.LSTM, num_layers=2),
+    "nested": Nested,
+    "state": State,
+    "state gru": lambda: State(tt.nn.GRU),
+    "state batch first": lambda: State(tt.nn.LSTM, batch_first=True, num_layers=2),
+    "pair": Pair,
+    "zeros": Zeros,
+    "front": Front,
+    "deep": Deep,
+    "two states": TwoStates,
+    "outer": Outer,
+}
+
+
+def make(name: Callable[[], nn.Module]) -> tt.Carried:
+    torch.manual_seed(3)
+    return tt.carry(name().double())
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(
+    "policy", [tt.Truncated(12), tt.Truncated(7, horizon=20, warm_up=3)], ids=str
+)
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
+@pytest.mark.parametrize("net", NETS)
+def test_a_class_is_updated_in_one_call_as_by_the_graph(
+    net: str,
+    loss_fn: nn.Module,
+    policy: Any,
+    zero: bool,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = epoch(make(NETS[net]), loss_fn, policy, zero=zero)
+    assert len(calls) == len(result.losses)
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(NETS[net]), loss_fn, policy, zero=zero), 1e-12)
+
+
+def test_log_probabilities_with_their_loss_are_cross_entropy(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tt.Truncated(7, horizon=20)
+    result = epoch(make(LogProbabilities), nn.NLLLoss(), policy)
+    assert len(calls) == len(result.losses)
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(LogProbabilities), nn.NLLLoss(), policy), 1e-12)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
+def test_log_probabilities_with_another_loss_are_run_with_a_graph(
+    loss_fn: nn.Module, calls: list[int]
+) -> None:
+    epoch(make(LogProbabilities), loss_fn, tt.Truncated(12))
+    assert not calls
+
+
+class CountsCalls(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.uses += 1
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+class BranchesOnValues(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        if x.mean() > 0:
+            y = torch.tanh(y)
+        return self.head(y)
+
+
+class KeepsOutputs(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        self.history.append(y.detach())
+        return self.head(y)
+
+
+class SetsAttribute(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.last = self.rnn(x)
+        return self.head(y)
+
+
+class Doubles(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(y) * 2
+
+
+class Skips(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(y) + x[..., :4]
+
+
+class UsesLayerTwice(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda inputs, _: tt.nn.GRU(inputs, inputs))
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.rnn(x[:1])
+        z, _ = self.rnn(x[1:], state)
+        return self.head(torch.cat([y, z]))
+
+
+class WritesInPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        z = self.head(y)
+        z.mul_(2)
+        return z
+
+
+class AddsInPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        z = self.head(y)
+        z += 1
+        return z
+
+
+class RandomFunction(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(functional.dropout(y, 0.0))
+
+
+class Autocasts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y, _ = self.rnn(x)
+        return self.head(y)
+
+
+class LooksAtWeights(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return functional.linear(y, self.head.weight.abs(), self.head.bias)
+
+
+class Reads(Net):
+    @property
+    def chosen(self) -> nn.Module:
+        self.uses += 1
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.chosen(y)
+
+
+class Decorated(Net):
+    @torch.no_grad
+    def shift(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(self.shift(x))
+        return self.head(y)
+
+
+class Calls(Net):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+REFUSED = [
+    *(CountsCalls, BranchesOnValues, KeepsOutputs, SetsAttribute, Doubles, Skips, UsesLayerTwice),
+    *(WritesInPlace, AddsInPlace, RandomFunction, Autocasts, LooksAtWeights, Reads, Decorated),
+    Calls,
+]
+
+
+@pytest.mark.parametrize("net", REFUSED)
+def test_a_forward_that_may_do_something_else_is_run_with_a_graph(
+    net: type[Net], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets = make(net), make(net)
+    result = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+    by_graph(monkeypatch)
+    assert_same(result, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
+    (first, second) = (net.module for net in nets)
+    assert isinstance(first, Net)
+    assert isinstance(second, Net)
+    assert (first.uses, len(first.history)) == (second.uses, len(second.history))
+
+
+class Chooses(Net):
+    """Has branches on plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(HIDDEN, CLASSES)
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        if self.uses_other:
+            return torch.tanh(self.other(y))
+        if not self.training:
+            y = self.drop(y)
+        return self.head(y)
+
+
+def set_flag(net: Net) -> None:
+    net.uses_other = True
+
+
+def evaluate(net: Net) -> None:
+    net.eval()
+
+
+def activate_dropout(net: Net) -> None:
+    net.drop.p = 1.0
+    net.eval()
+    net.drop.train()
+
+
+def replace_readout(net: Net) -> None:
+    net.head = nn.Linear(HIDDEN, CLASSES).double()
+
+
+def replace_layer(net: Net) -> None:
+    net.add_module("head", nn.Sequential(nn.Linear(HIDDEN, CLASSES), nn.Tanh()).double())
+
+
+def replace_forward(net: Net) -> None:
+    plain = net.forward
+    net.forward = lambda x: 2 * plain(x)
+
+
+def hook(net: Net) -> None:
+    def twice(_module: nn.Module, _args: Any, y: Any) -> Any:
+        return 2 * y
+
+    net.register_forward_hook(twice)
+
+
+def hook_layer(net: Net) -> None:
+    net.rnn.register_forward_hook(lambda _, __, result: (2 * result[0], result[1]))
+
+
+def change_class(net: Net) -> None:
+    net.__class__ = Doubles
+
+
+CHANGES = [
+    *(set_flag, evaluate, activate_dropout, replace_readout, replace_layer, replace_forward),
+    *(hook, hook_layer, change_class),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_updates_is_noticed(
+    change: Callable[[Net], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses() -> list[Tensor]:
+        net = make(Chooses)
+        data = recordings(torch.float64, CLASSES, regress=False)
+        stream = tt.Stream(data, lanes=3, chunk=16, dtype=torch.float64)
+        results: list[Tensor] = []
+        updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(12))
+        for number, update in enumerate(updates):
+            results += [update.loss, update.outputs]
+            grads = [p.grad for p in net.parameters() if p.grad is not None]
+            results += [grad.clone() for grad in grads]
+            net.zero_grad()
+            if number == 1:
+                assert isinstance(net.module, Net)
+                torch.manual_seed(5)
+                change(net.module)
+        return results
+
+    results = losses()
+    assert len(calls) >= 2
+    by_graph(monkeypatch)
+    for one, other in zip(results, losses(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_forward_that_is_replaced_in_its_class_is_noticed(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make(Plain)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    assert before
+    monkeypatch.setattr(Plain, "forward", Doubles.forward)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+def test_code_that_is_replaced_in_a_forward_is_noticed(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tools do that reload a module."""
+    net = make(Plain)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    monkeypatch.setattr(Plain.forward, "__code__", Doubles.forward.__code__)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before > 0
+
+
+class UsesGlobal(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(NAME.relu(x))
+        return self.head(y)
+
+
+def test_a_global_name_that_is_another_object_is_noticed(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make(UsesGlobal)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    assert before
+    monkeypatch.setitem(globals(), "NAME", nn.Module())
+    NAME.relu = torch.sin
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+SOURCE = """
+from test_fused_update_classes import Net
+
+
+class Written(Net):
+    def forward(self, x):
+        y, _ = self.rnn(x)
+        return {}self.head(y)
+"""
+
+
+@pytest.mark.parametrize("later", ["", "2 * "])
+def test_source_that_is_not_the_code_is_not_read(
+    later: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may have changed since it was imported."""
+    file = tmp_path / "written_net.py"
+    file.write_text(SOURCE.format("2 * " if not later else ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    written = importlib.import_module("written_net")
+    monkeypatch.delitem(sys.modules, "written_net")
+    net = make(written.Written)
+    file.write_text(SOURCE.format(later))
+    linecache.checkcache()
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def test_a_learned_start_is_not_taken_for_zeros(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Starts(State):
+        def initial_state(self, lanes: int) -> Any:
+            ones = torch.ones(1, lanes, HIDDEN, dtype=torch.float64)
+            return ones, ones
+
+    result = epoch(make(Starts), nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert 0 < len(calls) < len(result.losses)  # those without a reset
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(Starts), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
+
+
+def test_a_copy_of_a_class_is_updated_in_one_call(calls: list[int]) -> None:
+    net = make(Plain)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    epoch(deepcopy(net), nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == 2 * before
