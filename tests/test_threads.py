@@ -126,7 +126,7 @@ def test_an_update_opens_one_region_at_most(lanes: int, regions: int) -> None:
 
 
 @pytest.mark.parametrize(("delay", "regions"), [(0.0, range(15, 21)), (0.05, [4])])
-def test_calls_skip_the_pool_while_the_caller_waits_for_most_of_its_time(
+def test_calls_skip_the_pool_while_the_caller_waits_for_a_third_of_its_time(
     delay: float, regions: Container[int]
 ) -> None:
     """After a late region 2 calls skip it, then 4, then 8: of 20 the 1st, 4th, 9th and 18th stay.

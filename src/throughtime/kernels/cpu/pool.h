@@ -1,14 +1,15 @@
 // Work distributed over torch's own threads.
 //
 // A call opens one parallel region of OpenMP, and its threads are a team until it ends. The caller computes, and posts jobs of several
-// parts. Every thread takes the next part of the present job. Who finds none spins briefly and then sleeps, so that a thread which has lost
-// its core can run on this one: OpenMP's own barriers spin for milliseconds, the whole time slice of another process. The caller takes the
-// parts that nobody else has begun, and waits only for those that somebody has.
+// parts. Every thread takes the next part of the present job. Who finds none spins for microseconds, then yields its core, and after a
+// millisecond sleeps, so that a thread which has lost its core can run on this one: OpenMP's own barriers spin on for the whole time slice
+// of another process. The caller takes the parts that nobody else has begun, and waits only for those that somebody has.
 //
-// OpenMP's region still ends only when each of its threads has had a core for a moment. If the caller waited for most of a region, because
-// the cores are busy with something else, the next calls run on one thread: 2, then 4, up to 64 of them, until a team is in time again.
+// OpenMP's region still ends only when each of its threads has had a core for a moment. If the caller waited for a third of a region,
+// because the cores are busy with something else, the next calls run on one thread: 2, then 4, up to 64 of them, until a team is in time again.
 #pragma once
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -25,7 +26,8 @@ extern "C" void tt_wake(uint32_t *word);
 
 namespace {
 
-constexpr int SPINS = 1000;               // tests before a thread sleeps, some 20 to 50 us
+constexpr int SPINS = 500;                // tests before a thread yields, some 10 to 20 us
+constexpr int64_t YIELDING = 1000 * 1000; // nanoseconds before it sleeps: between two jobs mostly less; an idle core wakes up late
 constexpr int64_t LATE = 500 * 1000;      // nanoseconds of waiting that do not matter; a time slice has millions
 constexpr uint32_t MOST_LATE_TEAMS = 6;   // in a row: the skipped calls double with each
 
@@ -79,10 +81,10 @@ public:
     ended_ = nanoseconds();
   }
 
-  // After the region: whether the caller waited for most of it.
+  // After the region: whether the caller waited for a third of it: one thread takes no longer.
   bool late() const {
     const int64_t now = nanoseconds(), waited = waited_ + now - ended_;
-    return waited > LATE && 2 * waited > now - began_;
+    return waited > LATE && 3 * waited > now - began_;
   }
 
 private:
@@ -97,7 +99,7 @@ private:
     do
       if (uint32_t(next) >= uint32_t(next >> 32)) return false;
     while (!__atomic_compare_exchange_n(&next_, &next, next + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    read(&run_)(read(&work_), uint32_t(next));
+    read(&run_)(read(&work_), uint32_t(next >> 32) - 1 - uint32_t(next)); // the last first: of uneven parts it is the longest
     increment(&done_);
     if (read(&waits_)) tt_wake(&done_);
     return true;
@@ -108,7 +110,7 @@ private:
     if (read(&sleepers_)) tt_wake(&posts_);
   }
 
-  // Until `ready`, which changes when `word` does. Whoever changes it reads `sleepers` afterwards. Returns how long the thread slept.
+  // Until `ready`, which changes when `word` does. Whoever changes it reads `sleepers` afterwards. Returns how long that took.
   template <class Ready> static int64_t wait(uint32_t *word, uint32_t *sleepers, const Ready &ready) {
     for (int spins = 0; spins < SPINS; spins++) {
       if (ready()) return 0;
@@ -116,6 +118,10 @@ private:
     }
     const int64_t began = nanoseconds();
     while (!ready()) {
+      if (nanoseconds() - began < YIELDING) {
+        sched_yield();
+        continue;
+      }
       increment(sleepers);
       const uint32_t value = read(word);
       if (!ready()) tt_sleep(word, value);
