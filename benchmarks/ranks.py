@@ -32,7 +32,8 @@ from torch import distributed, multiprocessing, nn
 import throughtime as tt
 
 LANES, FEATURES, CLASSES, CHUNK = 32, 32, 10, 100
-RANKS, TURN, WARM_UP = 2, 5, 5  # updates in a turn, and before the first
+RANKS, TURN, WARM_UP = 2, 10, 5  # updates in a turn, and before the first
+PAUSE = 0.03  # seconds before a turn: OpenMP's threads spin on for 10 ms after the last
 QUIET = 0.1  # cores that others use at most in a quiet round
 
 
@@ -100,6 +101,7 @@ class Side:
 
     def turn(self, count: int) -> float:
         """Make updates; returns milliseconds per update of the slowest process."""
+        time.sleep(PAUSE)
         for pipe in self.pipes:
             pipe.send(count)
         answers = [pipe.recv() for pipe in self.pipes]
