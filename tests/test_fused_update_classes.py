@@ -19,6 +19,7 @@ from torch.nn import functional
 import throughtime as tt
 from recurrences import needs_kernels
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
+from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
@@ -527,3 +528,146 @@ def test_a_copy_of_a_class_is_updated_in_one_call(calls: list[int]) -> None:
     before = len(calls)
     epoch(deepcopy(net), nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == 2 * before
+
+
+class Nonlinear(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(torch.relu(y))
+
+
+class Normed(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(tt.nn.GRU, **options)
+        self.tail = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU())
+        self.put_head_last()
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        y, state = self.rnn(x, state)
+        return self.head(self.tail(y)), state
+
+
+class Dropped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop.p = 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(self.drop(y))
+
+
+class WithFront(Front):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(torch.tanh(self.lift(self.norm(x))))
+        return self.head(torch.tanh(y))
+
+
+def chain(*tail: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(tt.nn.LSTM(5, HIDDEN), *deepcopy(tail), nn.Linear(HIDDEN, CLASSES))
+
+
+TAILS: dict[str, Callable[[], nn.Module]] = {
+    "nonlinear": Nonlinear,
+    "normed": Normed,
+    "normed, batch first": lambda: Normed(batch_first=True),
+    "dropped": Dropped,
+    "with front": WithFront,
+    "chain": chain(nn.LayerNorm(HIDDEN), nn.Tanh()),
+    "chain with dropout": chain(nn.Dropout(0.4)),
+}
+
+
+@pytest.fixture
+def tails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every update whose tail runs by autograd on the outputs of the kernel."""
+    made: list[int] = []
+    true = Workspace._run_around
+
+    def counted(workspace: Workspace, tail: Any) -> int:
+        made.append(1)
+        return true(workspace, tail)
+
+    monkeypatch.setattr(Workspace, "_run_around", counted)
+    return made
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
+@pytest.mark.parametrize("net", TAILS)
+def test_a_tail_runs_by_autograd_on_the_outputs_of_the_kernel(
+    net: str,
+    loss_fn: nn.Module,
+    zero: bool,
+    tails: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = epoch(make(TAILS[net]), loss_fn, tt.Truncated(12), zero=zero)
+    assert len(tails) == len(result.losses)
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(TAILS[net]), loss_fn, tt.Truncated(12), zero=zero), 1e-12)
+
+
+@pytest.mark.parametrize("net", TAILS)
+def test_a_tail_in_windows_longer_than_a_stride(
+    net: str, tails: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tt.Truncated(7, horizon=20, warm_up=3)
+    result = epoch(make(TAILS[net]), nn.CrossEntropyLoss(), policy)
+    assert ("drop" in net) == (len(tails) < len(result.losses))
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(TAILS[net]), nn.CrossEntropyLoss(), policy), 1e-12)
+
+
+def test_a_gradient_that_does_not_come_back_from_the_tail_fails_the_law(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true = Workspace._run_around
+    monkeypatch.setattr(
+        Workspace,
+        "_run_around",
+        lambda workspace, tail: true(workspace, lambda y: tail(y) * 0.99),
+    )
+    result = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
+    by_graph(monkeypatch)
+    other = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
+    with pytest.raises(AssertionError):
+        assert_same(result, other, 1e-4)
+
+
+class Stepped(Net):
+    """Its tail has buffers, which a graph would update as often as it calls the net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(
+            nn.Flatten(0, 1), nn.BatchNorm1d(HIDDEN), nn.Unflatten(0, (-1, 3))
+        )
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(self.norm(y))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [Stepped, chain(Stepped().norm), chain(nn.LayerNorm(HIDDEN), nn.Hardtanh(inplace=True))],
+    ids=["buffers", "chain with buffers", "in place"],
+)
+def test_a_tail_that_must_not_run_on_the_outputs_of_the_kernel(
+    net: Callable[[], nn.Module], tails: list[int], calls: list[int]
+) -> None:
+    epoch(make(net), nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not tails
+    assert not calls
+
+
+def test_outputs_of_a_net_that_ends_with_its_layers_are_not_overwritten(tails: list[int]) -> None:
+    net = tt.carry(nn.Sequential(nn.Tanh(), tt.nn.GRU(5, CLASSES)).double())
+    stream = tt.Stream(
+        recordings(torch.float64, CLASSES, regress=True), lanes=3, chunk=16, dtype=torch.float64
+    )
+    updates = list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(12)))
+    assert len(tails) == len(updates)
+    assert not torch.equal(updates[0].outputs, updates[1].outputs)

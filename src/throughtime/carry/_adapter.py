@@ -52,6 +52,16 @@ class Adapter(ABC):
         del x, state
         return None
 
+    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
+        """The outputs `(T, B, C)` in the layout of the module, which is that of its forward.
+
+        Args:
+            result: the tensor of outputs that the forward computed.
+            x: its inputs `(T, B, ...)`.
+        """
+        del x
+        return result
+
     def starts_from_zeros(self) -> bool:
         """Whether recordings start from a state of zeros."""
         return True

@@ -56,6 +56,9 @@ class ExplicitAdapter(Adapter):
         del x
         return self._takes_resets
 
+    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
+        return check_outputs(self.module, result, x, self.batch_first)
+
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         if self._takes_resets:
             return None

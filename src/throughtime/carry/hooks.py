@@ -62,6 +62,9 @@ class HookAdapter(Adapter):
         adapters = {name: layer_adapter(layer) for name, layer in self.layers.items()}
         return [f"{k}.{leaf}" for k, v in adapters.items() for leaf in v.leaf_names(state[k])]
 
+    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
+        return check_outputs(self.module, result, x, self.batch_first)
+
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         del state
         return (x.transpose(0, 1) if self.batch_first else x,)

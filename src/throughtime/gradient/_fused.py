@@ -19,6 +19,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 
 import cmath
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter, is_, itemgetter
 from threading import get_ident
 from types import MethodType
@@ -66,10 +67,14 @@ _GLOBAL_HOOKS = (
 
 
 # loss, outputs `(T, B, C)` of the steps that count, the states after the last step and entering
-# step `keep` of the window, and whether all gradients are finite
-FusedResult: TypeAlias = tuple[Tensor, Tensor, State, State, bool]
+# step `keep` of the window, and whether all gradients are finite, or None if that is not known
+FusedResult: TypeAlias = tuple[Tensor, Tensor, State, State, bool | None]
+# The first three of these for a run of a workspace, and whether all gradients are finite
+_RunResult: TypeAlias = tuple[Tensor, Tensor, State, bool | None]
 # All parameters of layers and readout, their `.grad` if any has one, and their addresses
 _Parameters: TypeAlias = tuple[list[Tensor], list[Tensor | None] | None, list[int]]
+# The arguments of a run of a workspace
+_Call: TypeAlias = tuple[Chunk, tuple[Tensor, int], Tensor | None, _Parameters, list[Tensor]]
 
 
 def try_fused(
@@ -87,7 +92,8 @@ def try_fused(
 
     Returns:
         Loss, outputs, state, the state entering step `keep`, and whether all gradients, which are
-        in `.grad` now, are finite. None if a graph must be built; then nothing has been changed.
+        in `.grad` now, are finite, if that is known. None if a graph must be built; then nothing
+        has been changed.
     """
     fused = net._fused_net
     if fused is None or (isinstance(fused, FusedNet) and not fused.parts.holds()):
@@ -98,7 +104,12 @@ def try_fused(
         fused = net._fused_net = False if parts is None else FusedNet(parts, matches)
     if window.start or not isinstance(fused, FusedNet):
         return None
-    return fused.update(net, steps, chunk, edge, window, objective)
+    loss = None
+    if fused.parts.readout is not None:
+        loss = _loss_code(objective.loss_fn, chunk._targets, fused.parts)
+        if loss is None:
+            fused = fused.by_tail()
+    return fused.update(net, steps, chunk, edge, window, objective, loss)
 
 
 def _observed(net: Carried) -> bool:
@@ -124,17 +135,18 @@ class FusedNet:
         layers = parts.layers
         # set when the front has returned what no kernel reads, or has changed layers or readout
         self._declined = False
-        self._instances = [module.__dict__ for module in (*parts.others, readout)]
+        self._instances = [module.__dict__ for module in parts.others]
         # of each layer its settings, and the hooks that set the carried state
         self._stack = [
             (layer, _settings(layer.__dict__), _own_hooks(layer)) for layer in layers.values()
         ]
         self._sizes: dict[str, LayerSizes] = {}
         self._inputs = next(iter(layers.values())).input_size
-        self._bias = readout._parameters["bias"] is not None
+        self._bias = readout is not None and readout._parameters["bias"] is not None
         # the parameters of every module, and what picks them in the order of the kernel
         self._slots: list[tuple[dict[str, Any], itemgetter[Any]]] = []
         self._shapes: list[tuple[int, ...]] = []
+        self._tail_net: FusedNet | None = None
         self._workspaces: dict[tuple[int, int, int, torch.dtype], Workspace | None] = {}
         # the weights that passed all checks, their addresses then, and the traits that they keep
         self._checked: list[Tensor] = []
@@ -147,10 +159,15 @@ class FusedNet:
                 shapes = zip(WEIGHTS, later if k else first, strict=True)
                 self._shapes += [shape for name, shape in shapes if f"{name}_l{k}" in names]
                 self._slots.append((layer._parameters, itemgetter(*names)))
-        self._slots.append((readout._parameters, itemgetter("weight", "bias")))
-        self._shapes.append((readout.out_features, [*self._sizes.values()][-1].outputs))
-        if self._bias:
-            self._shapes.append((readout.out_features,))
+        # the number of outputs, and of weights, of the readout
+        self._readout_sizes = 0, 0
+        if readout is not None:
+            self._instances.append(readout.__dict__)
+            self._slots.append((readout._parameters, itemgetter("weight", "bias")))
+            self._shapes.append((readout.out_features, [*self._sizes.values()][-1].outputs))
+            self._readout_sizes = readout.out_features, 1 + self._bias
+            if self._bias:
+                self._shapes.append((readout.out_features,))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a net, or one read from a file, is matched anew."""
@@ -164,59 +181,81 @@ class FusedNet:
         edge: State,
         window: Window,
         objective: Objective,
+        loss: int | None,
     ) -> FusedResult | None:
-        """As `try_fused`."""
-        parameters = self._read_weights() if self._unchanged(net, objective) else None
-        unfit = steps._inputs.requires_grad or (steps.any_reset and not self.parts.zero_start)
-        if parameters is None or self._declined or unfit:
+        """As `try_fused`; `loss` is that of the kernel, None with a tail."""
+        parts = self.parts
+        # a graph runs a window in two calls where its state is kept within: dropout draws anew
+        fits = not (
+            self._declined
+            or steps._inputs.requires_grad
+            or (steps.any_reset and not parts.zero_start)
+            or (parts.random_tail and 0 < window.keep < window.stop)
+        )
+        parameters = self._read_weights() if fits and self._unchanged(net, objective) else None
+        if parameters is None:
             return None
-        dtype, parts = parameters[0][0].dtype, self.parts
-        loss = _loss_code(objective.loss_fn, chunk._targets, parts, dtype)
-        workspace = None if loss is None else self._workspace(steps, dtype)
-        state = None if workspace is None else workspace.read_state(parts.by_name(edge))
-        if loss is None or workspace is None or state is None:
+        dtype = parameters[0][0].dtype
+        workspace = self._workspace(steps, dtype)
+        before = parts.by_name(edge) if parts.argument else edge
+        state = None if workspace is None else workspace.read_state(before)
+        if workspace is None or state is None:
             return None
-        front: Tensor | None = None
-        x, row = steps._inputs, steps._first
+        front = None
         if parts.front is not None:
             front = self._front_inputs(net, steps, edge, window, objective, parameters)
             if front is None:
                 return None
-            x, row = front.detach(), 0
-        elif not x.is_contiguous():
-            x, row = steps.inputs.contiguous(), 0
-        if not self._takes(x, row, steps, dtype):
+        inputs = self._read_inputs(steps, front, dtype)
+        if inputs is None:
             return None  # torch will refuse it
-        dx = None if front is None or not front.requires_grad else torch.empty_like(x)
-        outputs = workspace.set_readout(loss, chunk)
-        code, mean, after = workspace.run(steps, (x, row), dx, parameters, state)
-        if code == kernel.INVALID_TARGET:
-            return None  # torch says which target, and of how many classes
-        finite = code != kernel.NON_FINITE
+        dx = None if front is None or not front.requires_grad else torch.empty_like(inputs[0])
+        call = steps, inputs, dx, parameters, state
+        result = (
+            _run_with_tail(workspace, parts, chunk, objective, call)
+            if loss is None
+            else _run_whole(workspace, parts, chunk, loss, call)
+        )
+        if result is None:
+            return None
+        mean, outputs, after, finite = result
         if front is not None and dx is not None:
             front.backward(dx)
             finite = finite and self._front_is_finite()
         whole = window.keep == window.stop
-        boundary = after if whole else workspace.state_at(window.keep, parts.by_name(edge))
-        if parts.log_probabilities:
-            outputs = outputs.log_softmax(-1)
-        return mean, outputs, parts.of_net(after), parts.of_net(boundary), finite
+        boundary = after if whole else workspace.state_at(window.keep, before)
+        states = (after, boundary) if not parts.argument else map(parts.of_net, (after, boundary))
+        return mean, outputs, *states, finite
 
-    def _takes(self, x: Tensor, row: int, steps: Chunk, dtype: torch.dtype) -> bool:
-        """Whether the kernel reads the same numbers from `x`, from a row on, as torch."""
-        return (
-            x.shape[1:] == (steps.lanes, self._inputs)
-            and len(x) >= row + steps.steps
-            and _readable(x, dtype)
-        )
+    def by_tail(self) -> "FusedNet":
+        """The same net with its readout as tail, for a loss that the kernel does not have."""
+        if self._tail_net is None:
+            others = *self.parts.others, *(self.parts.readout or nn.Identity()).modules()
+            self._tail_net = FusedNet(replace(self.parts, readout=None, others=others), 0)
+        return self._tail_net
+
+    def _read_inputs(
+        self, steps: Chunk, front: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, int] | None:
+        """The inputs of the first layer: a contiguous tensor, and the row of the first step.
+
+        None if a kernel would not read the same numbers as torch.
+        """
+        x, row = (steps._inputs, steps._first) if front is None else (front.detach(), 0)
+        if not x.is_contiguous():
+            x, row = steps.inputs.contiguous(), 0
+        shape = x.shape
+        fits = shape[1:] == (steps.lanes, self._inputs) and shape[0] >= row + steps.steps
+        return (x, row) if fits and _readable(x, dtype) else None
 
     def _unchanged(self, net: Carried, objective: Objective) -> bool:
         """Whether modules and settings are as they were, and nothing observes the computation."""
+        readout = self._readout
         if (
             net.adapter is not self.parts.adapter
             or type(net) is not Carried
-            or type(self._readout) is not nn.Linear
-            or (self._readout._parameters.get("bias") is not None) is not self._bias
+            or (readout is not None and type(readout) is not nn.Linear)
+            or (readout is not None and (readout._parameters.get("bias") is None) is self._bias)
             or objective.scaler is not None
             or not torch.is_grad_enabled()
             or active_torch_modes() is not None
@@ -255,7 +294,7 @@ class FusedNet:
                 weights += get(own)
         except KeyError:
             return None
-        if not self._bias:
+        if self._readout is not None and not self._bias:
             weights.pop()
         addresses = list(map(_address, weights))
         if addresses != self._addresses or not all(map(is_, weights, self._checked)):
@@ -308,10 +347,9 @@ class FusedNet:
                 == "fused"
                 for sizes in self._sizes.values()
             )
-            names, readout = self.parts.names, (self._readout.out_features, self._bias)
-            shape = steps.steps, steps.lanes, dtype
+            shape, readout = (steps.steps, steps.lanes, dtype), self._readout_sizes
             self._workspaces[key] = (
-                Workspace(self._sizes, names, *readout, shape) if fused else None
+                Workspace(self._sizes, self.parts.names, readout, shape) if fused else None
             )
         return self._workspaces[key]
 
@@ -356,6 +394,42 @@ class FusedNet:
             for module in self.parts.front_modules
             for weight in module.parameters()
         )
+
+
+def _run_whole(
+    workspace: Workspace, parts: Parts, chunk: Chunk, loss: int, call: _Call
+) -> _RunResult | None:
+    """Layers, linear readout and loss in one call; None if a target is invalid."""
+    outputs = workspace.set_readout(loss, chunk)
+    code, mean, after = workspace.run(*call)
+    if code == kernel.INVALID_TARGET:
+        return None  # torch says which target, and of how many classes
+    if parts.log_probabilities:
+        outputs = outputs.log_softmax(-1)
+    return mean, outputs, after, code != kernel.NON_FINITE
+
+
+def _run_with_tail(
+    workspace: Workspace, parts: Parts, chunk: Chunk, objective: Objective, call: _Call
+) -> _RunResult:
+    """Layers by the kernels, tail and loss by autograd on their outputs."""
+    results: list[Tensor] = []
+
+    def tail(y: Tensor) -> Tensor:
+        leaf = y.detach().requires_grad_()
+        outputs = parts.tail(leaf, call[0].inputs)[len(y) - chunk.steps :]
+        loss = objective.loss(outputs, chunk)
+        if not loss.requires_grad:
+            objective.check_depends([])
+        loss.backward()
+        # the next run overwrites y
+        shared = outputs.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        results.extend((loss.detach(), outputs.detach().clone() if shared else outputs.detach()))
+        return torch.zeros_like(y) if leaf.grad is None else leaf.grad
+
+    _, _, after = workspace.run(*call, tail)
+    loss, outputs = results
+    return loss, outputs, after, None
 
 
 def _same(now: _Parameters | None, before: _Parameters | None) -> bool:
@@ -417,11 +491,12 @@ def _has_class_forward(instance: dict[str, Any]) -> bool:
     )
 
 
-def _loss_code(fn: object, targets: Tensor | None, parts: Parts, dtype: torch.dtype) -> int | None:
+def _loss_code(fn: object, targets: Tensor | None, parts: Parts) -> int | None:
     """The loss of the kernels; None if they do not have it, or not for such targets."""
-    if targets is None or not _readable(targets, targets.dtype):
+    weight = None if parts.readout is None else parts.readout._parameters.get("weight")
+    if weight is None or targets is None or not _readable(targets, targets.dtype):
         return None
-    classes = parts.readout.out_features
+    classes = weight.shape[0]
     if type(fn) is (nn.NLLLoss if parts.log_probabilities else nn.CrossEntropyLoss):
         code, label_smoothing = kernel.CROSS_ENTROPY, getattr(fn, "label_smoothing", 0)
         default = (
@@ -429,7 +504,7 @@ def _loss_code(fn: object, targets: Tensor | None, parts: Parts, dtype: torch.dt
         )
         fits = targets.dtype is torch.int64 and targets.dim() == 2
     elif type(fn) is nn.MSELoss and not parts.log_probabilities:
-        code, default = kernel.SQUARED_ERROR, targets.dtype is dtype
+        code, default = kernel.SQUARED_ERROR, targets.dtype is weight.dtype
         dims = targets.dim()
         fits = targets.shape[2] == classes if dims == 3 else dims == 2 and classes == 1
     else:

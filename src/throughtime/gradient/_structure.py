@@ -231,7 +231,7 @@ class _Reader:
             (flow,) = args
             if not isinstance(flow, Flow) or kwargs or any(map(is_foreign, module.modules())):
                 raise UnknownError
-            return flow if self._is_identity(module) else flow.then(Operation(module))
+            return flow if is_identity(module, self.guards) else flow.then(Operation(module))
         return self.call_forward(module, args, kwargs)
 
     def _call_layer(self, layer: Recurrent, x: Any, hx: Any = None) -> Any:
@@ -251,13 +251,6 @@ class _Reader:
             raise UnknownError
         self.entering[layer] = None if hx is None else hx.path
         return x.then(Operation(layer)), Leaving(layer)
-
-    def _is_identity(self, module: nn.Module) -> bool:
-        """Whether a module returns its inputs: dropout does, unless it is active."""
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            values = module.__dict__
-            return not (self.guards.entry(values, "training") and self.guards.entry(values, "p"))
-        return type(module) is nn.Identity
 
 
 class _Frame:
@@ -430,6 +423,14 @@ def _item(value: Any, index: Any) -> Any:
             return value[index]
         case _:
             raise UnknownError
+
+
+def is_identity(module: nn.Module, guards: Guards) -> bool:
+    """Whether a module returns its inputs: dropout does, unless it is active."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        values = module.__dict__
+        return not (guards.entry(values, "training") and guards.entry(values, "p"))
+    return type(module) is nn.Identity
 
 
 def is_foreign(module: nn.Module) -> bool:

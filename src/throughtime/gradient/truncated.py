@@ -265,11 +265,11 @@ class Truncated:
             return update, self._next_state(state, steps, window, after, boundary)
         else:
             outputs, after, boundary = _run_window(net, steps, edge, window)
-            loss, finite = _backward_window(objective, outputs, chunk), False
+            loss, finite = _backward_window(objective, outputs, chunk), None
             outputs, after = outputs.detach(), trees.detach(after)
         if not finite and objective.scaler is None:
             begin = source.position - chunk.steps
-            check_finite(net, chunk, begin, loss, everywhere=result is not None)
+            check_finite(net, chunk, begin, loss, everywhere=finite is False)
         weight = None if objective.reducer is None else objective.loss_weight(chunk)
         update = Update(loss, chunk.valid_steps, after, outputs, chunk, None, weight)
         return update, self._next_state(state, steps, window, after, boundary)

@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -15,7 +15,15 @@ from torch import Tensor
 from throughtime.chunk import Chunk
 from throughtime.kernels import recurrent
 from throughtime.kernels.cells import Cell
-from throughtime.kernels.recurrent import INVALID_TARGET, TYPES, Call, FusedStep, saved_size
+from throughtime.kernels.recurrent import (
+    INVALID_TARGET,
+    TYPES,
+    Call,
+    FusedStep,
+    check,
+    core,
+    saved_size,
+)
 from throughtime.state import State
 
 _address, _requires_grad = Tensor.data_ptr, attrgetter("requires_grad")
@@ -63,8 +71,7 @@ class Workspace:
     Args:
         modules: the sizes of each recurrent module, by its name in the state.
         names: the keys of the state, in order: those of `modules`, and others without leaves.
-        classes: C.
-        bias: whether the readout has one.
+        readout: C, and the number of weights of the linear readout.
         sizes: T, B, and the type of all numbers.
     """
 
@@ -72,8 +79,7 @@ class Workspace:
         self,
         modules: Mapping[str, LayerSizes],
         names: Sequence[str],
-        classes: int,
-        bias: bool,
+        readout: tuple[int, int],
         sizes: tuple[int, int, torch.dtype],
     ) -> None:
         self._steps, self._lanes, self._dtype = sizes
@@ -95,10 +101,12 @@ class Workspace:
             )
         self._each[-1].dy = self._pin(torch.empty_like(self._outputs[-1]))
         self._mean = ctypes.c_double()
+        classes, weights = readout
         self._step = FusedStep(
             self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean)
         )
-        self._add_slots(self._step, "w", 1 + bias)
+        if weights:
+            self._add_slots(self._step, "w", weights)
         self._addresses: list[int] = []  # of the weights, that the calls have
         self._options: tuple[int, bool, int | None] | None = None  # that the calls have
         # of the readout: outputs of so many steps, and scratch memory for as many or fewer
@@ -230,6 +238,7 @@ class Workspace:
         dx: Tensor | None,
         weights: tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[int]],
         state: Sequence[Tensor],
+        tail: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[int, Tensor, dict[str, State]]:
         """Make the update: add the gradients to `.grad`, unless a target is invalid.
 
@@ -240,6 +249,8 @@ class Workspace:
             weights: all of them, layer by layer and the readout's last; their `.grad`, if any has
                 one; and the addresses of the weights.
             state: as `read_state` returned it.
+            tail: in place of a linear readout: maps the outputs `(T, B, P)` of the last layer to
+                their gradient. The next run overwrites them.
 
         Returns:
             The result of `fused_step`, the mean loss, and the state after the last step.
@@ -271,7 +282,7 @@ class Workspace:
         call.x = x.data_ptr() + row * x.stride(0) * self._dtype.itemsize
         call.dx = None if dx is None else dx.data_ptr()
         after = self._point_states(state)
-        code = recurrent.fused_step(self._step)
+        code = recurrent.fused_step(self._step) if tail is None else self._run_around(tail)
         if code != INVALID_TARGET:
             if not fresh:
                 torch.autograd.graph.increment_version(targets)
@@ -279,6 +290,16 @@ class Workspace:
                 if fresh or weight.grad is None:
                     weight.grad = grad
         return code, self._like.new_full((), self._mean.value), after
+
+    def _run_around(self, tail: Callable[[Tensor], Tensor]) -> int:
+        """The forward passes of all layers, the tail, and their backward passes."""
+        for call in self._each:
+            check(core().tt_forward(call))
+        dy = tail(self._outputs[-1]).contiguous()
+        self._each[-1].dy = dy.data_ptr()
+        for call in reversed(self._each):
+            check(core().tt_backward(call))
+        return 0
 
     def _point_states(self, state: Sequence[Tensor]) -> dict[str, State]:
         """Point the calls to the states; returns the one after the last step."""
