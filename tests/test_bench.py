@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ TINY = {
     "horizon": replace(BASE, kind="horizon", stride=4),
     "resets": replace(BASE, kind="resets"),
     "trace": replace(BASE, kind="trace"),
+    "class": replace(BASE, kind="class"),
 }
 SHORT = Settings(rounds=2, turn=0.005, peers=(), checked=6)
 
@@ -82,6 +84,14 @@ def test_the_libraries_of_others_compute_what_a_loop_by_hand_does(make: Any) -> 
     workload = workload_of(TINY["train"])
     apart = max_differences(workload, {HAND: by_hand, "other": make}, 20)
     assert apart["other"] < 1e-12
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
+@pytest.mark.parametrize("name", ["train", "words", "single"])
+def test_jax_computes_what_a_loop_by_hand_does(name: str) -> None:
+    workload = workload_of(TINY[name])
+    apart = max_differences(workload, {HAND: by_hand, "jax": PEERS["jax"]}, 20)
+    assert apart["jax"] < (1e-5 if name == "single" else 1e-12)
 
 
 def test_a_library_that_was_closed_leaves_no_thread_behind() -> None:

@@ -31,7 +31,7 @@ def bench(
         str | None,
         typer.Option(
             help=(
-                "ignite, lightning, tsfast, or none. [default: all that are installed; quick: none]"
+                "ignite, lightning, tsfast, jax, or none. [default: all that are installed; quick: none]"
             )
         ),
     ] = None,
@@ -60,7 +60,7 @@ def bench(
         bool, typer.Option("--show", help="Print the tables of --out without measuring.")
     ] = False,
 ) -> None:
-    """Time updates beside a hand-written loop, Ignite, Lightning and tsfast.
+    """Time updates beside a hand-written loop, Ignite, Lightning, tsfast and JAX.
 
     First all are checked to compute the same.
     """

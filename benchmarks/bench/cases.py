@@ -13,7 +13,7 @@ import torch
 
 from throughtime.errors import ConfigError
 
-Kind = Literal["train", "horizon", "resets", "trace"]
+Kind = Literal["train", "horizon", "resets", "trace", "class"]
 Cell = Literal["LSTM", "GRU", "RNN"]
 GATES: dict[Cell, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}
 NARROW_GOAL = 1.0  # with two threads, or a narrower instruction set: nothing slower than torch.nn
@@ -27,7 +27,8 @@ class Case:
         name: as `--cases` takes it.
         kind: "train", whole updates; "horizon", gradients of overlapping windows at fixed weights,
             without a step of the optimizer; "resets", one step in a hundred begins a recording;
-            "trace", the norm of every state's gradient is captured.
+            "trace", the norm of every state's gradient is captured; "class", the net is a class
+            of the user's instead of an `nn.Sequential`.
         cell: of the recurrent layers.
         dtype: float32 or float64.
         lanes: B.
@@ -35,7 +36,7 @@ class Case:
         hidden: H.
         classes: C.
         goal: for "train" and "horizon" how many times as fast as by hand, at least, on one thread;
-            for "resets" and "trace" how many times the time without, at most.
+            for the others how many times the time without, at most.
         layers: recurrent ones.
         steps: T of a chunk, or the horizon.
         stride: steps between two updates of "horizon"; default T.
@@ -73,7 +74,7 @@ class Case:
     @property
     def at_most(self) -> bool:
         """Whether the goal is a price, at most, and not a gain, at least."""
-        return self.kind in {"resets", "trace"}
+        return self.kind in {"resets", "trace", "class"}
 
     def goal_at(self, threads: int, narrow: bool) -> float:
         """What is aimed at with so many threads; `narrow`: without AVX-512."""
@@ -187,6 +188,7 @@ _ALL = [
     *_strides(),
     *_priced("resets", 1.05),
     *_priced("trace", 1.02),
+    *_priced("class", 1.15),
 ]
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
 

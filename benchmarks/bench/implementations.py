@@ -19,7 +19,12 @@ from throughtime.updates import updates
 
 Make = Callable[[Workload], Implementation]
 OURS, HAND = "throughtime", "by hand"
-WITH_RESETS, WITH_TRACE, TORCH_WITH_RESETS = "with resets", "traced", "with resets, torch.nn"
+AS_CLASS, WITH_RESETS, WITH_TRACE, TORCH_WITH_RESETS = (
+    "as a class",
+    "with resets",
+    "traced",
+    "with resets, torch.nn",
+)
 STEP_GRAPHS, STRIDE_GRAPHS, RECOMPUTED = (
     "graphs kept, step by step",
     "graphs kept, stride by stride",
@@ -32,9 +37,11 @@ def ours(
     cuts: list[list[int]] | None = None,
     fused: bool = True,
     traced: bool = False,
+    as_class: bool = False,
 ) -> Implementation:
     """`tt.updates` over a `tt.Stream`, with the layers of `tt.nn` and the optimizer that clips."""
-    net = carry(nn.Sequential(*workload.modules()), fused=fused)
+    modules = workload.modules()
+    net = carry(Net(modules) if as_class else nn.Sequential(*modules), fused=fused)
     stream = Stream(workload.recordings(cuts), workload.case.lanes, workload.case.steps, seed=None)
     loop = _training(net, stream, workload.case.steps)
     return Loop(net, loop, partial(trace, net)) if traced else Loop(net, loop)
@@ -218,4 +225,6 @@ def implementations_of(workload: Workload) -> dict[str, Make]:
             OURS: ours,
             TORCH_WITH_RESETS: partial(with_resets, fused=False),
         }
+    if workload.case.kind == "class":
+        return {AS_CLASS: partial(ours, as_class=True), OURS: ours}
     return {WITH_TRACE: partial(ours, traced=True), OURS: ours}

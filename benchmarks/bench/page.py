@@ -173,6 +173,7 @@ _LIBRARIES: dict[str, Cell] = {
     "Ignite": _of("ignite"),
     "Lightning": _of("lightning"),
     "tsfast": _of("tsfast"),
+    "JAX": _of("jax"),
 }
 _TRAIN = _columns("ms, throughtime", "ms, by hand", "times as fast", _FLOOR | _LIBRARIES)
 _HORIZON = _columns(
@@ -203,5 +204,6 @@ _PARTS: Iterable[tuple[str, set[str], dict[str, Cell], Callable[[Row], bool]]] =
     ("A horizon longer than the stride", {"horizon"}, _HORIZON, _wide),
     ("Resets", {"resets"}, _PRICE, _wide),
     ("Gradient norms of every state", {"trace"}, _PRICE, _wide),
+    ("A net written as a class, beside the nn.Sequential", {"class"}, _PRICE, _wide),
     ("Without AVX-512", {"train", "horizon"}, _TRAIN, _narrow),
 )
