@@ -19,6 +19,8 @@ from torch.nn import functional
 import throughtime as tt
 from recurrences import needs_kernels
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
+from throughtime.gradient import _parts
+from throughtime.gradient._structure import Operation
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
@@ -671,3 +673,30 @@ def test_outputs_of_a_net_that_ends_with_its_layers_are_not_overwritten(tails: l
     updates = list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(12)))
     assert len(tails) == len(updates)
     assert not torch.equal(updates[0].outputs, updates[1].outputs)
+
+
+LINEAR = nn.Linear(HIDDEN, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("tail", "log_probabilities"),
+    [
+        ([Operation(LINEAR)], False),
+        ([Operation(LINEAR), Operation(functional.log_softmax, (), {"dim": 2})], True),
+        ([Operation(LINEAR), Operation(nn.LogSoftmax(-1))], True),
+        ([Operation(LINEAR), Operation("view", (-1, CLASSES))], False),
+        ([Operation(LINEAR), Operation("flatten", (0, 1)), Operation("log_softmax", (1,))], True),
+        ([Operation(LINEAR), Operation(functional.log_softmax, (), {"dim": 1})], None),
+        ([Operation(LINEAR), Operation("view", (-1, 2))], None),
+        ([Operation(LINEAR), Operation("flatten", (0, 1)), Operation("softmax", (1,))], None),
+        ([Operation(LINEAR), Operation(torch.tanh)], None),
+        ([Operation(LINEAR), Operation(LINEAR)], None),
+        ([Operation(torch.tanh), Operation(LINEAR)], None),
+        ([], None),
+    ],
+)
+def test_only_a_linear_readout_and_its_log_softmax_are_the_kernels(
+    tail: list[Operation], log_probabilities: bool | None
+) -> None:
+    expected = (None, False) if log_probabilities is None else (LINEAR, log_probabilities)
+    assert _parts._readout(tail) == expected

@@ -31,7 +31,8 @@ def bench(
         str | None,
         typer.Option(
             help=(
-                "ignite, lightning, tsfast, jax, or none. [default: all that are installed; quick: none]"
+                "ignite, lightning, tsfast, jax, or none. [default: all that are installed;"
+                " quick: none]"
             )
         ),
     ] = None,

@@ -5,7 +5,6 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,9 +24,12 @@ from throughtime.gradient._structure import (
     is_foreign,
     is_identity,
     read_structure,
+    split,
 )
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
+
+LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax, "log_softmax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,168 +88,124 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
         net: made by `tt.carry`.
         inputs: of some steps, for a trial of a module of the user's.
     """
-    adapter = net.adapter
-    parts = (
-        _chain_parts(adapter)
-        if isinstance(adapter, ChainAdapter)
-        else _module_parts(net, net.module, adapter, inputs)
-    )
-    if parts is None:
-        return None
-    for lower, upper in pairwise(parts.layers.values()):
-        if upper.input_size != (lower.proj_size or lower.hidden_size):
-            return None
-    return parts
-
-
-def _chain_parts(adapter: ChainAdapter) -> Parts | None:
-    """Those of an `nn.Sequential`."""
-    guards, children = Guards(), adapter.module._modules
-    links = {
-        name: link
-        for name, link in adapter.links.items()
-        if not (isinstance(link, StatelessAdapter) and is_identity(link.module, guards))
-    }
-    recurrent = [name for name, link in links.items() if not isinstance(link, StatelessAdapter)]
-    layers = {
-        name: link.module
-        for name, link in links.items()
-        if isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent)
-    }
-    names = [*links]
-    first, stop = names.index(recurrent[0]), names.index(recurrent[-1]) + 1
-    if [*layers] != names[first:stop]:
-        return None
-    before, after = (
-        {name: link for name, link in links.items() if name in part}
-        for part in (names[:first], names[stop:])
-    )
-    modules = [
-        tuple(link.module for link in part.values() if isinstance(link, StatelessAdapter))
-        for part in (before, after)
-    ]
-    front, tail = (
-        ChainAdapter(nn.Sequential(*part), part, part_links)
-        for part, part_links in zip(modules, (before, after), strict=True)
-    )
-    others = tuple(part for module in (*modules[0], *modules[1]) for part in module.modules())
-    readout, log_probabilities = _readout([Operation(module) for module in modules[1]])
-    if readout is None and not _may_be_tail(modules[1]):
-        return None
-    no_state, is_whole = dict.fromkeys(links, ()), len(links) == len(adapter.links)
-    return Parts(
-        adapter,
-        lambda: tuple(children.values()) == adapter.children and (is_whole or guards.hold()),
-        tuple(adapter.links),
-        layers,
-        readout,
-        lambda y, _: tail.run(y, no_state)[0],
-        (adapter.module, *(part for part in others if part is not readout)),
-        (lambda x: front.run(x, no_state)[0]) if before else None,
-        modules[0],
-        any(module._modules or is_foreign(module) for module in modules[0]),
-        log_probabilities=log_probabilities,
-        random_tail=_draws(modules[1]),
-    )
-
-
-def _module_parts(
-    net: Carried, module: nn.Module, adapter: Adapter, inputs: Tensor
-) -> Parts | None:
-    """Those of a module of the user's, whose forward is read and then tried."""
+    adapter, module = net.adapter, net.module
+    if isinstance(adapter, ChainAdapter):
+        chain = _read_chain(adapter)
+        return None if chain is None else _parts(net, chain, adapter)
     arguments = adapter.forward_arguments(inputs[:1], ())
     if arguments is None:
         return None
     structure = read_structure(module, takes_state=len(arguments) == 2)
-    if structure is None:
-        return None
-    readout, log_probabilities = _readout(structure.tail)
-    layers = _layers_by_name(module, structure)
+    parts = None if structure is None else _parts(net, structure)
+    return parts if parts is not None and _computes_the_same(net, parts, inputs) else None
+
+
+def _read_chain(adapter: ChainAdapter) -> Structure | None:
+    """The structure of an `nn.Sequential`."""
+    guards, operations = Guards(), list[Operation]()
+    for link in adapter.links.values():
+        if isinstance(link, StatelessAdapter):
+            if not is_identity(link.module, guards):
+                operations.append(Operation(link.module))
+        elif isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent):
+            operations.append(Operation(link.module))
+        else:
+            return None
+    return split(operations, guards)
+
+
+def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None) -> Parts | None:
+    """The parts of a structure, that of a `chain` or of a module of the user's."""
+    adapter, guards = net.adapter, structure.guards
+    layers = structure.layers
+    for lower, upper in pairwise(layers):
+        if upper.input_size != (lower.proj_size or lower.hidden_size):
+            return None
     front, tail = (
         tuple(op.target for op in part if isinstance(op.target, nn.Module))
         for part in (structure.front, structure.tail)
     )
-    others = [called for called, _ in structure.guards.methods]
-    others += [part for target in (*front, *tail) for part in target.modules()]
-    in_place = any(getattr(part, "inplace", False) for part in front)
-    if in_place or (readout is None and not _may_be_tail(tail)):
+    readout, log_probabilities = _readout(structure.tail)
+    foreign = [any(map(is_foreign, module.modules())) for module in front]
+    in_place = any(getattr(part, "inplace", False) for module in front for part in module.modules())
+    if (readout is None and not _may_be_tail(tail)) or (chain is None and in_place):
         return None
-    batch_first = structure.layers[0].batch_first, structure.layers[-1].batch_first
-    parts = Parts(
+    batch_first = [chain is None and layer.batch_first for layer in (layers[0], layers[-1])]
+    names = {layer: name for name, layer in net.module.named_modules()}
+    if structure.paths:  # else hooks set the states
+        names = {layer: str(i) for i, layer in enumerate(layers)}
+    children = net.module._modules
+
+    def run_front(x: Tensor) -> Tensor:
+        steps_and_lanes = x.shape[:2]
+        x = x if chain is not None else (adapter.forward_arguments(x, ()) or (x,))[0]
+        for operation in structure.front:
+            x = operation(x)
+            if chain is not None and x.shape[:2] != steps_and_lanes:
+                return x.new_empty(0)  # a graph will refuse it
+        return x.transpose(0, 1) if batch_first[0] else x
+
+    def run_tail(y: Tensor, x: Tensor) -> Tensor:
+        y = y.transpose(0, 1) if batch_first[1] else y
+        for operation in structure.tail:
+            y = operation(y)
+        return adapter.read_outputs(y, x)
+
+    called = [module for module, _ in guards.methods] if chain is None else [net.module]
+    others = (*called, *(part for module in (*front, *tail) for part in module.modules()))
+    return Parts(
         adapter,
-        structure.guards.hold,
-        tuple(layers),
-        layers,
+        guards.hold
+        if chain is None
+        else lambda: tuple(children.values()) == chain.children and guards.hold(),
+        tuple(names[layer] for layer in layers) if chain is None else tuple(chain.links),
+        {names[layer]: layer for layer in layers},
         readout,
-        partial(_run_tail, adapter, structure.tail, batch_first[1]),
+        run_tail,
         tuple(part for part in others if part is not readout),
-        partial(_run_front, adapter, structure.front, batch_first[0]) if structure.front else None,
+        run_front if structure.front else None,
         front,
-        argument=bool(structure.paths),
-        log_probabilities=log_probabilities,
-        random_tail=_draws(tail),
-        zero_start=adapter.starts_from_zeros(),
+        any(foreign) or any(module._modules for module in front),
+        bool(structure.paths),
+        log_probabilities,
+        any(hasattr(part, "p") for module in tail for part in module.modules()),
+        adapter.starts_from_zeros(),
     )
-    return parts if _computes_the_same(net, parts, inputs) else None
 
 
 def _may_be_tail(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run by autograd on the outputs of a kernel, as often as by a graph."""
     return not any(
-        is_foreign(part) or getattr(part, "inplace", False) or bool(part._buffers)
+        is_foreign(part)
+        or getattr(part, "inplace", False)
+        or bool(part._buffers)
+        or isinstance(part, nn.RReLU)
         for module in modules
         for part in module.modules()
     )
 
 
-def _draws(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules draw random numbers: `p` of dropouts, those of RReLU."""
-    parts = [part for module in modules for part in module.modules()]
-    return any(hasattr(part, "p") or isinstance(part, nn.RReLU) for part in parts)
-
-
-def _run_tail(
-    adapter: Adapter, operations: Sequence[Operation], batch_first: bool, y: Tensor, x: Tensor
-) -> Tensor:
-    """The outputs of the net, time first."""
-    y = y.transpose(0, 1) if batch_first else y
-    for operation in operations:
-        y = operation(y)
-    return adapter.read_outputs(y, x)
-
-
-def _run_front(
-    adapter: Adapter, operations: Sequence[Operation], batch_first: bool, inputs: Tensor
-) -> Tensor:
-    """The inputs of the first layer, time first."""
-    arguments = adapter.forward_arguments(inputs, ())
-    x: Tensor = inputs if arguments is None else arguments[0]
-    for operation in operations:
-        x = operation(x)
-    return x.transpose(0, 1) if batch_first else x
-
-
-def _layers_by_name(module: nn.Module, structure: Structure) -> dict[str, Recurrent]:
-    """The layers by their names in the state: those of the module, where hooks set the state."""
-    if structure.paths:
-        return {str(i): layer for i, layer in enumerate(structure.layers)}
-    names = {layer: name for name, layer in module.named_modules()}
-    return {names[layer]: layer for layer in structure.layers}
-
-
 def _readout(tail: Sequence[Operation]) -> tuple[nn.Linear | None, bool]:
-    """The linear readout, if only the log-softmax of its outputs may follow; whether that does."""
-    if not tail or type(tail[0].target) is not nn.Linear or len(tail) > 2:
-        return None, False
-    if len(tail) == 1:
-        return tail[0].target, False
-    target, args, kwargs = tail[1]
-    dims = (*args, *kwargs.values())
-    if isinstance(target, nn.LogSoftmax):
-        dims = (target.dim,)
-    elif target not in (functional.log_softmax, torch.log_softmax, "log_softmax"):
-        return None, False
-    return (tail[0].target, True) if dims in {(-1,), (2,)} else (None, False)
+    """The linear readout, if only the log-softmax of its outputs may follow; whether that does.
+
+    Steps and lanes may be one dimension meanwhile.
+    """
+    readout, flat = None, False
+    for at, (target, args, kwargs) in enumerate(tail):
+        dims = target.dim if isinstance(target, nn.LogSoftmax) else (*args, *kwargs.values())
+        if type(target) is nn.Linear and readout is None:
+            readout = target
+        elif target in ("view", "reshape", "flatten") and readout is not None and at == 1:
+            flat = dims in {(-1, readout.out_features), (0, 1)}
+            if not flat:
+                return None, False
+        elif readout is not None and at == len(tail) - 1:
+            is_log = isinstance(target, nn.LogSoftmax) or target in LOG_SOFTMAX
+            is_last = dims in ({-1, (-1,), 1, (1,)} if flat else {-1, (-1,), 2, (2,)})
+            return (readout, True) if is_log and is_last else (None, False)
+        else:
+            return None, False
+    return readout, False
 
 
 def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:

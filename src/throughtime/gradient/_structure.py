@@ -155,34 +155,33 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
     reader = _Reader()
     arguments = (Flow(), Entering()) if takes_state else (Flow(),)
     try:
-        result = reader.call_forward(module, arguments, {})
-        flow, after = result if takes_state else (result, None)
-        if not isinstance(flow, Flow):
-            return None
-        return _structure(flow, reader, after if takes_state else None)
+        result: Any = reader.call_forward(module, arguments, {})
+        flow, after = result if takes_state else (result, ())
+        structure = split(flow.operations, reader.guards) if isinstance(flow, Flow) else None
+        if structure is None or len(structure.layers) != len(reader.entering):
+            return None  # or a layer whose outputs go elsewhere
+        if not takes_state:
+            return structure
+        leaving = (after,) if len(structure.layers) == 1 else after
+        paths = tuple((i,) if len(leaving) > 1 else () for i in range(len(leaving)))
+        is_own = [reader.entering[layer] for layer in structure.layers] == [*paths] and [
+            _whole_leaving(state) for state in leaving
+        ] == [Leaving(layer) for layer in structure.layers]
+        return structure._replace(paths=paths) if is_own else None
     except (UnknownError, KeyError, TypeError, ValueError):
         return None
 
 
-def _structure(flow: Flow, reader: "_Reader", after: Any) -> Structure | None:
-    positions = [i for i, op in enumerate(flow.operations) if isinstance(op.target, Recurrent)]
-    if not positions or len(positions) != len(reader.entering):
-        return None  # a layer whose outputs go elsewhere
-    first, stop = positions[0], positions[-1] + 1
-    layers = tuple(op.target for op in flow.operations[first:stop])
-    if len(set(layers)) != stop - first or len(positions) != stop - first:
+def split(operations: Sequence[Operation], guards: Guards) -> Structure | None:
+    """Front, layers and tail, if the layers are different ones, one directly on another."""
+    positions = [i for i, op in enumerate(operations) if isinstance(op.target, Recurrent)]
+    if not positions:
         return None
-    paths: tuple[tuple[int, ...], ...] = ()
-    if after is not None:
-        alone = len(layers) == 1
-        paths = tuple(() if alone else (i,) for i in range(len(layers)))
-        leaving = (after,) if alone else after
-        if tuple(reader.entering[layer] for layer in layers) != paths or tuple(
-            map(_whole_leaving, leaving)
-        ) != tuple(Leaving(layer) for layer in layers):
-            return None
-    operations = flow.operations
-    return Structure(operations[:first], layers, operations[stop:], paths, reader.guards)
+    first, stop = positions[0], positions[-1] + 1
+    layers = tuple(op.target for op in operations[first:stop])
+    if not len(set(layers)) == len(positions) == stop - first:
+        return None
+    return Structure(tuple(operations[:first]), layers, tuple(operations[stop:]), (), guards)
 
 
 def _whole_leaving(value: Any) -> Any:
