@@ -6,9 +6,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +63,8 @@ class Chunk:
         any_reset: whether any lane resets in this chunk.
     """
 
+    inputs: Tensor
+    targets: Tensor | None
     metadata: ChunkMetadata
     start: int
     stop: int
@@ -104,20 +105,18 @@ class Chunk:
             _first=first,
         )
 
-    @cached_property
-    def inputs(self) -> Tensor:
-        """`(T, B, D)`, or `(T, B)` for token indices."""
-        return self._rows(self._inputs)
+    def __getattr__(self, name: str) -> Any:
+        """Slice `inputs` or `targets` when they are first needed: a kernel reads them by address.
 
-    @cached_property
-    def targets(self) -> Tensor | None:
-        """`(T, B)` or `(T, B, C)`; `None` if the recordings have no targets."""
-        return None if self._targets is None else self._rows(self._targets)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """The steps of this chunk; sliced when they are first needed, as a kernel may not."""
-        whole = self._first == 0 and len(tensor) == self.steps
-        return tensor if whole else tensor[self._first : self._first + self.steps]
+        As `functools.cached_property` does, in half its time.
+        """
+        if name not in ("inputs", "targets"):
+            raise AttributeError(f"'Chunk' object has no attribute '{name}'")
+        rows = self._inputs if name == "inputs" else self._targets
+        if rows is not None and (self._first or len(rows) != self.steps):
+            rows = rows[self._first : self._first + self.steps]
+        self.__dict__[name] = rows
+        return rows
 
     @classmethod
     def from_tensors(

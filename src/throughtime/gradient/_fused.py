@@ -263,20 +263,20 @@ class FusedNet:
             or torch.is_autocast_enabled("cpu")
             or profiler_enabled()
             or any(_GLOBAL_HOOKS)
-            or _modified(net.__dict__)
         ):
             return False
-        for instance in self._instances:
-            if any(_hooks(instance)) or (
-                "forward" in instance and not _has_class_forward(instance)
-            ):
+        for own in (net.__dict__, *self._instances):
+            if any(_hooks(own)) or ("forward" in own and not _has_class_forward(own)):
                 return False
         for layer, settings, own_hooks in self._stack:
+            own = layer.__dict__
             if (
                 type(layer) not in FUSED_LAYERS
-                or _settings(layer.__dict__) != settings
-                or (layer.dropout and layer.training and layer.num_layers > 1)
-                or _modified(layer.__dict__, own_hooks)
+                or _settings(own) != settings
+                or (own["dropout"] and own["training"] and own["num_layers"] > 1)
+                or (own_hooks is not NO_HOOKS and _values(_hooks(own)) != own_hooks)
+                or (own_hooks is NO_HOOKS and any(_hooks(own)))
+                or ("forward" in own and not _has_class_forward(own))
             ):
                 return False
         return True

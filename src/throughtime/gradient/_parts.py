@@ -157,7 +157,9 @@ def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None
         adapter,
         guards.hold
         if chain is None
-        else lambda: tuple(children.values()) == chain.children and guards.hold(),
+        else lambda: (
+            tuple(children.values()) == chain.children and (not guards.entries or guards.hold())
+        ),
         tuple(names[layer] for layer in layers) if chain is None else tuple(chain.links),
         {names[layer]: layer for layer in layers},
         readout,

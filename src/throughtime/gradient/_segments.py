@@ -18,7 +18,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
@@ -129,12 +129,13 @@ def forward(
         if autocast and start in (0, graph_from):
             # the cache may hold weights of another moment, or casts made without a graph
             torch.clear_autocast_cache()
-        with nullcontext() if start >= graph_from else torch.no_grad():
-            y, state = net(
-                inputs if part is chunk else inputs[start:stop],
-                state,
-                part.resets if part.any_reset else None,
-            )
+        rows = inputs if part is chunk else inputs[start:stop]
+        resets = part.resets if part.any_reset else None
+        if start >= graph_from:
+            y, state = net(rows, state, resets)
+        else:
+            with torch.no_grad():
+                y, state = net(rows, state, resets)
         yield y, state
 
 

@@ -110,7 +110,7 @@ class Objective:
         if (
             chunk.valid_steps
             and isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
-            and (fn.weight is not None or fn.ignore_index != IGNORED)
+            and (fn._buffers["weight"] is not None or fn.ignore_index != IGNORED)
         ):
             return self.loss_weight(chunk) > 0
         return chunk.valid_steps > 0
