@@ -524,6 +524,25 @@ def test_a_learned_start_is_not_taken_for_zeros(
     assert_same(result, epoch(make(Starts), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
 
 
+def test_hooks_of_a_net_run_as_often_as_with_a_graph(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs(net: tt.Carried) -> int:
+        seen: list[int] = []
+        handle = net.module.register_forward_hook(lambda *_: seen.append(1))
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+        handle.remove()
+        return len(seen)
+
+    net = make(Plain)
+    count = runs(net)
+    assert not calls
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls  # a net that was observed once is not left to the graph
+    by_graph(monkeypatch)
+    assert count == runs(make(Plain)) > 0
+
+
 def test_a_copy_of_a_class_is_updated_in_one_call(calls: list[int]) -> None:
     net = make(Plain)
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))

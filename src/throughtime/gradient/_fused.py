@@ -96,7 +96,10 @@ def try_fused(
         has been changed.
     """
     fused = net._fused_net
-    if fused is None or (isinstance(fused, FusedNet) and not fused.parts.holds()):
+    if fused is None or (
+        isinstance(fused, FusedNet)
+        and not (fused.parts.adapter is net.adapter and fused.parts.holds())
+    ):
         if _observed(net):
             return None  # a trial would be noticed
         matches = fused.matches + 1 if isinstance(fused, FusedNet) else 1
@@ -252,8 +255,7 @@ class FusedNet:
         """Whether modules and settings are as they were, and nothing observes the computation."""
         readout = self._readout
         if (
-            net.adapter is not self.parts.adapter
-            or type(net) is not Carried
+            type(net) is not Carried
             or (readout is not None and type(readout) is not nn.Linear)
             or (readout is not None and (readout._parameters.get("bias") is None) is self._bias)
             or objective.scaler is not None
