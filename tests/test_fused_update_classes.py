@@ -719,3 +719,29 @@ def test_only_a_linear_readout_and_its_log_softmax_are_the_kernels(
 ) -> None:
     expected = (None, False) if log_probabilities is None else (LINEAR, log_probabilities)
     assert _parts._readout(tail) == expected
+
+
+class Tied(Net):
+    """A weight of its layer is one of its tail, too."""
+
+    def __init__(self) -> None:
+        super().__init__(tt.nn.GRU)
+        self.narrow, self.wide = nn.Linear(HIDDEN, 5), nn.Linear(5, 3 * HIDDEN)
+        self.wide.weight = self.rnn.weight_ih_l0  # pyright: ignore[reportAttributeAccessIssue]
+        self.head = nn.Linear(3 * HIDDEN, CLASSES)
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(torch.tanh(self.wide(self.narrow(y))))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_tail_may_share_a_weight_with_a_layer(
+    zero: bool, tails: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = epoch(make(Tied), nn.CrossEntropyLoss(), tt.Truncated(12), zero=zero)
+    assert len(tails) == len(result.losses)
+    by_graph(monkeypatch)
+    expected = epoch(make(Tied), nn.CrossEntropyLoss(), tt.Truncated(12), zero=zero)
+    assert_same(result, expected, 1e-12)

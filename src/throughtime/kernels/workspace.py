@@ -29,6 +29,15 @@ from throughtime.state import State
 _address, _requires_grad = Tensor.data_ptr, attrgetter("requires_grad")
 
 
+def _assign(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Put gradients into `.grad`, or add them to what a tail that shares a weight has put there."""
+    for weight, grad in zip(weights, grads, strict=True):
+        if weight.grad is None:
+            weight.grad = grad
+        elif weight.grad is not grad:
+            weight.grad.add_(grad)
+
+
 def _neighbours(call: Call | FusedStep, first: str, count: int) -> ctypes.Array[Any]:
     """Neighbouring fields of a call for addresses, as an array."""
     return (ctypes.c_void_p * count).from_buffer(call, getattr(type(call), first).offset)
@@ -283,12 +292,15 @@ class Workspace:
         call.dx = None if dx is None else dx.data_ptr()
         after = self._point_states(state)
         code = recurrent.fused_step(self._step) if tail is None else self._run_around(tail)
-        if code != INVALID_TARGET:
-            if not fresh:
-                torch.autograd.graph.increment_version(targets)
+        if code == INVALID_TARGET:
+            return code, self._like, after
+        if not fresh:
+            torch.autograd.graph.increment_version(targets)
+        if fresh and tail is None:
             for weight, grad in zip(parameters, targets, strict=True):
-                if fresh or weight.grad is None:
-                    weight.grad = grad
+                weight.grad = grad
+        else:
+            _assign(parameters, targets)
         return code, self._like.new_full((), self._mean.value), after
 
     def _run_around(self, tail: Callable[[Tensor], Tensor]) -> int:
