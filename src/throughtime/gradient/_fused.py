@@ -418,15 +418,13 @@ def _run_with_tail(
     results: list[Tensor] = []
 
     def tail(y: Tensor) -> Tensor:
-        leaf = y.detach().requires_grad_()
+        leaf = y.clone().requires_grad_()  # the next run overwrites y
         outputs = parts.tail(leaf, call[0].inputs)[len(y) - chunk.steps :]
         loss = objective.loss(outputs, chunk)
         if not loss.requires_grad:
             objective.check_depends([])
         loss.backward()
-        # the next run overwrites y
-        shared = outputs.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-        results.extend((loss.detach(), outputs.detach().clone() if shared else outputs.detach()))
+        results.extend((loss.detach(), outputs.detach()))
         return torch.zeros_like(y) if leaf.grad is None else leaf.grad
 
     _, _, after = workspace.run(*call, tail)
