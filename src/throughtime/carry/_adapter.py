@@ -1,6 +1,4 @@
-"""The interface of an adapter, and the checks and trials that adapters share.
-
-A trial is a forward call on one step of example inputs, to find the layout of the state.
+"""The interface of an adapter, and where the lanes are in the tensors of a module's state.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -8,13 +6,14 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.errors import ModelError, StateError
+from throughtime.errors import StateError
 from throughtime.state import State
 
 
@@ -33,13 +32,19 @@ class Adapter(ABC):
         `takes_resets` is true.
         """
 
-    def takes_resets(self, x: Tensor | None) -> bool | None:
-        """Whether `run` applies resets itself; None if that is unknown until a trial."""
-        del x
-        return False
+    def prepare(self, x: Tensor) -> None:
+        """Find out by trials how the module is called, unless that is known.
 
-    def needs_trial(self) -> bool:
-        """Whether `initial_state` needs example inputs to find the layout of the state."""
+        Args:
+            x: example inputs `(T, B, ...)`.
+
+        Raises:
+            ModelError: no way of calling the module obeys the laws of carrying a state.
+        """
+        del x
+
+    def takes_resets(self) -> bool:
+        """Whether `run` applies resets itself."""
         return False
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
@@ -70,6 +75,10 @@ class Adapter(ABC):
         """The names of the state's tensors: the module's own, or `h` and `c` of torch's layers."""
         return [name for name, _ in trees.leaves(state)]
 
+    def explain(self) -> str:
+        """How the module is called and what its state is, a sentence a line."""
+        return ""
+
 
 class ResetsUnsupportedError(Exception):
     """A module cannot apply resets: it calls a layer more than once, or with part of the steps.
@@ -79,106 +88,133 @@ class ResetsUnsupportedError(Exception):
 
 
 @dataclass(frozen=True)
-class LaneLayout:
-    """The dimension of each state tensor that indexes the lanes."""
+class LaneDim:
+    """The dimension of a state tensor that indexes the lanes.
 
-    dims: tuple[int, ...]
-    example: State  # zeros in the module's own layout, for two lanes
+    Attributes:
+        dim: the dimension; None for a module of one lane, whose state has none.
+        rows: rows of that dimension for each lane, more than 1 where the module folds another
+            dimension into its batch.
+        lane_major: whether the rows of one lane are adjacent.
+    """
+
+    dim: int | None
+    rows: int = 1
+    lane_major: bool = True
+
+    def to_front(self, leaf: Tensor) -> Tensor:
+        """The tensor with its lanes first."""
+        if self.dim is None:
+            return leaf.unsqueeze(0)
+        if self.rows == 1:
+            return leaf.movedim(self.dim, 0)
+        sizes = (-1, self.rows) if self.lane_major else (self.rows, -1)
+        return leaf.unflatten(self.dim, sizes).movedim(self.dim + (not self.lane_major), 0)
+
+    def to_module(self, leaf: Tensor) -> Tensor:
+        """The inverse of `to_front`."""
+        if self.dim is None:
+            return leaf.squeeze(0)
+        if self.rows == 1:
+            return leaf.movedim(0, self.dim)
+        split = leaf.movedim(0, self.dim + (not self.lane_major))
+        return split.flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True)
+class LaneLayout:
+    """Where the lanes are in each tensor of a module's state."""
+
+    dims: tuple[LaneDim, ...]
+    example: State  # zeros, lanes first, one lane
+    weight_dtype: torch.dtype | None  # of the module when this was inferred
 
     @classmethod
-    def infer(cls, two: State, three: State) -> "LaneLayout":
-        """Find the lanes by comparing states for two and for three lanes."""
-        pairs = zip(trees.leaves(two), trees.leaves(three), strict=True)
-        dims = tuple(_lane_dim(name, a.shape, b.shape) for (name, a), (_, b) in pairs)
-        return cls(dims, trees.map_leaves(torch.zeros_like, trees.detach(two)))
+    def infer(cls, states: dict[int, State], weight: Tensor | None) -> "LaneLayout":
+        """Find the lanes by comparing states for two numbers of lanes.
+
+        Args:
+            states: by the number of lanes; only one number for a module of one lane.
+            weight: of the module.
+
+        Raises:
+            StateError: a tensor has no such dimension, or trees of different structure.
+        """
+        (count, state), *others = states.items()
+        if others:
+            other_count, other = others[0]
+            pairs = zip(trees.leaves(state), trees.leaves(other), strict=True)
+            dims = tuple(
+                _lane_dim(name, {count: a.shape, other_count: b.shape})
+                for (name, a), (_, b) in pairs
+            )
+        else:
+            dims = tuple(LaneDim(None) for _ in trees.leaves(state))
+        return cls.of(dims, state, weight)
+
+    @classmethod
+    def of(cls, dims: tuple[LaneDim, ...], state: State, weight: Tensor | None) -> "LaneLayout":
+        """The layout of a state whose dimensions are known."""
+        layout = cls(dims, (), None if weight is None else weight.dtype)
+        zeros = layout.lanes_first(trees.map_leaves(torch.zeros_like, trees.detach(state)))
+        example = trees.map_leaves(lambda leaf: leaf[:1].clone(), zeros)
+        return cls(dims, example, layout.weight_dtype)
+
+    @cached_property
+    def _moves(self) -> bool:
+        return any(dim != LaneDim(0) for dim in self.dims)
 
     def lanes_first(self, state: State) -> State:
         """The state with its lanes moved to the front."""
-        return self._move(state, lambda leaf, dim: leaf.movedim(dim, 0))
+        return self._map(state, lambda leaf, dim: dim.to_front(leaf))
 
     def to_module(self, state: State) -> State:
         """The state with its lanes moved back to the dimensions that the module uses."""
-        return self._move(state, lambda leaf, dim: leaf.movedim(0, dim))
+        return self._map(state, lambda leaf, dim: dim.to_module(leaf))
 
-    def _move(self, state: State, move: Callable[[Tensor, int], Tensor]) -> State:
-        if not any(self.dims):  # all lanes are first already
+    def _map(self, state: State, move: Callable[[Tensor, LaneDim], Tensor]) -> State:
+        if not self._moves:
             return state
         dims = iter(self.dims)
         return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
 
-    def zeros(self, lanes: int, device: torch.device | None) -> State:
-        """A zero state for `lanes` lanes, lanes first."""
+    def zeros(self, lanes: int, weight: Tensor | None) -> State:
+        """A zero state for `lanes` lanes, lanes first, on the device of the module."""
 
         def zero(leaf: Tensor) -> Tensor:
-            shape = (lanes, *leaf.shape[1:])
-            return torch.zeros(shape, dtype=leaf.dtype, device=device or leaf.device)
+            follows = weight is not None and leaf.dtype == self.weight_dtype
+            return torch.zeros(
+                (lanes, *leaf.shape[1:]),
+                dtype=weight.dtype if weight is not None and follows else leaf.dtype,
+                device=leaf.device if weight is None else weight.device,
+            )
 
-        return trees.map_leaves(zero, self.lanes_first(self.example))
+        return trees.map_leaves(zero, self.example)
 
 
-def _lane_dim(name: str, two: torch.Size, three: torch.Size) -> int:
-    changed = [i for i, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
-    if len(two) == len(three) and len(changed) == 1:
+def _lane_dim(name: str, shapes: dict[int, torch.Size]) -> LaneDim:
+    (first, a), (second, b) = shapes.items()
+    changed = [i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q]
+    if len(a) == len(b) and len(changed) == 1:
         dim = changed[0]
-        if (two[dim], three[dim]) == (2, 3):
-            return dim
+        rows, rest = divmod(a[dim], first)
+        if rest == 0 and b[dim] == rows * second:
+            return LaneDim(dim, rows)
     raise StateError(
-        f"state leaf '{name}' has shape {tuple(two)} for 2 lanes and {tuple(three)} for 3:"
+        f"state leaf '{name}' has shape {tuple(a)} for {first} lanes and {tuple(b)} for {second}:"
         " expected exactly one dimension equal to the number of lanes. A value shared by all"
         " lanes cannot be reset for one lane; give it a lane dimension, or make it a buffer."
     )
 
 
-def custom_initial_state(module: nn.Module) -> Callable[[int], State] | None:
-    """The module's method `initial_state(lanes)`, or None; an attribute is ignored."""
-    method = getattr(module, "initial_state", None)
-    return method if callable(method) else None
-
-
-def check_outputs(module: nn.Module, y: Any, x: Tensor, batch_first: bool) -> Tensor:
-    """Check that `y` has one output per step and lane, and return it time first.
-
-    Raises:
-        ModelError: `y` is not a tensor, or its steps or lanes differ from those of the inputs.
-    """
-    name = type(module).__name__
-    if not isinstance(y, Tensor):
-        raise ModelError(
-            f"{name} returned a {type(y).__name__}, expected one tensor of outputs (T, B, C). If it"
-            " returns its state as well, its forward must take it: forward(x, state) -> (y, state)."
-        )
-    outputs = y.transpose(0, 1) if batch_first and y.dim() > 1 else y
-    if outputs.shape[:2] != x.shape[:2]:
-        raise ModelError(
-            f"{name} returned outputs of shape {tuple(y.shape)} for {x.shape[0]} steps of"
-            f" {x.shape[1]} lanes, expected {'(B, T, C)' if batch_first else '(T, B, C)'}: one"
-            " output per step; the stream's mask selects those that count in the loss."
-        )
-    return outputs
-
-
-def trial_call(module: nn.Module, call: Callable[[], tuple[Any, State]]) -> tuple[Any, State]:
-    """Run `call` in evaluation mode, without gradients or autocast.
-
-    Training modes and random state are restored.
-
-    Raises:
-        ModelError: the call failed.
-    """
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
+def is_state(value: Any) -> bool:
+    """Whether a value can be a state: a tree of tensors and None, with at least one tensor."""
     try:
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(device, enabled=False):
-            return call()
-    except (ModelError, StateError):
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{type(module).__name__}.forward failed in a trial of one step ({error}). Let it"
-            " accept state=None at the start of a recording, or give it an initial_state(lanes)"
-            " method"
-        ) from error
-    finally:
-        for m, mode in modes:
-            m.training = mode
+        return next(trees.leaves(value), None) is not None
+    except StateError:
+        return False
+
+
+def is_untouched(state: State) -> bool:
+    """Whether a state is zeros that nothing is learned for, as modules make when they get none."""
+    return not any(leaf.requires_grad or bool(leaf.any()) for leaf in trees.tensors(state))

@@ -11,23 +11,21 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Adapter, ResetsUnsupportedError, custom_initial_state
-from throughtime.carry.explicit import ExplicitAdapter
-from throughtime.carry.hooks import HookAdapter
-from throughtime.carry.layers import (
-    RECURRENT,
-    ChainAdapter,
-    RecurrentModule,
-    StatelessAdapter,
-    layer_adapter,
-)
+from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
+from throughtime.carry._names import names_state
+from throughtime.carry._refusal import bidirectional_error
+from throughtime.carry._subject import Hints
+from throughtime.carry.chain import ChainAdapter, Link, StatelessAdapter
+from throughtime.carry.layers import RECURRENT, layer_adapter
+from throughtime.carry.module import ModuleAdapter
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -83,7 +81,39 @@ class Carried(nn.Module):
             StateError: `like` is needed and missing, or the module starts from something else than
                 zeros without such a method.
         """
+        if like is not None:
+            self.prepare(like)
         return self.adapter.initial_state(lanes, like)
+
+    def prepare(self, x: Tensor) -> None:
+        """Find out how the module is called, and test that, unless this has been done.
+
+        Args:
+            x: example inputs `(T, B, ...)`.
+
+        Raises:
+            ModelError: no way of calling the module obeys the laws of carrying a state.
+        """
+        try:
+            self.adapter.prepare(x)
+        except ModelError:
+            if not isinstance(self.adapter, ChainAdapter):
+                raise
+            whole = ModuleAdapter(self.module, Hints())  # as its author calls it
+            try:
+                whole.prepare(x)
+            except ModelError:
+                whole = None
+            if whole is None:
+                raise
+            self.adapter = whole
+
+    def explain(self) -> str:
+        """How the module is called, what its state is and where that starts."""
+        return self.adapter.explain()
+
+    def extra_repr(self) -> str:
+        return self.explain()
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""
@@ -111,6 +141,7 @@ class Carried(nn.Module):
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
+        self.prepare(x)
         lanes = x.shape[1]
         if state is None:
             raise StateError(
@@ -126,7 +157,7 @@ class Carried(nn.Module):
                 " for each step and lane"
             )
         try:
-            if x.is_cuda or (resets is not None and not self.adapter.takes_resets(x)):
+            if x.is_cuda or (resets is not None and not self.adapter.takes_resets()):
                 return self._run_split(x, state, resets)
             y, after = self.adapter.run(x, state, resets)
             return y, _as_entering(after, state) if torch.is_autocast_enabled(
@@ -195,31 +226,50 @@ def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
     return [at for start, stop in pairwise(bounds) for at in range(start, stop, limit)]
 
 
-def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = False) -> Carried:
+def carry(
+    module: nn.Module,
+    x: Tensor | None = None,
+    *,
+    inputs: Callable[[Tensor], Any] | None = None,
+    output: int | str | None = None,
+    state: str | None = None,
+    start: Callable[[int], State] | None = None,
+    call: str | Callable[..., Any] | None = None,
+    context: int = 0,
+    batch_first: bool | None = None,
+    fused: bool = False,
+) -> Carried:
     """The module with its state made explicit: `y, state = net(x, state)`.
 
-    Takes any of these:
-
-    - `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells, and an `nn.Sequential` of such;
-    - a module with such layers anywhere inside that returns outputs only;
-    - a module that maps `(x, state)` to `(y, state)`, with any nested state. If its forward also
-      has a parameter `resets`, it gets them, `(T, B)` in the layout of its inputs, and applies them
-      itself.
-
-    `throughtime.testing.check_carry` checks the result on any module.
+    Takes a recurrent module as its author wrote it: layers and cells of torch.nn, an
+    `nn.Sequential`, a module that maps `(x, state)` to `(y, state)`, one that keeps its state in
+    layers inside, in cells of its own or in attributes, one that takes a single step, one that
+    returns the last output only. How it is called is found by trials at the first inputs, on a copy
+    and on a few steps: a way of calling it is accepted only if it obeys every law of carrying a
+    state (`throughtime.testing.check_carry`). `print(net)` shows the result.
 
     Args:
         module: shared, not copied.
-        batch_first: whether a user module takes `(B, T, D)`. Default: as the recurrent layers
-            inside it, else time first. Layers of torch.nn have their own setting. A carried module
-            is always time first.
+        x: example inputs `(T, B, ...)`; the trials run now instead of at the first chunk.
+        inputs: maps inputs, time first, to what the module takes: a tensor, or a tuple of
+            arguments.
+        output: index or key of the outputs, where the module returns several tensors.
+        state: the parameter, or the attribute, that holds the state.
+        start: maps a number of lanes to the state before a recording, in the module's layout.
+        call: "chunk", "step" for a module that takes one step `(B, ...)`, "last" for one that
+            returns its last output, or a method to call instead of forward.
+        context: past steps that precede every chunk: `(kernel_size - 1) * dilation` of a
+            convolution over time.
+        batch_first: whether the module takes `(B, T, D)`. A carried module is always time first.
         fused: replace the layers of torch.nn inside by those of `tt.nn` first, as
             `tt.fuse(module)` does: faster on a CPU, equal to rounding.
 
     Raises:
-        ModelError: a bidirectional layer, a module without any state that could be carried, layers
-            that disagree about `batch_first`, or a wrapper for several devices such as
+        ModelError: no way of calling the module obeys the laws; the message names the law, the part
+            that breaks it and the line to write. Also for a wrapper for several devices such as
             DistributedDataParallel.
+
+    Cost: the trials take milliseconds for a small net, once, and a copy of the module.
 
     Example:
         >>> import torch, throughtime as tt
@@ -233,7 +283,11 @@ def carry(module: nn.Module, *, batch_first: bool | None = None, fused: bool = F
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    return Carried(module, _adapter_for(module, batch_first))
+    hints = Hints(inputs, output, state, start, call, context, batch_first)
+    net = Carried(module, _adapter_for(module, hints))
+    if x is not None:
+        net.prepare(x)
+    return net
 
 
 def require_carried(net: nn.Module) -> Carried:
@@ -272,44 +326,30 @@ def refuse_wrappers(net: nn.Module) -> None:
                 )
 
 
-def _adapter_for(module: nn.Module, batch_first: bool | None) -> Adapter:
+def _adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
     """The adapter that fits a module."""
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, RECURRENT)}
-    for name, layer in layers.items():
-        if isinstance(layer, nn.RNNBase) and layer.bidirectional:
-            raise ModelError(
-                f"layer '{name or type(layer).__name__}' is bidirectional: its backward direction"
-                " starts at the end of the recording, and a stream has none, so no state can be"
-                " carried into it. Use bidirectional=False."
-            )
-    if isinstance(module, RECURRENT):
-        return layer_adapter(module)
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        return _chain_adapter(module, batch_first)
-    if custom_initial_state(module) is not None or _takes_state(module):
-        return ExplicitAdapter(module, _layers_batch_first(layers, batch_first))
-    if layers:
-        return HookAdapter(module, layers, _layers_batch_first(layers, batch_first))
-    raise ModelError(
-        f"{type(module).__name__} has no recurrent layer of torch.nn inside, and its forward takes"
-        " no state: there is nothing to carry, or it is hidden where it cannot be reached. Let"
-        " forward(x, state) return (y, state)."
-    )
+    if hints == Hints(batch_first=hints.batch_first):
+        if isinstance(module, RECURRENT) and _has_torch_forward(module):
+            if isinstance(module, nn.RNNBase) and module.bidirectional:
+                raise bidirectional_error(name or type(module).__name__)
+            return layer_adapter(module)
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            return _chain_adapter(module, hints)
+    return ModuleAdapter(module, hints)
 
 
-def _chain_adapter(module: nn.Sequential, batch_first: bool | None) -> ChainAdapter:
-    links: dict[str, Adapter] = {}
+def _has_torch_forward(module: nn.Module) -> bool:
+    """Whether a layer or cell runs the forward of torch.nn or tt.nn, not one of a subclass."""
+    return type(module).forward.__module__.startswith(("torch.nn.modules.", "throughtime.nn."))
+
+
+def _chain_adapter(module: nn.Sequential, hints: Hints) -> ChainAdapter:
+    links: dict[str, Link] = {}
     # named_children leaves out the second position of a module
     for name, child in zip(module._modules, module, strict=True):
-        of_torch = type(child).__module__.startswith("torch.")
-        if (
-            any(isinstance(m, RECURRENT) for m in child.modules())
-            or custom_initial_state(child) is not None
-            or (_takes_state(child) and not of_torch)
-        ):
-            links[name] = _adapter_for(child, batch_first)
-        else:
-            links[name] = StatelessAdapter(child)
+        links[name] = (
+            _adapter_for(child, hints) if _is_recurrent(child) else StatelessAdapter(child)
+        )
     if all(isinstance(link, StatelessAdapter) for link in links.values()):
         raise ModelError(
             "none of the modules in this nn.Sequential carries a state; nothing to carry"
@@ -317,24 +357,16 @@ def _chain_adapter(module: nn.Sequential, batch_first: bool | None) -> ChainAdap
     return ChainAdapter(module, tuple(module), links)
 
 
-def _layers_batch_first(layers: Mapping[str, RecurrentModule], batch_first: bool | None) -> bool:
-    """The setting of the user, else that of the layers."""
-    if batch_first is not None:
-        return batch_first
-    settings = {layer.batch_first for layer in layers.values() if isinstance(layer, nn.RNNBase)}
-    if len(settings) > 1:
-        raise ModelError(
-            f"the layers {sorted(layers)} disagree about batch_first; say what forward(x) of your"
-            " module takes: tt.carry(module, batch_first=True)"
-        )
-    return settings == {True}
-
-
-def _takes_state(module: nn.Module) -> bool:
-    """Whether forward has a second positional parameter."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return sum(p.kind in kinds for p in parameters) > 1
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether a child of a chain may carry a state."""
+    if any(isinstance(m, RECURRENT) for m in module.modules()):
+        return True
+    if type(module).__module__.startswith("torch."):
+        return False
+    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    return len(parameters) > 0 or any(
+        names_state(name.strip("_")) for part in module.modules() for name in vars(part)
+    )
 
 
 def _as_entering(after: State, state: State) -> State:

@@ -1,0 +1,273 @@
+"""A module and the convention by which it is called.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
+from throughtime.carry._convention import (
+    ArgumentState,
+    Convention,
+    InternalState,
+    MisfitError,
+    attribute,
+    call_start,
+    item_at,
+    misfit_error,
+    set_attribute,
+    widen,
+)
+from throughtime.carry._ports import PortCall, PortHooks, TorchPort
+from throughtime.errors import ModelError, StateError
+from throughtime.state import State
+
+PAST = "past"  # the key of the steps before a chunk, where a module gets such
+
+
+class BoundModule(Adapter):
+    """Calls a module by a convention.
+
+    Args:
+        module: shared, not copied. Hooks are registered on its recurrent submodules.
+        convention: what trials found.
+        example: inputs of one step and lane, `(1, 1, ...)`.
+    """
+
+    def __init__(self, module: nn.Module, convention: Convention, example: Tensor) -> None:
+        self.module, self.convention = module, convention
+        self._example = example
+        source = convention.source
+        is_internal = isinstance(source, InternalState)
+        ports = source.ports if is_internal else convention.start.ports
+        self._hooks = PortHooks(module, ports) if ports else None
+        self._single = convention.single
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    def takes_resets(self) -> bool:
+        resets = self.convention.resets
+        if resets is not None:
+            return resets.applied
+        return self._single and self._hooks is not None and self._hooks.apply_resets()
+
+    def leaf_names(self, state: State) -> list[str]:
+        source = self.convention.source
+        ports = source.ports if isinstance(source, InternalState) else {}
+        names: list[str] = []
+        for path, _ in trees.leaves(state):
+            name, _, leaf = path.rpartition(".")
+            if isinstance(ports.get(path), TorchPort):
+                names.append(f"{path}.h")
+            elif isinstance(ports.get(name), TorchPort):
+                names.append(f"{name}.{'hc'[int(leaf)]}")
+            else:
+                names.append(path)
+        return names
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        convention = self.convention
+        if convention.one_lane and lanes != 1:
+            raise ModelError(
+                f"{type(self.module).__name__} takes one lane, got {lanes}: it has no batch"
+                " dimension. Use tt.Stream(..., lanes=1)"
+            )
+        del like
+        weight = next(self.module.parameters(), None)
+        if convention.start.kind == "zeros":
+            state = convention.lanes.zeros(lanes, weight)
+        else:
+            state = convention.lanes.lanes_first(self._started(lanes))
+            if trees.lanes(state) != lanes:
+                raise StateError(
+                    f"{convention.start} gives a state of {trees.lanes(state)} lanes, expected"
+                    f" {lanes}"
+                )
+        if not convention.context:
+            return state
+        example = self._example if weight is None else self._example.to(weight.device)
+        past = torch.zeros_like(example).expand(lanes, convention.context, *self._example.shape[2:])
+        return {PAST: past.clone(), "state": state}
+
+    def _started(self, lanes: int) -> State:
+        """The state that the module or the user starts from, in the module's layout."""
+        start = self.convention.start
+        if start.kind == "function" and start.function is not None:
+            return start.function(lanes)
+        if start.kind == "tensors":
+            tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+            values = iter([tensors[name] for name in start.methods])
+            layout = self.convention.lanes
+            return layout.to_module(
+                trees.map_leaves(
+                    lambda leaf: next(values).reshape(leaf.shape).expand(lanes, *leaf.shape[1:]),
+                    layout.example,
+                )
+            )
+        weight = next(self.module.parameters(), self._example)
+        inputs = self._example.to(weight.device).expand(1, lanes, *self._example.shape[2:])
+        if start.kind == "captured":
+            state = self.captured(inputs)
+        else:
+            arranged = self.convention.inputs.arrange(inputs)[0]
+            state = self.start_by_methods(lanes, arranged)
+        learned = {id(p) for p in self.module.parameters()}
+        return trees.map_leaves(
+            lambda leaf: leaf.detach() if leaf.is_leaf and id(leaf) not in learned else leaf,
+            widen(state, lanes),
+        )
+
+    def captured(self, inputs: Tensor) -> State:
+        """What the module itself starts from: its attributes, and what it passes to its layers."""
+        source = self.convention.source
+        state: dict[str, State] = {}
+        if self._hooks is not None:
+            call = self.port_call(inputs, None, None)
+            with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+                self.invoke(inputs, None, None, call)
+            state |= call.passed if call is not None else {}
+        if isinstance(source, ArgumentState):
+            return next(iter(state.values()))
+        return state | {_attribute_name(k): attribute(self.module, k) for k in source.attributes}
+
+    def start_by_methods(self, lanes: int, arranged: Tensor) -> State:
+        """The state that the module's own methods make."""
+        methods, source = self.convention.start.methods, self.convention.source
+        if isinstance(source, ArgumentState):
+            with _AttributesSet(self.module, dict.fromkeys(self.convention.sizes, lanes)):
+                states = [call_start(self.module, name, lanes, arranged) for name in methods]
+            return states[0] if len(states) == 1 else tuple(states)
+        keys = source.attributes
+        values = {key: _copied(attribute(self.module, key)) for key in keys}
+        with _AttributesSet(self.module, {**values, **dict.fromkeys(self.convention.sizes, lanes)}):
+            returned = call_start(self.module, methods[0], lanes, arranged)
+            if returned is not None and len(keys) == 1:
+                set_attribute(self.module, keys[0], returned)
+            return {_attribute_name(key): attribute(self.module, key) for key in keys}
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        convention = self.convention
+        if convention.context:
+            x = torch.cat([state[PAST].transpose(0, 1), x])
+            state = state["state"]
+        inner = convention.lanes.to_module(state)
+        try:
+            y, after = self._run_module(x, inner, resets)
+        except MisfitError as error:
+            raise misfit_error(self.module, error) from None
+        except ResetsUnsupportedError:
+            self._single = False
+            raise
+        state = convention.lanes.lanes_first(after)
+        if not convention.context:
+            return y, state
+        return y, {PAST: x[-convention.context :].transpose(0, 1), "state": state}
+
+    def _run_module(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        if self.convention.call in ("chunk", "every"):
+            return self.call(x, state, resets)
+        outputs: list[Tensor] = []
+        for step in x.split(1):
+            y, state = self.call(step, state, None)
+            outputs.append(y)
+        return torch.cat(outputs), state
+
+    def call(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        """One call of the module: outputs, and the state in the module's own layout."""
+        result, after = self.invoke(x, state, resets, self.port_call(x, state, resets))
+        context = self.convention.context
+        steps, lanes = x.shape[:2]
+        if not context:
+            return self.convention.outputs.read(result, steps, lanes), after
+        try:  # as many outputs as inputs, or fewer by the context
+            return self.convention.outputs.read(result, steps, lanes)[context:], after
+        except MisfitError:
+            return self.convention.outputs.read(result, steps - context, lanes), after
+
+    def port_call(self, x: Tensor, state: State, resets: Tensor | None) -> PortCall | None:
+        if self._hooks is None:
+            return None
+        convention = self.convention
+        shape = torch.Size((x.shape[0] - convention.context, x.shape[1]))
+        is_internal = isinstance(convention.source, InternalState)
+        before: dict[str, State] = {}
+        if is_internal and state:
+            before = {name: state[name] for name in self._hooks.ports}
+        return PortCall(self._hooks, before, shape, resets, convention.context, convention.every)
+
+    def invoke(
+        self, x: Tensor, state: State, resets: Tensor | None, call: PortCall | None
+    ) -> tuple[Any, State]:
+        """The result of the module, and the state after it; a state of None is the module's own."""
+        convention, module = self.convention, self.module
+        args = convention.inputs.arrange(x)
+        kwargs: dict[str, Any] = dict.fromkeys(convention.flags, True)
+        if convention.resets is not None:
+            kwargs[convention.resets.name] = convention.resets.value(x, resets, convention.inputs)
+        if convention.input_name is not None:
+            args, kwargs = (), {**kwargs, convention.input_name: args[0]}
+        forward = module if convention.method == "forward" else getattr(module, convention.method)
+        source = convention.source
+        if isinstance(source, ArgumentState):
+            if not source.names:
+                args = ((*args, state),)
+            elif len(source.names) == 1:
+                kwargs[source.names[0]] = state
+            else:
+                values = state if state is not None else [None] * len(source.names)
+                kwargs.update(zip(source.names, values, strict=True))
+            with _AttributesSet(module, dict.fromkeys(convention.sizes, x.shape[1])):
+                if call is None or state is not None:
+                    result = forward(*args, **kwargs)
+                else:
+                    result = call.hooks.run(call, lambda: forward(*args, **kwargs))
+            return result, item_at(result, source.result)
+        values = {key: _copied(attribute(module, key)) for key in source.scratch}
+        values |= dict.fromkeys(convention.sizes, x.shape[1])
+        for key in source.attributes:
+            name = _attribute_name(key)
+            values[key] = _copied(attribute(module, key) if state is None else state[name])
+        with _AttributesSet(module, values):
+            if call is None:
+                result = forward(*args, **kwargs)
+                after: State = {}
+            else:
+                result = call.hooks.run(call, lambda: forward(*args, **kwargs))
+                after = {**call.before, **call.after}
+                self._single = self._single and call.single
+            for key in source.attributes:
+                after[_attribute_name(key)] = attribute(module, key)
+        return result, after
+
+
+def _attribute_name(key: tuple[str, str]) -> str:
+    return ".".join(filter(None, key))
+
+
+def _copied(value: Any) -> Any:
+    """A value whose change in place leaves the original as it is."""
+    return type(value)(value) if isinstance(value, (list, dict)) else value
+
+
+class _AttributesSet:
+    """Sets attributes of submodules for a while; a context manager."""
+
+    def __init__(self, module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
+        self._module, self._values = module, values
+        self._saved: dict[tuple[str, str], Any] = {}
+
+    def __enter__(self) -> None:
+        for key, value in self._values.items():
+            self._saved[key] = attribute(self._module, key)
+            set_attribute(self._module, key, value)
+
+    def __exit__(self, *_: object) -> None:
+        for key, value in self._saved.items():
+            set_attribute(self._module, key, value)

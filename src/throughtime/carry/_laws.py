@@ -1,0 +1,264 @@
+"""The laws of carrying a state, measured on any adapter.
+
+repeat    two equal calls give equal outputs
+inputs    an input changes the output of its own step or of a later one
+causal    an input changes no earlier output
+lanes     the inputs of one lane change no other lane, and lanes run alone with their states
+whole     chunks with the state carried give what one call gives
+memory    outputs depend on the state
+value     a call does not change the state that it gets
+credit    gradients flow through the state: chunks give the gradients of one call
+
+Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.carry._adapter import Adapter
+from throughtime.carry._trial import ConstantRandomness, Snapshot, changed_inputs, set_modes
+from throughtime.state import State
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law that was measured.
+
+    Attributes:
+        name: of the law.
+        deviation: the largest one measured.
+        tolerance: what is allowed; for `inputs` and `memory`, what is needed at least.
+        error: of a call that failed, instead of a deviation.
+        detached: the attribute that holds a state without its gradient.
+    """
+
+    name: str
+    deviation: float
+    tolerance: float
+    error: str = ""
+    detached: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the module obeys it."""
+        if self.name.removeprefix("training ") in ("inputs", "memory"):
+            return self.deviation > self.tolerance
+        return self.deviation <= self.tolerance
+
+
+class Laboratory:
+    """Runs an adapter on inputs `(T, B, ...)`, always from the same attributes and buffers.
+
+    Args:
+        adapter: of `module`.
+        module: a copy; its modes are changed.
+        x: inputs `(T, B, ...)`.
+        chunks: lengths of chunks, with T as their sum.
+        tolerance: relative to the largest output; by default a hundred roundings.
+        by_step: whether the module gets one step at a call, so that a state that it detaches
+            carries no gradient at all.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        module: nn.Module,
+        x: Tensor,
+        chunks: Sequence[int] = (3, 4),
+        tolerance: float | None = None,
+        by_step: bool = False,
+    ) -> None:
+        self.adapter, self.module, self.x = adapter, module, x
+        self._by_step = by_step
+        self.bounds = np.cumsum([0, *chunks]).tolist()
+        self._snapshot = Snapshot(module)
+        dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        self._relative = 100 * torch.finfo(dtype).eps if tolerance is None else tolerance
+        self.training: dict[str, bool] | None = None
+
+    def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
+        """The laws, one by one, so that a caller may stop at the first that is broken.
+
+        Args:
+            training: the modes of all parts, to measure in training what can be measured there,
+                with dropout and random numbers replaced by constants; None for evaluation.
+        """
+        self.training = training
+        prefix = "" if training is None else "training "
+        set_modes(self.module, training)
+        laws: list[tuple[str, Callable[[], float]]] = [
+            ("repeat", self._repeat),
+            ("inputs", self._inputs),
+            ("causal", self._causal),
+            ("lanes", self._lanes),
+            ("whole", self._whole),
+        ]
+        if training is None:
+            laws += [("memory", self._memory), ("value", self._value), ("credit", self._credit)]
+        with torch.no_grad():
+            y, state = self.run(self.x)
+        self._y, self._end = y, state
+        self.tolerance = self._relative * (1 + float(y.abs().max()) if y.numel() else 1)
+        for name, law in laws:
+            try:
+                deviation, error = law(), ""
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as raised:
+                deviation, error = float("nan"), str(raised).split("\n")[0]
+            tolerance = 0.0 if name == "value" else self.tolerance
+            yield Law(prefix + name, deviation, tolerance, error)
+
+    def run(
+        self, x: Tensor, *chunks: int, state: State = (), restore: bool = True
+    ) -> tuple[Tensor, State]:
+        """Outputs and the final state; in one call unless lengths of chunks are given."""
+        if restore:
+            self._snapshot.restore()
+            set_modes(self.module, self.training)
+        if self.training is not None:
+            random.seed(0)
+        if state == ():
+            state = self.adapter.initial_state(x.shape[1], None)
+        outputs: list[Tensor] = []
+        for part in x.split(chunks or (len(x),)):
+            if self.training is None:
+                y, state = self.adapter.run(part, state)
+            else:
+                with ConstantRandomness():
+                    y, state = self.adapter.run(part, state)
+            outputs.append(y)
+        y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        if not torch.isfinite(y).all():
+            raise ValueError("the outputs are not finite")
+        return y, state
+
+    @torch.no_grad()
+    def _repeat(self) -> float:
+        # in evaluation, what the first run left in attributes and buffers must not matter
+        y, state = self.run(self.x, restore=self.training is not None)
+        return max(difference(y, self._y), _state_difference(state, self._end))
+
+    @torch.no_grad()
+    def _inputs(self) -> float:
+        steps, lanes = self.x.shape[:2]
+        self._changed_at = steps // 2, lanes - 1
+        y, _ = self.run(changed_inputs(self.x, *self._changed_at))
+        self._moved = (y - self._y).abs().reshape(steps, lanes, -1).amax(2)
+        step, lane = self._changed_at
+        return float(self._moved[step:, lane].max())
+
+    def _causal(self) -> float:
+        step, lane = self._changed_at
+        return float(self._moved[:step, lane].max())
+
+    @torch.no_grad()
+    def _lanes(self) -> float:
+        lanes = self.x.shape[1]
+        if lanes == 1:
+            return 0.0
+        moved = float(self._moved[:, : lanes - 1].max())
+        cut, picks = self.bounds[1], [lanes - 1, 0]
+        _, state = self.run(self.x[:cut])
+        together, _ = self.run(self.x[cut:], state=state)
+        alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
+        return max(moved, difference(alone, together[:, picks]))
+
+    @torch.no_grad()
+    def _whole(self) -> float:
+        lengths = [stop - start for start, stop in pairwise(self.bounds)]
+        y, state = self.run(self.x, *lengths)
+        deviation = max(difference(y, self._y), _state_difference(state, self._end))
+        if not deviation <= self.tolerance:
+            return deviation
+        y, state = self.run(self.x, *[1] * len(self.x))
+        single = max(difference(y, self._y), _state_difference(state, self._end))
+        return max(deviation, single)
+
+    @torch.no_grad()
+    def _memory(self) -> float:
+        cut = self.bounds[1]
+        y, _ = self.run(self.x[cut:])
+        return difference(y, self._y[cut:])
+
+    @torch.no_grad()
+    def _value(self) -> float:
+        _, state = self.run(self.x[: self.bounds[1]])
+        before = trees.map_leaves(torch.clone, state)
+        self.run(self.x[self.bounds[1] :], state=state)
+        return _state_difference(state, before)
+
+    def _credit(self) -> float:
+        """The difference of two gradients of the outputs: in one call and in chunks.
+
+        Where the module gets one step at a call, a tensor of the state that changes outputs and
+        gets no gradient counts as infinite: it is detached however the steps are divided.
+        """
+        x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
+        leaves = [p for p in self.module.parameters() if p.requires_grad]
+        leaves += [x] if x.requires_grad else []
+        if not leaves:
+            return 0.0
+        lengths = [stop - start for start, stop in pairwise(self.bounds)]
+        weights = torch.randn(self._y.shape, generator=torch.Generator().manual_seed(2))
+        weights = weights.to(self._y)
+        grads: list[tuple[Tensor, ...]] = []
+        for chunks in ((), lengths):
+            y, _ = self.run(x, *chunks)
+            if not y.requires_grad:
+                return 0.0
+            grads.append(torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True))
+        deviation = 0.0
+        for a, b in zip(*grads, strict=True):
+            scale = 1 + float(a.abs().max()) if a.numel() else 1.0
+            deviation = max(deviation, difference(a, b) / scale)
+        if self._by_step and deviation <= self.tolerance and self._cuts_credit():
+            return float("inf")
+        return deviation
+
+    def _cuts_credit(self) -> bool:
+        """Whether some tensor of the state changes outputs and gets no gradient from them."""
+        cut = self.bounds[1]
+        _, state = self.run(self.x[:cut])
+        state = trees.map_leaves(_fresh_leaf, state)
+        y, _ = self.run(self.x[cut:], state=state)
+        entering = [leaf for leaf in trees.tensors(state) if leaf.requires_grad]
+        if not entering or not y.requires_grad:
+            return bool(entering)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+        loss = (y * weights).sum()
+        grads = torch.autograd.grad(loss, entering, allow_unused=True, materialize_grads=True)
+        for leaf, grad in zip(entering, grads, strict=True):
+            if bool(grad.any()):
+                continue
+            with torch.no_grad():
+                other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
+                changed, _ = self.run(self.x[cut:], state=other)
+            if difference(changed, y.detach()) > self.tolerance:
+                return True
+        return False
+
+
+def _fresh_leaf(leaf: Tensor) -> Tensor:
+    leaf = leaf.detach().clone()
+    return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors; infinite if their shapes differ."""
+    if a.shape != b.shape:
+        return float("inf")
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+
+
+def _state_difference(a: State, b: State) -> float:
+    pairs = zip(trees.tensors(a), trees.tensors(b), strict=True)
+    return max((difference(p, q) for p, q in pairs), default=0.0)

@@ -1,0 +1,65 @@
+"""What the names of parameters, methods and attributes suggest; laws decide whether it is so."""
+
+from torch import nn
+
+STATE_NAMES = {
+    *("h", "c", "hx", "cx", "hxs", "h0", "c0", "hc", "s", "m", "mems", "syn", "cache", "carry"),
+    *("past", "context", "buffer"),
+}
+STATE_PREFIXES = ("hid", "state", "cell", "mem")
+LANE_NAMES = {"batch", "bsz", "bs", "b", "n", "lanes", "num_envs", "n_envs", "size"}
+INPUT_NAMES = {"x", "input", "inputs", "obs", "data", "input_tensor", "like", "emb", "tokens"}
+SIZE_ATTRIBUTES = ("batch_size", "batch_sz", "bsz", "batch")
+STATE_FLAGS = {  # boolean parameters by which a module is asked for its state
+    *("return_state", "return_states", "return_hidden", "return_last_state", "ret_state"),
+    *("output_state", "return_next_prev_hidden"),
+}
+RESTARTS = {  # parameters that mean a restart, and whether 0 does
+    **dict.fromkeys(("resets", "reset", "reset_mask", "done", "dones", "is_first", "first"), False),
+    **dict.fromkeys(("is_init", "episode_starts"), False),
+    **dict.fromkeys(("mask", "masks", "not_done", "nonterminal", "nonterminals"), True),
+    "continues": True,
+}
+_INITIAL_VERBS = ("init", "begin", "zero", "start", "default", "empty", "create", "make", "get")
+_OTHER_INITIAL = {"initHidden", "initState", "init_leaky", "state0"}
+_RESET_VERBS = ("reset", "clear")
+
+
+def names_state(name: str) -> bool:
+    """Whether a name is one that people give a state: `hidden`, `h_prev`, `rnn_hxs`, `mems`."""
+    plain = name.lower().strip("_0123456789")
+    words = plain.replace("prev", "").replace("init", "").strip("_").split("_")
+    return any(word in STATE_NAMES or word.startswith(STATE_PREFIXES) for word in words)
+
+
+def names_lanes(name: str) -> bool:
+    """Whether a name is one that people give a number of lanes: `bsz`, `batch_size`."""
+    return name in LANE_NAMES or "batch_s" in name or "batchs" in name or name.endswith("_lanes")
+
+
+def is_method(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method of a name, not a parameter or a submodule."""
+    value = getattr(module, name, None)
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+def initial_methods(module: nn.Module) -> list[str]:
+    """The methods that make an initial state, by their names; `initial_state` first."""
+    return _methods(module, _INITIAL_VERBS, _OTHER_INITIAL)
+
+
+def reset_methods(module: nn.Module) -> list[str]:
+    """The methods that put a state in attributes back, by their names."""
+    return _methods(module, _RESET_VERBS, {"reset"}) + initial_methods(module)
+
+
+def _methods(module: nn.Module, verbs: tuple[str, ...], others: set[str]) -> list[str]:
+    inherited = set(dir(nn.Module))
+    names = [
+        name
+        for name in dir(type(module))
+        if name not in inherited
+        and (name in others or (name.lower().startswith(verbs) and names_state(name)))
+    ]
+    names = [name for name in names if is_method(module, name)]
+    return sorted(names, key=lambda name: (name != "initial_state", name))

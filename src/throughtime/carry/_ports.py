@@ -1,0 +1,298 @@
+"""Where the submodules of a module take and return a state, and the hooks that read and set it.
+
+A port is one recurrent submodule. While `PortHooks.run` calls the module, the first call of each
+submodule takes the state that was carried, and the state that its last call returns is carried on.
+Outside `run` the hooks do nothing.
+
+Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from throughtime import state as trees
+from throughtime.carry._adapter import ResetsUnsupportedError, is_untouched
+from throughtime.errors import ModelError
+from throughtime.nn.layers import Recurrent
+from throughtime.state import State
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Port(ABC):
+    """Where one submodule takes its state and returns it."""
+
+    @abstractmethod
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """The state among the arguments of a call; None if there is none."""
+
+    @abstractmethod
+    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
+        """The arguments with another state."""
+
+    @abstractmethod
+    def leaving(self, result: Any) -> State:
+        """The state that a call returned."""
+
+
+@dataclass(frozen=True)
+class TorchPort(Port):
+    """A recurrent layer or cell of torch.nn: `layer(input, hx) -> (y, hx)`, `cell(...) -> hx`."""
+
+    is_layer: bool
+
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        return args[1] if len(args) > 1 else kwargs.get("hx")
+
+    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
+        sequence = args[0] if args else kwargs["input"]
+        return (sequence, state), {k: v for k, v in kwargs.items() if k not in ("input", "hx")}
+
+    def leaving(self, result: Any) -> State:
+        return result[1] if self.is_layer else result
+
+
+@dataclass(frozen=True)
+class ParameterPort(Port):
+    """A submodule of the user's with an optional state: `part(x, state=None) -> (y, state)`."""
+
+    position: int
+    name: str
+
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        return args[self.position] if len(args) > self.position else kwargs.get(self.name)
+
+    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
+        if len(args) <= self.position:
+            return args, {**kwargs, self.name: state}
+        return (*args[: self.position], state, *args[self.position + 1 :]), kwargs
+
+    def leaving(self, result: Any) -> State:
+        return result[1]
+
+
+@dataclass(frozen=True)
+class FlowPort(Port):
+    """A cell of the user's: some arguments of a call are results of the call before.
+
+    `slots` has the positions of such an argument and of the result, both in flattened order.
+    """
+
+    slots: tuple[tuple[int, int], ...]
+
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return tuple(leaves[argument] for argument, _ in self.slots)
+
+    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for (argument, _), leaf in zip(self.slots, state, strict=True):
+            leaves[argument] = leaf
+        return pytree.tree_unflatten(leaves, spec)
+
+    def leaving(self, result: Any) -> State:
+        leaves = pytree.tree_leaves(result)
+        return tuple(leaves[item] for _, item in self.slots)
+
+
+@dataclass(eq=False)
+class PortCall:
+    """One forward call of the module: the states that its ports take and return.
+
+    Attributes:
+        before: the states to set, by port; empty to record what the module passes itself.
+        shape: `(T, B)`.
+        resets: `(T, B)`, for layers that apply them.
+        context: steps that a layer gets before those of this chunk, and must not run again.
+        every: the port whose layer gives its state after every step, see `StateHook`.
+        passed: what the module itself passed to the first call of each port.
+        after: what the last call of each port returned.
+        single: whether each layer was called once, with all steps of all lanes.
+    """
+
+    hooks: "PortHooks"
+    before: Mapping[str, State]
+    shape: torch.Size
+    resets: Tensor | None = None
+    context: int = 0
+    every: str | None = None
+    passed: dict[str, State] = field(default_factory=dict[str, State])
+    after: dict[str, State] = field(default_factory=dict[str, State])
+    single: bool = True
+
+
+_active: ContextVar[PortCall | None] = ContextVar("_active", default=None)
+
+
+class PortHooks:
+    """The hooks on the submodules of one module."""
+
+    def __init__(self, module: nn.Module, ports: Mapping[str, Port]) -> None:
+        self.module, self.ports = module, ports
+        self._layers = {name: module.get_submodule(name) for name in ports}
+        self._handles: list[Any] = []
+        for name, layer in self._layers.items():
+            enter, leave = StateHook(self, name, "enter"), StateHook(self, name, "leave")
+            self._handles += [
+                layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                layer.register_forward_hook(leave, prepend=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def run(self, call: PortCall, forward: Callable[[], Any]) -> Any:
+        """The result of `forward`, while the hooks act for `call`.
+
+        Raises:
+            ModelError: no port ran, or one cannot take its state.
+        """
+        if any(self.module.get_submodule(name) is not m for name, m in self._layers.items()):
+            raise _replaced_error(self.module, self.ports)
+        token = _active.set(call)
+        try:
+            result = forward()
+        finally:
+            _active.reset(token)
+        if not call.after:
+            raise _replaced_error(self.module, self.ports)
+        return result
+
+    def apply_resets(self) -> bool:
+        """Whether every port is a layer of `tt.nn`, which can apply resets."""
+        return all(isinstance(layer, Recurrent) for layer in self._layers.values())
+
+
+@dataclass(frozen=True, eq=False)
+class StateHook:
+    """Sets the state of a port before a call of its submodule, or reads it after the call."""
+
+    hooks: PortHooks
+    name: str
+    event: str  # "enter" or "leave"
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        call = _active.get()
+        if call is None or call.hooks is not self.hooks:
+            if self.event == "enter":
+                _refuse_recompute(self.name)
+            return None
+        port = self.hooks.ports[self.name]
+        if self.event == "enter":
+            return self._enter(call, port, layer, args, rest[0])
+        call.after[self.name] = port.leaving(rest[0])
+        return _at_every_step(layer, *rest[0]) if call.every == self.name else None
+
+    def _enter(
+        self,
+        call: PortCall,
+        port: Port,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments | None:
+        name, passed = self.name, port.entering(args, kwargs)
+        if isinstance(layer, nn.RNNBase):
+            args, kwargs = _check_sequence(call, name, layer, args, kwargs)
+        elif call.resets is not None:
+            raise ResetsUnsupportedError
+        if name in call.after:
+            if isinstance(port, TorchPort):
+                _check_continues(name, passed, call.after[name])
+            return (args, kwargs) if call.context else None
+        call.passed[name] = passed
+        if name not in call.before:
+            return (args, kwargs) if call.context else None
+        if call.resets is not None:
+            batch_first = getattr(layer, "batch_first", False)
+            resets = call.resets.transpose(0, 1) if batch_first else call.resets
+            kwargs = {**kwargs, "resets": resets}
+        return port.insert(args, kwargs, call.before[name])
+
+
+def _check_sequence(
+    call: PortCall, name: str, layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """Check the sequence that a layer gets, and drop steps that it has run before.
+
+    Raises:
+        ModelError: a packed sequence.
+        ResetsUnsupportedError: the layer gets other steps than those of the chunk.
+    """
+    sequence = args[0] if args else kwargs.get("input")
+    if not isinstance(sequence, Tensor):
+        raise ModelError(
+            f"layer '{name}' gets a {type(sequence).__name__}; a stream needs no packing: pass"
+            " the tensor of its steps"
+        )
+    time = int(layer.batch_first)
+    steps, lanes = call.shape
+    if call.context and sequence.dim() > time and sequence.shape[time] == steps + call.context:
+        sequence = sequence.narrow(time, call.context, steps)
+        args = (sequence, *args[1:])
+        kwargs = {k: v for k, v in kwargs.items() if k != "input"}
+    shape = (lanes, steps) if time else (steps, lanes)
+    if len(args) > 2:
+        args, kwargs = args[:2], {**kwargs, "resets": args[2]}
+    if kwargs.get("resets") is not None or name in call.after or sequence.shape[:2] != shape:
+        call.single = False
+    if call.resets is not None and not call.single:
+        raise ResetsUnsupportedError
+    return args, kwargs
+
+
+def _at_every_step(layer: nn.Module, y: Tensor, hx: State) -> tuple[Tensor, State]:
+    """The result of a layer as if each step were the last of a sequence of its own.
+
+    What the module computes from the last output, or from the last hidden state of the top layer,
+    it then computes for every step at once. States that are unknown within a sequence are NaN.
+    """
+    batch_first = bool(getattr(layer, "batch_first", False))
+    rows = y.flatten(0, 1)
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    h = rows.new_full((states[0].shape[0], rows.shape[0], states[0].shape[-1]), torch.nan)
+    h = torch.cat([h[:-1], rows.unsqueeze(0)])
+    unknown = [rows.new_full((s.shape[0], len(rows), s.shape[-1]), torch.nan) for s in states[1:]]
+    outputs = rows.unsqueeze(1 if batch_first else 0)
+    return outputs, h if isinstance(hx, Tensor) else (h, *unknown)
+
+
+def _refuse_recompute(name: str) -> None:
+    """Refuse a checkpointed forward that runs again in the backward pass, without its state."""
+    # torch.utils.checkpoint itself detects a running backward pass so; there is no public way.
+    if torch._C._current_graph_task_id() != -1:
+        raise ModelError(
+            f"layer '{name}' is run again inside a backward pass, by activation checkpointing: its"
+            " carried state is gone by then. Let forward(x, state) return (y, state), so that the"
+            " state is an argument of what is checkpointed."
+        )
+
+
+def _check_continues(name: str, passed: State, last: State) -> None:
+    """Check that a layer's second call in one forward continues the sequence of its first."""
+    if passed is not None:
+        pairs = zip(trees.tensors(passed), trees.tensors(last), strict=True)
+        if all(a is b for a, b in pairs):
+            return  # the usual loop over a cell, decided without reading a value
+    if passed is None or (is_untouched(passed) and not is_untouched(last)):
+        raise ModelError(
+            f"layer '{name}' runs twice in one forward, the second time without a state: two"
+            " sequences through one layer have two states. Let forward(x, state) return (y,"
+            " state)."
+        )
+
+
+def _replaced_error(module: nn.Module, ports: Mapping[str, Port]) -> ModelError:
+    return ModelError(
+        f"none of the recurrent layers {list(ports)} ran in {type(module).__name__}.forward: they"
+        " were replaced after tt.carry (carry it again), or are not used"
+    )

@@ -1,0 +1,341 @@
+"""Why a module cannot be carried: the law it breaks, the part that breaks it, the line to write.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from throughtime.carry._bound import BoundModule
+from throughtime.carry._convention import ArgumentState, Convention
+from throughtime.carry._laws import Laboratory, Law
+from throughtime.carry._names import names_state
+from throughtime.carry._observe import RECURRENT, observe
+from throughtime.carry._search import Search
+from throughtime.carry._subject import Failure
+from throughtime.carry._trial import (
+    LANES,
+    STEPS,
+    changed_inputs,
+    copy_of,
+    quiet,
+    set_modes,
+    trial_inputs,
+)
+from throughtime.errors import ModelError
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+BROKEN = {
+    "repeat": "two equal calls in evaluation mode give different outputs",
+    "inputs": "its outputs do not depend on its inputs",
+    "causal": "an input changes the outputs of earlier steps",
+    "lanes": "the inputs of one lane change another lane",
+    "whole": "chunks with the state carried do not give what one call gives",
+    "memory": "its outputs do not depend on the state that it gets",
+    "value": "a call changes the state that it gets, in place",
+    "start": "it gives other outputs for no state than for a state of zeros",
+    "credit": "no gradient, or a part of it, flows through the state to the chunk before",
+}
+ADVICE = {
+    "repeat": (
+        "Random numbers: give functional dropout training=self.training. A random initial state:"
+        " tt.carry(module, start=lambda lanes: ...) with one that is fixed. A counter in an"
+        " attribute, or in an object of another class: make it a part of the state"
+    ),
+    "inputs": "Check what forward computes from its inputs",
+    "causal": (
+        "A stream has no future: attention over all steps, a layer that runs backwards,"
+        " normalisation over time or a convolution that looks ahead cannot be carried. Use what has"
+        " passed only"
+    ),
+    "lanes": (
+        "Lanes are independent recordings. If the module takes the other order of time and batch,"
+        " write tt.carry(module, batch_first=True) or batch_first=False; if it reshapes time into"
+        " the batch or normalises over the batch, let each lane be computed alone"
+    ),
+    "whole": (
+        "Something is kept outside the state, or is not kept: past steps of a convolution (write"
+        " tt.carry(module, context=STEPS)), a sum or a norm over time, a variable of forward. Let"
+        " forward(x, state) return (y, state) with all that it needs"
+    ),
+    "memory": (
+        "Name the parameter, or the attribute, that is the state: tt.carry(module, state='hidden')."
+        " If there is none, the module has no memory, and nothing is to be carried"
+    ),
+    "start": (
+        "Its recordings start from something that no layer shows: give the module a method"
+        " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda lanes: ...)"
+    ),
+    "value": "Return a new state instead of writing into the one that came in",
+    "credit": (
+        "The module detaches its state. Remove .detach(), .data or no_grad() from its forward:"
+        " tt.updates cuts the gradient where its policy says, and keeps memory flat"
+    ),
+}
+
+
+def refusal(module: nn.Module, search: Search) -> ModelError:
+    """The error for a module of which no way of calling obeys every law."""
+    name = type(module).__name__
+    bidirectional = _bidirectional(module)
+    if bidirectional:
+        return bidirectional_error(bidirectional)
+    failure = _telling(module, search.failures)
+    if failure is None or failure.rank <= 0:
+        return _uncallable(module, failure)
+    if failure.law is None:
+        return ModelError(f"{name}: {failure.error}")
+    law = failure.law.name.removeprefix("training ")
+    with quiet(search.x.device):
+        part = _found_culprit(module, search, failure, law)
+    called = "" if failure.convention is None else _short(failure.convention)
+    return broken_error(name, failure.law, part, called)
+
+
+def broken_error(
+    name: str, law: Law, part: tuple[str, nn.Module] | None, state: str = ""
+) -> ModelError:
+    """The error for a module that breaks a law.
+
+    Args:
+        name: of the module's class.
+        law: as it was measured.
+        part: of the module that breaks it, if one was found.
+        state: where the state is.
+    """
+    plain = law.name.removeprefix("training ")
+    is_training = law.name != plain
+    if law.error:
+        return ModelError(
+            f"{name} cannot be carried: it computes a chunk, and fails where the {plain!r} law is"
+            f" measured, with other lengths, lanes or states ({law.error}). {ADVICE['whole']}."
+        )
+    deviation = f"deviation {law.deviation:.2g}"
+    if law.detached:
+        return ModelError(
+            f"{name} cannot be carried: it keeps its state in {law.detached!r} without its"
+            " gradient. Called as it is, no gradient flows from one chunk to the one before, and a horizon"
+            f" longer than a chunk has no effect. Remove .detach() or .data where forward sets"
+            f" {law.detached}: tt.updates cuts the gradient where its policy says, and keeps memory"
+            " flat."
+        )
+    return ModelError(
+        f"{name} cannot be carried: {'in training mode, ' if is_training else ''}{BROKEN[plain]}"
+        f" ({deviation}{f', with the state in {state}' if state else ''})."
+        f" {_advice(plain, part, is_training)}."
+    )
+
+
+def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
+    """The failure that says most: of the likeliest layout, or of what came furthest."""
+    failure = max(failures, key=lambda f: f.rank, default=None)
+    if failure is None or failure.law is None or failure.law.name not in ("causal", "lanes"):
+        return failure
+    if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        return failure
+    first = next(f for f in failures if f.law is not None and not f.law.error)
+    return first if first.law is not None and first.law.name in ("causal", "lanes") else failure
+
+
+def _short(convention: Convention) -> str:
+    source = convention.source
+    if isinstance(source, ArgumentState):
+        return f"argument '{', '.join(source.names)}'" if source.names else "a pair (x, state)"
+    names = [*source.ports, *(".".join(filter(None, key)) for key in source.attributes)]
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _bidirectional(module: nn.Module) -> str | None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.RNNBase) and part.bidirectional:
+            return name or type(part).__name__
+    return None
+
+
+def bidirectional_error(name: str) -> ModelError:
+    """The error for a layer that runs backwards over time."""
+    return ModelError(
+        f"layer '{name}' is bidirectional: its backward direction starts at the end of the"
+        " recording, and a stream has none, so no state can be carried into it. Use"
+        " bidirectional=False."
+    )
+
+
+def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
+    """No call of the module gave outputs and a state."""
+    name = type(module).__name__
+    has_layers = any(isinstance(m, RECURRENT) for m in module.modules())
+    error = None if failure is None else failure.error
+    if failure is not None and failure.convention is not None:
+        source = failure.convention.source
+        if isinstance(source, ArgumentState) and any(map(names_state, source.names)):
+            return ModelError(
+                f"{name}.forward failed in every trial ({_first_line(error)}), with the state in"
+                f" argument '{', '.join(source.names)}'. Let it accept None at the start of a"
+                " recording, give the module a method initial_state(lanes), or write"
+                " tt.carry(module, start=lambda lanes: ...)."
+            )
+    if not has_layers and (error is None or "has one output per step" not in str(error)):
+        kinds = {
+            type(m).__name__ for m in module.modules() if isinstance(m, (*CONVOLUTIONS, *ATTENTION))
+        }
+        remark = f" ({', '.join(sorted(kinds))} over steps keeps no state)" if kinds else ""
+        detail = (
+            "" if error is None else f" The first call that was tried raised: {_first_line(error)}."
+        )
+        return ModelError(
+            f"{name} has no recurrent layer of torch.nn inside, and no state was found in its"
+            f" arguments, attributes or submodules{remark}: there is nothing to carry, or it is"
+            " hidden where it cannot be reached. Let forward(x, state) return (y, state)."
+            f"{detail}"
+        )
+    return ModelError(
+        f"no way of calling {name} gave one output per step and a state. The usual one:"
+        f" {_first_line(error)}. Say what is unusual: tt.carry(module, inputs=lambda x: ...,"
+        " output=0, state='hidden', start=lambda lanes: ..., call='step')."
+    )
+
+
+def _first_line(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
+
+
+def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> str:
+    """What to change, for a law and the part of the module that breaks it."""
+    if part is None:
+        if is_training and law == "whole":
+            return (
+                "What a step gets is not what the step before returned, such as a state after"
+                " dropout: dropout belongs on outputs, or into the cell that returns the state"
+            )
+        return ADVICE[law]
+    name, module = part
+    where = f"The first part that breaks it is '{name}' ({type(module).__name__})"
+    if isinstance(module, BATCH_NORMS):
+        return (
+            f"{where}: batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
+            f" module.{name}.eval()"
+        )
+    if isinstance(module, CONVOLUTIONS):
+        sizes = zip(module.kernel_size, module.dilation, strict=True)
+        past = max((kernel - 1) * dilation for kernel, dilation in sizes)
+        if law == "causal":
+            return (
+                f"{where}: it convolves over time and looks ahead. Pad it on the left only,"
+                f" F.pad(x, ({past}, 0)), and write tt.carry(module, context={past})"
+            )
+        return (
+            f"{where}: it convolves over time, and the steps before a chunk are lost. Keep them:"
+            f" tt.carry(module, context={past})"
+        )
+    if isinstance(module, ATTENTION):
+        return (
+            f"{where}: attention over all steps. Keep past keys and values in the state:"
+            " forward(x, state) -> (y, state)"
+        )
+    if "Norm" in type(module).__name__:
+        return f"{where}: it normalises over time. Normalise the features of each step alone"
+    return f"{where}. {ADVICE[law]}"
+
+
+def _found_culprit(
+    module: nn.Module, search: Search, failure: Failure, law: str
+) -> tuple[str, nn.Module] | None:
+    """The part of a module that breaks a law, found on another copy."""
+    twin = None if failure.convention is None else copy_of(module)
+    if failure.convention is None or twin is None:
+        return None
+    is_training = failure.law is not None and failure.law.name.startswith("training")
+    modes = {n: p.training for n, p in module.named_modules()} if is_training else None
+    x = trial_inputs(search.x, twin, 1 if failure.convention.one_lane else LANES)
+    bound = BoundModule(twin, failure.convention, x[:1, :1])
+    return culprit(Laboratory(bound, twin, x), law, modes)
+
+
+def culprit(
+    laboratory: Laboratory, law: str, modes: dict[str, bool] | None
+) -> tuple[str, nn.Module] | None:
+    """The first part, in the order of calls, whose results break a law of time or lanes."""
+    if law not in ("causal", "lanes", "whole", "repeat"):
+        return None
+    twin, x = laboratory.module, laboratory.x
+    lanes = x.shape[1]
+    laboratory.training = modes
+    set_modes(twin, modes)
+    step, lane = STEPS // 2, lanes - 1
+
+    try:
+        with torch.no_grad():
+            whole = _last_calls(laboratory, x)
+            if law == "whole":
+                other = _last_calls(laboratory, x, 3, STEPS - 3)
+            else:
+                other = _last_calls(laboratory, changed_inputs(x, step, lane))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+    def judge(a: Tensor, b: Tensor) -> bool:
+        if law == "whole":
+            return _differs_at_end(a, b)
+        return _differs_elsewhere(a, b, step, lane, lanes, law)
+
+    for name, (received, returned) in whole.items():
+        part = twin.get_submodule(name)
+        is_leaf = not any(True for _ in part.children()) or isinstance(part, ATTENTION)
+        if not is_leaf or name not in other or isinstance(part, RECURRENT):
+            continue
+        got, gave = other[name]
+        if any(judge(a, b) for a, b in zip(received, got, strict=False)):
+            return None  # forward itself has broken the law before this part
+        if any(judge(a, b) for a, b in zip(returned, gave, strict=False)):
+            return name, part
+    return None
+
+
+def _last_calls(
+    laboratory: Laboratory, x: Tensor, *chunks: int
+) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """The tensors that the last call of each part received and returned."""
+    calls = observe(laboratory.module, lambda: laboratory.run(x, *chunks))
+    return {
+        name: (_tensors((of_part[-1].args, of_part[-1].kwargs)), _tensors(of_part[-1].result))
+        for name, of_part in calls.items()
+    }
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _differs_at_end(whole: Tensor, last: Tensor) -> bool:
+    """Whether the last steps of a result differ from those of the last chunk."""
+    if whole.dim() != last.dim():
+        return False
+    changed = [i for i, (p, q) in enumerate(zip(whole.shape, last.shape, strict=True)) if p != q]
+    if len(changed) != 1 or whole.shape[changed[0]] != STEPS:
+        return False
+    length = last.shape[changed[0]]
+    end = whole.narrow(changed[0], STEPS - length, length)
+    return not torch.allclose(end, last, rtol=1e-4, atol=1e-5)
+
+
+def _differs_elsewhere(a: Tensor, b: Tensor, step: int, lane: int, lanes: int, law: str) -> bool:
+    """Whether results differ at earlier steps, or in other lanes than the one changed."""
+    if a.shape != b.shape:
+        return False
+    moved = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+    times = [i for i, size in enumerate(a.shape) if size == STEPS]
+    batches = [i for i, size in enumerate(a.shape) if size == lanes]
+    if law in ("causal", "repeat") and len(times) == 1:
+        return bool(moved.narrow(times[0], 0, step).any())
+    if law == "lanes" and len(batches) == 1 and lanes > 1:
+        return bool(moved.narrow(batches[0], 0, lane).any())
+    flat = [i for i, size in enumerate(a.shape) if size == STEPS * lanes]
+    if len(flat) == 1:  # steps first or lanes first: count what may change in either
+        rows = int(moved.movedim(flat[0], 0).flatten(1).any(1).sum()) if a.dim() > 1 else 0
+        return rows > STEPS - step
+    return False

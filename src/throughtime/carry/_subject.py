@@ -1,0 +1,229 @@
+"""The copy of a module on which ways of calling it are tried.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from throughtime.carry._adapter import LaneLayout
+from throughtime.carry._bound import BoundModule
+from throughtime.carry._convention import (
+    ArgumentState,
+    Convention,
+    InternalState,
+    MisfitError,
+    set_attribute,
+    widen,
+)
+from throughtime.carry._laws import Law
+from throughtime.carry._names import SIZE_ATTRIBUTES, is_method, names_state
+from throughtime.carry._trial import Snapshot, set_modes
+from throughtime.errors import ModelError, StateError
+from throughtime.state import State
+
+CALL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    MisfitError,
+    ModelError,
+    StateError,
+)
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a module; None is found by trials. See `tt.carry`."""
+
+    inputs: Callable[[Tensor], Any] | None = None
+    output: int | str | None = None
+    state: str | None = None
+    start: Callable[[int], State] | None = None
+    call: str | Callable[..., Any] | None = None
+    context: int = 0
+    batch_first: bool | None = None
+
+
+# How much a broken law says: a wrong layout usually breaks the first two.
+LAW_ORDER = ("inputs", "lanes", "repeat", "causal", "whole", "memory", "value", "credit", "start")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A way of calling a module that was tried, and why it was not accepted.
+
+    `law` is None where a call raised `error`; `one_lane` says that it was tried on one lane.
+    """
+
+    convention: Convention | None
+    law: Law | None
+    error: Exception | None
+    one_lane: bool
+
+    @property
+    def rank(self) -> float:
+        """How far the trial came; positive if several lanes were accepted by the module."""
+        source = None if self.convention is None else self.convention.source
+        if self.law is None:
+            if isinstance(source, ArgumentState) and not source.names:
+                return -3  # few modules take a pair: what they raise says nothing
+            rank = 1.0 if isinstance(self.error, (ModelError, StateError)) else 0.0
+        elif self.law.name.startswith("training"):
+            rank = 20.0
+        else:
+            rank = 1.5 if self.law.error else 2.0 + LAW_ORDER.index(self.law.name)
+        return rank - 2 * self.one_lane
+
+
+class Subject:
+    """A module under trial: its signature, and calls that always start from the same state of it.
+
+    Args:
+        module: the copy, or the user's module itself if it cannot be copied.
+        original: the user's.
+        x: example inputs `(T, B, ...)`.
+        hints: what the user says.
+
+    Raises:
+        ModelError: `hints.call` is no method of the module.
+    """
+
+    def __init__(self, module: nn.Module, original: nn.Module, x: Tensor, hints: Hints) -> None:
+        self.module, self.hints = module, hints
+        self.one_lane = False
+        self.failures: list[Failure] = []
+        self._snapshot = Snapshot(module)
+        self.method = _method_name(original, hints.call)
+        forward = getattr(module, self.method)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
+        count = _count_inputs(hints, x)
+        self.input_name: str | None = None
+        if count == 1 and len(parameters) > 1:
+            first, second = parameters[0].name, parameters[1].name
+            if first == hints.state or (names_state(first) and not names_state(second)):
+                self.input_name = second
+                parameters = [parameters[1], parameters[0], *parameters[2:]]
+        self.parameters = parameters[count:]
+        self.sizes = tuple(
+            (name, key)
+            for name, part in module.named_modules()
+            for key in SIZE_ATTRIBUTES
+            if type(vars(part).get(key)) is int
+        )
+        self.weight = next(module.parameters(), None)
+
+    def reset(self) -> None:
+        """Put attributes and buffers back; evaluation mode."""
+        self._snapshot.restore()
+        set_modes(self.module, None)
+
+    def note(
+        self, convention: Convention | None, law: Law | None, error: Exception | None = None
+    ) -> None:
+        """Remember a way of calling that was not accepted."""
+        self.failures.append(Failure(convention, law, error, self.one_lane))
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> Any:
+        """One call, as the author of the module would make it."""
+        for key in self.sizes:
+            set_attribute(self.module, key, lanes)
+        call = self.module if self.method == "forward" else getattr(self.module, self.method)
+        return call(*args, **kwargs)
+
+    def call(self, convention: Convention, x: Tensor) -> tuple[Any, State, bool]:
+        """One call from the start of a recording, before the layout of the state is known.
+
+        Returns:
+            The result, the state after it in the module's layout, and whether each layer ran once,
+            with all steps of all lanes.
+        """
+        self.reset()
+        lanes = x.shape[1]
+        convention = replace(convention, lanes=LaneLayout((), (), None))
+        if convention.context:
+            x = torch.cat([x.new_zeros(convention.context, *x.shape[1:]), x])
+        bound = BoundModule(self.module, convention, x[:1, :1])
+        with torch.no_grad():
+            try:
+                state = self._first_state(convention, bound, lanes, x)
+                port_call = bound.port_call(x, state, None)
+                result, after = bound.invoke(x, state, None, port_call)
+            finally:
+                bound.release()
+        return result, after, port_call is not None and port_call.single
+
+    def _first_state(
+        self, convention: Convention, bound: BoundModule, lanes: int, x: Tensor
+    ) -> State:
+        """The state for a first call; None lets the module start by itself."""
+        start, source = convention.start, convention.source
+        if start.function is not None:
+            return start.function(lanes)
+        if start.kind == "method":
+            arranged = convention.inputs.arrange(x[:1])[0]
+            return widen(bound.start_by_methods(lanes, arranged), lanes)
+        if start.kind == "captured" and isinstance(source, InternalState) and source.attributes:
+            return {} if source.ports else bound.captured(x[:1])
+        if start.template is None:
+            return None
+        if isinstance(source, InternalState):
+            return {name: self._zeros(name, lanes) for name in source.ports}
+        if start.template == "scalar":
+            zeros = torch.zeros_like(
+                x.flatten()[:1] if self.weight is None else self.weight.flatten()[:1]
+            )
+            return zeros if len(source.names) == 1 else (zeros,) * len(source.names)
+        return self._zeros(start.template, lanes)
+
+    def _zeros(self, template: str, lanes: int) -> State:
+        """Zeros in the shape of a layer's state; of one row for each lane after `name#rows`."""
+        name, _, rows_only = template.partition("#")
+        layer = self.module.get_submodule(name)
+        weight = next(layer.parameters())
+        if isinstance(layer, nn.RNNCellBase):
+            h = weight.new_zeros(lanes, layer.hidden_size)
+            return (h, h.clone()) if isinstance(layer, nn.LSTMCell) else h
+        if not isinstance(layer, nn.RNNBase):
+            raise MisfitError(f"'{name}' is no recurrent layer")
+        rows = (lanes,) if rows_only else (layer.num_layers * (1 + layer.bidirectional), lanes)
+        h = weight.new_zeros(*rows, layer.proj_size or layer.hidden_size)
+        if isinstance(layer, nn.LSTM):
+            return h, weight.new_zeros(*rows, layer.hidden_size)
+        return h
+
+
+def _method_name(module: nn.Module, call: str | Callable[..., Any] | None) -> str:
+    """The method that `tt.carry(module, call=...)` names; forward if it names none."""
+    if call is None or (isinstance(call, str) and not is_method(module, call)):
+        return "forward"
+    if isinstance(call, str):
+        return call
+    name = getattr(call, "__name__", "")
+    if getattr(call, "__self__", None) is not module:
+        raise ModelError(
+            "call= must be 'chunk', 'step', 'last' or a method of the module that is carried, such"
+            f" as module.{name or 'step'}"
+        )
+    return name
+
+
+def _count_inputs(hints: Hints, x: Tensor) -> int:
+    """How many arguments are inputs."""
+    for example in (x, x[0]) if hints.inputs is not None else ():
+        try:
+            inputs = hints.inputs(example) if hints.inputs is not None else ()
+        except CALL_ERRORS:
+            continue
+        return len(inputs) if isinstance(inputs, tuple) else 1
+    return 1

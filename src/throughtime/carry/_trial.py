@@ -1,0 +1,277 @@
+"""Trials of a module: on a copy, on a few steps, with nothing left behind.
+
+Shapes: `T` steps, `B` lanes, `D` input features.
+"""
+
+import copy
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class HasModule(Protocol):
+    """An adapter of one module."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+
+A = TypeVar("A", bound=HasModule)
+STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
+
+_DROPOUTS = {
+    "dropout",
+    "dropout_",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_dropout",
+    "feature_dropout_",
+    "alpha_dropout",
+    "alpha_dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+}
+_RANDOM = {
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "normal",
+    "bernoulli",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "empty_like_random",
+}
+
+
+class ConstantRandomness(TorchFunctionMode):
+    """Replaces dropout and random numbers by constants: the same for every step and lane.
+
+    What a module computes then does not depend on how its steps are divided among calls, unless
+    something that is dropped or drawn is part of its state.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            options = list(args[1:])
+            p = kwargs.get("p", options[0] if options else 0.5)
+            training = kwargs.get("training", kwargs.get("train"))
+            if training is None:
+                training = options[1] if len(options) > 1 else True
+            if not p or not training:
+                return func(*args, **kwargs)
+            x = args[0] if args else kwargs["input"]
+            in_place = name.endswith("_") or kwargs.get("inplace") is True
+            return x.mul_(0.75) if in_place else x * 0.75
+        result = func(*args, **kwargs)
+        if name in _RANDOM and isinstance(result, Tensor) and result.is_floating_point():
+            with torch.no_grad():
+                result.fill_(0.5)
+        return result
+
+
+@contextmanager
+def quiet(device: torch.device) -> Generator[None]:
+    """Random states are restored; no autocast; cuDNN, which has no double backward, is off."""
+    python = random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.autocast(device.type, enabled=False),
+            torch.backends.cudnn.flags(enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        random.setstate(python)
+
+
+T = TypeVar("T")
+
+
+def copy_of(value: T, module: nn.Module | None = None) -> T | None:
+    """A copy of a module, or of an adapter, with weights of its own.
+
+    Tensors with a graph in attributes, which torch does not copy, are detached.
+
+    Args:
+        value: to copy.
+        module: of the adapter; default: `value` is the module.
+
+    Returns:
+        The copy; None for a module that refuses to be copied.
+    """
+    memo: dict[int, Any] = {}
+    module = value if isinstance(value, nn.Module) else module
+    for part in () if module is None else module.modules():
+        for leaf in pytree.tree_leaves(list(vars(part).values())):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                memo[id(leaf)] = leaf.detach().clone()
+    try:
+        twin = copy.deepcopy(value, memo)
+    # whatever a class raises that is not made for copies: FSDP, locks, handles
+    except Exception:  # noqa: BLE001
+        return None
+    # computing in less than float32 would hide what the laws measure
+    copied = twin if isinstance(twin, nn.Module) else memo[id(module)]
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters()):
+        copied.float()
+    return twin
+
+
+@contextmanager
+def trial_of(adapter: A) -> Generator[A]:
+    """A copy of an adapter; the adapter itself, put back afterwards, if it refuses to be copied."""
+    twin = copy_of(adapter, adapter.module)
+    if twin is not None:
+        yield twin
+        return
+    snapshot, modes = Snapshot(adapter.module), modes_of(adapter.module)
+    try:
+        yield adapter
+    finally:
+        snapshot.restore()
+        restore_modes(adapter.module, modes)
+
+
+class Snapshot:
+    """The attributes, buffers and modes of a module, to be put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+        self._values = [(b, b.detach().clone()) for b in module.buffers()]
+        self._mutable = [
+            (value, type(value)(value))
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, (list, dict)) and not name.startswith("_")
+        ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for part, attributes, buffers in self._parts:
+            for name in vars(part).keys() - attributes.keys():
+                del part.__dict__[name]
+            vars(part).update(attributes)
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:
+                    buffer.data = value
+        for value, items in self._mutable:
+            value.clear()
+            value.extend(items) if isinstance(value, list) else value.update(items)
+
+
+def modes_of(module: nn.Module) -> dict[str, bool]:
+    """The training mode of every part, by name."""
+    return {name: part.training for name, part in module.named_modules()}
+
+
+def restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
+    """Set the training mode of every part."""
+    for name, part in module.named_modules():
+        part.training = modes[name]
+
+
+def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
+    """Set the training mode of every part; None is evaluation. torch's own dropout is off."""
+    for name, part in module.named_modules():
+        part.training = training is not None and training.get(name, False)
+        if isinstance(part, nn.RNNBase) and training is not None:
+            part.dropout = 0.0  # a random number generator inside the operator
+
+
+def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = False) -> Tensor:
+    """Example inputs for any number of steps and lanes, all rows different if possible.
+
+    Rows are drawn from those of `x` `(T, B, ...)`; numbers get noise, tokens stay what they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = x.detach().flatten(0, 1)
+    if not x.is_floating_point():
+        rows = rows.unique(dim=0) if rows.dtype != torch.bool else rows
+        picks = torch.arange(steps * lanes) % len(rows)
+        order = torch.randperm(steps * lanes, generator=generator)
+        return rows[picks[order].to(rows.device)].unflatten(0, (steps, lanes))
+    rows = rows.nan_to_num()
+    picks = torch.randint(len(rows), (steps * lanes,), generator=generator)
+    sample = rows[picks.to(rows.device)].unflatten(0, (steps, lanes))
+    noise = torch.randn(sample.shape, generator=generator, dtype=torch.float32)
+    noise = noise.to(sample.device, sample.dtype)
+    if standardize:
+        return noise
+    scale = rows.std() if rows.numel() > 1 else rows.new_zeros(())
+    return sample + noise * torch.where(scale > 0, scale * 0.5, torch.ones_like(scale))
+
+
+def guessed_inputs(module: nn.Module) -> Tensor | None:
+    """Inputs for the first layer of a module that declares what it takes; None if none does."""
+    generator = torch.Generator().manual_seed(0)
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            tokens = torch.randint(part.num_embeddings, (STEPS, LANES), generator=generator)
+            return tokens.to(part.weight.device)
+        features = getattr(part, "input_size", None) or getattr(part, "in_features", None)
+        if isinstance(features, int):
+            x = torch.randn((STEPS, LANES, features), generator=generator)
+            return x if weight is None else x.to(weight.device, weight.dtype)
+    return None
+
+
+def trial_inputs(x: Tensor, module: nn.Module, lanes: int, *, standardize: bool = False) -> Tensor:
+    """Inputs of a trial, in the dtype of the weights of a copy."""
+    sample = sample_inputs(x, STEPS, lanes, standardize=standardize)
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
+
+
+def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
+    """The inputs with another row at one step of one lane."""
+    other = x.clone()
+    if x.is_floating_point():
+        other[step, lane] = x[step, lane] * -1.5 + 0.7
+        return other
+    different = (x != x[step, lane]).flatten(2).any(2) if x.dim() > 2 else x != x[step, lane]
+    choices = different.nonzero()
+    if len(choices):
+        t, b = choices[0].tolist()
+        other[step, lane] = x[t, b]
+    elif x.dtype == torch.bool:
+        other[step, lane] = ~x[step, lane]
+    else:  # a single token: its neighbour towards zero is valid, if it is not zero itself
+        other[step, lane] = torch.where(x[step, lane] > 0, x[step, lane] - 1, x[step, lane] + 1)
+    return other
+
+
+def perturb(module: nn.Module) -> None:
+    """Add noise to all weights: a layer that starts at zero hides what is below it."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.is_floating_point():
+                noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+                p.add_(noise * 0.1)

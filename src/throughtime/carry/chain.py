@@ -1,0 +1,111 @@
+"""nn.Sequential: the outputs of each child are the inputs of the next.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from throughtime.carry._adapter import Adapter
+from throughtime.carry._laws import Laboratory
+from throughtime.carry._refusal import broken_error, culprit
+from throughtime.carry._trial import LANES, modes_of, quiet, trial_inputs, trial_of
+from throughtime.carry.layers import CellAdapter, LayerAdapter
+from throughtime.carry.module import ModuleAdapter
+from throughtime.errors import ModelError
+from throughtime.state import State
+
+
+@dataclass(frozen=True)
+class StatelessAdapter(Adapter):
+    """A child of a chain that carries nothing: it runs on all steps at once."""
+
+    module: nn.Module
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        del lanes, like
+        return ()
+
+    def takes_resets(self) -> bool:
+        return True
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        del resets
+        return self.module(x), state
+
+
+@dataclass(frozen=True)
+class ChainAdapter(Adapter):
+    """nn.Sequential: the outputs of each child are the inputs of the next.
+
+    The state is a dict by the child's name.
+    """
+
+    module: nn.Sequential
+    children: tuple[nn.Module, ...]
+    links: Mapping[str, "Link"]
+    _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
+
+    def prepare(self, x: Tensor) -> None:
+        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
+            return
+        with quiet(x.device):
+            self._prepare_links(x)
+            modes = modes_of(self.module)
+            with trial_of(self) as twin:
+                inputs = trial_inputs(x, twin.module, LANES)
+                laboratory = Laboratory(twin, twin.module, inputs)
+                for training in (None, modes if self.module.training else None):
+                    for law in laboratory.measure(training):
+                        if not law.holds:
+                            plain = law.name.removeprefix("training ")
+                            part = culprit(laboratory, plain, training)
+                            raise broken_error(type(self.module).__name__, law, part)
+        self._tried.add(kind)
+
+    def _prepare_links(self, x: Tensor) -> None:
+        """Prepare each child with the inputs that reach it."""
+        inputs = trial_inputs(x, self.module, LANES)
+        for link in self.links.values():
+            link.prepare(inputs)
+            with trial_of(link) as twin, torch.no_grad():
+                twin.module.eval()
+                inputs, _ = twin.run(inputs, twin.initial_state(LANES, None))
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        if like is not None:
+            self.prepare(like)
+        return {name: link.initial_state(lanes, None) for name, link in self.links.items()}
+
+    def leaf_names(self, state: State) -> list[str]:
+        return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
+
+    def takes_resets(self) -> bool:
+        return all(link.takes_resets() for link in self.links.values())
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        if tuple(self.module) != self.children:
+            raise ModelError(
+                "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
+                " tt.carry(module)"
+            )
+        after: dict[str, State] = {}
+        for name, link in self.links.items():
+            y, after[name] = link.run(x, state[name], resets)
+            if y.shape[:2] != x.shape[:2]:
+                raise ModelError(
+                    f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into"
+                    f" {tuple(y.shape)}, expected one output per step and lane. A carried recurrent"
+                    " layer returns its outputs only: drop a module that picks them out of a tuple,"
+                    " or the last step."
+                )
+            x = y
+        return x, after
+
+
+Link: TypeAlias = LayerAdapter | CellAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter

@@ -1,0 +1,97 @@
+"""A module of the user's, called as its author wrote it.
+
+The way of calling it is found by trials on a copy, at the first inputs. Shapes: `T` steps, `B`
+lanes.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from throughtime.carry._adapter import Adapter
+from throughtime.carry._bound import BoundModule
+from throughtime.carry._convention import CALLS, Convention, path_name
+from throughtime.carry._refusal import refusal
+from throughtime.carry._search import Search
+from throughtime.carry._subject import Hints
+from throughtime.carry._trial import guessed_inputs
+from throughtime.errors import StateError
+from throughtime.state import State
+
+InputKind = tuple[bool, int, torch.Size, bool]
+
+
+class ModuleAdapter(Adapter):
+    """Calls a module by the convention that obeys the laws of carrying a state.
+
+    Args:
+        module: shared, not copied.
+        hints: what the user says about it.
+    """
+
+    def __init__(self, module: nn.Module, hints: Hints) -> None:
+        self.module, self.hints = module, hints
+        self.bound: BoundModule | None = None
+        self._tried: set[InputKind] = set()
+
+    def prepare(self, x: Tensor) -> None:
+        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        if kind in self._tried or not x.numel():
+            return
+        if torch.compiler.is_compiling():
+            if self.bound is None:
+                raise StateError(
+                    "how the module is called is not known yet, and cannot be found while torch"
+                    " compiles or exports: call net = tt.carry(module, x) with example inputs first"
+                )
+            return
+        search = Search(self.module, x, self.hints)
+        convention = search.find()
+        if convention is None:
+            raise refusal(self.module, search)
+        self._bind(convention, x)
+        self._tried.add(kind)
+
+    def _bind(self, convention: Convention, x: Tensor) -> None:
+        if self.bound is not None:
+            if self.bound.convention.source == convention.source:
+                return
+            self.bound.release()
+        self.bound = BoundModule(self.module, convention, torch.zeros_like(x[:1, :1]))
+
+    def _ready(self, like: Tensor | None) -> BoundModule:
+        if like is None and self.bound is None:
+            like = guessed_inputs(self.module)
+        if like is not None:
+            self.prepare(like)
+        if self.bound is None:
+            raise StateError(
+                f"the layout of the state of {type(self.module).__name__} is not known yet: call"
+                " net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)"
+            )
+        return self.bound
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        return self._ready(like).initial_state(lanes, like)
+
+    def takes_resets(self) -> bool:
+        return self.bound is not None and self.bound.takes_resets()
+
+    def leaf_names(self, state: State) -> list[str]:
+        return self._ready(None).leaf_names(state)
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        return self._ready(x).run(x, state, resets)
+
+    def explain(self) -> str:
+        name = type(self.module).__name__
+        if self.bound is None:
+            return f"{name}: how it is called is found at the first inputs"
+        c = self.bound.convention
+        item = f"item {path_name(c.outputs.path)}, " if c.outputs.path else ""
+        lines = [
+            f"{name}: called with {c.inputs}, {CALLS[c.call]}",
+            f"  state: {c.source}",
+            f"  start: {c.start}",
+            f"  outputs: {item}{c.outputs}",
+        ]
+        return "\n".join(lines)
