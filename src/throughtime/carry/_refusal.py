@@ -30,6 +30,7 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 BROKEN = {
+    "last": "steps one by one do not end where one call of the whole sequence ends",
     "repeat": "two equal calls in evaluation mode give different outputs",
     "inputs": "its outputs do not depend on its inputs",
     "causal": "an input changes the outputs of earlier steps",
@@ -41,6 +42,10 @@ BROKEN = {
     "credit": "no gradient, or a part of it, flows through the state to the chunk before",
 }
 ADVICE = {
+    "last": (
+        "It was made for whole sequences: attention, pooling or a convolution over all steps cannot"
+        " be carried. Let forward(x, state) return (y, state) for each step"
+    ),
     "repeat": (
         "Random numbers: give functional dropout training=self.training. A random initial state:"
         " tt.carry(module, start=lambda lanes: ...) with one that is fixed. A counter in an"
@@ -118,8 +123,8 @@ def broken_error(
     if law.detached:
         return ModelError(
             f"{name} cannot be carried: it keeps its state in {law.detached!r} without its"
-            " gradient. Called as it is, no gradient flows from one chunk to the one before, and a horizon"
-            f" longer than a chunk has no effect. Remove .detach() or .data where forward sets"
+            " gradient. Called as it is, no gradient flows from one chunk to the one before, and a"
+            f" horizon longer than a chunk has no effect. Remove .detach() or .data where forward sets"
             f" {law.detached}: tt.updates cuts the gradient where its policy says, and keeps memory"
             " flat."
         )

@@ -399,7 +399,7 @@ class _Trials:
             for item in _last_steps(last, laboratory.x)
             if item.numel() == y[-1].numel()
         ]
-        law = Law("whole", min(deviations, default=float("inf")), 10 * laboratory.tolerance)
+        law = Law("last", min(deviations, default=float("inf")), 10 * laboratory.tolerance)
         return None if law.holds else law
 
     def _with_resets(self, convention: Convention, x: Tensor) -> Convention:

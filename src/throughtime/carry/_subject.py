@@ -54,8 +54,19 @@ class Hints:
     batch_first: bool | None = None
 
 
-# How much a broken law says: a wrong layout usually breaks the first two.
-LAW_ORDER = ("inputs", "lanes", "repeat", "causal", "whole", "memory", "value", "credit", "start")
+# How much a broken law says: a wrong call breaks the first, a wrong layout the next two.
+LAW_ORDER = (
+    "last",
+    "inputs",
+    "lanes",
+    "repeat",
+    "causal",
+    "whole",
+    "memory",
+    "value",
+    "credit",
+    "start",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Failure:
         elif self.law.name.startswith("training"):
             rank = 20.0
         else:
-            rank = 1.5 if self.law.error else 2.0 + LAW_ORDER.index(self.law.name)
+            rank = 1.2 if self.law.error else 0.5 + LAW_ORDER.index(self.law.name)
         return rank - 2 * self.one_lane
 
 
