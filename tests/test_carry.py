@@ -230,7 +230,7 @@ def test_tokens_are_embedded_with_and_without_a_lane_dimension() -> None:
     y, _ = net(tokens, net.initial_state(1))
     assert y.shape == (9, 1, HIDDEN)
     assert torch.equal(net(tokens.squeeze(1), net.initial_state(1))[0], y.squeeze(1))
-    assert [law.name for law in check_carry(net)] == ["whole", "reset", "lanes", "value"]
+    assert max(law.deviation for law in check_carry(net)) < EXACT
 
 
 @every_net

@@ -131,40 +131,23 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
         r"none of the modules in this nn.Sequential",
     ),
     ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
-    ("own state", KeepsHidden, r"passes layer 'gru' a state of its own that is not zeros"),
     (
-        "learnt state inside",
-        LearntHidden,
-        r"passes layer 'gru' a state of its own.*initial_state\(lanes\)",
+        "detached attribute",
+        KeepsHidden,
+        r"keeps its state in 'hidden' without its gradient.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
     (
-        "returns a pair",
-        lambda: Returns(lambda y, h: (y, h)),
-        r"Returns returned a tuple, expected one tensor of outputs",
-    ),
-    (
-        "last step only",
-        lambda: Returns(lambda y, _: y[-1]),
-        r"returned outputs of shape \(2, 4\) for 7 steps of 2 lanes.*one output per step",
-    ),
-    (
-        "batch first out",
-        lambda: Returns(lambda y, _: y.transpose(0, 1)),
-        r"outputs of shape \(2, 7, 4\).*expected \(T, B, C\)",
-    ),
-    (
-        "returns no state",
-        NoPair,
-        r"NoPair.forward takes a second argument, so it must return the pair",
-    ),
-    (
         "starts from ones",
         StartsFromOnes,
-        r"StartsFromOnes gives different outputs for the state None.*initial_state\(lanes\)",
+        r"gives other outputs for no state than for a state of zeros.*initial_state\(lanes\)",
     ),
-    ("cannot start", NeedsState, r"NeedsState.forward failed in a trial of one step"),
-    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 2 lanes and \(1,\) for 3"),
+    (
+        "cannot start",
+        NeedsState,
+        r"NeedsState.forward failed in every trial.*'state'.*start=lambda lanes",
+    ),
+    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 3 lanes and \(1,\) for 2"),
 ]
 
 

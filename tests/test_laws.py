@@ -1,11 +1,13 @@
 """`check_carry` passes on every carried net and fails on every mutant."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import throughtime as tt
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -16,18 +18,22 @@ from strategies import (
     apart,
     every_net,
     inputs,
+    named,
     remembering,
     weights,
 )
 from throughtime.errors import LawError, ModelError
 from throughtime.testing import check_carry
 
+LAWS = ["repeat", "value", "inputs", "causal", "lanes", "whole", "memory", "credit", "reset"]
+
 
 @every_net
 def test_check_carry_passes_on_what_carry_makes(row: Row) -> None:
     before = weights(net := row.net())
     laws = check_carry(net, inputs(28, 3))
-    assert [law.name for law in laws] == ["whole", "reset", "lanes", "value"]
+    assert [law.name for law in laws] == LAWS
+    assert max(law.deviation for law in laws) < 1e-12
     assert apart(weights(net), before) == 0
 
 
@@ -95,13 +101,13 @@ class IgnoresItsState(Rotation):
 
 
 MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
-    (HiddenBeside, "whole: chunks"),
-    (NormalisesTime, "whole: chunks"),
-    (LooksAhead, "whole: chunks"),
-    (CentredConvolution, "whole: chunks"),
-    (IgnoresItsState, "^reset: a lane that is reset"),
-    (MixesLanes, "^lanes: the inputs of one lane"),
-    (ChangesInPlace, "^value: forward changes"),
+    (HiddenBeside, "do not depend on the state"),
+    (NormalisesTime, "changes the outputs of earlier steps"),
+    (LooksAhead, "changes the outputs of earlier steps"),
+    (CentredConvolution, r"'conv' \(Conv1d\).*looks ahead"),
+    (IgnoresItsState, "where the 'value' law is measured"),
+    (MixesLanes, "the inputs of one lane change another lane"),
+    (ChangesInPlace, "a call changes the state that it gets, in place"),
 ]
 
 
@@ -121,8 +127,47 @@ def test_check_carry_fails_on_a_module_that_mixes_across_a_reset() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x + torch.cat([torch.zeros_like(x[:1]), x[:-1]]))
 
-    with pytest.raises(LawError, match="whole"):
+    with pytest.raises(LawError, match="do not give what one call gives"):
         check_carry(remembering(Causal()), inputs(28, 3))
+
+
+def test_check_carry_fails_where_resets_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tt.Carried.forward
+
+    def forward(net: tt.Carried, x: Tensor, state: Any, _: Tensor | None = None) -> Any:
+        return plain(net, x, state)
+
+    monkeypatch.setattr(tt.Carried, "forward", forward)
+    with pytest.raises(LawError, match="^reset: a lane that is reset"):
+        check_carry(named("lstm").net(), inputs(28, 3))
+
+
+@pytest.mark.parametrize("steps", [2, 5, 28, 61])
+def test_check_carry_takes_inputs_of_any_length(steps: int) -> None:
+    laws = check_carry(named("hides-layer").net(), inputs(steps, 1))
+    assert max(law.deviation for law in laws) < 1e-12
+
+
+class MakesSingles(nn.Module):
+    """Makes its zeros in the default dtype, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[1], 4)
+        outputs: list[Tensor] = []
+        for step in x:
+            h = self.cell(step, h)
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+def test_check_carry_takes_a_module_that_makes_zeros_of_the_default_dtype() -> None:
+    assert torch.get_default_dtype() == torch.float32
+    assert max(law.deviation for law in check_carry(MakesSingles(), inputs(28, 3))) < 1e-12
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:

@@ -92,9 +92,16 @@ class BoundModule(Adapter):
                 )
         if not convention.context:
             return state
-        example = self._example if weight is None else self._example.to(weight.device)
-        past = torch.zeros_like(example).expand(lanes, convention.context, *self._example.shape[2:])
+        step = torch.zeros_like(self._inputs(lanes)).transpose(0, 1)
+        past = step.expand(lanes, convention.context, *step.shape[2:])
         return {PAST: past.clone(), "state": state}
+
+    def _inputs(self, lanes: int) -> Tensor:
+        """Example inputs of one step, `(1, B, ...)`, on the device of the weights."""
+        example = self._example
+        weight = next((p for p in self.module.parameters() if p.is_floating_point()), example)
+        example = example.to(weight.device, weight.dtype if example.is_floating_point() else None)
+        return example.expand(1, lanes, *example.shape[2:])
 
     def _started(self, lanes: int) -> State:
         """The state that the module or the user starts from, in the module's layout."""
@@ -111,8 +118,7 @@ class BoundModule(Adapter):
                     layout.example,
                 )
             )
-        weight = next(self.module.parameters(), self._example)
-        inputs = self._example.to(weight.device).expand(1, lanes, *self._example.shape[2:])
+        inputs = self._inputs(lanes)
         if start.kind == "captured":
             state = self.captured(inputs)
         else:

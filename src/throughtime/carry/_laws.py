@@ -1,12 +1,12 @@
 """The laws of carrying a state, measured on any adapter.
 
 repeat    two equal calls give equal outputs
+value     a call does not change the state that it gets
 inputs    an input changes the output of its own step or of a later one
 causal    an input changes no earlier output
 lanes     the inputs of one lane change no other lane, and lanes run alone with their states
 whole     chunks with the state carried give what one call gives
 memory    outputs depend on the state
-value     a call does not change the state that it gets
 credit    gradients flow through the state: chunks give the gradients of one call
 
 Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
@@ -33,8 +33,9 @@ class Law:
 
     Attributes:
         name: of the law.
-        deviation: the largest one measured.
-        tolerance: what is allowed; for `inputs` and `memory`, what is needed at least.
+        deviation: the largest one measured; for `inputs` and `memory`, what a difference that is
+            needed falls short of.
+        tolerance: what is allowed.
         error: of a call that failed, instead of a deviation.
         detached: the attribute that holds a state without its gradient.
     """
@@ -48,8 +49,6 @@ class Law:
     @property
     def holds(self) -> bool:
         """Whether the module obeys it."""
-        if self.name.removeprefix("training ") in ("inputs", "memory"):
-            return self.deviation > self.tolerance
         return self.deviation <= self.tolerance
 
 
@@ -96,13 +95,14 @@ class Laboratory:
         set_modes(self.module, training)
         laws: list[tuple[str, Callable[[], float]]] = [
             ("repeat", self._repeat),
+            *([("value", self._value)] if training is None else []),
             ("inputs", self._inputs),
             ("causal", self._causal),
             ("lanes", self._lanes),
             ("whole", self._whole),
         ]
         if training is None:
-            laws += [("memory", self._memory), ("value", self._value), ("credit", self._credit)]
+            laws += [("memory", self._memory), ("credit", self._credit)]
         with torch.no_grad():
             y, state = self.run(self.x)
         self._y, self._end = y, state
@@ -112,7 +112,7 @@ class Laboratory:
                 deviation, error = law(), ""
             except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as raised:
                 deviation, error = float("nan"), str(raised).split("\n")[0]
-            tolerance = 0.0 if name == "value" else self.tolerance
+            tolerance = 0.0 if name in ("value", "inputs", "memory") else self.tolerance
             yield Law(prefix + name, deviation, tolerance, error)
 
     def run(
@@ -152,7 +152,7 @@ class Laboratory:
         y, _ = self.run(changed_inputs(self.x, *self._changed_at))
         self._moved = (y - self._y).abs().reshape(steps, lanes, -1).amax(2)
         step, lane = self._changed_at
-        return float(self._moved[step:, lane].max())
+        return max(0.0, self.tolerance - float(self._moved[step:, lane].max()))
 
     def _causal(self) -> float:
         step, lane = self._changed_at
@@ -185,7 +185,7 @@ class Laboratory:
     def _memory(self) -> float:
         cut = self.bounds[1]
         y, _ = self.run(self.x[cut:])
-        return difference(y, self._y[cut:])
+        return max(0.0, self.tolerance - difference(y, self._y[cut:]))
 
     @torch.no_grad()
     def _value(self) -> float:

@@ -119,18 +119,20 @@ def broken_error(
             f"{name} cannot be carried: it computes a chunk, and fails where the {plain!r} law is"
             f" measured, with other lengths, lanes or states ({law.error}). {ADVICE['whole']}."
         )
-    deviation = f"deviation {law.deviation:.2g}"
+    details: list[str] = [] if plain in ("inputs", "memory") else [f"deviation {law.deviation:.2g}"]
+    details += [f"with the state in {state}"] if state else []
+    measured = f" ({', '.join(details)})" if details else ""
     if law.detached:
         return ModelError(
             f"{name} cannot be carried: it keeps its state in {law.detached!r} without its"
             " gradient. Called as it is, no gradient flows from one chunk to the one before, and a"
-            f" horizon longer than a chunk has no effect. Remove .detach() or .data where forward sets"
-            f" {law.detached}: tt.updates cuts the gradient where its policy says, and keeps memory"
-            " flat."
+            " horizon longer than a chunk has no effect. Remove .detach() or .data where forward"
+            f" sets {law.detached}: tt.updates cuts the gradient where its policy says, and keeps"
+            " memory flat."
         )
     return ModelError(
         f"{name} cannot be carried: {'in training mode, ' if is_training else ''}{BROKEN[plain]}"
-        f" ({deviation}{f', with the state in {state}' if state else ''})."
+        f"{measured}."
         f" {_advice(plain, part, is_training)}."
     )
 
