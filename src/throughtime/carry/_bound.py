@@ -76,8 +76,9 @@ class BoundModule(Adapter):
         convention = self.convention
         if convention.one_lane and lanes != 1:
             raise ModelError(
-                f"{type(self.module).__name__} takes one lane, got {lanes}: it has no batch"
-                " dimension. Use tt.Stream(..., lanes=1)"
+                f"{type(self.module).__name__} computes one lane at a time, got {lanes}. Use"
+                " tt.Stream(..., lanes=1). If it has a batch dimension, name its order:"
+                " tt.carry(module, batch_first=True) or batch_first=False"
             )
         del like
         weight = next(self.module.parameters(), None)

@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 
 import copy
 import random
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -90,7 +91,7 @@ class ConstantRandomness(TorchFunctionMode):
 
 @contextmanager
 def quiet(device: torch.device) -> Generator[None]:
-    """Random states are restored; no autocast; cuDNN, which has no double backward, is off."""
+    """Random states are restored; no autocast, no warnings; cuDNN, which needs training, is off."""
     python = random.getstate()
     devices = [device] if device.type == "cuda" else []
     try:
@@ -99,8 +100,10 @@ def quiet(device: torch.device) -> Generator[None]:
             torch.autocast(device.type, enabled=False),
             torch.backends.cudnn.flags(enabled=False),
             torch.inference_mode(False),
+            warnings.catch_warnings(),
             torch.enable_grad(),
         ):
+            warnings.simplefilter("ignore")
             yield
     finally:
         random.setstate(python)

@@ -348,7 +348,7 @@ def _chain_adapter(module: nn.Sequential, hints: Hints) -> ChainAdapter:
     # named_children leaves out the second position of a module
     for name, child in zip(module._modules, module, strict=True):
         links[name] = (
-            _adapter_for(child, hints) if _is_recurrent(child) else StatelessAdapter(child)
+            _adapter_for(child, hints, name) if _is_recurrent(child) else StatelessAdapter(child)
         )
     if all(isinstance(link, StatelessAdapter) for link in links.values()):
         raise ModelError(
@@ -364,9 +364,8 @@ def _is_recurrent(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch."):
         return False
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
-    return len(parameters) > 0 or any(
-        names_state(name.strip("_")) for part in module.modules() for name in vars(part)
-    )
+    own = (vars(part).keys() - vars(nn.Module()).keys() for part in module.modules())
+    return len(parameters) > 0 or any(names_state(name.strip("_")) for n in own for name in n)
 
 
 def _as_entering(after: State, state: State) -> State:

@@ -14,7 +14,7 @@ from throughtime.carry._refusal import refusal
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Hints
 from throughtime.carry._trial import guessed_inputs
-from throughtime.errors import StateError
+from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
 InputKind = tuple[bool, int, torch.Size, bool]
@@ -59,16 +59,26 @@ class ModuleAdapter(Adapter):
         self.bound = BoundModule(self.module, convention, torch.zeros_like(x[:1, :1]))
 
     def _ready(self, like: Tensor | None) -> BoundModule:
-        if like is None and self.bound is None:
-            like = guessed_inputs(self.module)
         if like is not None:
             self.prepare(like)
+        refused = self._guess() if self.bound is None else None
         if self.bound is None:
             raise StateError(
                 f"the layout of the state of {type(self.module).__name__} is not known yet: call"
                 " net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)"
-            )
+            ) from refused
         return self.bound
+
+    def _guess(self) -> ModelError | None:
+        """Prepare for inputs that the first layer declares; why not, if that is impossible."""
+        inputs = guessed_inputs(self.module)
+        if inputs is None:
+            return None
+        try:
+            self.prepare(inputs)
+        except ModelError as refused:  # it may take other inputs
+            return refused
+        return None
 
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
         return self._ready(like).initial_state(lanes, like)
