@@ -138,7 +138,7 @@ def test_check_carry_fails_where_resets_do_nothing(monkeypatch: pytest.MonkeyPat
         return plain(net, x, state)
 
     monkeypatch.setattr(tt.Carried, "forward", forward)
-    with pytest.raises(LawError, match="^reset: a lane that is reset"):
+    with pytest.raises(LawError, match=r"^reset: a lane that is reset"):
         check_carry(named("lstm").net(), inputs(28, 3))
 
 

@@ -97,16 +97,19 @@ class Carried(nn.Module):
         try:
             self.adapter.prepare(x)
         except ModelError:
-            if not isinstance(self.adapter, ChainAdapter):
-                raise
-            whole = ModuleAdapter(self.module, Hints())  # as its author calls it
-            try:
-                whole.prepare(x)
-            except ModelError:
-                whole = None
+            whole = self._as_written(x) if isinstance(self.adapter, ChainAdapter) else None
             if whole is None:
                 raise
             self.adapter = whole
+
+    def _as_written(self, x: Tensor) -> ModuleAdapter | None:
+        """An adapter that calls an nn.Sequential as its author does; None if that is refused."""
+        adapter = ModuleAdapter(self.module, Hints())
+        try:
+            adapter.prepare(x)
+        except ModelError:
+            return None
+        return None if adapter.bound is None or adapter.bound.convention.one_lane else adapter
 
     def explain(self) -> str:
         """How the module is called, what its state is and where that starts."""
