@@ -218,7 +218,7 @@ class CountsCalls(Net):
 class BranchesOnValues(Net):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.rnn(x)
-        if x.mean() > 0:
+        if x.abs().max() > 1e6:
             y = torch.tanh(y)
         return self.head(y)
 
@@ -254,8 +254,11 @@ class UsesLayerTwice(Net):
         self.head = nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, state = self.rnn(x[:1])
-        z, _ = self.rnn(x[1:], state)
+        half = (len(x) + 1) // 2
+        y, state = self.rnn(x[:half])
+        if len(x) == half:
+            return self.head(y)
+        z, _ = self.rnn(x[half:], state)
         return self.head(torch.cat([y, z]))
 
 

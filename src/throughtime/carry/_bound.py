@@ -3,6 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._convention import (
     ArgumentState,
     Convention,
+    InputLayout,
     InternalState,
     MisfitError,
     attribute,
@@ -57,6 +59,26 @@ class BoundModule(Adapter):
         if resets is not None:
             return resets.applied
         return self._single and self._hooks is not None and self._hooks.apply_resets()
+
+    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        c = self.convention
+        plain = InputLayout(c.inputs.order)
+        if c.call != "chunk" or c.inputs != plain or plain.order not in ("TB", "BT"):
+            return None
+        if c.outputs.order != plain.order or c.inputs.transform is not None:
+            return None
+        if c.flags or c.sizes or c.resets or c.context or c.method != "forward" or c.input_name:
+            return None
+        (arranged,) = c.inputs.arrange(x)
+        if isinstance(c.source, InternalState):
+            own = not c.source.attributes and not c.source.scratch and c.outputs.path == ()
+            return (arranged,) if own else None
+        second = [*inspect.signature(self.module.forward).parameters][1:2] == [*c.source.names]
+        is_pair = (c.outputs.path, c.source.result) == ((0,), (1,))
+        return (arranged, state) if second and is_pair else None
+
+    def starts_from_zeros(self) -> bool:
+        return self.convention.start.kind == "zeros"
 
     def leaf_names(self, state: State) -> list[str]:
         source = self.convention.source

@@ -230,7 +230,7 @@ class InternalState:
     Attributes:
         ports: recurrent submodules by name.
         attributes: attributes, or buffers, that hold the state: (module, name).
-        scratch: attributes that a call changes and that are restored after it.
+        scratch: attributes in which the module keeps the same state; restored after every call.
     """
 
     ports: Mapping[str, Port]
@@ -247,16 +247,22 @@ class InternalState:
         return "; ".join(parts)
 
 
+MISSING = object()  # the value of an attribute that a module does not have yet
+
+
 def attribute(module: nn.Module, key: tuple[str, str]) -> Any:
     """The value of an attribute or a buffer of a submodule."""
-    return getattr(module.get_submodule(key[0]), key[1])
+    return getattr(module.get_submodule(key[0]), key[1], MISSING)
 
 
 def set_attribute(module: nn.Module, key: tuple[str, str], value: Any) -> None:
     """Set an attribute or a buffer, without the checks of `nn.Module.__setattr__`."""
     owner = module.get_submodule(key[0])
     values = owner._buffers if key[1] in owner._buffers else owner.__dict__
-    values[key[1]] = value
+    if value is MISSING:
+        values.pop(key[1], None)
+    else:
+        values[key[1]] = value
 
 
 StartKind = Literal["zeros", "method", "captured", "tensors", "function"]

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
-from throughtime.carry._trial import ConstantRandomness, Snapshot, changed_inputs, set_modes
+from throughtime.carry._trial import (
+    ConstantRandomness,
+    Snapshot,
+    changed_inputs,
+    random_normal,
+    set_modes,
+)
 from throughtime.state import State
 
 
@@ -164,7 +170,8 @@ class Laboratory:
         if lanes == 1:
             return 0.0
         moved = float(self._moved[:, : lanes - 1].max())
-        cut, picks = self.bounds[1], [lanes - 1, 0]
+        cut = self.bounds[1]
+        picks = torch.tensor([lanes - 1, 0], device=self.x.device)
         _, state = self.run(self.x[:cut])
         together, _ = self.run(self.x[cut:], state=state)
         alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
@@ -206,8 +213,7 @@ class Laboratory:
         if not leaves:
             return 0.0
         lengths = [stop - start for start, stop in pairwise(self.bounds)]
-        weights = torch.randn(self._y.shape, generator=torch.Generator().manual_seed(2))
-        weights = weights.to(self._y)
+        weights = loss_weights(self._y)
         grads: list[tuple[Tensor, ...]] = []
         for chunks in ((), lengths):
             y, _ = self.run(x, *chunks)
@@ -231,8 +237,7 @@ class Laboratory:
         entering = [leaf for leaf in trees.tensors(state) if leaf.requires_grad]
         if not entering or not y.requires_grad:
             return bool(entering)
-        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
-        loss = (y * weights).sum()
+        loss = (y * loss_weights(y)).sum()
         grads = torch.autograd.grad(loss, entering, allow_unused=True, materialize_grads=True)
         for leaf, grad in zip(entering, grads, strict=True):
             if bool(grad.any()):
@@ -248,6 +253,11 @@ class Laboratory:
 def _fresh_leaf(leaf: Tensor) -> Tensor:
     leaf = leaf.detach().clone()
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
+
+
+def loss_weights(y: Tensor) -> Tensor:
+    """Random weights for a loss of all outputs."""
+    return random_normal(y.shape, torch.Generator("cpu").manual_seed(2)).to(y)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

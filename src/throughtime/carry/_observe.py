@@ -127,6 +127,24 @@ def parameter_ports(module: nn.Module, calls: dict[str, list[PartCall]]) -> dict
     return _outermost(ports)
 
 
+def mirrors(
+    ports: dict[str, Port], calls: dict[str, list[PartCall]], values: dict[Key, Any]
+) -> tuple[Key, ...]:
+    """The attributes in which a module keeps what its ports returned, detached or not."""
+    returned = {
+        leaf.data_ptr()
+        for name, port in ports.items()
+        for leaf in pytree.tree_leaves(port.leaving(calls[name][-1].result))
+        if isinstance(leaf, Tensor)
+    }
+
+    def mirrors_state(value: Any) -> bool:
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return any(leaf.data_ptr() in returned for leaf in leaves)
+
+    return tuple(key for key, value in values.items() if mirrors_state(value))
+
+
 def _outermost(ports: dict[str, Port]) -> dict[str, Port]:
     return {
         name: port

@@ -26,7 +26,7 @@ from throughtime.carry._convention import (
     item_at,
     path_name,
 )
-from throughtime.carry._laws import Laboratory, Law, difference
+from throughtime.carry._laws import Laboratory, Law, difference, loss_weights
 from throughtime.carry._names import RESTARTS, names_state
 from throughtime.carry._ports import TorchPort
 from throughtime.carry._sources import proposals
@@ -335,7 +335,7 @@ class _Trials:
         carried, _ = laboratory.run(x, *chunks)
         if difference(own, carried) > laboratory.tolerance:
             return None  # the attribute is not what carries its state
-        weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(4)).to(own)
+        weights = loss_weights(own)
         expected, got = (
             torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
             for y in (own, carried)

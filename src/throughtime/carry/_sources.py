@@ -35,6 +35,7 @@ from throughtime.carry._observe import (
     changed_attributes,
     flow_ports,
     inside,
+    mirrors,
     observe,
     parameter_ports,
     torch_ports,
@@ -154,10 +155,10 @@ def _internal(
             yield Proposal(InternalState(ports, (), held), (start,), (), resets)
         held = tuple(key for key in held if before[key] is None or is_state(before[key]))
     elif ports:
-        yield Proposal(InternalState(ports, (), changed), _port_starts(subject), (), resets)
+        source = InternalState(ports, (), mirrors(ports, calls, after))
+        yield Proposal(source, _port_starts(subject), (), resets)
     for keys in dict.fromkeys((held, *((key,) for key in held))) if held else ():
-        scratch = tuple(key for key in changed if key not in keys)
-        yield Proposal(InternalState({}, keys, scratch), _attribute_starts(subject), (), resets)
+        yield Proposal(InternalState({}, keys), _attribute_starts(subject), (), resets)
     if calls is None:
         return
     cells = {
@@ -166,12 +167,14 @@ def _internal(
         if not any(inside(name, other) or inside(other, name) for other in ports)
     }
     if cells:
-        source = InternalState({**ports, **cells}, (), changed)
+        both = {**ports, **cells}
+        source = InternalState(both, (), mirrors(both, calls, after))
         yield Proposal(source, _port_starts(subject), (), resets)
     parts = {n: p for n, p in parameter_ports(subject.module, calls).items() if n not in cells}
     if parts:
         outer = {n: p for n, p in ports.items() if not any(inside(n, part) for part in parts)}
-        source = InternalState({**outer, **parts}, (), changed)
+        both = {**outer, **parts}
+        source = InternalState(both, (), mirrors(both, calls, after))
         yield Proposal(source, _port_starts(subject), (), resets)
     if ports and held:
         yield Proposal(InternalState(ports, held), (Start("captured"),), (), resets)

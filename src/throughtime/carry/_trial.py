@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 import copy
 import random
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -207,22 +207,27 @@ def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
             part.dropout = 0.0  # a random number generator inside the operator
 
 
+def random_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Standard normal numbers on the host, whatever the default device and dtype are."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
 def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = False) -> Tensor:
     """Example inputs for any number of steps and lanes, all rows different if possible.
 
     Rows are drawn from those of `x` `(T, B, ...)`; numbers get noise, tokens stay what they are.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     rows = x.detach().flatten(0, 1)
     if not x.is_floating_point():
         rows = rows.unique(dim=0) if rows.dtype != torch.bool else rows
-        picks = torch.arange(steps * lanes) % len(rows)
-        order = torch.randperm(steps * lanes, generator=generator)
+        picks = torch.arange(steps * lanes, device="cpu") % len(rows)
+        order = torch.randperm(steps * lanes, generator=generator, device="cpu")
         return rows[picks[order].to(rows.device)].unflatten(0, (steps, lanes))
     rows = rows.nan_to_num()
-    picks = torch.randint(len(rows), (steps * lanes,), generator=generator)
+    picks = torch.randint(len(rows), (steps * lanes,), generator=generator, device="cpu")
     sample = rows[picks.to(rows.device)].unflatten(0, (steps, lanes))
-    noise = torch.randn(sample.shape, generator=generator, dtype=torch.float32)
+    noise = random_normal(sample.shape, generator)
     noise = noise.to(sample.device, sample.dtype)
     if standardize:
         return noise
@@ -232,15 +237,17 @@ def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = Fals
 
 def guessed_inputs(module: nn.Module) -> Tensor | None:
     """Inputs for the first layer of a module that declares what it takes; None if none does."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     weight = next((p for p in module.parameters() if p.is_floating_point()), None)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            tokens = torch.randint(part.num_embeddings, (STEPS, LANES), generator=generator)
+            tokens = torch.randint(
+                part.num_embeddings, (STEPS, LANES), generator=generator, device="cpu"
+            )
             return tokens.to(part.weight.device)
         features = getattr(part, "input_size", None) or getattr(part, "in_features", None)
         if isinstance(features, int):
-            x = torch.randn((STEPS, LANES, features), generator=generator)
+            x = random_normal((STEPS, LANES, features), generator)
             return x if weight is None else x.to(weight.device, weight.dtype)
     return None
 
@@ -272,9 +279,9 @@ def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
 
 def perturb(module: nn.Module) -> None:
     """Add noise to all weights: a layer that starts at zero hides what is below it."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
             if p.is_floating_point():
-                noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+                noise = random_normal(p.shape, generator).to(p.device, p.dtype)
                 p.add_(noise * 0.1)

@@ -4,6 +4,8 @@ The way of calling it is found by trials on a copy, at the first inputs. Shapes:
 lanes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -85,6 +87,12 @@ class ModuleAdapter(Adapter):
 
     def takes_resets(self) -> bool:
         return self.bound is not None and self.bound.takes_resets()
+
+    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        return None if self.bound is None else self.bound.forward_arguments(x, state)
+
+    def starts_from_zeros(self) -> bool:
+        return self.bound is not None and self.bound.starts_from_zeros()
 
     def leaf_names(self, state: State) -> list[str]:
         return self._ready(None).leaf_names(state)
