@@ -247,7 +247,8 @@ def select(state: State, lanes: Sequence[int] | Tensor) -> State:
         (tensor([[2.],
                 [0.]]),)
     """
-    index = torch.as_tensor(lanes)
+    # as_tensor would move a tensor to the default device
+    index = lanes if isinstance(lanes, Tensor) else torch.as_tensor(lanes, device="cpu")
     if index.dtype == torch.bool:
         raise StateError(
             "lanes are given as a mask, expected their numbers: mask.nonzero().flatten()"
