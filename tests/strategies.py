@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry._laws import Law
 
 FEATURES = 3
 HIDDEN = 4
@@ -276,6 +278,15 @@ NETS = (
     Row("learnt-start", LearntStart),
 )
 every_net = pytest.mark.parametrize("row", NETS, ids=lambda row: row.name)
+
+
+def lawless(net: tt.Carried, x: Tensor) -> tt.Carried:
+    """The net, prepared without measuring a law: for nets that break one on purpose."""
+    training = net.training
+    with mock.patch.object(Law, "holds", new=True):
+        for mode in (True, False):
+            net.train(mode).prepare(x)
+    return net.train(training)
 
 
 def named(name: str) -> Row:

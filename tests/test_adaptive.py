@@ -23,6 +23,7 @@ from strategies import (
     Row,
     apart,
     inputs,
+    lawless,
     named,
     recordings,
     some_nets,
@@ -342,7 +343,10 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
         policy: Any,
     ) -> tuple[UpdateGrads, Tensor, list[Tensor], dict[str, Any], list[Tensor | None]]:
         torch.manual_seed(0)
-        net, source = tt.carry(Noisy().double()).train(training), stream(60, 45)
+        net, source = (
+            lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
+            stream(60, 45),
+        )
         torch.manual_seed(5)
         results = policy_gradients(net, source, policy)
         later = tt.updates(net, source, nn.MSELoss(), gradient=policy)

@@ -25,6 +25,7 @@ from strategies import (
     Weights,
     gradients,
     inputs,
+    lawless,
     named,
     recordings,
     seeds,
@@ -301,7 +302,10 @@ def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
 @pytest.mark.parametrize("stride", [None, 2])
 def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None:
     """Neither the stream, `.grad`, weights, buffers, generators nor the mode."""
-    net, source = tt.carry(Noisy().double()).train(training), stream_of([40, 33], 2)
+    net, source = (
+        lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
+        stream_of([40, 33], 2),
+    )
     for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
         if update.chunk.position[0, 0] == 10:
             break
@@ -609,7 +613,7 @@ def test_what_cannot_be_audited_is_refused(
 
 
 def test_refused_audit_leaves_the_net_as_it_was() -> None:
-    net = tt.carry(Noisy().double())
+    net = lawless(tt.carry(Noisy().double()), inputs(3, 2))
     before, buffers = torch.get_rng_state(), {n: b.clone() for n, b in net.named_buffers()}
     with pytest.raises(DataError):
         audited(net, stream_of([20], 1, warm_up=20))

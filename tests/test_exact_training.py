@@ -29,6 +29,8 @@ from strategies import (
     apart,
     gradients,
     in_chunks,
+    inputs,
+    lawless,
     remembering,
     start,
     states_apart,
@@ -117,7 +119,8 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
 
 def changing(name: str, dtype: torch.dtype = torch.float64) -> tt.Carried:
     torch.manual_seed(3)
-    return tt.carry(remembering(CHANGING[name]()).to(dtype)).train()
+    net = tt.carry(remembering(CHANGING[name]()).to(dtype)).train()
+    return lawless(net, inputs(3, 2).to(dtype))
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,8 @@ UNREPEATABLE = pytest.mark.parametrize("make", [PythonRandom, NumpyRandom, Count
 
 def judged(make: Callable[[], nn.Module], policy: tt.Exact) -> list[tt.Update]:
     data = PolicyData.draw(23, 2, 0)
-    return list(tt.updates(tt.carry(make().double()), [data.chunk], nn.MSELoss(), gradient=policy))
+    net = lawless(tt.carry(make().double()), data.chunk.inputs)
+    return list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
 
 
 @UNREPEATABLE
@@ -399,7 +403,8 @@ def test_sound_modules_pass_every_comparison() -> None:
 
 
 def test_refusal_leaves_gradients_alone() -> None:
-    net, data = tt.carry(CountsCalls().double()), PolicyData.draw(23, 2, 0)
+    data = PolicyData.draw(23, 2, 0)
+    net = lawless(tt.carry(CountsCalls().double()), data.chunk.inputs)
     with pytest.raises(ModelError, match="does not repeat"):
         next(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5)))
     assert all(p.grad is None for p in net.parameters())

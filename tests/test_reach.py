@@ -24,6 +24,7 @@ from strategies import (
     Row,
     TensorState,
     inputs,
+    lawless,
     named,
     recordings,
     seeds,
@@ -497,7 +498,10 @@ class Noisy(HidesLayer):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_moved_or_changed(training: bool) -> None:
-    net, source = tt.carry(Noisy().double()).train(training), stream_of([60, 50], 2)
+    net, source = (
+        lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
+        stream_of([60, 50], 2),
+    )
     for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
         if update.chunk.position[0, 0] == 10:
             break

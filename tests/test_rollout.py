@@ -44,6 +44,7 @@ from strategies import (
     gradients,
     in_chunks,
     inputs,
+    lawless,
     named,
     remembering,
     seeds,
@@ -317,7 +318,8 @@ def test_buffers_change_once() -> None:
     found = list[Weights]()
     for roll in (False, True):
         torch.manual_seed(5)
-        net, x = tt.carry(remembering(Normalised())), inputs(24, 2)
+        x = inputs(24, 2)
+        net = lawless(tt.carry(remembering(Normalised())), x)
         y, state = tt.rollout(net, x, chunk=6) if roll else in_chunks(net, x, [6] * 3)
         of_all(y, state).backward()
         found.append(gradients(net) | {name: b.clone().double() for name, b in net.named_buffers()})

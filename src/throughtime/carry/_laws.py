@@ -128,22 +128,29 @@ class Laboratory:
         if restore:
             self._snapshot.restore()
             set_modes(self.module, self.training)
-        if self.training is not None:
-            random.seed(0)
         if state == ():
             state = self.adapter.initial_state(x.shape[1], None)
         outputs: list[Tensor] = []
         for part in x.split(chunks or (len(x),)):
-            if self.training is None:
-                y, state = self.adapter.run(part, state)
-            else:
-                with ConstantRandomness():
-                    y, state = self.adapter.run(part, state)
+            y, state = self._run_chunk(part, state)
             outputs.append(y)
         y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not torch.isfinite(y).all():
             raise ValueError("the outputs are not finite")
         return y, state
+
+    def _run_chunk(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One call; in training always from the same buffers, which a call may change for itself.
+
+        A step of power iteration or a count of calls depends on how the steps are divided.
+        """
+        if self.training is None:
+            return self.adapter.run(x, state)
+        self._snapshot.restore()
+        set_modes(self.module, self.training)
+        random.seed(0)
+        with ConstantRandomness():
+            return self.adapter.run(x, state)
 
     @torch.no_grad()
     def _repeat(self) -> float:
