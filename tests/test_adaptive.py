@@ -486,7 +486,7 @@ class Silent(Rotation):
 
 def test_gradient_of_zero_has_no_bias() -> None:
     policy = tt.Adaptive(0.1, 2, 8)
-    net = tt.carry(Silent().double())
+    net = lawless(tt.carry(Silent().double()), inputs(3, 2))
     chunk = tt.Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
     run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
     gradients_of(net, run)

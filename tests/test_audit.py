@@ -518,6 +518,7 @@ def at_the_end() -> tt.Stream:
 
 def explodes() -> tt.Carried:
     net = named("tensor-state").net()
+    net.prepare(inputs(3, 2))
     net.module.get_parameter("turn").data.mul_(1e200)
     return net
 

@@ -114,9 +114,13 @@ MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
         1,
         "It plays after it on a lane: a reset ignored, or a state kept in the module",
     ),
-    "keeps a state": (lambda: tt.carry(KeepsState().double()), 1, "a state kept in the module"),
+    "keeps a state": (
+        lambda: lawless(tt.carry(KeepsState().double()), inputs(3, 2)),
+        1,
+        "a state kept in the module",
+    ),
     "mixes lanes": (
-        lambda: tt.carry(MixesLanes().double()),
+        lambda: lawless(tt.carry(MixesLanes().double()), inputs(3, 2)),
         5,
         "It plays on another lane: BatchNorm or another mean over lanes",
     ),
@@ -225,9 +229,12 @@ def test_net_that_draws_random_numbers_is_no_leak() -> None:
 def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
     stream = tt.Stream(recordings([40, 9]), 5, 4, hand_off=True)
     assert (
-        check_no_leak(stream, tt.carry(MixesLanes().double()), recordings=[0], tolerance=1e6)[
-            0
-        ].steps
+        check_no_leak(
+            stream,
+            lawless(tt.carry(MixesLanes().double()), inputs(3, 2)),
+            recordings=[0],
+            tolerance=1e6,
+        )[0].steps
         == 9
     )
     assert check_no_leak(stream, named("gru").net(), recordings=[0])[0].deviation == 0
@@ -305,7 +312,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     ),
     "blind": (
         LawError,
-        lambda: check_no_leak(stream_of(), tt.carry(Blind())),
+        lambda: check_no_leak(stream_of(), lawless(tt.carry(Blind().double()), inputs(3, 2))),
         "change none of its own outputs either",
     ),
     "a graph in it": (

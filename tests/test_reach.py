@@ -394,7 +394,7 @@ def delayed(steps: int, count: int = 300) -> tt.Stream:
 @pytest.mark.parametrize("delay", [3, 20])
 def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
     """The loss falls once the net has seen `delay` steps, and credit ends exactly there."""
-    net = tt.carry(Delay(delay).double())
+    net = lawless(tt.carry(Delay(delay).double()), inputs(3, 2))
     result = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=40)
     assert result.memory_used
     assert result.loss == pytest.approx(0.01)
@@ -416,7 +416,11 @@ class Ignores(TensorState):
 
 def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
     result = tt.reach(
-        tt.carry(Ignores().double()), stream_of([200]), nn.MSELoss(), max_lag=20, anchors=30
+        lawless(tt.carry(Ignores().double()), inputs(3, 2)),
+        stream_of([200]),
+        nn.MSELoss(),
+        max_lag=20,
+        anchors=30,
     )
     assert not result.memory_used
     assert set(result.norms) == {0.0}
@@ -555,7 +559,11 @@ def test_figures_of_a_net_without_credit_are_plain_numbers() -> None:
             return y, torch.zeros_like(h)
 
     result = tt.reach(
-        tt.carry(Cut().double()), stream_of([60]), nn.MSELoss(), max_lag=10, anchors=3
+        lawless(tt.carry(Cut().double()), inputs(3, 2)),
+        stream_of([60]),
+        nn.MSELoss(),
+        max_lag=10,
+        anchors=3,
     )
     assert result.lyapunov == -math.inf
     json.dumps(result.as_dict(), allow_nan=False)
