@@ -64,8 +64,9 @@ ADVICE = {
     ),
     "whole": (
         "Something is kept outside the state, or is not kept: past steps of a convolution (write"
-        " tt.carry(module, context=STEPS)), a sum or a norm over time, a variable of forward. Let"
-        " forward(x, state) return (y, state) with all that it needs"
+        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
+        " over time, a variable of forward. Let forward(x, state) return (y, state) with all that"
+        " it needs"
     ),
     "memory": (
         "Name the parameter, or the attribute, that is the state: tt.carry(module, state='hidden')."
@@ -139,6 +140,11 @@ def broken_error(
 
 def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
     """The failure that says most: of the likeliest layout, or of what came furthest."""
+    measured = [f for f in failures if f.law is not None and f.convention is not None]
+    if not any(f.convention.call == "chunk" for f in measured if f.convention is not None):
+        whole = next((f for f in measured if f.law is not None and f.law.name == "last"), None)
+        if whole is not None:  # the module returns its last output only
+            return whole
     failure = max(failures, key=lambda f: f.rank, default=None)
     if failure is None or failure.law is None or failure.law.name not in ("causal", "lanes"):
         return failure
@@ -177,6 +183,12 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
     name = type(module).__name__
     has_layers = any(isinstance(m, RECURRENT) for m in module.modules())
     error = None if failure is None else failure.error
+    convolutions = [part for part in module.modules() if isinstance(part, CONVOLUTIONS)]
+    if convolutions and "one output per step" in str(error):
+        return ModelError(
+            f"{name} {error}. If it is a convolution over time that shortens the sequence, keep the"
+            f" steps before a chunk: tt.carry(module, context={max(map(_past, convolutions))})."
+        )
     if failure is not None and failure.convention is not None:
         source = failure.convention.source
         if isinstance(source, ArgumentState) and any(map(names_state, source.names)):
@@ -197,14 +209,21 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
         return ModelError(
             f"{name} has no recurrent layer of torch.nn inside, and no state was found in its"
             f" arguments, attributes or submodules{remark}: there is nothing to carry, or it is"
-            " hidden where it cannot be reached. Let forward(x, state) return (y, state)."
-            f"{detail}"
+            " hidden where it cannot be reached. Let forward(x, state) return (y, state), or say"
+            " what is unusual: tt.carry(module, inputs=lambda x: ..., state='hidden', start=lambda"
+            f" lanes: ..., call='step').{detail}"
         )
     return ModelError(
         f"no way of calling {name} gave one output per step and a state. The usual one:"
         f" {_first_line(error)}. Say what is unusual: tt.carry(module, inputs=lambda x: ...,"
         " output=0, state='hidden', start=lambda lanes: ..., call='step')."
     )
+
+
+def _past(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d) -> int:
+    """The steps before a chunk that a causal convolution needs, if time is its longest kernel."""
+    sizes = zip(convolution.kernel_size, convolution.dilation, strict=True)
+    return max((kernel - 1) * dilation for kernel, dilation in sizes)
 
 
 def _first_line(error: Exception | None) -> str:
@@ -228,8 +247,7 @@ def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> 
             f" module.{name}.eval()"
         )
     if isinstance(module, CONVOLUTIONS):
-        sizes = zip(module.kernel_size, module.dilation, strict=True)
-        past = max((kernel - 1) * dilation for kernel, dilation in sizes)
+        past = _past(module)
         if law == "causal":
             return (
                 f"{where}: it convolves over time and looks ahead. Pad it on the left only,"

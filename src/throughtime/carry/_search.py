@@ -304,7 +304,7 @@ class _Trials:
                         subject.note(convention, law)
                         return False
             laboratory.training = None
-            for law in (self._credit_of_attributes, self._start, self._last):
+            for law in (self._credit_of_attributes, self._last, self._start):
                 broken = law(convention, laboratory)
                 if broken is not None:
                     subject.note(convention, broken)
@@ -393,10 +393,9 @@ class _Trials:
             y, _ = laboratory.run(laboratory.x)
             whole = replace(convention, call="chunk", every=None)
             result, _, _ = self.subject.call(whole, laboratory.x)
-        last = item_at(result, convention.outputs.path)
         deviations = [
             difference(item.reshape(y[-1].shape), y[-1])
-            for item in _last_steps(last, laboratory.x)
+            for item in _last_steps(result, convention.outputs.path, laboratory.x)
             if item.numel() == y[-1].numel()
         ]
         law = Law("last", min(deviations, default=float("inf")), 10 * laboratory.tolerance)
@@ -497,8 +496,9 @@ def _output_orders(call: Call, lanes: int) -> list[str]:
             return ["B", "TB", "BT", *([""] if one_lane else [])]
 
 
-def _last_steps(last: Any, x: Tensor) -> Iterator[Tensor]:
-    """What could be the outputs after the last step, in a result of all steps."""
+def _last_steps(result: Any, path: Path, x: Tensor) -> Iterator[Tensor]:
+    """What could be the outputs after the last step, in the result of a call with all steps."""
+    last = item_at(result, path)
     if not isinstance(last, Tensor):
         return
     steps, lanes = x.shape[:2]
@@ -510,6 +510,9 @@ def _last_steps(last: Any, x: Tensor) -> Iterator[Tensor]:
     if last.dim() and last.shape[0] == steps * lanes:
         yield last.unflatten(0, (steps, lanes))[-1]
         yield last.unflatten(0, (lanes, steps))[:, -1]
+    items = item_at(result, path[:-1]) if path else ()
+    if isinstance(items, list) and len(items) == steps:  # an output for each step
+        yield items[-1]
 
 
 def _state_paths(result: Any, count: int) -> Iterator[Path]:

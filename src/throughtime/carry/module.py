@@ -51,7 +51,7 @@ class ModuleAdapter(Adapter):
         if convention is None:
             raise refusal(self.module, search)
         self._bind(convention, x)
-        self._tried.add(kind)
+        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
 
     def _bind(self, convention: Convention, x: Tensor) -> None:
         if self.bound is not None:
