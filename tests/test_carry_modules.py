@@ -3,8 +3,11 @@
 Every module of the corpus in `modules` has an oracle in plain torch. Shapes: `T` steps, `B` lanes.
 """
 
+import ast
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from modules import CASES
+from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, gradients, lengths_of, restarted
+from throughtime.errors import ModelError, StateError
 
 EXACT, FUSED = 1e-12, 1e-6
 # Two sequences through one layer: the text of the refusal is tested below.
@@ -161,3 +165,195 @@ def test_the_module_of_a_carried_net_works_by_itself(case: Case) -> None:
     play(net, x, lengths_of(len(x))[1])
     expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     assert expected.deviation(net, case.oracle(net.module, x, [len(x)])) <= EXACT
+
+
+# ------------------------------------------------------------ refusals
+
+LAWS = {  # what the text of a refusal says, by the reason of the case
+    "bidirectional": "is bidirectional",
+    "attention": "attention|Attention",
+    "convolution": "convolves over time",
+    "batch_statistics": "batch statistics",
+    "lookahead": "changes the outputs of earlier steps|made for whole sequences",
+    "detach": "no gradient, or a part of it, flows|without its gradient",
+    "no_state": "do not depend on the state|nothing to carry",
+    "ignored_state": "do not depend on the state",
+    "time_normalisation": "normalises over time|normalisation over time",
+    "random": "two equal calls in evaluation mode give different outputs",
+    "mixes_lanes": "the inputs of one lane change another lane",
+    "ambiguous_output": "returns several tensors",
+    "hidden_state_local": "hidden where it cannot be reached|a variable of forward",
+    "other": "cannot be carried|one output per step",
+}
+LINES = (  # what the text tells to write
+    r"tt\.carry\(module, \w+=|forward\(x, state\)|bidirectional=False|Remove \.detach|lanes=1"
+    r"|module\.\w+\.eval\(\)|Normalise the features of each step|Use what has passed only|dropout belongs on outputs"
+)
+REFUSED = [case for case in CASES if case.verdict == "refuse"]
+# One lane would be right, and the text says so.
+ONE_LANE = "forgotten_batch_first"
+# What the text says first is a line to write; the law comes when that is followed.
+SECOND = {"overwritten_state": {"start": lambda lanes: torch.zeros(lanes, 6)}}
+
+
+def refusal(case: Case, **options: Any) -> str | None:
+    """The text of the refusal; None if the module is carried, as its oracle says."""
+    module, x = build(case)
+    alone, x = build(case)
+    try:
+        net = tt.carry(module.train(), with_features(x), **options)
+        net.initial_state(x.shape[1])
+    except (ModelError, StateError) as error:
+        return str(error)
+    module.eval()
+    expected = Expected(alone, case.oracle(alone, x, [len(x)]))
+    for lengths in lengths_of(len(x)):
+        assert expected.deviation(net, play(net, x, lengths)) <= EXACT, "accepted and wrong"
+    return None
+
+
+@rows(REFUSED)
+def test_a_refusal_names_the_law_and_a_line_to_write(case: Case) -> None:
+    text = refusal(case, **SECOND.get(case.name, {}))
+    if text is None:
+        assert case.either
+        return
+    reasons = (case.reason, *case.also)
+    laws = "one lane at a time" if case.name == ONE_LANE else "|".join(LAWS[r] for r in reasons)
+    assert re.search(laws, text), text
+    assert re.search(LINES, text), text
+
+
+def test_two_sequences_through_one_layer_are_refused() -> None:
+    case = BY_NAME[TWO_SEQUENCES]
+    assert "runs twice in one forward" in (refusal(case) or "")
+
+
+@rows([case for case in CASES if case.verdict == "keyword"])
+def test_a_keyword_is_asked_for(case: Case) -> None:
+    """Without its keywords a module is refused by a text with one of them, or carried as it is."""
+    text = refusal(case)
+    assert text is None or any(f"{keyword}=" in text for keyword in case.keywords), text
+
+
+@rows([case for case in CASES if case.verdict == "lane"])
+def test_a_module_of_one_lane_is_refused_for_more(case: Case) -> None:
+    module, _ = build(case)
+    x = with_features(case.inputs(7, 3))
+    with pytest.raises(
+        ModelError, match=r"one lane at a time, got 3.*tt\.Stream\(\.\.\., lanes=1\)"
+    ):
+        tt.carry(module, x).initial_state(3)
+
+
+# ------------------------------------------------------------ lines of refusals, followed
+
+
+def assert_carried(case: Case, net: tt.Carried, alone: nn.Module, x: Tensor) -> None:
+    expected = Expected(alone, case.oracle(alone, x, [len(x)]))
+    for lengths in lengths_of(len(x)):
+        assert expected.deviation(net, play(net, x, lengths)) <= EXACT, lengths
+
+
+@pytest.mark.parametrize("name", ["causal_conv_no_state", "valid_conv_context", "padded_conv"])
+def test_the_context_that_a_refusal_names_is_right(name: str) -> None:
+    case = BY_NAME[name]
+    text = refusal(case) or ""
+    match = re.search(r"tt\.carry\(module, context=(\d+)\)", text)
+    assert match is not None, text
+    (module, x), (alone, _) = build(case), build(case)
+    for part in (module, alone) if name == "padded_conv" else ():
+        pad = re.search(r"Pad it on the left only, F\.pad\(x, \((\d+), 0\)\)", text)
+        assert pad is not None, text
+        part.conv.padding, left = (0,), int(pad[1])
+        part.conv.register_forward_pre_hook(
+            lambda _, args, left=left: nn.functional.pad(args[0], (left, 0))
+        )
+    assert_carried(case, tt.carry(module, context=int(match[1])), alone, x)
+
+
+@pytest.mark.parametrize("name", ["batch_norm_lstm", "batch_norm_output"])
+def test_the_norm_that_a_refusal_names_can_be_frozen(name: str) -> None:
+    case = BY_NAME[name]
+    match = re.search(r"module\.(\w+)\.eval\(\)", refusal(case) or "")
+    assert match is not None
+    (module, x), (alone, _) = build(case), build(case)
+    for part in (module, alone):
+        part.train().get_submodule(match[1]).eval()
+    assert_carried(case, tt.carry(module), alone, x)
+
+
+def test_the_order_that_a_refusal_names_is_right() -> None:
+    case = BY_NAME["kept_output"]
+    (module, x), (alone, _) = build(case), build(case)
+    with pytest.raises(ModelError, match=r"tt\.carry\(module, batch_first=True\)"):
+        tt.carry(module, x, batch_first=False)
+    assert_carried(case, tt.carry(module, batch_first=True), alone, x)
+
+
+@rows([case for case in CASES if "output" in case.keywords and not case.either])
+def test_the_outputs_that_a_refusal_lists_can_be_chosen(case: Case) -> None:
+    text = refusal(case)
+    if text is None:
+        return
+    choices = [ast.literal_eval(key) for key in re.findall(r"\[([^\]]+)\] with features", text)]
+    assert case.keywords["output"] in choices
+    match = re.search(r"tt\.carry\(module, output=(.+)\)", text)
+    assert match is not None
+    assert ast.literal_eval(match[1]) in choices
+    for output in choices:
+        module, x = build(case)
+        net = tt.carry(module, output=output)
+        y = play(net, x, lengths_of(len(x))[1])
+        if output == case.keywords["output"]:
+            assert error(flat(y), flat(case.oracle(build(case)[0], x, [len(x)]))) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("flat_state_start", lambda lanes: torch.zeros(lanes, 24)),
+        ("random_start_inside", lambda lanes: {"lstm": (torch.zeros(1, lanes, 6),) * 2}),
+    ],
+)
+def test_a_start_as_a_refusal_asks_for_is_taken(name: str, start: Any) -> None:
+    case = BY_NAME[name]
+    assert "tt.carry(module, start=lambda lanes: ...)" in (refusal(case) or "")
+    module, x = build(case)
+    net = tt.carry(module, x, start=start)
+    whole, *others = [play(net, x, lengths) for lengths in lengths_of(len(x))]
+    assert all(error(y, whole) <= EXACT for y in others)
+    assert torch.equal(play(net, x, [len(x)]), whole)
+
+
+# ------------------------------------------------------------ forms that are easy to get wrong
+
+FORMS = {
+    "second_parameter_that_is_no_state": ("targets_none", "mask_none", "reset_flag"),
+    "auxiliary_output": ("gate_beside_output", "hidden_aside", "mean_and_scale"),
+    "twenty_outputs_at_stride_twenty": ("outputs_equal_stride",),
+    "twenty_lanes_at_stride_twenty": ("outputs_lanes_equal_stride", "lanes_equal_steps"),
+    "inner_detach": ("half_detached", "detached_state", "detached_hidden", "data_hidden"),
+    "ignored_state": ("forgotten_state", "overwritten_state"),
+    "elementwise_one_step_cell": ("leaky_elementwise", "leaky_readout_elementwise"),
+    "dropout_on_a_cell_s_state": ("dropped_state_local",),
+    "state_attribute_beside_the_layers": ("average_beside_state", "trace_beside_layer"),
+    "normalisation_over_time": ("z_score_lstm", "instance_norm_gru", "group_norm_over_time"),
+}
+
+
+@pytest.mark.parametrize(("lanes", "steps"), [(3, 7), (20, 20)])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_never_silently_wrong(form: str, lanes: int, steps: int) -> None:
+    """At the stride of the stream and at another, without a keyword: right or refused."""
+    for name in FORMS[form]:
+        text = refusal(replace(BY_NAME[name], lanes=lanes, steps=steps))
+        if BY_NAME[name].verdict == "carry":
+            assert text is None
+
+
+def test_dropout_on_a_cell_s_state_is_refused_in_training() -> None:
+    """A cell gets what dropout made of its state: step by step it would get the state itself."""
+    text = refusal(BY_NAME["dropped_state_local"]) or ""
+    assert "in training mode" in text
+    assert "What a step gets is not what the step before returned" in text

@@ -233,7 +233,7 @@ def _first_line(error: Exception | None) -> str:
 def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> str:
     """What to change, for a law and the part of the module that breaks it."""
     if part is None:
-        if is_training and law == "whole":
+        if is_training and law in ("whole", "last"):
             return (
                 "What a step gets is not what the step before returned, such as a state after"
                 " dropout: dropout belongs on outputs, or into the cell that returns the state"

@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
@@ -34,6 +35,7 @@ from throughtime.carry._subject import CALL_ERRORS, Failure, Hints, Subject
 from throughtime.carry._trial import (
     LANES,
     STEPS,
+    ConstantRandomness,
     copy_of,
     modes_of,
     perturb,
@@ -298,7 +300,7 @@ class _Trials:
         try:
             by_step = convention.call in ("step", "last")
             laboratory = Laboratory(bound, subject.module, x, by_step=by_step)
-            for training in (None, dict(self.modes) if self.modes.get("") else None):
+            for training in self._training_modes():
                 for law in laboratory.measure(training):
                     if not law.holds:
                         subject.note(convention, law)
@@ -389,17 +391,27 @@ class _Trials:
         """
         if convention.call not in ("last", "every") or convention.context:
             return None
-        with torch.no_grad():
-            y, _ = laboratory.run(laboratory.x)
-            whole = replace(convention, call="chunk", every=None)
-            result, _, _ = self.subject.call(whole, laboratory.x)
-        deviations = [
-            difference(item.reshape(y[-1].shape), y[-1])
-            for item in _last_steps(result, convention.outputs.path, laboratory.x)
-            if item.numel() == y[-1].numel()
-        ]
-        law = Law("last", min(deviations, default=float("inf")), 10 * laboratory.tolerance)
-        return None if law.holds else law
+        whole = replace(convention, call="chunk", every=None)
+        for training in self._training_modes():
+            laboratory.training = training
+            with torch.no_grad(), nullcontext() if training is None else ConstantRandomness():
+                y, _ = laboratory.run(laboratory.x)
+                result, _, _ = self.subject.call(whole, laboratory.x, training)
+            deviations = [
+                difference(item.reshape(y[-1].shape), y[-1])
+                for item in _last_steps(result, convention.outputs.path, laboratory.x)
+                if item.numel() == y[-1].numel()
+            ]
+            name = "last" if training is None else "training last"
+            law = Law(name, min(deviations, default=float("inf")), 10 * laboratory.tolerance)
+            if not law.holds:
+                return law
+        laboratory.training = None
+        return None
+
+    def _training_modes(self) -> list[dict[str, bool] | None]:
+        """Evaluation, and the modes of a module that trains."""
+        return [None, dict(self.modes)] if self.modes.get("") else [None]
 
     def _with_resets(self, convention: Convention, x: Tensor) -> Convention:
         """The convention, with whether the module restarts lanes exactly as resets do."""

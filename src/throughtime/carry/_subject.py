@@ -152,14 +152,22 @@ class Subject:
         call = self.module if self.method == "forward" else getattr(self.module, self.method)
         return call(*args, **kwargs)
 
-    def call(self, convention: Convention, x: Tensor) -> tuple[Any, State, bool]:
+    def call(
+        self, convention: Convention, x: Tensor, training: dict[str, bool] | None = None
+    ) -> tuple[Any, State, bool]:
         """One call from the start of a recording, before the layout of the state is known.
+
+        Args:
+            convention: how the module is called.
+            x: inputs `(T, B, ...)`.
+            training: the training mode of every part; None is evaluation.
 
         Returns:
             The result, the state after it in the module's layout, and whether each layer ran once,
             with all steps of all lanes.
         """
         self.reset()
+        set_modes(self.module, training)
         lanes = x.shape[1]
         convention = replace(convention, lanes=LaneLayout((), (), None))
         if convention.context:

@@ -226,7 +226,12 @@ class _Recurrent(torch.autograd.Function):
         # the backward pass usually runs outside autocast, so the type of products is stored
         ctx.cell, ctx.products = cell, products
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, h, c, *weights, resets, y, saved)
+        # Outputs that are written in place afterwards, by ReLU(inplace=True), are computed again.
+        # The alias shares their version and keeps no memory; .data has a version of its own.
+        alias = y.detach()
+        alias.data = y.new_empty(0)
+        ctx.alias, ctx.version = alias, alias._version
+        ctx.save_for_backward(x, h, c, *weights, resets, y.data, saved)
         return y, h_end, c_end
 
     @staticmethod
@@ -234,6 +239,8 @@ class _Recurrent(torch.autograd.Function):
         x, h, c, *weights, resets, y, saved = ctx.saved_tensors
         inputs = LayerInputs(ctx.cell, ctx.products, x, h, c, Weights(*weights), resets)
         needs = ctx.needs_input_grad[2:-1]
+        if ctx.alias._version != ctx.version:
+            y = forward(inputs, keep=False)[0]
         if torch.is_grad_enabled() or any(g is not None and _is_batched(g) for g in cotangents):
             grads = _vjp_by_reference(inputs, cotangents, needs)
         else:
