@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ import throughtime as tt
 from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, gradients, lengths_of, restarted
+from throughtime.carry._laws import Laboratory, Law
+from throughtime.carry._search import _Trials
 from throughtime.errors import ModelError, StateError
 
 EXACT, FUSED = 1e-12, 1e-6
@@ -43,19 +45,50 @@ def with_features(x: Tensor) -> Tensor:
     return x.unsqueeze(-1) if x.dim() == 2 and x.is_floating_point() else x
 
 
-def carry(case: Case, module: nn.Module, x: Tensor, **options: Any) -> tt.Carried:
-    """Carry a module in training mode, as a training loop does, then evaluate."""
-    net = tt.carry(module.train(), **case.keywords, **options)
-    net.prepare(with_features(x))
-    module.eval()
-    return net
+class Contents(NamedTuple):
+    """Everything that a carried module must keep, and the random states."""
+
+    attributes: dict[str, dict[str, Any]]
+    weights: dict[str, Tensor]
+    modes: list[bool]
+    draws: Tensor
+    python_draws: object
+
+
+def contents(module: nn.Module) -> Contents:
+    return Contents(
+        {
+            name: {key: value for key, value in vars(part).items() if "hook" not in key}
+            | {f"_buffers.{key}": value for key, value in part._buffers.items()}
+            for name, part in module.named_modules()
+        },
+        {name: value.clone() for name, value in module.state_dict().items()},
+        [part.training for part in module.modules()],
+        torch.get_rng_state(),
+        random.getstate(),
+    )
+
+
+class Subject(NamedTuple):
+    """A carried net, the same module by itself, a stream, and what carrying has left as it was."""
+
+    net: tt.Carried
+    alone: nn.Module
+    x: Tensor
+    before: Contents
+    after: Contents
 
 
 @cache
-def carried(case: Case) -> tuple[tt.Carried, nn.Module, Tensor]:
-    """The carried module, the same module by itself, and a stream."""
+def carried(case: Case) -> Subject:
+    """Carry a module in training mode, as a training loop does; then evaluate."""
     module, x = build(case)
-    return carry(case, module, x), build(case)[0], x
+    before = contents(module.train())
+    net = tt.carry(module, with_features(x), **case.keywords)
+    net.initial_state(x.shape[1])
+    after = contents(module)
+    module.eval()
+    return Subject(net, build(case)[0], x, before, after)
 
 
 def play(net: tt.Carried, x: Tensor, lengths: list[int], resets: Tensor | None = None) -> Tensor:
@@ -90,7 +123,7 @@ class Expected:
 
 @rows(CARRIED)
 def test_a_module_computes_what_its_author_computes(case: Case) -> None:
-    net, alone, x = carried(case)
+    net, alone, x, *_ = carried(case)
     expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     for lengths in lengths_of(len(x)):
         assert expected.deviation(net, play(net, x, lengths)) <= EXACT, lengths
@@ -98,7 +131,7 @@ def test_a_module_computes_what_its_author_computes(case: Case) -> None:
 
 @rows(CARRIED)
 def test_resets_give_separate_recordings(case: Case) -> None:
-    net, alone, x = carried(case)
+    net, alone, x, *_ = carried(case)
     resets = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.3
     expected = Expected(alone, restarted(case, alone, x, resets))
     for lengths in lengths_of(len(x)):
@@ -108,7 +141,7 @@ def test_resets_give_separate_recordings(case: Case) -> None:
 @rows([case for case in CARRIED if case.done is not None])
 def test_resets_reach_the_module_as_its_author_passes_them(case: Case) -> None:
     assert case.done is not None
-    net, alone, x = carried(case)
+    net, alone, x, *_ = carried(case)
     resets = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(4)) < 0.3
     expected = Expected(alone, case.done(alone, x, resets))
     for lengths in lengths_of(len(x)):
@@ -123,45 +156,31 @@ def test_a_fused_module_computes_the_same_in_float32(case: Case) -> None:
     expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     torch.set_default_dtype(torch.float32)
     x = x.float() if x.is_floating_point() else x
-    net = carry(case, module.float(), x, fused=True)
+    net = tt.carry(module.float().train(), with_features(x), fused=True, **case.keywords)
+    module.eval()
     assert expected.deviation(net, play(net, x, lengths_of(len(x))[1])) <= FUSED
-
-
-def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """All that the parts of a module hold, but for hooks that are registered."""
-    return {
-        name: {key: value for key, value in vars(part).items() if "hook" not in key}
-        | {f"_buffers.{key}": value for key, value in part._buffers.items()}
-        for name, part in module.named_modules()
-    }
 
 
 @rows(CARRIED)
 def test_the_module_of_a_carried_net_is_unchanged(case: Case) -> None:
-    module, x = build(case)
-    module.train()
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    before, modes = attributes_of(module), [part.training for part in module.modules()]
-    torch_draws, draws = torch.get_rng_state(), random.getstate()
-    net = tt.carry(module, with_features(x), **case.keywords)
-    net.initial_state(x.shape[1])
-    assert torch.equal(torch.get_rng_state(), torch_draws)
-    assert random.getstate() == draws
-    assert [part.training for part in module.modules()] == modes
-    for name, values in attributes_of(module).items():
-        assert values.keys() == before[name].keys(), name
+    net, _, x, before, after = carried(case)
+    assert after.modes == before.modes
+    assert torch.equal(after.draws, before.draws)
+    assert after.python_draws == before.python_draws
+    for name, values in after.attributes.items():
+        assert values.keys() == before.attributes[name].keys(), name
         for key, value in values.items():
-            old = before[name][key]
+            old = before.attributes[name][key]
             assert value is old or value == old, f"{name}.{key}"
-    module.eval()
     play(net, x, lengths_of(len(x))[1])
-    assert module.state_dict().keys() == weights.keys()
-    assert all(torch.equal(v, weights[name]) for name, v in module.state_dict().items())
+    weights = net.module.state_dict()
+    assert weights.keys() == before.weights.keys()
+    assert all(torch.equal(value, before.weights[name]) for name, value in weights.items())
 
 
 @rows(CARRIED)
 def test_the_module_of_a_carried_net_works_by_itself(case: Case) -> None:
-    net, alone, x = carried(case)
+    net, alone, x, *_ = carried(case)
     play(net, x, lengths_of(len(x))[1])
     expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     assert expected.deviation(net, case.oracle(net.module, x, [len(x)])) <= EXACT
@@ -187,7 +206,8 @@ LAWS = {  # what the text of a refusal says, by the reason of the case
 }
 LINES = (  # what the text tells to write
     r"tt\.carry\(module, \w+=|forward\(x, state\)|bidirectional=False|Remove \.detach|lanes=1"
-    r"|module\.\w+\.eval\(\)|Normalise the features of each step|Use what has passed only|dropout belongs on outputs"
+    r"|module\.\w+\.eval\(\)|Normalise the features of each step|Use what has passed only"
+    r"|dropout belongs on outputs"
 )
 REFUSED = [case for case in CASES if case.verdict == "refuse"]
 # One lane would be right, and the text says so.
@@ -199,16 +219,17 @@ SECOND = {"overwritten_state": {"start": lambda lanes: torch.zeros(lanes, 6)}}
 def refusal(case: Case, **options: Any) -> str | None:
     """The text of the refusal; None if the module is carried, as its oracle says."""
     module, x = build(case)
-    alone, x = build(case)
     try:
         net = tt.carry(module.train(), with_features(x), **options)
         net.initial_state(x.shape[1])
     except (ModelError, StateError) as error:
         return str(error)
     module.eval()
-    expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     for lengths in lengths_of(len(x)):
-        assert expected.deviation(net, play(net, x, lengths)) <= EXACT, "accepted and wrong"
+        for reference in (lengths, [len(x)]):
+            alone = build(case)[0]
+            expected = Expected(alone, case.oracle(alone, x, reference))
+            assert expected.deviation(net, play(net, x, lengths)) <= EXACT, "accepted and wrong"
     return None
 
 
@@ -255,6 +276,12 @@ def assert_carried(case: Case, net: tt.Carried, alone: nn.Module, x: Tensor) -> 
         assert expected.deviation(net, play(net, x, lengths)) <= EXACT, lengths
 
 
+def pad_left(convolution: Any, steps: int) -> None:
+    """Replace the padding of a convolution by past steps only, as the text says."""
+    convolution.padding = (0,)
+    convolution.register_forward_pre_hook(lambda _, x: nn.functional.pad(x[0], (steps, 0)))
+
+
 @pytest.mark.parametrize("name", ["causal_conv_no_state", "valid_conv_context", "padded_conv"])
 def test_the_context_that_a_refusal_names_is_right(name: str) -> None:
     case = BY_NAME[name]
@@ -265,10 +292,7 @@ def test_the_context_that_a_refusal_names_is_right(name: str) -> None:
     for part in (module, alone) if name == "padded_conv" else ():
         pad = re.search(r"Pad it on the left only, F\.pad\(x, \((\d+), 0\)\)", text)
         assert pad is not None, text
-        part.conv.padding, left = (0,), int(pad[1])
-        part.conv.register_forward_pre_hook(
-            lambda _, args, left=left: nn.functional.pad(args[0], (left, 0))
-        )
+        pad_left(part.get_submodule("conv"), int(pad[1]))
     assert_carried(case, tt.carry(module, context=int(match[1])), alone, x)
 
 
@@ -342,12 +366,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("lanes", "steps"), [(3, 7), (20, 20)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_never_silently_wrong(form: str, lanes: int, steps: int) -> None:
-    """At the stride of the stream and at another, without a keyword: right or refused."""
+def test_a_form_is_never_silently_wrong(form: str) -> None:
+    """Right or refused without a keyword, where 20 lanes at stride 20 coincide as well."""
     for name in FORMS[form]:
-        text = refusal(replace(BY_NAME[name], lanes=lanes, steps=steps))
+        text = refusal(replace(BY_NAME[name], lanes=20, steps=20))
         if BY_NAME[name].verdict == "carry":
             assert text is None
 
@@ -357,3 +380,126 @@ def test_dropout_on_a_cell_s_state_is_refused_in_training() -> None:
     text = refusal(BY_NAME["dropped_state_local"]) or ""
     assert "in training mode" in text
     assert "What a step gets is not what the step before returned" in text
+
+
+# ------------------------------------------------------------ mutants: a law is taken away
+
+
+def remove(monkeypatch: pytest.MonkeyPatch, *laws: str) -> None:
+    """Take laws away: methods of the search by their names, the others from what is measured."""
+    measure = Laboratory.measure
+
+    def measure_others(self: Laboratory, training: dict[str, bool] | None = None) -> Iterator[Law]:
+        for law in measure(self, training):
+            if not {law.name, law.name.removeprefix("training ")} & set(laws) and not (
+                "training" in laws and training is not None
+            ):
+                yield law
+
+    monkeypatch.setattr(Laboratory, "measure", measure_others)
+    for law in laws:
+        if law.startswith("_"):
+            monkeypatch.setattr(_Trials, law, lambda *_: None)
+
+
+MUTANTS = [  # a law, a case, and the other laws that notice it too
+    ("repeat", "step_counter", ()),
+    ("causal", "one_frame_ahead", ("whole", "credit")),
+    ("lanes", "z_score_lstm", ()),
+    ("whole", "causal_conv_no_state", ("credit",)),
+    ("credit", "half_detached", ()),
+    ("_credit_of_attributes", "detached_hidden", ()),
+    ("_start", "learned_start", ()),
+    ("_last", "mean_over_window", ()),
+]
+
+
+@pytest.mark.parametrize(("law", "name", "others"), MUTANTS)
+def test_without_a_law_a_case_is_accepted_and_wrong(
+    law: str, name: str, others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove(monkeypatch, *others)
+    case = BY_NAME[name]
+    assert (refusal(case) is None) == (case.verdict == "carry")
+    remove(monkeypatch, law)
+    with pytest.raises(AssertionError, match="accepted and wrong"):
+        refusal(case)
+
+
+def test_without_the_laws_in_training_mode_a_batch_norm_is_accepted_and_mixes_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove(monkeypatch, "training")
+    module, x = build(BY_NAME["batch_norm_lstm"])
+    net = tt.carry(module.train(), x)
+    other = x.clone()
+    other[:, 1] += 1
+    lengths = [len(x)]
+    assert error(play(net, x, lengths)[:, 0], play(net, other, lengths)[:, 0]) > 1e-3
+
+
+def test_without_the_law_of_memory_a_net_without_one_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "do not depend on the state" in (refusal(BY_NAME["step_mlp"]) or "")
+    remove(monkeypatch, "memory")
+    assert refusal(BY_NAME["step_mlp"]) is None
+
+
+class WritesState(nn.Module):
+    """Writes into the state that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            h.mul_(0.5)
+        h = self.cell(x, h.clone())
+        return h + 0, h
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, 4)
+
+
+def test_without_the_law_of_values_a_state_that_was_kept_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(7, 3, 3)
+    remove(monkeypatch, "lanes")  # which calls twice from one state
+    with pytest.raises(ModelError, match="a call changes the state that it gets, in place"):
+        tt.carry(WritesState(), x)
+    remove(monkeypatch, "value")
+    net = tt.carry(WritesState(), x)
+    with torch.no_grad():
+        _, kept = net(x, net.initial_state(3))
+        first, second = (net(x, kept)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+class SilentHead(nn.Module):
+    """Takes the mean over time out, under a head that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 4), nn.Linear(4, 2)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, after = self.gru(x, h)
+        return self.head(y - y.mean(0)), after
+
+
+def test_without_the_law_of_inputs_a_silent_head_hides_another_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(7, 3, 3)
+    remove(monkeypatch, "memory", "credit")
+    with pytest.raises(ModelError, match="changes the outputs of earlier steps"):
+        tt.carry(SilentHead(), x)
+    remove(monkeypatch, "inputs")
+    module = SilentHead()
+    net = tt.carry(module, x)
+    nn.init.ones_(module.head.weight)
+    assert error(play(net, x, [3, 4]), play(net, x, [7])) > 1e-2
