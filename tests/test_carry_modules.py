@@ -503,3 +503,25 @@ def test_without_the_law_of_inputs_a_silent_head_hides_another_fault(
     net = tt.carry(module, x)
     nn.init.ones_(module.head.weight)
     assert error(play(net, x, [3, 4]), play(net, x, [7])) > 1e-2
+
+
+class ForgetsInTraining(nn.Module):
+    """Starts every call anew while it trains; a call by itself is the same in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if h is None or self.training:
+            h = x.new_zeros(x.shape[1], 4)
+        outputs: list[Tensor] = []
+        for step in x:
+            h = torch.tanh(self.inner(h) + self.outer(step))
+            outputs.append(h * 2)
+        return torch.stack(outputs), h
+
+
+def test_a_state_that_is_ignored_in_training_only_is_noticed() -> None:
+    with pytest.raises(ModelError, match="in training mode, chunks with the state carried do not"):
+        tt.carry(ForgetsInTraining(), torch.randn(7, 3, 3))
