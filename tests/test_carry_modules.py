@@ -6,7 +6,7 @@ Every module of the corpus in `modules` has an oracle in plain torch. Shapes: `T
 import ast
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -525,3 +525,78 @@ class ForgetsInTraining(nn.Module):
 def test_a_state_that_is_ignored_in_training_only_is_noticed() -> None:
     with pytest.raises(ModelError, match="in training mode, chunks with the state carried do not"):
         tt.carry(ForgetsInTraining(), torch.randn(7, 3, 3))
+
+
+# ------------------------------------------------------------ lags that are longer than a trial
+
+
+class LongDilation(nn.Module):
+    """A causal convolution that reads the step 8 steps before, with zeros at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gru = nn.Conv1d(3, 5, 2, dilation=8), nn.GRU(5, 6, batch_first=True)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        features = self.conv(nn.functional.pad(x.transpose(1, 2), (8, 0))).transpose(1, 2)
+        y, after = self.gru(features, h)
+        return y, after
+
+
+class LongLag(nn.Module):
+    """Adds the inputs of 20 steps before, of the same call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.pad(x, (0, 0, 0, 0, 20, 0))[: len(x)]
+
+
+class LagInside(nn.Module):
+    """A lag beside a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lag, self.gru = LongLag(), nn.GRU(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lag(x))[0]
+
+
+class LastOfLongDilation(LongDilation):
+    """Returns the last output only."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)[0][:, -1]
+
+
+LAGS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "convolution": (LongDilation, 7),
+    "forward": (LagInside, 50),
+    "sequential": (lambda: nn.Sequential(LongLag(), nn.GRU(3, 6)), 50),
+}
+
+
+@pytest.mark.parametrize("name", LAGS)
+def test_a_lag_beyond_the_trial_is_noticed_in_a_chunk_of_the_stream(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, steps = LAGS[name]
+    x = torch.randn(steps, 2, 3)
+    with pytest.raises(ModelError, match="long chunks with the state carried do not give what one"):
+        tt.carry(make(), x)
+    holds = Law("long", 0.0, 1.0)
+    monkeypatch.setattr(Laboratory, "measure_long", lambda *_: holds)
+    net, x = tt.carry(make(), x), torch.randn(60, 2, 3)
+    assert error(play(net, x, [30, 30]), play(net, x, [60])) > 1e-3
+
+
+def test_a_long_lag_is_noticed_in_a_module_that_returns_its_last_output() -> None:
+    with pytest.raises(ModelError, match="made for whole sequences"):
+        tt.carry(LastOfLongDilation(), torch.randn(7, 3, 3))
+
+
+def test_the_context_of_a_convolution_with_a_long_lag_is_right() -> None:
+    x = torch.randn(60, 2, 3)
+    net = tt.carry(LongDilation(), x, context=8)
+    assert error(play(net, x, [30, 30]), play(net, x, [60])) < EXACT
+    with pytest.raises(ModelError, match="long chunks with the state carried do not give what one"):
+        tt.carry(LongDilation(), x, context=7)

@@ -8,6 +8,7 @@ lanes     the inputs of one lane change no other lane, and lanes run alone with 
 whole     chunks with the state carried give what one call gives
 memory    outputs depend on the state
 credit    gradients flow through the state: chunks give the gradients of one call
+long      the same as `whole`, with chunks as long as those of the stream
 
 Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -204,6 +205,19 @@ class Laboratory:
     def _deviation_in(self, *lengths: int) -> float:
         y, state = self.run(self.x, *lengths)
         return max(difference(y, self._y), _state_difference(state, self._end))
+
+    @torch.no_grad()
+    def measure_long(self, x: Tensor) -> Law:
+        """The law `whole` in evaluation, on two chunks of more steps than those of the trial.
+
+        Args:
+            x: inputs `(T, B, ...)`.
+        """
+        self.training = None
+        middle = len(x) // 2
+        whole, _ = self.run(x)
+        chunks, _ = self.run(x, middle, len(x) - middle)
+        return Law("long", difference(whole, chunks), 10 * self.tolerance)
 
     @torch.no_grad()
     def _memory(self) -> float:

@@ -40,6 +40,7 @@ BROKEN = {
     "value": "a call changes the state that it gets, in place",
     "start": "it gives other outputs for no state than for a state of zeros",
     "credit": "no gradient, or a part of it, flows through the state to the chunk before",
+    "long": "long chunks with the state carried do not give what one call gives",
 }
 ADVICE = {
     "last": (
@@ -77,6 +78,11 @@ ADVICE = {
         " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda lanes: ...)"
     ),
     "value": "Return a new state instead of writing into the one that came in",
+    "long": (
+        "A call reads steps that are further back than its state: keep the past of a convolution,"
+        " tt.carry(module, context=STEPS) with (kernel_size - 1) * dilation, or let"
+        " forward(x, state) return (y, state) with all that it needs"
+    ),
     "credit": (
         "The module detaches its state. Remove .detach(), .data or no_grad() from its forward:"
         " tt.updates cuts the gradient where its policy says, and keeps memory flat"

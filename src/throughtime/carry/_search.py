@@ -37,6 +37,7 @@ from throughtime.carry._trial import (
     STEPS,
     ConstantRandomness,
     copy_of,
+    long_steps,
     modes_of,
     perturb,
     quiet,
@@ -116,7 +117,7 @@ class _Trials:
                         raise self._ambiguous(accepted)
                     if accepted:
                         return accepted[0]
-                    if self._cuts_credit():
+                    if self._is_decided():
                         return None
             if any(f.rank > 0 for f in subject.failures) and not self._needs_contiguous():
                 return None  # it takes several lanes, and breaks a law
@@ -128,10 +129,10 @@ class _Trials:
         convention = next(accepted, None)
         return None if convention is None else self._with_resets(convention, x)
 
-    def _cuts_credit(self) -> bool:
-        """Whether the last way that was tried is right but for a gradient that is cut."""
+    def _is_decided(self) -> bool:
+        """Whether the last way that was tried is right but for a cut gradient or a long lag."""
         law = self.subject.failures[-1].law if self.subject.failures else None
-        return law is not None and law.name == "credit"
+        return law is not None and law.name in ("credit", "long")
 
     def _needs_contiguous(self) -> bool:
         """Whether a call failed since it got a view of the inputs."""
@@ -306,7 +307,7 @@ class _Trials:
                         subject.note(convention, law)
                         return False
             laboratory.training = None
-            for law in (self._credit_of_attributes, self._last, self._start):
+            for law in (self._credit_of_attributes, self._last, self._start, self._long):
                 broken = law(convention, laboratory)
                 if broken is not None:
                     subject.note(convention, broken)
@@ -392,14 +393,18 @@ class _Trials:
         if convention.call not in ("last", "every") or convention.context:
             return None
         whole = replace(convention, call="chunk", every=None)
+        x, module = laboratory.x, self.subject.module
+        steps = long_steps(x, module)
+        if steps > STEPS:
+            x = trial_inputs(self.example, module, x.shape[1], steps, standardize=self.standardize)
         for training in self._training_modes():
             laboratory.training = training
             with torch.no_grad(), nullcontext() if training is None else ConstantRandomness():
-                y, _ = laboratory.run(laboratory.x)
-                result, _, _ = self.subject.call(whole, laboratory.x, training)
+                y, _ = laboratory.run(x)
+                result, _, _ = self.subject.call(whole, x, training)
             deviations = [
                 difference(item.reshape(y[-1].shape), y[-1])
-                for item in _last_steps(result, convention.outputs.path, laboratory.x)
+                for item in _last_steps(result, convention.outputs.path, x)
                 if item.numel() == y[-1].numel()
             ]
             name = "last" if training is None else "training last"
@@ -408,6 +413,18 @@ class _Trials:
                 return law
         laboratory.training = None
         return None
+
+    def _long(self, convention: Convention, laboratory: Laboratory) -> Law | None:
+        """Chunks of the user's length must give what one call gives, if a call takes a chunk."""
+        module = self.subject.module
+        steps = long_steps(self.example, module)
+        if convention.call not in ("chunk", "every") or steps <= STEPS:
+            return None
+        x = trial_inputs(
+            self.example, module, laboratory.x.shape[1], steps, standardize=self.standardize
+        )
+        law = laboratory.measure_long(x)
+        return None if law.holds else law
 
     def _training_modes(self) -> list[dict[str, bool] | None]:
         """Evaluation, and the modes of a module that trains."""

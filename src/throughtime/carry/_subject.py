@@ -66,6 +66,7 @@ LAW_ORDER = (
     "value",
     "credit",
     "start",
+    "long",
 )
 
 

@@ -25,6 +25,7 @@ class HasModule(Protocol):
 
 A = TypeVar("A", bound=HasModule)
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
+MAX_STEPS = 256  # of one on more steps
 
 _DROPOUTS = {
     "dropout",
@@ -252,9 +253,21 @@ def guessed_inputs(module: nn.Module) -> Tensor | None:
     return None
 
 
-def trial_inputs(x: Tensor, module: nn.Module, lanes: int, *, standardize: bool = False) -> Tensor:
+def long_steps(x: Tensor, module: nn.Module) -> int:
+    """Steps that show every lag within a call: those of a chunk, or the reach of convolutions."""
+    reach = sum(
+        max((size - 1) * by for size, by in zip(part.kernel_size, part.dilation, strict=True))
+        for part in module.modules()
+        if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    )
+    return min(max(len(x), 2 * (reach + 1)), MAX_STEPS)
+
+
+def trial_inputs(
+    x: Tensor, module: nn.Module, lanes: int, steps: int = STEPS, *, standardize: bool = False
+) -> Tensor:
     """Inputs of a trial, in the dtype of the weights of a copy."""
-    sample = sample_inputs(x, STEPS, lanes, standardize=standardize)
+    sample = sample_inputs(x, steps, lanes, standardize=standardize)
     weight = next((p for p in module.parameters() if p.is_floating_point()), None)
     return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
 

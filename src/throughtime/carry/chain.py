@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from throughtime.carry._adapter import Adapter
 from throughtime.carry._laws import Laboratory
 from throughtime.carry._refusal import broken_error, culprit
-from throughtime.carry._trial import LANES, modes_of, quiet, trial_inputs, trial_of
+from throughtime.carry._trial import (
+    LANES,
+    STEPS,
+    long_steps,
+    modes_of,
+    quiet,
+    trial_inputs,
+    trial_of,
+)
 from throughtime.carry.layers import CellAdapter, LayerAdapter
 from throughtime.carry.module import ModuleAdapter
 from throughtime.errors import ModelError
@@ -60,13 +68,18 @@ class ChainAdapter(Adapter):
             with trial_of(self) as twin:
                 inputs = trial_inputs(x, twin.module, LANES)
                 laboratory = Laboratory(twin, twin.module, inputs)
-                for training in (None, modes if self.module.training else None):
+                for training in (None, modes) if self.module.training else (None,):
                     for law in laboratory.measure(training):
                         plain = law.name.removeprefix("training ")
                         # its layers are known to remember, however little of it is visible
                         if not law.holds and plain not in ("inputs", "memory"):
                             part = culprit(laboratory, plain, training)
                             raise broken_error(type(self.module).__name__, law, part)
+                steps = long_steps(x, twin.module)
+                if steps > STEPS and not all(map(_is_stepwise, self.children)):
+                    law = laboratory.measure_long(trial_inputs(x, twin.module, LANES, steps))
+                    if not law.holds:
+                        raise broken_error(type(self.module).__name__, law, None)
         self._tried.add(kind)
 
     def _prepare_links(self, x: Tensor) -> None:
@@ -110,3 +123,8 @@ class ChainAdapter(Adapter):
 
 
 Link: TypeAlias = LayerAdapter | CellAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter
+
+
+def _is_stepwise(part: nn.Module) -> bool:
+    """Whether a layer of torch.nn computes each step alone, or is recurrent over all of them."""
+    return isinstance(part, (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.RNNBase))
