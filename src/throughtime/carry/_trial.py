@@ -25,7 +25,7 @@ class HasModule(Protocol):
 
 A = TypeVar("A", bound=HasModule)
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
-MAX_STEPS = 256  # of one on more steps
+LONG_STEPS, MAX_STEPS = 50, 256  # of one on more steps, and where convolutions reach further
 
 _DROPOUTS = {
     "dropout",
@@ -254,13 +254,13 @@ def guessed_inputs(module: nn.Module) -> Tensor | None:
 
 
 def long_steps(x: Tensor, module: nn.Module) -> int:
-    """Steps that show every lag within a call: those of a chunk, or the reach of convolutions."""
+    """Steps that show lags within a call: those of a chunk, or the reach of convolutions."""
     reach = sum(
         max((size - 1) * by for size, by in zip(part.kernel_size, part.dilation, strict=True))
         for part in module.modules()
         if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     )
-    return min(max(len(x), 2 * (reach + 1)), MAX_STEPS)
+    return max(min(len(x), LONG_STEPS), min(2 * (reach + 1), MAX_STEPS))
 
 
 def trial_inputs(
