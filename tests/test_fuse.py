@@ -212,7 +212,7 @@ def test_resets_inside_the_call_are_resets_between_calls(
     everything(
         net, x, torch.zeros_like(resets)
     )  # a module that hides its layers shows how it calls them
-    whole = net.adapter.takes_resets(x)
+    whole = net.adapter.takes_resets()
     actual = everything(net, x, resets)
     monkeypatch.setattr(type(net.adapter), "takes_resets", lambda *_: False)
     apart_calls = everything(net, x, resets)
@@ -230,7 +230,7 @@ def test_resets_do_not_split_the_call(name: str) -> None:
     net, calls = fused(row), list[int]()
     x, resets = inputs(20, 3), torch.rand(20, 3) < 0.3
     state = start(net, x)
-    assert net.adapter.takes_resets(x)  # with a trial, where one is needed
+    assert net.adapter.takes_resets()  # with a trial, where one is needed
     layer = next(m for m in net.modules() if isinstance(m, Recurrent))
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     net(x, state, resets)
@@ -278,11 +278,11 @@ def test_module_that_changes_its_ways_is_split_from_then_on() -> None:
     resets = torch.zeros(12, 2, dtype=torch.bool)
     resets[5, 1] = True
     expected, _ = net(x, start(net, x), resets)
-    assert net.adapter.takes_resets(x)
+    assert net.adapter.takes_resets()
     vars(module)["pieces"] = True
     y, _ = net(x, start(net, x), resets)
     assert (y - expected).abs().max() < EXACT
-    assert not net.adapter.takes_resets(x)
+    assert not net.adapter.takes_resets()
     assert (net(x, start(net, x), resets)[0] - expected).abs().max() < EXACT
 
 
@@ -300,8 +300,9 @@ class WithItsOwn(HidesLayer):
 
 def test_resets_of_the_module_s_own_are_kept() -> None:
     module = tt.fuse(remembering(WithItsOwn()))
-    vars(module)["every"] = True
     net, x, resets = tt.carry(module), inputs(9, 2), torch.zeros(9, 2, dtype=torch.bool)
+    start(net, x)  # with a reset at every step the module would be refused: it has no memory
+    vars(module)["every"] = True
     resets[4] = True
     expected = module(x)
     assert (net(x, start(net, x))[0] - expected).abs().max() < EXACT
