@@ -527,6 +527,30 @@ def test_a_state_that_is_ignored_in_training_only_is_noticed() -> None:
         tt.carry(ForgetsInTraining(), torch.randn(7, 3, 3))
 
 
+class DetachesInTraining(nn.Module):
+    """Returns a state without its gradient while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, after = self.gru(x, h)
+        return y, after.detach() if self.training else after
+
+
+def test_a_state_that_is_detached_in_training_only_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(7, 3, 3)
+    with pytest.raises(ModelError, match=r"in training mode, no gradient, .* Remove \.detach"):
+        tt.carry(DetachesInTraining(), x)
+    remove(monkeypatch, "training credit")
+    net = tt.carry(DetachesInTraining(), x)
+    _, state = net(x, net.initial_state(3))
+    assert not any(leaf.requires_grad for leaf in tt.state.tensors(state))
+
+
 # ------------------------------------------------------------ lags that are longer than a trial
 
 

@@ -111,13 +111,15 @@ class Laboratory:
         ]
         if training is None:
             laws += [("memory", self._memory), ("credit", self._credit)]
+        else:
+            laws.append(("credit", self._credit_in_training))
         with torch.no_grad():
             y, state = self.run(self.x)
         if training is None:
             self._evaluated = y, state
         elif self._evaluated is not None and _equal((y, state), self._evaluated):
             # neither dropout nor batch statistics; only what happens between chunks may differ
-            laws = [("whole", self._whole_in_chunks)]
+            laws = [("whole", self._whole_in_chunks), ("credit", self._credit_in_training)]
         self._y, self._end = y, state
         self.tolerance = self._relative * (1 + float(y.abs().max()) if y.numel() else 1)
         for name, law in laws:
@@ -258,6 +260,33 @@ class Laboratory:
         if self._by_step and deviation <= self.tolerance and self._cuts_credit():
             return float("inf")
         return deviation
+
+    def _credit_in_training(self) -> float:
+        """Infinite where a tensor of the state gets a gradient in evaluation, and none here."""
+        carries = self._gradient_flows()
+        if all(carries):
+            return 0.0
+        training, self.training = self.training, None
+        evaluated = self._gradient_flows()
+        self.training = training
+        pairs = zip(evaluated, carries, strict=True)
+        return float("inf") if any(before and not now for before, now in pairs) else 0.0
+
+    def _gradient_flows(self) -> list[bool]:
+        """Whether each tensor of the state after the first chunk gets a gradient of the second."""
+        cut = self.bounds[1]
+        _, state = self.run(self.x[:cut])
+        y, _ = self.run(self.x[cut:], state=state)
+        leaves = trees.tensors(state)
+        entering = [leaf for leaf in leaves if leaf.requires_grad]
+        if not entering or not y.requires_grad:
+            return [False] * len(leaves)
+        loss = (y * loss_weights(y)).sum()
+        try:
+            grads = iter(torch.autograd.grad(loss, entering, materialize_grads=True))
+        except RuntimeError:  # torch's LSTM in float32 under outputs written in place: not measured
+            return [True] * len(leaves)
+        return [leaf.requires_grad and bool(next(grads).any()) for leaf in leaves]
 
     def _cuts_credit(self) -> bool:
         """Whether some tensor of the state changes outputs and gets no gradient from them."""
