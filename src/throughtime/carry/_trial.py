@@ -25,7 +25,7 @@ class HasModule(Protocol):
 
 A = TypeVar("A", bound=HasModule)
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
-LONG_STEPS, MAX_STEPS = 50, 256  # of one on more steps, and where convolutions reach further
+LONG_STEPS, MAX_STEPS = 32, 256  # of one on more steps, and where convolutions reach further
 
 _DROPOUTS = {
     "dropout",
