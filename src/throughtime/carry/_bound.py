@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,13 @@ class BoundModule(Adapter):
         second = [*inspect.signature(self.module.forward).parameters][1:2] == [*c.source.names]
         is_pair = (c.outputs.path, c.source.result) == ((0,), (1,))
         return (arranged, state) if second and is_pair else None
+
+    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
+        layout = replace(self.convention.outputs, path=())
+        try:
+            return layout.read(result, x.shape[0], x.shape[1])
+        except MisfitError as error:
+            raise misfit_error(self.module, error) from None
 
     def starts_from_zeros(self) -> bool:
         return self.convention.start.kind == "zeros"
