@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import throughtime as tt
 from recurrences import needs_kernels
+from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
 from throughtime.gradient import _parts
 from throughtime.gradient._structure import Operation
@@ -682,7 +683,9 @@ class Stepped(Net):
 def test_a_tail_that_must_not_run_on_the_outputs_of_the_kernel(
     net: Callable[[], nn.Module], tails: list[int], calls: list[int]
 ) -> None:
-    epoch(make(net), nn.CrossEntropyLoss(), tt.Truncated(12))
+    # batch statistics mix lanes and steps
+    carried = lawless(make(net), torch.randn(5, 3, 5, dtype=torch.float64))
+    epoch(carried, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert not tails
     assert not calls
 
