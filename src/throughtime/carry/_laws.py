@@ -322,6 +322,7 @@ def loss_weights(y: Tensor) -> Tensor:
 
 def difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors; infinite if their shapes differ."""
+    a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
         return float("inf")
     if a.is_complex():

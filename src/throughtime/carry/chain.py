@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,6 +26,14 @@ from throughtime.carry.layers import CellAdapter, LayerAdapter
 from throughtime.carry.module import ModuleAdapter
 from throughtime.errors import ModelError
 from throughtime.state import State
+
+# Its layers and children are known to obey these, however little of it is visible.
+KNOWN = ("inputs", "memory", "credit")
+
+
+def has_layers(module: nn.Module) -> bool:
+    """Whether a module has recurrent layers or cells of torch.nn."""
+    return any(isinstance(part, (nn.RNNBase, nn.RNNCellBase)) for part in module.modules())
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class ChainAdapter(Adapter):
 
     module: nn.Sequential
     children: tuple[nn.Module, ...]
-    links: Mapping[str, "Link"]
+    links: dict[str, "Link"]
     _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
 
     def prepare(self, x: Tensor) -> None:
@@ -71,8 +79,7 @@ class ChainAdapter(Adapter):
                 for training in (None, modes) if self.module.training else (None,):
                     for law in laboratory.measure(training):
                         plain = law.name.removeprefix("training ")
-                        # its layers are known to remember, however little of it is visible
-                        if not law.holds and plain not in ("inputs", "memory"):
+                        if not law.holds and plain not in KNOWN:
                             part = culprit(laboratory, plain, training)
                             raise broken_error(type(self.module).__name__, law, part)
                 steps = long_steps(x, twin.module)
@@ -85,8 +92,14 @@ class ChainAdapter(Adapter):
     def _prepare_links(self, x: Tensor) -> None:
         """Prepare each child with the inputs that reach it."""
         inputs = trial_inputs(x, self.module, LANES)
-        for link in self.links.values():
-            link.prepare(inputs)
+        for name, link in self.links.items():
+            try:
+                link.prepare(inputs)
+            except ModelError:
+                if has_layers(link.module):
+                    raise
+                # its names suggest a state; as a child without one, the laws of the chain judge it
+                link = self.links[name] = StatelessAdapter(link.module)  # noqa: PLW2901
             with trial_of(link) as twin, torch.no_grad():
                 twin.module.eval()
                 inputs, _ = twin.run(inputs, twin.initial_state(LANES, None))
