@@ -178,6 +178,17 @@ class LaneLayout:
         dims = iter(self.dims)
         return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
 
+    def with_weight(self, state: State, weight: Tensor) -> State:
+        """The state on the device of the module, in its dtype if it was when this was inferred."""
+        examples = iter(trees.tensors(self.example))
+
+        def convert(leaf: Tensor) -> Tensor:
+            example = next(examples, None)
+            follows = example is not None and example.dtype == self.weight_dtype
+            return leaf.to(weight.device, weight.dtype if follows else leaf.dtype)
+
+        return trees.map_leaves(convert, state)
+
     def zeros(self, lanes: int, weight: Tensor | None) -> State:
         """A zero state for `lanes` lanes, lanes first, on the device of the module."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._convention import (
+    MISSING,
     ArgumentState,
     Convention,
     InputLayout,
@@ -43,7 +44,7 @@ class BoundModule(Adapter):
 
     def __init__(self, module: nn.Module, convention: Convention, example: Tensor) -> None:
         self.module, self.convention = module, convention
-        self._example = example
+        self.example = example
         source = convention.source
         is_internal = isinstance(source, InternalState)
         ports = source.ports if is_internal else convention.start.ports
@@ -116,10 +117,12 @@ class BoundModule(Adapter):
             state = convention.lanes.zeros(lanes, weight)
         else:
             state = convention.lanes.lanes_first(self._started(lanes))
-            if trees.lanes(state) != lanes:
+            count = trees.lanes(state)
+            if count is None:
+                raise MisfitError(f"has no state in {convention.start}")
+            if count != lanes:
                 raise StateError(
-                    f"{convention.start} gives a state of {trees.lanes(state)} lanes, expected"
-                    f" {lanes}"
+                    f"{convention.start} gives a state of {count} lanes, expected {lanes}"
                 )
         if not convention.context:
             return state
@@ -129,7 +132,7 @@ class BoundModule(Adapter):
 
     def _inputs(self, lanes: int) -> Tensor:
         """Example inputs of one step, `(1, B, ...)`, on the device of the weights."""
-        example = self._example
+        example = self.example
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), example)
         example = example.to(weight.device, weight.dtype if example.is_floating_point() else None)
         return example.expand(1, lanes, *example.shape[2:])
@@ -156,10 +159,12 @@ class BoundModule(Adapter):
             arranged = self.convention.inputs.arrange(inputs)[0]
             state = self.start_by_methods(lanes, arranged)
         learned = {id(p) for p in self.module.parameters()}
-        return trees.map_leaves(
+        state = trees.map_leaves(
             lambda leaf: leaf.detach() if leaf.is_leaf and id(leaf) not in learned else leaf,
             widen(state, lanes),
         )
+        weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
+        return state if weight is None else self.convention.lanes.with_weight(state, weight)
 
     def captured(self, inputs: Tensor) -> State:
         """What the module itself starts from: its attributes, and what it passes to its layers."""
@@ -172,7 +177,21 @@ class BoundModule(Adapter):
             state |= call.passed if call is not None else {}
         if isinstance(source, ArgumentState):
             return next(iter(state.values()))
-        return state | {_attribute_name(k): attribute(self.module, k) for k in source.attributes}
+        return state | self._attributes()
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes that hold the state.
+
+        Raises:
+            MisfitError: the module has not made one yet.
+        """
+        source = self.convention.source
+        keys = source.attributes if isinstance(source, InternalState) else ()
+        values = {_attribute_name(key): attribute(self.module, key) for key in keys}
+        for name, value in values.items():
+            if value is MISSING:
+                raise MisfitError(f"has no attribute {name} before its first call")
+        return values
 
     def start_by_methods(self, lanes: int, arranged: Tensor) -> State:
         """The state that the module's own methods make."""
@@ -187,7 +206,7 @@ class BoundModule(Adapter):
             returned = call_start(self.module, methods[0], lanes, arranged)
             if returned is not None and len(keys) == 1:
                 set_attribute(self.module, keys[0], returned)
-            return {_attribute_name(key): attribute(self.module, key) for key in keys}
+            return self._attributes()
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         convention = self.convention

@@ -5,7 +5,6 @@ A convention is a description without the module: the same one fits a copy on wh
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import LaneLayout
-from throughtime.carry._names import INPUT_NAMES, names_lanes
+from throughtime.carry._names import INPUT_NAMES, names_lanes, parameters_of
 from throughtime.carry._ports import Port, TorchPort
 from throughtime.errors import ModelError
 from throughtime.state import State
@@ -146,9 +145,9 @@ class OutputLayout:
         if not isinstance(y, Tensor):
             raise MisfitError(f"returned a {type(y).__name__}, expected one tensor of outputs")
         if self.order == "BCT":
-            if y.dim() != 3 or (y.shape[0], y.shape[2]) != (lanes, steps):
+            if y.dim() < 3 or (y.shape[0], y.shape[2]) != (lanes, steps):
                 raise self._misfit(y, steps, lanes)
-            return y.permute(2, 0, 1)
+            return y.movedim(2, 0)
         is_lane_major = self.order in ("BT", "flat BT")
         dims = (lanes, steps) if is_lane_major else (steps, lanes)
         y = self._checked(y, _leading_dims(self.order, steps, lanes), dims)
@@ -178,7 +177,7 @@ class OutputLayout:
         names = {
             "TB": "(T, B, C)",
             "BT": "(B, T, C)",
-            "BCT": "(B, C, T)",
+            "BCT": "(B, C, T, ...)",
             "flat TB": "(T*B, C), steps first",
             "flat BT": "(B*T, C), lanes first",
             "T": "(T, C), one lane",
@@ -320,12 +319,7 @@ def call_start(module: nn.Module, name: str, lanes: int, example: Tensor) -> Sta
     method = getattr(module, name)
     weight = next(module.parameters(), example)
     values: list[Any] = []
-    required = [
-        p
-        for p in inspect.signature(method).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and (p.default is p.empty or names_lanes(p.name))
-    ]
+    required = [p for p in parameters_of(method) if p.default is p.empty or names_lanes(p.name)]
     options: dict[str, Any] = {}
     for p in required:
         if names_lanes(p.name) or (len(required) == 1 and p.name not in INPUT_NAMES):

@@ -33,6 +33,8 @@ from throughtime.carry._trial import (
 )
 from throughtime.state import State
 
+NOT_FINITE = "the outputs are not finite"
+
 
 @dataclass(frozen=True)
 class Law:
@@ -145,7 +147,7 @@ class Laboratory:
             outputs.append(y)
         y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not torch.isfinite(y).all():
-            raise ValueError("the outputs are not finite")
+            raise ValueError(NOT_FINITE)
         return y, state
 
     def _run_chunk(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -190,7 +192,11 @@ class Laboratory:
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
         _, state = self.run(self.x[:cut])
         together, _ = self.run(self.x[cut:], state=state)
-        alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
+        try:
+            alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
+        except (RuntimeError, ValueError):  # it is made for a number of lanes: reorder them
+            picks = list(reversed(range(lanes)))
+            alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         return max(moved, difference(alone, together[:, picks]))
 
     @torch.no_grad()

@@ -1,5 +1,9 @@
 """What the names of parameters, methods and attributes suggest; laws decide whether it is so."""
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 STATE_NAMES = {
@@ -41,6 +45,12 @@ def is_method(module: nn.Module, name: str) -> bool:
     """Whether a module has a method of a name, not a parameter or a submodule."""
     value = getattr(module, name, None)
     return callable(value) and not isinstance(value, nn.Module)
+
+
+def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional parameters of a method, without self."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
 
 
 def initial_methods(module: nn.Module) -> list[str]:

@@ -3,16 +3,16 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from throughtime.carry._adapter import is_state
-from throughtime.carry._names import names_state
+from throughtime.carry._names import names_state, parameters_of
 from throughtime.carry._ports import FlowPort, ParameterPort, Port, TorchPort
 
 Key: TypeAlias = tuple[str, str]  # of an attribute: the path of its module, its name
@@ -116,11 +116,11 @@ def parameter_ports(module: nn.Module, calls: dict[str, list[PartCall]]) -> dict
     ports: dict[str, Port] = {}
     for name, (first, *others) in calls.items():
         part, result = module.get_submodule(name), first.result
-        if others or isinstance(part, RECURRENT):
+        if others or isinstance(part, (*RECURRENT, torch.jit.ScriptModule)):
             continue
         if not (isinstance(result, tuple) and len(result) == 2 and is_state(result[1])):
             continue
-        for position, p in enumerate(inspect.signature(part.forward).parameters.values()):
+        for position, p in enumerate(parameters_of(part.forward)):
             if position and p.default is None and names_state(p.name):
                 ports[name] = ParameterPort(position, p.name)
                 break
@@ -158,7 +158,7 @@ def attributes(module: nn.Module) -> dict[Key, Any]:
     values: dict[Key, Any] = {}
     for name, part in module.named_modules():
         own = {k: v for k, v in vars(part).items() if k not in nn.Module().__dict__}
-        for key, value in (own | part._buffers).items():
+        for key, value in (own | dict(part._buffers)).items():
             if value is None or isinstance(value, (Tensor, tuple, list, dict)):
                 values[name, key] = list(value) if isinstance(value, list) else value
     return values

@@ -36,6 +36,7 @@ BROKEN = {
     "causal": "an input changes the outputs of earlier steps",
     "lanes": "the inputs of one lane change another lane",
     "whole": "chunks with the state carried do not give what one call gives",
+    "kept": "what it returns depends on attributes beside its state, which calls change",
     "memory": "its outputs do not depend on the state that it gets",
     "value": "a call changes the state that it gets, in place",
     "start": "it gives other outputs for no state than for a state of zeros",
@@ -69,6 +70,10 @@ ADVICE = {
         " over time, a variable of forward. Let forward(x, state) return (y, state) with all that"
         " it needs"
     ),
+    "kept": (
+        "It keeps a part of its state in attributes. Let forward take and return all of it, or keep"
+        " all of it in attributes and write tt.carry(module, state='hidden') for the one"
+    ),
     "memory": (
         "Name the parameter, or the attribute, that is the state: tt.carry(module, state='hidden')."
         " If there is none, the module has no memory, and nothing is to be carried"
@@ -96,9 +101,22 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
     bidirectional = _bidirectional(module)
     if bidirectional:
         return bidirectional_error(bidirectional)
+    unknown = _unknown_parameters(search)
+    if unknown:
+        return ModelError(
+            f"{name}.forward requires {unknown} beside its first input and its state. Inputs in"
+            " several arguments are split by tt.carry(module, inputs=lambda x: (x[..., :2],"
+            " x[..., 2:])); pass a constant in a module of your own that calls this one."
+        )
     failure = _telling(module, search.failures)
     if failure is None or failure.rank <= 0:
         return _uncallable(module, failure)
+    if failure.in_training and failure.law is None:
+        return ModelError(
+            f"{name} cannot be carried: it obeys every law in evaluation mode, and in training mode"
+            f" its forward raised {_first_line(failure.error)}. Mend that, or carry it as"
+            " tt.carry(module.eval(), x)"
+        )
     if failure.law is None:
         return ModelError(f"{name}: {failure.error}")
     law = failure.law.name.removeprefix("training ")
@@ -121,6 +139,12 @@ def broken_error(
     """
     plain = law.name.removeprefix("training ")
     is_training = law.name != plain
+    if "modified by an inplace operation" in law.error:
+        return ModelError(
+            f"{name} cannot be carried: a later call writes into a tensor that the gradient of an"
+            " earlier one needs, such as a buffer that forward fills again"
+            f" ({law.error.split(':')[0]}). Make a new tensor in forward."
+        )
     if law.error:
         return ModelError(
             f"{name} cannot be carried: it computes a chunk, and fails where the {plain!r} law is"
@@ -156,8 +180,18 @@ def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
         return failure
     if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
         return failure
-    first = next(f for f in failures if f.law is not None and not f.law.error)
-    return first if first.law is not None and first.law.name in ("causal", "lanes") else failure
+    measured = [f for f in failures if f.law is not None and not f.law.error]
+    if measured and measured[0].law is not None and measured[0].law.name in ("causal", "lanes"):
+        return measured[0]
+    return failure
+
+
+def _unknown_parameters(search: Search) -> str:
+    """Parameters without a default beside those of the state, if it has such, in quotes."""
+    tried = [f.convention.source for f in search.failures if f.convention is not None]
+    names = max((s.names for s in tried if isinstance(s, ArgumentState)), key=len, default=())
+    unknown = [name for name in names if not names_state(name)]
+    return ", ".join(map(repr, unknown)) if len(unknown) < len(names) else ""
 
 
 def _short(convention: Convention) -> str:
@@ -194,6 +228,11 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
         return ModelError(
             f"{name} {error}. If it is a convolution over time that shortens the sequence, keep the"
             f" steps before a chunk: tt.carry(module, context={max(map(_past, convolutions))})."
+        )
+    if isinstance(error, NotImplementedError) and type(module).forward is nn.Module.forward:
+        return ModelError(
+            f"{name} has no forward. Name the method that computes a step or a chunk:"
+            " tt.carry(module, call=module.METHOD)"
         )
     if failure is not None and failure.convention is not None:
         source = failure.convention.source

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from throughtime.carry._convention import (
     Path,
     item_at,
     path_name,
+    set_attribute,
 )
-from throughtime.carry._laws import Laboratory, Law, difference, loss_weights
+from throughtime.carry._laws import NOT_FINITE, Laboratory, Law, difference, loss_weights
 from throughtime.carry._names import RESTARTS, names_state
+from throughtime.carry._observe import Key, attributes, changed_attributes
 from throughtime.carry._ports import TorchPort
 from throughtime.carry._sources import proposals
 from throughtime.carry._subject import CALL_ERRORS, Failure, Hints, Subject
@@ -36,16 +38,20 @@ from throughtime.carry._trial import (
     LANES,
     STEPS,
     ConstantRandomness,
+    changed_inputs,
     copy_of,
     long_steps,
     modes_of,
     perturb,
     quiet,
     restore_modes,
+    shrink,
     trial_inputs,
 )
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
+
+HIDDEN_LAWS = ("inputs", "memory")  # that fail where a layer hides the state
 
 
 @dataclass
@@ -67,17 +73,19 @@ class Search:
         """The first convention that obeys every law; None if there is none.
 
         A layer that starts at zero, or saturated by large inputs, may hide the state: then weights
-        of another copy are perturbed and inputs are standard normal.
+        of another copy are perturbed and inputs are standard normal. Where large weights saturate,
+        or make outputs overflow, those of a third copy are made smaller.
         """
         with quiet(self.x.device):
             convention = self._find_on(copy_of(self.module), hidden=False)
-            if convention is None and any(
-                f.law is not None and f.law.name in ("inputs", "memory") for f in self.failures
-            ):
+            hidden = any(f.law is not None and f.law.name in HIDDEN_LAWS for f in self.failures)
+            overflows = any(NOT_FINITE in str(f) for f in self.failures)
+            changes = [perturb] * hidden + [shrink] * (hidden or overflows)
+            for change in changes if convention is None else ():
                 twin = copy_of(self.module)
-                if twin is not None:
-                    perturb(twin)
-                    convention = self._find_on(twin, hidden=True)
+                if twin is not None and convention is None:
+                    change(twin)
+                    convention = self._find_on(twin, hidden=hidden)
         return convention
 
     def _find_on(self, twin: nn.Module | None, *, hidden: bool) -> Convention | None:
@@ -105,8 +113,10 @@ class _Trials:
     def find(self) -> Convention | None:
         """The first convention that obeys every law."""
         subject = self.subject
-        for lanes, contiguous in ((LANES, False), (LANES, True), (1, True)):
-            if lanes > 1 and contiguous and not self._needs_contiguous():
+        own = self.example.shape[1]  # a module may be made for a number of lanes
+        attempts = [(LANES, False), (LANES, True), (own, True), (1, True)]
+        for lanes, contiguous in dict.fromkeys(attempts):
+            if (lanes, contiguous) == (LANES, True) and not self._needs_contiguous():
                 continue
             subject.one_lane = lanes == 1
             x = trial_inputs(self.example, subject.module, lanes, standardize=self.standardize)
@@ -142,10 +152,12 @@ class _Trials:
         choices = ", ".join(
             f"{path_name(c.outputs.path)} with features {c.outputs.features}" for c in accepted
         )
+        path = accepted[0].outputs.path
+        shares_key = sum(c.outputs.path[:1] == path[:1] for c in accepted) > 1
         return ModelError(
             f"{type(self.subject.module).__name__} returns several tensors with one output per"
             f" step: {choices}. Choose the one that the loss gets: tt.carry(module,"
-            f" output={accepted[0].outputs.path[0]!r})"
+            f" output={path if shares_key else path[0]!r})"
         )
 
     # ------------------------------------------------------------ shapes
@@ -247,10 +259,14 @@ class _Trials:
         """The tensors of a result that could be the outputs, with the orders that fit."""
         hint = self.subject.hints.output
         held = {id(leaf) for leaf in trees.tensors(state)}
-        leaves = list(_tensor_paths(result))
         if hint is not None:
-            leaves = [(path, leaf) for path, leaf in leaves if path[:1] == (hint,)]
+            path = hint if isinstance(hint, tuple) else (hint,)
+            try:
+                leaves = list(_tensor_paths(item_at(result, path), path))
+            except MisfitError:
+                return {}
         else:
+            leaves = list(_tensor_paths(result))
             leaves = [(p, leaf) for p, leaf in leaves if id(leaf) not in held] or leaves[:1]
         choices: dict[Path, list[OutputLayout]] = {}
         for path, leaf in leaves:
@@ -281,6 +297,8 @@ class _Trials:
                     raise MisfitError("has a state without a dimension for lanes")
                 dims = LaneLayout.infer({lanes: state, lanes - 1: other}, weight).dims
             except CALL_ERRORS as error:
+                if isinstance(source, ArgumentState) and source.result == ():
+                    error = MisfitError(f"is no state as a whole: {error}")
                 self.subject.note(convention, None, error)
                 if isinstance(error, (MisfitError, ModelError, StateError)):
                     return []
@@ -298,6 +316,7 @@ class _Trials:
         subject = self.subject
         subject.reset()
         bound = BoundModule(subject.module, convention, x[:1, :1])
+        training = None
         try:
             by_step = convention.call in ("step", "last")
             laboratory = Laboratory(bound, subject.module, x, by_step=by_step)
@@ -307,13 +326,19 @@ class _Trials:
                         subject.note(convention, law)
                         return False
             laboratory.training = None
-            for law in (self._credit_of_attributes, self._last, self._start, self._long):
+            for law in (
+                self._kept,
+                self._credit_of_attributes,
+                self._last,
+                self._start,
+                self._long,
+            ):
                 broken = law(convention, laboratory)
                 if broken is not None:
                     subject.note(convention, broken)
                     return False
         except CALL_ERRORS as error:
-            subject.note(convention, None, error)
+            subject.note(convention, None, error, in_training=training is not None)
             return False
         finally:
             bound.release()
@@ -351,6 +376,63 @@ class _Trials:
         names = ", ".join(".".join(filter(None, key)) for key in source.scratch)
         law = Law("credit", largest, laboratory.tolerance, detached=names)
         return None if law.holds else law
+
+    def _kept(self, convention: Convention, laboratory: Laboratory) -> Law | None:
+        """What a module keeps in attributes beside its state must not matter.
+
+        Attributes that two calls leave with other values are replaced by noise. Every tensor that
+        the module returns is compared, for outputs may be saturated, as spikes are.
+        """
+        module, source = self.subject.module, convention.source
+        if convention.context or convention.call == "every":
+            return None
+        state_keys = source.attributes if isinstance(source, InternalState) else ()
+        x = laboratory.x[:1] if convention.call in ("step", "last") else laboratory.x[:3]
+        with torch.no_grad():
+            self.subject.reset()
+            left = [self._left_by(convention, part) for part in (x, changed_inputs(x, 0, 0))]
+            keys = [
+                key
+                for key in left[1]
+                if key not in state_keys
+                and isinstance(left[0].get(key), Tensor)
+                and difference(left[0][key], left[1][key]) > 0
+            ]
+            if not keys:
+                return None
+            bound = cast(BoundModule, laboratory.adapter)
+            state = convention.lanes.to_module(bound.initial_state(x.shape[1], None))
+            results: list[list[Tensor]] = []
+            for noise in (0.0, 0.3):
+                self.subject.reset()
+                for key in keys:
+                    set_attribute(module, key, left[0][key] * (1 - noise) + noise)
+                result = bound.invoke(x, state, None, bound.port_call(x, state, None))
+                results.append([leaf for _, leaf in _tensor_paths(result)])
+            self.subject.reset()
+        deviation = max(difference(a, b) for a, b in zip(*results, strict=True))
+        law = Law("kept", deviation, 10 * laboratory.tolerance)
+        return None if law.holds else law
+
+    def _left_by(self, convention: Convention, x: Tensor) -> dict[Key, Any]:
+        """The floating attributes that one more call leaves, without hooks."""
+        module = self.subject.module
+        before = attributes(module)
+        try:
+            self.subject.forward(convention.inputs.arrange(x), {}, x.shape[1])
+        except CALL_ERRORS:
+            bound = BoundModule(module, convention, x[:1, :1])
+            state = convention.lanes.to_module(bound.initial_state(x.shape[1], None))
+            bound.invoke(x, state, None, bound.port_call(x, state, None))
+            bound.release()
+        after = attributes(module)
+        return {
+            key: after[key]
+            for key in changed_attributes(before, after)
+            if isinstance(after[key], Tensor)
+            and after[key].is_floating_point()
+            and after[key].dim()
+        }
 
     def _run_plainly(self, convention: Convention, x: Tensor, chunks: list[int]) -> Tensor | None:
         """The outputs of the module called chunk after chunk, without hooks; None if it fails."""

@@ -71,9 +71,8 @@ def proposals(subject: Subject, call: Call, layout: InputLayout, x: Tensor) -> I
     optional = [p for p in parameters if p.default is not p.empty]
     named = [p.name for p in optional if names_state(p.name)]
     flags = tuple(p.name for p in optional if p.name in STATE_FLAGS)
-    arguments: list[tuple[str, ...]] = [(name,) for name in named]
-    if len(named) > 1:
-        arguments.append(tuple(named))
+    arguments: list[tuple[str, ...]] = [tuple(named)] if len(named) > 1 else []
+    arguments += [(name,) for name in named]
     if required:
         arguments = [tuple(required)]
     is_argument = hint is not None and any(p.name == hint for p in parameters)
@@ -130,6 +129,7 @@ def _argument_starts(subject: Subject, names: tuple[str, ...]) -> tuple[Start, .
         starts.append(Start("zeros", template=name))
         if is_layer:
             starts.append(Start("zeros", template=f"{name}#rows"))
+            starts.append(Start("zeros", template=f"{name}#lanes"))
     return (*starts, Start("zeros", template="scalar"))
 
 

@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,23 +21,12 @@ from throughtime.carry._convention import (
     widen,
 )
 from throughtime.carry._laws import Law
-from throughtime.carry._names import SIZE_ATTRIBUTES, is_method, names_state
+from throughtime.carry._names import SIZE_ATTRIBUTES, is_method, names_state, parameters_of
 from throughtime.carry._trial import Snapshot, set_modes
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
-CALL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    MisfitError,
-    ModelError,
-    StateError,
-)
+CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made for raises anything
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class Hints:
     """What the user says about a module; None is found by trials. See `tt.carry`."""
 
     inputs: Callable[[Tensor], Any] | None = None
-    output: int | str | None = None
+    output: int | str | tuple[int | str, ...] | None = None
     state: str | None = None
     start: Callable[[int], State] | None = None
     call: str | Callable[..., Any] | None = None
@@ -67,6 +55,7 @@ LAW_ORDER = (
     "credit",
     "start",
     "long",
+    "kept",
 )
 
 
@@ -74,19 +63,23 @@ LAW_ORDER = (
 class Failure:
     """A way of calling a module that was tried, and why it was not accepted.
 
-    `law` is None where a call raised `error`; `one_lane` says that it was tried on one lane.
+    `law` is None where a call raised `error`; `one_lane` says that it was tried on one lane,
+    `in_training` that every law holds in evaluation.
     """
 
     convention: Convention | None
     law: Law | None
     error: Exception | None
     one_lane: bool
+    in_training: bool = False
 
     @property
     def rank(self) -> float:
         """How far the trial came; positive if several lanes were accepted by the module."""
         source = None if self.convention is None else self.convention.source
-        if self.law is None:
+        if self.in_training:
+            rank = 20.0
+        elif self.law is None:
             if isinstance(source, ArgumentState) and not source.names:
                 return -3  # few modules take a pair: what they raise says nothing
             rank = 1.0 if isinstance(self.error, (ModelError, StateError)) else 0.0
@@ -117,8 +110,7 @@ class Subject:
         self._snapshot = Snapshot(module)
         self.method = _method_name(original, hints.call)
         forward = getattr(module, self.method)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
+        parameters = parameters_of(forward)
         count = _count_inputs(hints, x)
         self.input_name: str | None = None
         if count == 1 and len(parameters) > 1:
@@ -141,10 +133,15 @@ class Subject:
         set_modes(self.module, None)
 
     def note(
-        self, convention: Convention | None, law: Law | None, error: Exception | None = None
+        self,
+        convention: Convention | None,
+        law: Law | None,
+        error: Exception | None = None,
+        *,
+        in_training: bool = False,
     ) -> None:
         """Remember a way of calling that was not accepted."""
-        self.failures.append(Failure(convention, law, error, self.one_lane))
+        self.failures.append(Failure(convention, law, error, self.one_lane, in_training))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> Any:
         """One call, as the author of the module would make it."""
@@ -207,8 +204,11 @@ class Subject:
         return self._zeros(start.template, lanes)
 
     def _zeros(self, template: str, lanes: int) -> State:
-        """Zeros in the shape of a layer's state; of one row for each lane after `name#rows`."""
-        name, _, rows_only = template.partition("#")
+        """Zeros in the shape of a layer's state.
+
+        After `name#rows` of one row for each lane, after `name#lanes` with the lanes first.
+        """
+        name, _, form = template.partition("#")
         layer = self.module.get_submodule(name)
         weight = next(layer.parameters())
         if isinstance(layer, nn.RNNCellBase):
@@ -216,7 +216,8 @@ class Subject:
             return (h, h.clone()) if isinstance(layer, nn.LSTMCell) else h
         if not isinstance(layer, nn.RNNBase):
             raise MisfitError(f"'{name}' is no recurrent layer")
-        rows = (lanes,) if rows_only else (layer.num_layers * (1 + layer.bidirectional), lanes)
+        layers = layer.num_layers * (1 + layer.bidirectional)
+        rows = {"rows": (lanes,), "lanes": (lanes, layers)}.get(form, (layers, lanes))
         h = weight.new_zeros(*rows, layer.proj_size or layer.hidden_size)
         if isinstance(layer, nn.LSTM):
             return h, weight.new_zeros(*rows, layer.hidden_size)

@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,13 @@ class Snapshot:
     """The attributes, buffers and modes of a module, to be put back."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+        self._parts = [(part, dict(vars(part))) for part in module.modules()]
+        self._registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (cast("dict[str, Any]", values), dict(values))
+            for part in module.modules()
+            if not isinstance(part, torch.jit.ScriptModule)  # it has them in C++
+            for values in (part._buffers, part._parameters)
+        ]
         self._values = [(b, b.detach().clone()) for b in module.buffers()]
         self._mutable = [
             (value, type(value)(value))
@@ -173,11 +179,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        for part, attributes, buffers in self._parts:
+        for part, attributes in self._parts:
             for name in vars(part).keys() - attributes.keys():
                 del part.__dict__[name]
             vars(part).update(attributes)
-            part._buffers.update(buffers)
+        for values, registered in self._registered:
+            if values.keys() != registered.keys():
+                values.clear()
+            values.update(registered)
         with torch.no_grad():
             for buffer, value in self._values:
                 if buffer.shape == value.shape:
@@ -225,7 +234,7 @@ def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = Fals
         picks = torch.arange(steps * lanes, device="cpu") % len(rows)
         order = torch.randperm(steps * lanes, generator=generator, device="cpu")
         return rows[picks[order].to(rows.device)].unflatten(0, (steps, lanes))
-    rows = rows.nan_to_num()
+    rows = rows.nan_to_num(0.0, 0.0, 0.0)
     picks = torch.randint(len(rows), (steps * lanes,), generator=generator, device="cpu")
     sample = rows[picks.to(rows.device)].unflatten(0, (steps, lanes))
     noise = random_normal(sample.shape, generator)
@@ -288,6 +297,14 @@ def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
     else:  # a single token: its neighbour towards zero is valid, if it is not zero itself
         other[step, lane] = torch.where(x[step, lane] > 0, x[step, lane] - 1, x[step, lane] + 1)
     return other
+
+
+def shrink(module: nn.Module) -> None:
+    """Make all weights smaller: what grows from step to step may overflow within a trial."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.is_floating_point():
+                p.mul_(0.1)
 
 
 def perturb(module: nn.Module) -> None:

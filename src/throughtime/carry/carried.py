@@ -138,12 +138,14 @@ class Carried(nn.Module):
 
         Raises:
             StateError: a state of another structure or number of lanes.
-            DataError: resets of another shape.
+            DataError: resets of another shape, or no steps.
             ModelError: the module broke its contract.
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
+        if not len(x):
+            raise DataError(f"the chunk {tuple(x.shape)} has no steps, expected one at least")
         self.prepare(x)
         lanes = x.shape[1]
         if state is None:
@@ -234,7 +236,7 @@ def carry(
     x: Tensor | None = None,
     *,
     inputs: Callable[[Tensor], Any] | None = None,
-    output: int | str | None = None,
+    output: int | str | tuple[int | str, ...] | None = None,
     state: str | None = None,
     start: Callable[[int], State] | None = None,
     call: str | Callable[..., Any] | None = None,
@@ -256,7 +258,8 @@ def carry(
         x: example inputs `(T, B, ...)`; the trials run now instead of at the first chunk.
         inputs: maps inputs, time first, to what the module takes: a tensor, or a tuple of
             arguments.
-        output: index or key of the outputs, where the module returns several tensors.
+        output: index or key of the outputs, where the module returns several tensors; a tuple of
+            them for a tensor in a nested result.
         state: the parameter, or the attribute, that holds the state.
         start: maps a number of lanes to the state before a recording, in the module's layout.
         call: "chunk", "step" for a module that takes one step `(B, ...)`, "last" for one that

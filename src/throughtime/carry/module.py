@@ -46,10 +46,24 @@ class ModuleAdapter(Adapter):
                     " compiles or exports: call net = tt.carry(module, x) with example inputs first"
                 )
             return
+        if x.is_meta or any(p.is_meta for p in self.module.parameters()):
+            raise ModelError(
+                f"{type(self.module).__name__} or its inputs are on the meta device, where nothing"
+                " can be measured: module.to_empty(device=...), load its weights, then carry it"
+            )
+        if isinstance(self.module, torch.jit.ScriptModule):
+            raise ModelError(
+                "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
+                " be set. Carry the module that was scripted: net = tt.carry(module)"
+            )
         search = Search(self.module, x, self.hints)
         convention = search.find()
         if convention is None:
-            raise refusal(self.module, search)
+            error = refusal(self.module, search)
+            if self.bound is not None:
+                carried = ", ".join(["T", "B", *map(str, self.bound.example.shape[2:])])
+                error.add_note(f"throughtime: the module was carried with inputs ({carried})")
+            raise error
         self._bind(convention, x)
         self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
 
