@@ -421,3 +421,32 @@ def test_examples_that_are_not_finite_or_large_do_not_decide(value: float) -> No
     x = torch.randn(STEPS, LANES, FEATURES)
     net = tt.carry(KeepsLastHidden(), torch.full_like(x, value))
     assert_author(net, x, cast(nn.LSTM, net.module.lstm)(x)[0])
+
+
+class WritesIntoItsList(nn.Module):
+    """Layers of cells whose states it keeps in the list that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRUCell(FEATURES, FEATURES) for _ in range(2)])
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        for i, cell in enumerate(self.cells):
+            x = states[i] = cell(x, states[i])
+        return x * 2, states
+
+    def init_states(self, lanes: int) -> list[Tensor]:
+        return [torch.zeros(lanes, FEATURES) for _ in self.cells]
+
+
+def test_a_module_may_write_into_the_list_of_its_states() -> None:
+    module = WritesIntoItsList()
+    x, states, expected = torch.randn(STEPS, LANES, FEATURES), module.init_states(LANES), []
+    for step in x:
+        y, states = module(step, states)
+        expected.append(y)
+    net = tt.carry(module)
+    assert_author(net, x, torch.stack(expected))
+    state = net.initial_state(LANES)
+    net(x, state)
+    assert all(not leaf.any() for leaf in tt.state.tensors(state))

@@ -214,6 +214,8 @@ class BoundModule(Adapter):
             x = torch.cat([state[PAST].transpose(0, 1), x])
             state = state["state"]
         inner = convention.lanes.to_module(state)
+        if inner is state and not isinstance(state, Tensor):  # lists that the module may write into
+            inner = trees.map_leaves(lambda leaf: leaf, state)
         try:
             y, after = self._run_module(x, inner, resets)
         except MisfitError as error:
