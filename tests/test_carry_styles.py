@@ -450,3 +450,31 @@ def test_a_module_may_write_into_the_list_of_its_states() -> None:
     state = net.initial_state(LANES)
     net(x, state)
     assert all(not leaf.any() for leaf in tt.state.tensors(state))
+
+
+class AdaptiveThreshold(nn.Module):
+    """Its threshold starts at one, for all lanes, and is a part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+
+    def initial_state(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(inputs), torch.ones(())
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        v, threshold = self.initial_state(x) if state is None else state
+        v = 0.9 * v + x * self.scale
+        soft = torch.sigmoid(v - threshold)
+        spikes = (v > threshold).to(x) + soft - soft.detach()
+        return spikes, (v - spikes * threshold, 0.9 * threshold + 0.1 * spikes)
+
+
+def test_a_start_that_saturated_spikes_do_not_show_is_not_missed() -> None:
+    module = AdaptiveThreshold()
+    net = tt.carry(module, torch.rand(STEPS, LANES, FEATURES) * 8)
+    x, state, expected = torch.rand(STEPS, LANES, FEATURES), None, list[Tensor]()
+    for step in x:
+        y, state = module(step, state)
+        expected.append(y)
+    assert_author(net, x, torch.stack(expected))

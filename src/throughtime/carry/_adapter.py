@@ -178,12 +178,17 @@ class LaneLayout:
         dims = iter(self.dims)
         return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
 
-    def with_weight(self, state: State, weight: Tensor) -> State:
-        """The state on the device of the module, in its dtype if it was when this was inferred."""
-        examples = iter(trees.tensors(self.example))
+    def with_weight(self, state: State, weight: Tensor, lanes: int) -> State:
+        """The state on the device of the module, in its dtype if it was when this was inferred.
+
+        A number among the tensors is the value of all lanes.
+        """
+        examples, dims = iter(trees.tensors(self.example)), iter(self.dims)
 
         def convert(leaf: Tensor) -> Tensor:
-            example = next(examples, None)
+            example, dim = next(examples, None), next(dims, None)
+            if example is not None and dim is not None and not leaf.dim() and example.dim() > 1:
+                leaf = dim.to_module(leaf.expand(lanes, *example.shape[1:]))
             follows = example is not None and example.dtype == self.weight_dtype
             return leaf.to(weight.device, weight.dtype if follows else leaf.dtype)
 

@@ -164,7 +164,7 @@ class BoundModule(Adapter):
             widen(state, lanes),
         )
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        return state if weight is None else self.convention.lanes.with_weight(state, weight)
+        return state if weight is None else self.convention.lanes.with_weight(state, weight, lanes)
 
     def captured(self, inputs: Tensor) -> State:
         """What the module itself starts from: its attributes, and what it passes to its layers."""

@@ -347,7 +347,7 @@ def widen(state: State, lanes: int) -> State:
     """
 
     def widen_leaf(leaf: Tensor) -> Tensor:
-        if lanes in leaf.shape or lanes == 1:
+        if lanes in leaf.shape or lanes == 1 or not leaf.dim():
             return leaf
         ones = [i for i, size in enumerate(leaf.shape) if size == 1]
         if not ones:

@@ -167,7 +167,7 @@ class Laboratory:
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
         y, state = self.run(self.x, restore=self.training is not None)
-        return max(difference(y, self._y), _state_difference(state, self._end))
+        return max(difference(y, self._y), state_difference(state, self._end))
 
     @torch.no_grad()
     def _inputs(self) -> float:
@@ -212,7 +212,7 @@ class Laboratory:
     @torch.no_grad()
     def _deviation_in(self, *lengths: int) -> float:
         y, state = self.run(self.x, *lengths)
-        return max(difference(y, self._y), _state_difference(state, self._end))
+        return max(difference(y, self._y), state_difference(state, self._end))
 
     @torch.no_grad()
     def measure_long(self, x: Tensor) -> Law:
@@ -238,7 +238,7 @@ class Laboratory:
         _, state = self.run(self.x[: self.bounds[1]])
         before = trees.map_leaves(torch.clone, state)
         self.run(self.x[self.bounds[1] :], state=state)
-        return _state_difference(state, before)
+        return state_difference(state, before)
 
     def _credit(self) -> float:
         """The difference of two gradients of the outputs: in one call and in chunks.
@@ -342,6 +342,7 @@ def _equal(a: State, b: State) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def _state_difference(a: State, b: State) -> float:
+def state_difference(a: State, b: State) -> float:
+    """The largest difference of the tensors of two states."""
     pairs = zip(trees.tensors(a), trees.tensors(b), strict=True)
     return max((difference(p, q) for p, q in pairs), default=0.0)

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import ArgumentState, Convention
-from throughtime.carry._laws import Laboratory, Law
+from throughtime.carry._laws import NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
 from throughtime.carry._observe import RECURRENT, observe
 from throughtime.carry._search import Search
@@ -233,6 +233,11 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
         return ModelError(
             f"{name} has no forward. Name the method that computes a step or a chunk:"
             " tt.carry(module, call=module.METHOD)"
+        )
+    if error is not None and NOT_FINITE in str(error):
+        return ModelError(
+            f"{name} cannot be tried: {NOT_FINITE}, for inputs like the examples and for smaller"
+            " weights too. Look at its weights, and at the first step that is not finite."
         )
     if failure is not None and failure.convention is not None:
         source = failure.convention.source

@@ -28,7 +28,14 @@ from throughtime.carry._convention import (
     path_name,
     set_attribute,
 )
-from throughtime.carry._laws import NOT_FINITE, Laboratory, Law, difference, loss_weights
+from throughtime.carry._laws import (
+    NOT_FINITE,
+    Laboratory,
+    Law,
+    difference,
+    loss_weights,
+    state_difference,
+)
 from throughtime.carry._names import RESTARTS, names_state
 from throughtime.carry._observe import Key, attributes, changed_attributes
 from throughtime.carry._ports import TorchPort
@@ -450,20 +457,27 @@ class _Trials:
         return torch.cat(outputs)
 
     def _start(self, convention: Convention, laboratory: Laboratory) -> Law | None:
-        """The initial state must give what the module gives that starts by itself."""
+        """The initial state must give what the module gives that starts by itself.
+
+        States are compared too, for outputs may be saturated, as spikes are.
+        """
         start = convention.start
         if start.kind in ("method", "function") or start.template or convention.context:
             return None
         x = laboratory.x if convention.call in ("chunk", "every") else laboratory.x[:1]
         own: list[Tensor] = []
         with torch.no_grad():
-            y, _ = laboratory.run(x)
+            y, end = laboratory.run(x)
+            deviation = 0.0
             for _ in range(2):
-                result, _, _ = self.subject.call(convention, x)
+                result, after, _ = self.subject.call(convention, x)
                 own.append(convention.outputs.read(result, x.shape[0], x.shape[1]))
+                if convention.call != "every":
+                    state = _state_of(convention.source, result, after)
+                    deviation = state_difference(convention.lanes.lanes_first(state), end)
         laws = (
             Law("repeat", difference(*own), laboratory.tolerance),
-            Law("start", difference(own[0], y), laboratory.tolerance),
+            Law("start", max(difference(own[0], y), deviation), laboratory.tolerance),
         )
         return next((law for law in laws if not law.holds), None)
 
