@@ -228,11 +228,13 @@ class Spikes(nn.Module):
         self.syn = 0.9 * self.syn + x
         self.mem = 0.8 * self.mem + self.syn - (self.mem > 1).to(x)
         soft = torch.sigmoid(self.mem - 1)
-        spikes = (self.mem > 1).to(x) + soft - soft.detach()
+        spikes = (self.mem > 1).to(x) + (soft - soft.detach())
         return spikes, self.syn, self.mem
 
 
-def test_spikes_are_not_taken_for_the_state_that_is_kept_in_buffers() -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_spikes_are_not_taken_for_the_state_that_is_kept_in_buffers(seed: int) -> None:
+    torch.manual_seed(seed)
     module = Spikes()
     # nearly all spike in the trials, not afterwards
     net = tt.carry(module, torch.rand(STEPS, LANES, FEATURES) * 8, output=0)
@@ -466,7 +468,7 @@ class AdaptiveThreshold(nn.Module):
         v, threshold = self.initial_state(x) if state is None else state
         v = 0.9 * v + x * self.scale
         soft = torch.sigmoid(v - threshold)
-        spikes = (v > threshold).to(x) + soft - soft.detach()
+        spikes = (v > threshold).to(x) + (soft - soft.detach())
         return spikes, (v - spikes * threshold, 0.9 * threshold + 0.1 * spikes)
 
 
@@ -478,3 +480,31 @@ def test_a_start_that_saturated_spikes_do_not_show_is_not_missed() -> None:
         y, state = module(step, state)
         expected.append(y)
     assert_author(net, x, torch.stack(expected))
+
+
+class StartsUnseen(nn.Module):
+    """The first output does not show that a part of the state starts from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        v, w = (x * 0, x * 0 + 1) if state is None else state
+        return v, (0.5 * v + x * self.scale + w, 0.9 * w)
+
+
+def test_a_start_that_is_not_zeros_is_asked_for() -> None:
+    x = torch.randn(STEPS, LANES, FEATURES)
+    module = StartsUnseen()
+    with pytest.raises(ModelError, match=r"no state than.*start=lambda lanes"):
+        tt.carry(module, x)
+
+    def start(lanes: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(lanes, FEATURES), torch.ones(lanes, FEATURES)
+
+    state, expected = None, list[Tensor]()
+    for step in x:
+        y, state = module(step, state)
+        expected.append(y)
+    assert_author(tt.carry(module, start=start), x, torch.stack(expected))
