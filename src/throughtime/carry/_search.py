@@ -332,7 +332,7 @@ class _Trials:
                     if not law.holds:
                         subject.note(convention, law)
                         return False
-            laboratory.training = None
+            training = laboratory.training = None
             for law in (
                 self._kept,
                 self._credit_of_attributes,
