@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from throughtime.carry._bound import BoundModule
-from throughtime.carry._convention import ArgumentState, Convention
+from throughtime.carry._convention import ArgumentState
+from throughtime.carry._explain import source_name
 from throughtime.carry._laws import NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
 from throughtime.carry._observe import RECURRENT, observe
@@ -122,7 +123,7 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
     law = failure.law.name.removeprefix("training ")
     with quiet(search.x.device):
         part = _found_culprit(module, search, failure, law)
-    called = "" if failure.convention is None else _short(failure.convention)
+    called = "" if failure.convention is None else source_name(failure.convention)
     return broken_error(name, failure.law, part, called)
 
 
@@ -192,14 +193,6 @@ def _unknown_parameters(search: Search) -> str:
     names = max((s.names for s in tried if isinstance(s, ArgumentState)), key=len, default=())
     unknown = [name for name in names if not names_state(name)]
     return ", ".join(map(repr, unknown)) if len(unknown) < len(names) else ""
-
-
-def _short(convention: Convention) -> str:
-    source = convention.source
-    if isinstance(source, ArgumentState):
-        return f"argument '{', '.join(source.names)}'" if source.names else "a pair (x, state)"
-    names = [*source.ports, *(".".join(filter(None, key)) for key in source.attributes)]
-    return ", ".join(f"'{name}'" for name in names)
 
 
 def _bidirectional(module: nn.Module) -> str | None:

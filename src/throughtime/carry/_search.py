@@ -24,6 +24,7 @@ from throughtime.carry._convention import (
     MisfitError,
     OutputLayout,
     Path,
+    call_start,
     item_at,
     path_name,
     set_attribute,
@@ -36,7 +37,7 @@ from throughtime.carry._laws import (
     loss_weights,
     state_difference,
 )
-from throughtime.carry._names import RESTARTS, names_state
+from throughtime.carry._names import RESTARTS, names_state, reset_methods
 from throughtime.carry._observe import Key, attributes, changed_attributes
 from throughtime.carry._ports import TorchPort
 from throughtime.carry._sources import proposals
@@ -352,10 +353,10 @@ class _Trials:
         return True
 
     def _credit_of_attributes(self, convention: Convention, laboratory: Laboratory) -> Law | None:
-        """The module must not cut the gradient of a state that it keeps in an attribute itself.
+        """A state that the module keeps in an attribute itself must be the one that hooks carry.
 
-        Hooks carry that state with its gradient; called as its author wrote it, the module gives
-        another one.
+        Nor may the module cut its gradient: hooks carry the state with it, and called as its author
+        wrote it, the module gives another gradient.
         """
         source, x = convention.source, laboratory.x
         if not isinstance(source, InternalState) or not source.scratch or convention.context:
@@ -368,8 +369,14 @@ class _Trials:
         if own is None or not leaves or not own.requires_grad:
             return None
         carried, _ = laboratory.run(x, *chunks)
-        if difference(own, carried) > laboratory.tolerance:
-            return None  # the attribute is not what carries its state
+        deviation, first = difference(own, carried), chunks[0]
+        if deviation > laboratory.tolerance:
+            alone = self._run_plainly(convention, x[first:], chunks[1:])
+            remembers = alone is not None and difference(alone, own[first:]) > laboratory.tolerance
+            starts_alike = difference(own[:first], carried[:first]) <= laboratory.tolerance
+            # the attribute carries the state, and is not what its layer returns
+            is_other = remembers and starts_alike
+            return Law("whole", deviation, laboratory.tolerance) if is_other else None
         weights = loss_weights(own)
         expected, got = (
             torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
@@ -442,19 +449,36 @@ class _Trials:
         }
 
     def _run_plainly(self, convention: Convention, x: Tensor, chunks: list[int]) -> Tensor | None:
-        """The outputs of the module called chunk after chunk, without hooks; None if it fails."""
-        self.subject.reset()
-        outputs: list[Tensor] = []
-        try:
-            for part in x.split(chunks):
-                args = convention.inputs.arrange(part)
-                result = self.subject.forward(args, {}, part.shape[1])
-                outputs.append(convention.outputs.read(result, len(part), part.shape[1]))
-        except CALL_ERRORS:
-            return None
-        finally:
+        """The outputs of the module called chunk after chunk, without hooks; None if it fails.
+
+        A module that holds a state for other lanes is reset first, as its author would.
+        """
+        for method in (None, *dict.fromkeys(reset_methods(self.subject.module))):
             self.subject.reset()
-        return torch.cat(outputs)
+            try:
+                if method is not None:
+                    self._reset_by(method, convention, x)
+                outputs: list[Tensor] = []
+                for part in x.split(chunks):
+                    args = convention.inputs.arrange(part)
+                    result = self.subject.forward(args, {}, part.shape[1])
+                    outputs.append(convention.outputs.read(result, len(part), part.shape[1]))
+            except CALL_ERRORS:
+                continue
+            finally:
+                self.subject.reset()
+            return torch.cat(outputs)
+        return None
+
+    def _reset_by(self, method: str, convention: Convention, x: Tensor) -> None:
+        """Reset a state in attributes by a method of the module, or set what the method returns."""
+        module, source = self.subject.module, convention.source
+        for key in self.subject.sizes:
+            set_attribute(module, key, x.shape[1])
+        state = call_start(module, method, x.shape[1], convention.inputs.arrange(x[:1])[0])
+        keys = source.scratch if isinstance(source, InternalState) else ()
+        if state is not None and len(keys) == 1:
+            set_attribute(module, keys[0], state)
 
     def _start(self, convention: Convention, laboratory: Laboratory) -> Law | None:
         """The initial state must give what the module gives that starts by itself.

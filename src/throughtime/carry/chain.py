@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.carry._adapter import Adapter
+from throughtime.carry._explain import laws_line
 from throughtime.carry._laws import Laboratory
 from throughtime.carry._refusal import broken_error, culprit
 from throughtime.carry._trial import (
@@ -111,6 +112,19 @@ class ChainAdapter(Adapter):
 
     def leaf_names(self, state: State) -> list[str]:
         return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
+
+    def explain(self) -> str:
+        lines = ["Sequential: each module gets the outputs (T, B, ...) of the one before"]
+        for name, link in self.links.items():
+            if not isinstance(link, StatelessAdapter):
+                first, *others = link.explain().split("\n")
+                lines += [f"'{name}', {first}", *others]
+        stateless = [n for n, link in self.links.items() if isinstance(link, StatelessAdapter)]
+        if stateless:
+            lines.append(f"no state, one call for each chunk: {', '.join(map(repr, stateless))}")
+        if self._tried:
+            lines.append(laws_line(LANES, training=self.module.training))
+        return "\n  ".join(lines)
 
     def takes_resets(self) -> bool:
         return all(link.takes_resets() for link in self.links.values())

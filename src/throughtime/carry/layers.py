@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
+from throughtime.carry._explain import state_shapes
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -28,6 +29,13 @@ def swap_lane_dim(state: State) -> State:
 
 def _hidden_names(state: State) -> list[str]:
     return ["h"] if isinstance(state, Tensor) else ["h", "c"]
+
+
+def _layer_lines(adapter: Adapter, layer: RecurrentModule, called: str) -> str:
+    """How a layer is called; its contract is known, so nothing is tried."""
+    state = adapter.initial_state(1, None)
+    shapes = state_shapes(adapter.leaf_names(state), state)
+    return f"{type(layer).__name__}: {called}\n  state, lanes first: {shapes}\n  start: zeros"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class LayerAdapter(Adapter):
 
     def leaf_names(self, state: State) -> list[str]:
         return _hidden_names(state)
+
+    def explain(self) -> str:
+        order = "(B, T, {})" if self.module.batch_first else "(T, B, {})"
+        called = f"called with {order.format(self.module.input_size)}: one call for each chunk"
+        return _layer_lines(self, self.module, called)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         # as in `swap_lane_dim`, without a call: every chunk passes here
@@ -86,6 +99,10 @@ class CellAdapter(Adapter):
 
     def leaf_names(self, state: State) -> list[str]:
         return _hidden_names(state)
+
+    def explain(self) -> str:
+        called = f"called with (B, {self.module.input_size}): one call for each step"
+        return _layer_lines(self, self.module, called)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         del resets

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from throughtime.carry._adapter import Adapter
 from throughtime.carry._bound import BoundModule
-from throughtime.carry._convention import CALLS, Convention, path_name
+from throughtime.carry._convention import Convention
+from throughtime.carry._explain import convention_lines, measured_line, rejected_lines
 from throughtime.carry._refusal import refusal
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Hints
@@ -34,6 +35,7 @@ class ModuleAdapter(Adapter):
         self.module, self.hints = module, hints
         self.bound: BoundModule | None = None
         self._tried: set[InputKind] = set()
+        self._findings: list[str] = []  # what the trials measured, for `explain`
 
     def prepare(self, x: Tensor) -> None:
         kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
@@ -64,15 +66,18 @@ class ModuleAdapter(Adapter):
                 carried = ", ".join(["T", "B", *map(str, self.bound.example.shape[2:])])
                 error.add_note(f"throughtime: the module was carried with inputs ({carried})")
             raise error
-        self._bind(convention, x)
+        bound = self._bind(convention, x)
         self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
+        laws = measured_line(bound, training=self.module.training)
+        self._findings = [laws, *rejected_lines(search.failures)]
 
-    def _bind(self, convention: Convention, x: Tensor) -> None:
+    def _bind(self, convention: Convention, x: Tensor) -> BoundModule:
         if self.bound is not None:
             if self.bound.convention.source == convention.source:
-                return
+                return self.bound
             self.bound.release()
         self.bound = BoundModule(self.module, convention, torch.zeros_like(x[:1, :1]))
+        return self.bound
 
     def _ready(self, like: Tensor | None) -> BoundModule:
         if like is not None:
@@ -120,13 +125,9 @@ class ModuleAdapter(Adapter):
     def explain(self) -> str:
         name = type(self.module).__name__
         if self.bound is None:
-            return f"{name}: how it is called is found at the first inputs"
-        c = self.bound.convention
-        item = f"item {path_name(c.outputs.path)}, " if c.outputs.path else ""
-        lines = [
-            f"{name}: called with {c.inputs}, {CALLS[c.call]}",
-            f"  state: {c.source}",
-            f"  start: {c.start}",
-            f"  outputs: {item}{c.outputs}",
-        ]
-        return "\n".join(lines)
+            return (
+                f"{name}: how it is called is found by trials at the first inputs;"
+                " tt.carry(module, x) finds it at once"
+            )
+        called, *others = convention_lines(self.bound)
+        return "\n  ".join([f"{name}: {called}", *others, *self._findings])

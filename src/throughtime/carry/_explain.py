@@ -1,0 +1,128 @@
+"""How a carried module is called, in words: what `print(net)` shows.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+from collections.abc import Iterable
+
+from throughtime import state as trees
+from throughtime.carry._bound import BoundModule
+from throughtime.carry._convention import (
+    CALLS,
+    ArgumentState,
+    Call,
+    Convention,
+    InputLayout,
+    InternalState,
+    MisfitError,
+    path_name,
+)
+from throughtime.carry._subject import Failure
+from throughtime.carry._trial import LANES, STEPS
+from throughtime.state import State
+
+LISTED = 4  # ways of calling that were tried in vain
+
+
+def state_shapes(names: Iterable[str], state: State) -> str:
+    """The name and the shape of each tensor of a state, lanes first: `lstm.h (B, 2, 8)`."""
+    return ", ".join(
+        f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
+        for name, leaf in zip(names, trees.tensors(state), strict=True)
+    )
+
+
+def convention_lines(bound: BoundModule) -> list[str]:
+    """How a module is called, what its state is, where it starts, and what the outputs are."""
+    c = bound.convention
+    features = tuple(bound.example.shape[2:])
+    layout = str(c.inputs).replace("(B, D, T)", f"(B, {', '.join(map(str, features))}, T)")
+    layout = layout.replace("...", ", ".join(map(str, () if c.inputs.drop else features)))
+    layout = layout.replace(", )", ")")
+    lines = [f"called with {layout}: {CALLS[c.call]}{_options(c)}"]
+    state = c.lanes.example
+    leaves = state_shapes(bound.leaf_names(state), state)
+    if c.context:
+        past = ", ".join(["B", str(c.context), *map(str, features)])
+        leaves = ", ".join(filter(None, [f"past ({past})", leaves]))
+    lines += [f"state: {c.source}", f"leaves, lanes first: {leaves}"]
+    lines.append(f"start: {c.start}")
+    outputs = str(c.outputs)
+    if c.outputs.features is not None:
+        sizes = "".join(f", {size}" for size in c.outputs.features)
+        outputs = outputs.replace(", C, T", f"{sizes}, T").replace(", C", sizes)
+        outputs = outputs.replace("(C,)", f"({sizes[2:]},)")
+    item = f"item {path_name(c.outputs.path)}, " if c.outputs.path else ""
+    lines.append(f"outputs: {item}{outputs}")
+    if c.resets is not None:
+        lines.append(f"resets: {_resets(c)}")
+    return lines
+
+
+def _options(c: Convention) -> str:
+    """What else a call gets."""
+    options = [f"{name}=True" for name in c.flags]
+    options += [f"attribute {'.'.join(filter(None, key))} set to B" for key in c.sizes]
+    options += [f"after {c.context} steps of the past"] if c.context else []
+    options += [f"by module.{c.method}"] if c.method != "forward" else []
+    options += [f"inputs as {c.input_name}="] if c.input_name else []
+    return "".join(f", {option}" for option in options)
+
+
+def _resets(c: Convention) -> str:
+    resets = c.resets
+    if resets is None:
+        return ""
+    value = f"argument {resets.name}, {int(not resets.inverted)} where a lane restarts"
+    return value if resets.applied else f"{value}; calls are split at resets all the same"
+
+
+def laws_line(lanes: int, *, training: bool) -> str:
+    """On what the laws were measured."""
+    modes = "in evaluation and in training mode" if training else "in evaluation mode"
+    return f"laws: all hold on {STEPS} steps of {lanes} lane{'s' if lanes > 1 else ''}, {modes}"
+
+
+def measured_line(bound: BoundModule, *, training: bool) -> str:
+    """On what the laws of a convention were measured."""
+    return laws_line(1 if bound.convention.one_lane else LANES, training=training)
+
+
+def rejected_lines(failures: Iterable[Failure]) -> list[str]:
+    """The ways of calling that were tried before, and the law or the error that refused each."""
+    reasons: dict[tuple[Call, InputLayout, bool, str], str] = {}
+    for failure in sorted(failures, key=lambda f: f.law is None):  # a law says more than an error
+        c = failure.convention
+        if c is None or (isinstance(c.source, ArgumentState) and not c.source.names):
+            continue  # few modules take a pair: what they raise says nothing
+        key = (c.call, c.inputs, failure.one_lane)
+        if failure.law is not None:
+            reasons.setdefault((*key, source_name(c)), f"breaks the law {failure.law.name!r}")
+        elif not any(known[:3] == key for known in reasons):
+            reasons[*key, ""] = _reason(failure)
+    layouts: dict[str, list[str]] = {}
+    for (call, inputs, one_lane, source), reason in reasons.items():
+        lanes = ", one lane" if one_lane else ""
+        state = f", state in {source}" if source else ""
+        way = f"{CALLS[call].partition(',')[0].partition(';')[0]}{lanes}{state}: {reason}"
+        names = layouts.setdefault(way, [])
+        names += [str(inputs)] if str(inputs) not in names else []
+    lines = [f"{' or '.join(names)}, {way}" for way, names in layouts.items()]
+    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+    return ["refused:", *(f"  {line}" for line in [*lines[:LISTED], *more])] if lines else []
+
+
+def source_name(convention: Convention) -> str:
+    """Where the state is, in a few words."""
+    source = convention.source
+    if not isinstance(source, InternalState):
+        return f"argument '{', '.join(source.names)}'" if source.names else "a pair (x, state)"
+    names = [*source.ports, *(".".join(filter(None, key)) for key in source.attributes)]
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _reason(failure: Failure) -> str:
+    if isinstance(failure.error, MisfitError) and "one output per step" in str(failure.error):
+        return "not one output per step"
+    text = str(failure.error).split("\n")[0].rstrip(".")
+    return text if len(text) <= 70 else f"{text[:67]}..."

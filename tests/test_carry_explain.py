@@ -1,0 +1,208 @@
+"""`net.explain()` and `print(net)` say how a module is called and which laws were measured."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+
+
+class OneStep(nn.Module):
+    """A step that restarts lanes by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, h: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h * (1 - done).unsqueeze(1))
+        return self.head(h), h
+
+
+class Flat(nn.Module):
+    """Tokens in, scores `(T*B, V)` out, with another argument that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(9, 4), nn.LSTM(4, 6, 2), nn.Linear(6, 9)
+
+    def init_hidden(self, bsz: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, bsz, 6), torch.zeros(2, bsz, 6)
+
+    def forward(self, x: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        y, hidden = self.lstm(self.embed(x), hidden)
+        return self.head(y).view(-1, 9), hidden
+
+
+class Filtered(nn.Module):
+    """A convolution over time before a GRU, batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.gru = nn.Conv1d(3, 5, 4), nn.GRU(5, 7, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = nn.functional.pad(x.transpose(1, 2), (3, 0))
+        return self.gru(self.filter(past).transpose(1, 2))[0]
+
+
+class Sized(nn.Module):
+    """Keeps the number of lanes in an attribute, and its state in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.batch_size = nn.RNNCell(3, 5), 1
+        self.hidden = torch.zeros(1, 5)
+
+    def reset_hidden(self) -> None:
+        self.hidden = torch.zeros(self.batch_size, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.hidden * 0.5 + self.cell(x, self.hidden).view(self.batch_size, 5)
+        return self.hidden
+
+
+CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
+    (
+        OneStep(),
+        torch.randn(5, 2, 4),
+        {},
+        [
+            "OneStep: called with (B, 4): one call for each step",
+            "state: argument h; the next state is item [1] of the result",
+            "leaves, lanes first: state (B, 8)",
+            "resets: argument done, 1 where a lane restarts",
+            "one call for each chunk: ",  # tried first, in vain
+        ],
+    ),
+    (
+        Flat(),
+        torch.randint(9, (5, 2)),
+        {},
+        [
+            "Flat: called with (T, B): one call for each chunk",
+            "leaves, lanes first: 0 (B, 2, 6), 1 (B, 2, 6)",
+            "start: module.init_hidden(...)",
+            "outputs: item [0], (T*B, 9), steps first",
+        ],
+    ),
+    (
+        Filtered(),
+        torch.randn(5, 2, 3),
+        {"context": 3},
+        [
+            "called with (B, T, 3): one call for each chunk, after 3 steps of the past",
+            "leaves, lanes first: past (B, 3, 3), gru.h (B, 1, 7)",
+            "outputs: (B, T, 7)",
+        ],
+    ),
+    (
+        Sized(),
+        torch.randn(5, 2, 3),
+        {},
+        ["attribute batch_size set to B", "state: attribute hidden", "hidden (B, 5)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "keywords", "expected"), CASES, ids=[type(case[0]).__name__ for case in CASES]
+)
+def test_a_module_is_explained(
+    module: nn.Module, x: Tensor, keywords: dict[str, Any], expected: list[str]
+) -> None:
+    net = tt.carry(module, x, **keywords)
+    text = net.explain()
+    for line in [*expected, "laws: all hold on 7 steps of 3 lanes, in evaluation and in training"]:
+        assert line in text
+    assert all(line.strip() in str(net) for line in text.split("\n"))
+
+
+def test_a_state_that_is_not_what_its_cell_returns_is_carried_as_its_author_does() -> None:
+    module, x = Sized(), torch.randn(9, 2, 3)
+    net = tt.carry(module, x)
+    y, _ = net(x, net.initial_state(2))
+    module.batch_size = 2
+    module.reset_hidden()
+    torch.testing.assert_close(y, torch.stack([module(step) for step in x]))
+
+
+def test_a_law_that_refused_another_way_is_named() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(3, 8)
+
+        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+            return self.gru(x)[0], state
+
+    text = tt.carry(Unused(), torch.randn(5, 2, 3)).explain()
+    assert "state: the hidden state of layer 'gru'" in text
+    assert "state in argument 'state': breaks the law" in text
+
+
+def test_before_the_first_inputs_it_says_how_to_find_out() -> None:
+    net = tt.carry(OneStep())
+    assert "tt.carry(module, x) finds it at once" in net.explain()
+    net.prepare(torch.randn(5, 2, 4))
+    assert "one call for each step" in net.explain()
+
+
+def test_evaluation_mode_alone_is_said() -> None:
+    assert tt.carry(OneStep().eval(), torch.randn(5, 2, 4)).explain().count("training") == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "lines"),
+    [
+        (
+            nn.LSTM(3, 8, 2, batch_first=True),
+            [
+                "LSTM: called with (B, T, 3): one call for each chunk",
+                "  state, lanes first: h (B, 2, 8), c (B, 2, 8)",
+                "  start: zeros",
+            ],
+        ),
+        (
+            nn.LSTM(3, 8, proj_size=2),
+            [
+                "LSTM: called with (T, B, 3): one call for each chunk",
+                "  state, lanes first: h (B, 1, 2), c (B, 1, 8)",
+                "  start: zeros",
+            ],
+        ),
+        (
+            nn.GRUCell(3, 8),
+            [
+                "GRUCell: called with (B, 3): one call for each step",
+                "  state, lanes first: h (B, 8)",
+                "  start: zeros",
+            ],
+        ),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.RNN(4, 5)), nn.Linear(5, 1)),
+            [
+                "Sequential: each module gets the outputs (T, B, ...) of the one before",
+                "  '1', Sequential: each module gets the outputs (T, B, ...) of the one before",
+                "    '0', RNN: called with (T, B, 4): one call for each chunk",
+                "      state, lanes first: h (B, 1, 5)",
+                "      start: zeros",
+                "  no state, one call for each chunk: '0', '2'",
+            ],
+        ),
+    ],
+    ids=["lstm", "projection", "cell", "chain"],
+)
+def test_layers_and_chains_are_explained(module: nn.Module, lines: list[str]) -> None:
+    net = tt.carry(module)
+    assert net.explain().split("\n") == lines
+    assert lines[0] in str(net)
+
+
+def test_a_chain_says_that_its_laws_were_measured() -> None:
+    net = tt.carry(nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 1)), torch.randn(5, 2, 3))
+    assert net.explain().endswith(
+        "laws: all hold on 7 steps of 3 lanes, in evaluation and in training mode"
+    )
