@@ -71,15 +71,15 @@ class Carried(nn.Module):
 
         Args:
             lanes: B.
-            like: inputs `(T, B, D)`; needed once by a module that returns `(y, state)` and has no
-                `initial_state(lanes)` method: a trial shows the layout of its state.
+            like: inputs `(T, B, D)`; needed before the first chunk by a module of the user's
+                whose first layer does not declare what it takes: trials show what its state is.
 
         Returns:
             A state tree, lanes first. It has a graph if the module learns its initial state.
 
         Raises:
-            StateError: `like` is needed and missing, or the module starts from something else than
-                zeros without such a method.
+            StateError: `like` is needed and missing.
+            ModelError: no way of calling the module obeys the laws of carrying a state.
         """
         if like is not None:
             self.prepare(like)

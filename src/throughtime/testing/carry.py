@@ -55,39 +55,42 @@ def check_carry(
         >>> [law.name for law in tt.testing.check_carry(torch.nn.LSTM(3, 8))][:4]
         ['repeat', 'value', 'inputs', 'causal']
     """
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _check(net, inputs, chunks, tolerance)
-    finally:
-        torch.set_default_dtype(default)
-
-
-def _check(
-    net: nn.Module, inputs: Tensor | None, chunks: tuple[int, ...], tolerance: float
-) -> list[Law]:
     twin = copy_of(net)
     if twin is None:
         raise ModelError(
             f"{type(net).__name__} cannot be copied (copy.deepcopy fails), and check_carry works on"
             " a copy"
         )
-    carried = carry(twin.double().eval())
+    carried = carry(twin.eval())
     x = guessed_inputs(carried) if inputs is None else inputs
     if x is None:
         raise ModelError(
             "no layer of the module declares how many features it takes; give check_carry some"
             " inputs (T, B, D)"
         )
-    x = x.double() if x.is_floating_point() else x
     steps = sum(chunks) if inputs is None else len(x)
     if inputs is None or x.shape[1] == 1:
         x = sample_inputs(x, steps, 3)
     try:
-        carried.prepare(x)
+        carried.prepare(x)  # in its own dtype, for the rounding that it has there
     except ModelError as refused:
         raise LawError(str(refused)) from refused
-    laboratory = Laboratory(carried.adapter, carried.module, x, _fill(chunks, steps), tolerance)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = x.double() if x.is_floating_point() else x
+        return _measured(carried.double(), x, _fill(chunks, steps), tolerance)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) -> list[Law]:
+    """The laws, on a net and inputs in float64.
+
+    Raises:
+        LawError: one is broken.
+    """
+    laboratory = Laboratory(carried.adapter, carried.module, x, chunks, tolerance)
     laws = [*laboratory.measure(), Law("reset", _check_reset(carried, x), laboratory.tolerance)]
     broken = [law for law in laws if not law.holds]
     if broken:
