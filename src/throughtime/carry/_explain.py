@@ -18,7 +18,7 @@ from throughtime.carry._convention import (
     path_name,
 )
 from throughtime.carry._subject import Failure
-from throughtime.carry._trial import LANES, STEPS
+from throughtime.carry._trial import STEPS
 from throughtime.state import State
 
 LISTED = 4  # ways of calling that were tried in vain
@@ -81,11 +81,6 @@ def laws_line(lanes: int, *, training: bool) -> str:
     """On what the laws were measured."""
     modes = "in evaluation and in training mode" if training else "in evaluation mode"
     return f"laws: all hold on {STEPS} steps of {lanes} lane{'s' if lanes > 1 else ''}, {modes}"
-
-
-def measured_line(bound: BoundModule, *, training: bool) -> str:
-    """On what the laws of a convention were measured."""
-    return laws_line(1 if bound.convention.one_lane else LANES, training=training)
 
 
 def rejected_lines(failures: Iterable[Failure]) -> list[str]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from throughtime.carry._adapter import Adapter
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import Convention
-from throughtime.carry._explain import convention_lines, measured_line, rejected_lines
+from throughtime.carry._explain import convention_lines, laws_line, rejected_lines
 from throughtime.carry._refusal import refusal
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Hints
-from throughtime.carry._trial import guessed_inputs
+from throughtime.carry._trial import LANES, guessed_inputs
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -68,7 +68,8 @@ class ModuleAdapter(Adapter):
             raise error
         bound = self._bind(convention, x)
         self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
-        laws = measured_line(bound, training=self.module.training)
+        lanes = 1 if bound.convention.one_lane else LANES
+        laws = laws_line(lanes, training=self.module.training)
         self._findings = [laws, *rejected_lines(search.failures)]
 
     def _bind(self, convention: Convention, x: Tensor) -> BoundModule:
