@@ -21,7 +21,7 @@ from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
 from throughtime.gradient import _parts
-from throughtime.gradient._structure import Operation
+from throughtime.gradient._structure import TensorCall
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
@@ -706,22 +706,22 @@ LINEAR = nn.Linear(HIDDEN, CLASSES)
 @pytest.mark.parametrize(
     ("tail", "log_probabilities"),
     [
-        ([Operation(LINEAR)], False),
-        ([Operation(LINEAR), Operation(functional.log_softmax, (), {"dim": 2})], True),
-        ([Operation(LINEAR), Operation(nn.LogSoftmax(-1))], True),
-        ([Operation(LINEAR), Operation("view", (-1, CLASSES))], False),
-        ([Operation(LINEAR), Operation("flatten", (0, 1)), Operation("log_softmax", (1,))], True),
-        ([Operation(LINEAR), Operation(functional.log_softmax, (), {"dim": 1})], None),
-        ([Operation(LINEAR), Operation("view", (-1, 2))], None),
-        ([Operation(LINEAR), Operation("flatten", (0, 1)), Operation("softmax", (1,))], None),
-        ([Operation(LINEAR), Operation(torch.tanh)], None),
-        ([Operation(LINEAR), Operation(LINEAR)], None),
-        ([Operation(torch.tanh), Operation(LINEAR)], None),
+        ([TensorCall(LINEAR)], False),
+        ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 2})], True),
+        ([TensorCall(LINEAR), TensorCall(nn.LogSoftmax(-1))], True),
+        ([TensorCall(LINEAR), TensorCall("view", (-1, CLASSES))], False),
+        ([TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("log_softmax", (1,))], True),
+        ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 1})], None),
+        ([TensorCall(LINEAR), TensorCall("view", (-1, 2))], None),
+        ([TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("softmax", (1,))], None),
+        ([TensorCall(LINEAR), TensorCall(torch.tanh)], None),
+        ([TensorCall(LINEAR), TensorCall(LINEAR)], None),
+        ([TensorCall(torch.tanh), TensorCall(LINEAR)], None),
         ([], None),
     ],
 )
 def test_only_a_linear_readout_and_its_log_softmax_are_the_kernels(
-    tail: list[Operation], log_probabilities: bool | None
+    tail: list[TensorCall], log_probabilities: bool | None
 ) -> None:
     expected = (None, False) if log_probabilities is None else (LINEAR, log_probabilities)
     assert _parts._readout(tail) == expected

@@ -99,10 +99,10 @@ def rejected_lines(failures: Iterable[Failure]) -> list[str]:
     for (call, inputs, one_lane, source), reason in reasons.items():
         lanes = ", one lane" if one_lane else ""
         state = f", state in {source}" if source else ""
-        way = f"{CALLS[call].partition(',')[0].partition(';')[0]}{lanes}{state}: {reason}"
-        names = layouts.setdefault(way, [])
+        line = f"{CALLS[call].partition(',')[0].partition(';')[0]}{lanes}{state}: {reason}"
+        names = layouts.setdefault(line, [])
         names += [str(inputs)] if str(inputs) not in names else []
-    lines = [f"{' or '.join(names)}, {way}" for way, names in layouts.items()]
+    lines = [f"{' or '.join(names)}, {line}" for line, names in layouts.items()]
     more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
     return ["refused:", *(f"  {line}" for line in [*lines[:LISTED], *more])] if lines else []
 

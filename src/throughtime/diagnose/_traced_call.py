@@ -23,7 +23,7 @@ from throughtime.kernels.cells import Cell, Weights
 from throughtime.kernels.reference import States, Step
 
 
-class Packing:
+class PackedLayout:
     """Lanes of unequal length, longest first, as torch packs them.
 
     Attributes:
@@ -65,7 +65,7 @@ class TracedCall:
 
     cell: Cell
     track: Track
-    packing: Packing | None = None
+    packing: PackedLayout | None = None
     resets: Tensor | None = None
     reverse: bool = False
     products: torch.dtype | None = None

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from throughtime.diagnose._trace_record import History, Track, TrackRecord, is_batched
-from throughtime.diagnose._traced_call import Packing, TracedCall
+from throughtime.diagnose._traced_call import PackedLayout, TracedCall
 from throughtime.errors import ConfigError, ModelError
 from throughtime.kernels.cells import CELLS, Cell, Weights
 from throughtime.kernels.dispatch import autocast_applies, product_type
@@ -203,14 +203,14 @@ def _run_torch_layer(
 ) -> Any:
     """nn.LSTM, nn.GRU, nn.RNN: a node for each layer and direction; `tracks` are in that order."""
     inputs = args[0] if args else kwargs.get("input")
-    packing = Packing(inputs) if isinstance(inputs, PackedSequence) else None
+    packing = PackedLayout(inputs) if isinstance(inputs, PackedSequence) else None
     with KernelIntercept(LAYER_KERNELS, partial(_call_torch_layers, tracks, packing)):
         return forward(*args, **kwargs)
 
 
 def _call_torch_layers(
     tracks: Sequence[Track],
-    packing: Packing | None,
+    packing: PackedLayout | None,
     func: Any,
     cell: Cell,
     x: Tensor,

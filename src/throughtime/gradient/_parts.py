@@ -20,7 +20,7 @@ from throughtime.gradient._memory import generators, preserve_rng_and_buffers, s
 from throughtime.gradient._segments import tolerance
 from throughtime.gradient._structure import (
     Guards,
-    Operation,
+    TensorCall,
     Structure,
     is_foreign,
     is_identity,
@@ -103,13 +103,13 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
 
 def _read_chain(adapter: ChainAdapter) -> Structure | None:
     """The structure of an `nn.Sequential`."""
-    guards, operations = Guards(), list[Operation]()
+    guards, operations = Guards(), list[TensorCall]()
     for link in adapter.links.values():
         if isinstance(link, StatelessAdapter):
             if not is_identity(link.module, guards):
-                operations.append(Operation(link.module))
+                operations.append(TensorCall(link.module))
         elif isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent):
-            operations.append(Operation(link.module))
+            operations.append(TensorCall(link.module))
         else:
             return None
     return split(operations, guards)
@@ -188,7 +188,7 @@ def _may_be_tail(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-def _readout(tail: Sequence[Operation]) -> tuple[nn.Linear | None, bool]:
+def _readout(tail: Sequence[TensorCall]) -> tuple[nn.Linear | None, bool]:
     """The linear readout, if only the log-softmax of its outputs may follow; whether that does.
 
     Steps and lanes may be one dimension meanwhile.

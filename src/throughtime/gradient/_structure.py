@@ -52,7 +52,7 @@ class UnknownError(Exception):
     """A forward does something that this module does not understand."""
 
 
-class Operation(NamedTuple):
+class TensorCall(NamedTuple):
     """A call on a tensor: of a module, a function, or a method by name."""
 
     target: Any
@@ -70,20 +70,20 @@ class Operation(NamedTuple):
 class Flow:
     """The inputs, after some operations."""
 
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[TensorCall, ...] = ()
 
-    def then(self, operation: Operation) -> "Flow":
+    def then(self, operation: TensorCall) -> "Flow":
         """After one more."""
         return Flow((*self.operations, operation))
 
 
-class Entering(NamedTuple):
+class StateArgument(NamedTuple):
     """The state that the forward gets, or the part of it at a path."""
 
     path: tuple[int, ...] = ()
 
 
-class Leaving(NamedTuple):
+class LayerState(NamedTuple):
     """The state that a layer returns, or a leaf of it."""
 
     layer: nn.Module
@@ -136,9 +136,9 @@ class Structure(NamedTuple):
         guards: for how long this is valid.
     """
 
-    front: tuple[Operation, ...]
+    front: tuple[TensorCall, ...]
     layers: tuple[Recurrent, ...]
-    tail: tuple[Operation, ...]
+    tail: tuple[TensorCall, ...]
     paths: tuple[tuple[int, ...], ...]
     guards: Guards
 
@@ -153,7 +153,7 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
         takes_state: see above.
     """
     reader = _Reader()
-    arguments = (Flow(), Entering()) if takes_state else (Flow(),)
+    arguments = (Flow(), StateArgument()) if takes_state else (Flow(),)
     try:
         result: Any = reader.call_forward(module, arguments, {})
         flow, after = result if takes_state else (result, ())
@@ -166,13 +166,13 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
         paths = tuple((i,) if len(leaving) > 1 else () for i in range(len(leaving)))
         is_own = [reader.entering[layer] for layer in structure.layers] == [*paths] and [
             _whole_leaving(state) for state in leaving
-        ] == [Leaving(layer) for layer in structure.layers]
+        ] == [LayerState(layer) for layer in structure.layers]
         return structure._replace(paths=paths) if is_own else None
     except (UnknownError, KeyError, TypeError, ValueError):
         return None
 
 
-def split(operations: Sequence[Operation], guards: Guards) -> Structure | None:
+def split(operations: Sequence[TensorCall], guards: Guards) -> Structure | None:
     """Front, layers and tail, if the layers are different ones, one directly on another."""
     positions = [i for i, op in enumerate(operations) if isinstance(op.target, Recurrent)]
     if not positions:
@@ -186,10 +186,10 @@ def split(operations: Sequence[Operation], guards: Guards) -> Structure | None:
 
 def _whole_leaving(value: Any) -> Any:
     """The pair of both leaves of a layer as the state of the layer."""
-    if isinstance(value, tuple) and not isinstance(value, Leaving):
+    if isinstance(value, tuple) and not isinstance(value, LayerState):
         h, c = value
-        if h == Leaving(h.layer, 0) and c == Leaving(h.layer, 1):
-            return Leaving(h.layer)
+        if h == LayerState(h.layer, 0) and c == LayerState(h.layer, 1):
+            return LayerState(h.layer)
     return value
 
 
@@ -230,26 +230,26 @@ class _Reader:
             (flow,) = args
             if not isinstance(flow, Flow) or kwargs or any(map(is_foreign, module.modules())):
                 raise UnknownError
-            return flow if is_identity(module, self.guards) else flow.then(Operation(module))
+            return flow if is_identity(module, self.guards) else flow.then(TensorCall(module))
         return self.call_forward(module, args, kwargs)
 
     def _call_layer(self, layer: Recurrent, x: Any, hx: Any = None) -> Any:
         if not isinstance(x, Flow) or layer in self.entering or layer.bidirectional:
             raise UnknownError
-        if isinstance(hx, tuple) and not isinstance(hx, (Entering, Opaque)):
+        if isinstance(hx, tuple) and not isinstance(hx, (StateArgument, Opaque)):
             first, second = hx
-            if isinstance(first, Entering):
+            if isinstance(first, StateArgument):
                 if (first.path[-1], second.path) != (0, (*first.path[:-1], 1)):
                     raise UnknownError
-                hx = Entering(first.path[:-1])
+                hx = StateArgument(first.path[:-1])
             elif first == second == Opaque(zeros=True):
                 hx = None
         if hx == Opaque(zeros=True):
             hx = None
-        if hx is not None and not isinstance(hx, Entering):
+        if hx is not None and not isinstance(hx, StateArgument):
             raise UnknownError
         self.entering[layer] = None if hx is None else hx.path
-        return x.then(Operation(layer)), Leaving(layer)
+        return x.then(TensorCall(layer)), LayerState(layer)
 
 
 class _Frame:
@@ -387,7 +387,7 @@ class _Frame:
         (flow, *rest) = args
         if not isinstance(flow, Flow) or not _plain(rest, kwargs) or kwargs.get("inplace"):
             raise UnknownError
-        return flow.then(Operation(target, tuple(rest), kwargs))
+        return flow.then(TensorCall(target, tuple(rest), kwargs))
 
 
 def _tensor_method(owner: Flow | Opaque, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -400,7 +400,7 @@ def _tensor_method(owner: Flow | Opaque, name: str, args: list[Any], kwargs: dic
         return Opaque(zeros=name == "new_zeros")
     if name not in METHODS or not _plain(args, kwargs):
         raise UnknownError
-    return owner.then(Operation(name, tuple(args), kwargs))
+    return owner.then(TensorCall(name, tuple(args), kwargs))
 
 
 def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -412,13 +412,13 @@ def _item(value: Any, index: Any) -> Any:
     if type(index) is not int:
         raise UnknownError
     match value:
-        case Entering(path=path):
-            return Entering((*path, index))
-        case Leaving(layer=layer, leaf=None):
-            return Leaving(layer, index)
+        case StateArgument(path=path):
+            return StateArgument((*path, index))
+        case LayerState(layer=layer, leaf=None):
+            return LayerState(layer, index)
         case Opaque(zeros=False):
             return value
-        case tuple() if not isinstance(value, (Leaving, Opaque)):
+        case tuple() if not isinstance(value, (LayerState, Opaque)):
             return value[index]
         case _:
             raise UnknownError
