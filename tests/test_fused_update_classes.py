@@ -710,7 +710,10 @@ LINEAR = nn.Linear(HIDDEN, CLASSES)
         ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 2})], True),
         ([TensorCall(LINEAR), TensorCall(nn.LogSoftmax(-1))], True),
         ([TensorCall(LINEAR), TensorCall("view", (-1, CLASSES))], False),
-        ([TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("log_softmax", (1,))], True),
+        (
+            [TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("log_softmax", (1,))],
+            True,
+        ),
         ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 1})], None),
         ([TensorCall(LINEAR), TensorCall("view", (-1, 2))], None),
         ([TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("softmax", (1,))], None),

@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,6 +108,21 @@ def item_at(result: Any, path: Path) -> Any:
         except (LookupError, TypeError, AttributeError) as error:
             raise MisfitError(f"the result has no item {key!r}") from error
     return result
+
+
+def tensor_paths(result: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in a result, at most three levels deep."""
+    items: list[tuple[int | str, Any]] = []
+    if isinstance(result, Tensor):
+        yield path, result
+    elif isinstance(result, Mapping):
+        items = list(result.items())
+    elif isinstance(result, (tuple, list)):
+        items = list(enumerate(result))
+    elif hasattr(result, "__dataclass_fields__"):
+        items = [(name, getattr(result, name)) for name in result.__dataclass_fields__]
+    for key, item in items if len(path) < 3 else ():
+        yield from tensor_paths(item, (*path, key))
 
 
 def path_name(path: Path) -> str:
@@ -247,6 +262,11 @@ class InternalState:
 
 
 MISSING = object()  # the value of an attribute that a module does not have yet
+
+
+def state_of(source: ArgumentState | InternalState, result: Any, after: State) -> State:
+    """The next state; `after` is that of a state inside."""
+    return item_at(result, source.result) if isinstance(source, ArgumentState) else after
 
 
 def attribute(module: nn.Module, key: tuple[str, str]) -> Any:

@@ -12,7 +12,7 @@ from throughtime.carry._convention import ArgumentState
 from throughtime.carry._explain import source_name
 from throughtime.carry._laws import NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
-from throughtime.carry._observe import RECURRENT, observe
+from throughtime.carry._ports import RECURRENT, observe
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Failure
 from throughtime.carry._trial import (

@@ -27,10 +27,11 @@ from throughtime.carry._names import (
     names_state,
     reset_methods,
 )
-from throughtime.carry._observe import (
+from throughtime.carry._ports import (
     RECURRENT,
     Key,
     PartCall,
+    TorchPort,
     attributes,
     changed_attributes,
     flow_ports,
@@ -40,7 +41,6 @@ from throughtime.carry._observe import (
     parameter_ports,
     torch_ports,
 )
-from throughtime.carry._ports import TorchPort
 from throughtime.carry._subject import CALL_ERRORS, Subject
 
 START_PAIRS = (("init_hidden", "init_cell"), ("init_h", "init_c"), ("init_hidden", "init_c"))

@@ -23,8 +23,7 @@ from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
 from throughtime.carry._refusal import bidirectional_error
 from throughtime.carry._subject import Hints
-from throughtime.carry.chain import ChainAdapter, Link, StatelessAdapter
-from throughtime.carry.layers import RECURRENT, layer_adapter
+from throughtime.carry.layers import RECURRENT, ChainAdapter, Link, StatelessAdapter, layer_adapter
 from throughtime.carry.module import ModuleAdapter
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse

@@ -1,9 +1,10 @@
-"""Recurrent layers and cells of torch.nn, and layers of tt.nn.
+"""Recurrent layers and cells of torch.nn, layers of tt.nn, and nn.Sequential of any modules.
 
 Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -11,7 +12,20 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
-from throughtime.carry._explain import state_shapes
+from throughtime.carry._explain import laws_line, state_shapes
+from throughtime.carry._laws import Laboratory
+from throughtime.carry._refusal import broken_error, culprit
+from throughtime.carry._trial import (
+    LANES,
+    STEPS,
+    long_steps,
+    modes_of,
+    quiet,
+    trial_inputs,
+    trial_of,
+)
+from throughtime.carry.module import ModuleAdapter
+from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -116,3 +130,132 @@ class CellAdapter(Adapter):
 def layer_adapter(layer: RecurrentModule) -> "LayerAdapter | CellAdapter":
     """The adapter of a recurrent layer or cell."""
     return LayerAdapter(layer) if isinstance(layer, nn.RNNBase) else CellAdapter(layer)
+
+
+# Its layers and children are known to obey these, however little of it is visible.
+KNOWN = ("inputs", "memory", "credit")
+
+
+def has_layers(module: nn.Module) -> bool:
+    """Whether a module has recurrent layers or cells of torch.nn."""
+    return any(isinstance(part, (nn.RNNBase, nn.RNNCellBase)) for part in module.modules())
+
+
+@dataclass(frozen=True)
+class StatelessAdapter(Adapter):
+    """A child of a chain that carries nothing: it runs on all steps at once."""
+
+    module: nn.Module
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        del lanes, like
+        return ()
+
+    def takes_resets(self) -> bool:
+        return True
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        del resets
+        return self.module(x), state
+
+
+@dataclass(frozen=True)
+class ChainAdapter(Adapter):
+    """nn.Sequential: the outputs of each child are the inputs of the next.
+
+    The state is a dict by the child's name.
+    """
+
+    module: nn.Sequential
+    children: tuple[nn.Module, ...]
+    links: dict[str, "Link"]
+    _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
+
+    def prepare(self, x: Tensor) -> None:
+        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
+            return
+        with quiet(x.device):
+            self._prepare_links(x)
+            modes = modes_of(self.module)
+            with trial_of(self) as twin:
+                inputs = trial_inputs(x, twin.module, LANES)
+                laboratory = Laboratory(twin, twin.module, inputs)
+                for training in (None, modes) if self.module.training else (None,):
+                    for law in laboratory.measure(training):
+                        plain = law.name.removeprefix("training ")
+                        if not law.holds and plain not in KNOWN:
+                            part = culprit(laboratory, plain, training)
+                            raise broken_error(type(self.module).__name__, law, part)
+                steps = long_steps(x, twin.module)
+                if steps > STEPS and not all(map(_is_stepwise, self.children)):
+                    law = laboratory.measure_long(trial_inputs(x, twin.module, LANES, steps))
+                    if not law.holds:
+                        raise broken_error(type(self.module).__name__, law, None)
+        self._tried.add(kind)
+
+    def _prepare_links(self, x: Tensor) -> None:
+        """Prepare each child with the inputs that reach it."""
+        inputs = trial_inputs(x, self.module, LANES)
+        for name, link in self.links.items():
+            try:
+                link.prepare(inputs)
+            except ModelError:
+                if has_layers(link.module):
+                    raise
+                # its names suggest a state; as a child without one, the laws of the chain judge it
+                link = self.links[name] = StatelessAdapter(link.module)  # noqa: PLW2901
+            with trial_of(link) as twin, torch.no_grad():
+                twin.module.eval()
+                inputs, _ = twin.run(inputs, twin.initial_state(LANES, None))
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        if like is not None:
+            self.prepare(like)
+        return {name: link.initial_state(lanes, None) for name, link in self.links.items()}
+
+    def leaf_names(self, state: State) -> list[str]:
+        return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
+
+    def explain(self) -> str:
+        lines = ["Sequential: each module gets the outputs (T, B, ...) of the one before"]
+        for name, link in self.links.items():
+            if not isinstance(link, StatelessAdapter):
+                first, *others = link.explain().split("\n")
+                lines += [f"'{name}', {first}", *others]
+        stateless = [n for n, link in self.links.items() if isinstance(link, StatelessAdapter)]
+        if stateless:
+            lines.append(f"no state, one call for each chunk: {', '.join(map(repr, stateless))}")
+        if self._tried:
+            lines.append(laws_line(LANES, training=self.module.training))
+        return "\n  ".join(lines)
+
+    def takes_resets(self) -> bool:
+        return all(link.takes_resets() for link in self.links.values())
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        if tuple(self.module) != self.children:
+            raise ModelError(
+                "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
+                " tt.carry(module)"
+            )
+        after: dict[str, State] = {}
+        for name, link in self.links.items():
+            y, after[name] = link.run(x, state[name], resets)
+            if y.shape[:2] != x.shape[:2]:
+                raise ModelError(
+                    f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into"
+                    f" {tuple(y.shape)}, expected one output per step and lane. A carried recurrent"
+                    " layer returns its outputs only: drop a module that picks them out of a tuple,"
+                    " or the last step."
+                )
+            x = y
+        return x, after
+
+
+Link: TypeAlias = LayerAdapter | CellAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter
+
+
+def _is_stepwise(part: nn.Module) -> bool:
+    """Whether a layer of torch.nn computes each step alone, or is recurrent over all of them."""
+    return isinstance(part, (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.RNNBase))

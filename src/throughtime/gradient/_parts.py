@@ -14,14 +14,13 @@ from torch.nn import functional
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.chain import ChainAdapter, StatelessAdapter
-from throughtime.carry.layers import LayerAdapter
+from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
 from throughtime.gradient._memory import generators, preserve_rng_and_buffers, set_generators
 from throughtime.gradient._segments import tolerance
 from throughtime.gradient._structure import (
     Guards,
-    TensorCall,
     Structure,
+    TensorCall,
     is_foreign,
     is_identity,
     read_structure,
