@@ -36,6 +36,7 @@ from strategies import (
     apart,
     gradients,
     inputs,
+    lawless,
     named,
     recordings,
     seeds,
@@ -360,10 +361,10 @@ def test_error_of_the_net_in_its_backward_pass_comes_through() -> None:
             del ctx, adjoint
             raise RuntimeError("never mind")
 
+    data = PolicyData.draw(13, 2, 0)
+    net = lawless(tt.carry(Custom(Broken.apply).double()), data.chunk.inputs)
     with pytest.raises(RuntimeError, match="never mind"):
-        policy_gradients(
-            tt.carry(Custom(Broken.apply).double()), [PolicyData.draw(13, 2, 0).chunk], tt.RTRL(4)
-        )
+        policy_gradients(net, [data.chunk], tt.RTRL(4))
 
 
 def test_state_above_max_state_is_refused_naming_the_memory() -> None:

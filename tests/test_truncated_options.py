@@ -21,6 +21,7 @@ from strategies import (
     Weights,
     apart,
     gradients,
+    lawless,
     named,
     recordings,
     seeds,
@@ -507,14 +508,14 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
     ):
         for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
             results = policy_gradients(
-                tt.carry(Scale()),
+                lawless(tt.carry(Scale()), zeros),
                 [tt.Chunk.from_tensors(zeros, zeros)],
                 policy,
                 lambda y, _: y.mean(),
             )
             assert [g["module.w"].item() for *_, g in results] == pytest.approx(expected, abs=1e-12)
     whole = policy_gradients(
-        tt.carry(Scale()),
+        lawless(tt.carry(Scale()), zeros),
         [tt.Chunk.from_tensors(zeros, zeros)],
         tt.Truncated(3),
         lambda y, _: y.sum(),

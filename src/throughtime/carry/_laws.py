@@ -36,6 +36,9 @@ from throughtime.state import State
 NOT_FINITE = "the outputs are not finite"
 
 
+SINGLE = 1e-6  # the rounding of a computation in float32, relative
+
+
 @dataclass(frozen=True)
 class Law:
     """A law that was measured.
@@ -89,7 +92,9 @@ class Laboratory:
         self._snapshot = Snapshot(module)
         dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-        self._relative = 100 * torch.finfo(dtype).eps if tolerance is None else tolerance
+        self._rounding = 100 * torch.finfo(dtype).eps
+        # a module in float64 may compute in float32 inside
+        self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
         self._evaluated: tuple[Tensor, State] | None = None
 
@@ -123,7 +128,8 @@ class Laboratory:
             # neither dropout nor batch statistics; only what happens between chunks may differ
             laws = [("whole", self._whole_in_chunks), ("credit", self._credit_in_training)]
         self._y, self._end = y, state
-        self.tolerance = self._relative * (1 + float(y.abs().max()) if y.numel() else 1)
+        scale = 1 + float(y.abs().max()) if y.numel() else 1.0
+        self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         for name, law in laws:
             try:
                 deviation, error = law(), ""
@@ -176,7 +182,7 @@ class Laboratory:
         y, _ = self.run(changed_inputs(self.x, *self._changed_at))
         self._moved = (y - self._y).abs().reshape(steps, lanes, -1).amax(2)
         step, lane = self._changed_at
-        return max(0.0, self.tolerance - float(self._moved[step:, lane].max()))
+        return max(0.0, self._needed - float(self._moved[step:, lane].max()))
 
     def _causal(self) -> float:
         step, lane = self._changed_at
@@ -231,7 +237,7 @@ class Laboratory:
     def _memory(self) -> float:
         cut = self.bounds[1]
         y, _ = self.run(self.x[cut:])
-        return max(0.0, self.tolerance - difference(y, self._y[cut:]))
+        return max(0.0, self._needed - difference(y, self._y[cut:]))
 
     @torch.no_grad()
     def _value(self) -> float:
@@ -258,7 +264,8 @@ class Laboratory:
             y, _ = self.run(x, *chunks)
             if not y.requires_grad:
                 return 0.0
-            grads.append(torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True))
+            of_leaves = torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
+            grads.append(tuple(grad.to_dense() for grad in of_leaves))
         deviation = 0.0
         for a, b in zip(*grads, strict=True):
             scale = 1 + float(a.abs().max()) if a.numel() else 1.0

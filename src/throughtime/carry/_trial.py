@@ -209,6 +209,14 @@ def restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
         part.training = modes[name]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether weights are spread over ranks: such a module cannot be called part by part."""
+    # by name: importing DTensor takes longer than all of throughtime
+    objects: list[object] = [*module.parameters(), *module.modules()]
+    bases = {base.__name__ for value in objects for base in type(value).__mro__}
+    return not bases.isdisjoint({"DTensor", "FSDPModule"})
+
+
 def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
     """Set the training mode of every part; None is evaluation. torch's own dropout is off."""
     for name, part in module.named_modules():

@@ -18,6 +18,7 @@ from throughtime.carry._refusal import broken_error, culprit
 from throughtime.carry._trial import (
     LANES,
     STEPS,
+    is_sharded,
     long_steps,
     modes_of,
     quiet,
@@ -175,6 +176,8 @@ class ChainAdapter(Adapter):
         kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
         if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
             return
+        if is_sharded(self.module):
+            return  # its layers are known; what stands between them is taken as it is
         with quiet(x.device):
             self._prepare_links(x)
             modes = modes_of(self.module)

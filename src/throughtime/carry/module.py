@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from throughtime.carry._adapter import Adapter
+from throughtime.carry._adapter import Adapter, LaneLayout
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import Convention
 from throughtime.carry._explain import convention_lines, laws_line, rejected_lines
 from throughtime.carry._refusal import refusal
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Hints
-from throughtime.carry._trial import LANES, guessed_inputs
+from throughtime.carry._trial import LANES, guessed_inputs, is_sharded
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -58,6 +58,14 @@ class ModuleAdapter(Adapter):
                 "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
                 " be set. Carry the module that was scripted: net = tt.carry(module)"
             )
+        if is_sharded(self.module):
+            if self.bound is None:
+                raise StateError(
+                    f"how {type(self.module).__name__} is called is found by trials on a copy, and"
+                    " weights that are spread over ranks cannot be copied: call net ="
+                    " tt.carry(module, x) before fully_shard(net)"
+                )
+            return
         search = Search(self.module, x, self.hints)
         convention = search.find()
         if convention is None:
@@ -103,6 +111,10 @@ class ModuleAdapter(Adapter):
         return None
 
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        method = getattr(self.module, "initial_state", None)
+        if like is None and self.bound is None and callable(method) and self.hints == Hints():
+            states: dict[int, State] = {n: method(n) for n in (3, 2)}
+            return LaneLayout.infer(states, None).lanes_first(method(lanes))
         return self._ready(like).initial_state(lanes, like)
 
     def takes_resets(self) -> bool:
