@@ -228,21 +228,21 @@ class Acceptance:
         if start.kind in ("method", "function") or start.template or convention.context:
             return None
         x = laboratory.x if convention.call in ("chunk", "every") else laboratory.x[:1]
-        own: list[Tensor] = []
         with torch.no_grad():
             y, end = laboratory.run(x)
-            deviation = 0.0
-            for _ in range(2):
-                result, after, _ = self.subject.call(convention, x)
-                own.append(convention.outputs.read(result, x.shape[0], x.shape[1]))
-                if convention.call != "every":
-                    state = state_of(convention.source, result, after)
-                    deviation = state_difference(convention.lanes.lanes_first(state), end)
-        laws = (
-            Law("repeat", difference(*own), laboratory.tolerance),
-            Law("start", max(difference(own[0], y), deviation), laboratory.tolerance),
-        )
-        return next((law for law in laws if not law.holds), None)
+            result, after, _ = self.subject.call(convention, x)
+            own = convention.outputs.read(result, x.shape[0], x.shape[1])
+            deviation = difference(own, y)
+            if convention.call != "every":
+                state = convention.lanes.lanes_first(state_of(convention.source, result, after))
+                deviation = max(deviation, state_difference(state, end))
+            start_law = Law("start", deviation, laboratory.tolerance)
+            if start_law.holds:
+                return None
+            result, _, _ = self.subject.call(convention, x)
+            again = convention.outputs.read(result, x.shape[0], x.shape[1])
+        repeat = Law("repeat", difference(own, again), laboratory.tolerance)
+        return start_law if repeat.holds else repeat
 
     def _last(self, convention: Convention, laboratory: Laboratory) -> Law | None:
         """Steps one by one must end where one call of the whole sequence ends.

@@ -196,8 +196,11 @@ class Laboratory:
         moved = float(self._moved[:, : lanes - 1].max())
         cut = self.bounds[1]
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
-        _, state = self.run(self.x[:cut])
-        together, _ = self.run(self.x[cut:], state=state)
+        if self.training is None:
+            state, together = self._second_half
+        else:
+            _, state = self.run(self.x[:cut])
+            together, _ = self.run(self.x[cut:], state=state)
         try:
             alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         except (RuntimeError, ValueError):  # it is made for a number of lanes: reorder them
@@ -243,7 +246,8 @@ class Laboratory:
     def _value(self) -> float:
         _, state = self.run(self.x[: self.bounds[1]])
         before = trees.map_leaves(torch.clone, state)
-        self.run(self.x[self.bounds[1] :], state=state)
+        y, _ = self.run(self.x[self.bounds[1] :], state=state)
+        self._second_half = before, y
         return state_difference(state, before)
 
     def _credit(self) -> float:

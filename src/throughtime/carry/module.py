@@ -133,7 +133,8 @@ class ModuleAdapter(Adapter):
         return self._ready(None).leaf_names(state)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        return self._ready(x).run(x, state, resets)
+        bound = self._ready(x) if self.bound is None else self.bound  # every chunk passes here
+        return bound.run(x, state, resets)
 
     def explain(self) -> str:
         name = type(self.module).__name__
