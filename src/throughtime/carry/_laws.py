@@ -72,7 +72,8 @@ class Laboratory:
         module: a copy; its modes are changed.
         x: inputs `(T, B, ...)`.
         chunks: lengths of chunks, with T as their sum.
-        tolerance: relative to the largest output; by default a hundred roundings.
+        tolerance: relative to the largest output; by default a hundred roundings, and at least
+            those of a computation in float32.
         by_step: whether the module gets one step at a call, so that a state that it detaches
             carries no gradient at all.
     """

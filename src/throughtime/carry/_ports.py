@@ -304,6 +304,11 @@ Key: TypeAlias = tuple[str, str]  # of an attribute: the path of its module, its
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
+def has_layers(module: nn.Module) -> bool:
+    """Whether a module is, or has inside, a recurrent layer or cell of torch.nn."""
+    return any(isinstance(part, RECURRENT) for part in module.modules())
+
+
 class PartCall(NamedTuple):
     """One call of a submodule."""
 

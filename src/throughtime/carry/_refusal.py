@@ -12,7 +12,7 @@ from throughtime.carry._convention import ArgumentState
 from throughtime.carry._explain import source_name
 from throughtime.carry._laws import NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
-from throughtime.carry._ports import RECURRENT, observe
+from throughtime.carry._ports import RECURRENT, has_layers, observe
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Failure
 from throughtime.carry._trial import (
@@ -214,7 +214,6 @@ def bidirectional_error(name: str) -> ModelError:
 def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
     """No call of the module gave outputs and a state."""
     name = type(module).__name__
-    has_layers = any(isinstance(m, RECURRENT) for m in module.modules())
     error = None if failure is None else failure.error
     convolutions = [part for part in module.modules() if isinstance(part, CONVOLUTIONS)]
     if convolutions and "one output per step" in str(error):
@@ -241,7 +240,7 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
                 " recording, give the module a method initial_state(lanes), or write"
                 " tt.carry(module, start=lambda lanes: ...)."
             )
-    if not has_layers and (error is None or "has one output per step" not in str(error)):
+    if not has_layers(module) and (error is None or "has one output per step" not in str(error)):
         kinds = {
             type(m).__name__ for m in module.modules() if isinstance(m, (*CONVOLUTIONS, *ATTENTION))
         }

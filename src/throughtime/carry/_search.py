@@ -22,6 +22,7 @@ from throughtime.carry._convention import (
     MisfitError,
     OutputLayout,
     Path,
+    Start,
     item_at,
     path_name,
     state_of,
@@ -205,8 +206,10 @@ class _Trials:
         """Conventions that fit in shape; a group has a list for each tensor of the result."""
         subject = self.subject
         steps = x if call in ("chunk", "every") else x[:1]
+        function = subject.hints.start
+        own = None if function is None else (Start("function", function=function),)
         for proposal in proposals(subject, call, layout, x):
-            for start in proposal.starts:
+            for start in own or proposal.starts:
                 base = Convention(
                     call=call,
                     inputs=layout,

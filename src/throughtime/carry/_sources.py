@@ -43,6 +43,7 @@ from throughtime.carry._ports import (
 )
 from throughtime.carry._subject import CALL_ERRORS, Subject
 
+PORT_STARTS = (Start("zeros"), Start("captured"))
 START_PAIRS = (("init_hidden", "init_cell"), ("init_h", "init_c"), ("init_hidden", "init_c"))
 
 
@@ -112,8 +113,6 @@ def _reset_arguments(subject: Subject) -> list[ResetArgument | None]:
 
 def _argument_starts(subject: Subject, names: tuple[str, ...]) -> tuple[Start, ...]:
     """Where a state in an argument may start."""
-    if subject.hints.start is not None:
-        return (Start("function", function=subject.hints.start),)
     starts = [Start("method", (name,)) for name in initial_methods(subject.module)]
     starts += [
         Start("method", pair)
@@ -156,7 +155,7 @@ def _internal(
         held = tuple(key for key in held if before[key] is None or is_state(before[key]))
     elif ports:
         source = InternalState(ports, (), mirrors(ports, calls, after))
-        yield Proposal(source, _port_starts(subject), (), resets)
+        yield Proposal(source, PORT_STARTS, (), resets)
     for keys in dict.fromkeys((held, *((key,) for key in held))) if held else ():
         yield Proposal(InternalState({}, keys), _attribute_starts(subject), (), resets)
     if calls is None:
@@ -169,13 +168,13 @@ def _internal(
     if cells:
         both = {**ports, **cells}
         source = InternalState(both, (), mirrors(both, calls, after))
-        yield Proposal(source, _port_starts(subject), (), resets)
+        yield Proposal(source, PORT_STARTS, (), resets)
     parts = {n: p for n, p in parameter_ports(subject.module, calls).items() if n not in cells}
     if parts:
         outer = {n: p for n, p in ports.items() if not any(inside(n, part) for part in parts)}
         both = {**outer, **parts}
         source = InternalState(both, (), mirrors(both, calls, after))
-        yield Proposal(source, _port_starts(subject), (), resets)
+        yield Proposal(source, PORT_STARTS, (), resets)
     if ports and held:
         yield Proposal(InternalState(ports, held), (Start("captured"),), (), resets)
 
@@ -203,14 +202,6 @@ def _observed(
     return before, calls, after
 
 
-def _port_starts(subject: Subject) -> tuple[Start, ...]:
-    if subject.hints.start is not None:
-        return (Start("function", function=subject.hints.start),)
-    return Start("zeros"), Start("captured")
-
-
 def _attribute_starts(subject: Subject) -> tuple[Start, ...]:
-    if subject.hints.start is not None:
-        return (Start("function", function=subject.hints.start),)
     methods = dict.fromkeys(reset_methods(subject.module))
     return (*(Start("method", (name,)) for name in methods), Start("zeros"), Start("captured"))

@@ -51,7 +51,6 @@ _RANDOM = {
     "uniform_",
     "normal_",
     "exponential_",
-    "empty_like_random",
 }
 
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
+from throughtime.carry._ports import RECURRENT, has_layers
 from throughtime.carry._refusal import bidirectional_error
 from throughtime.carry._subject import Hints
-from throughtime.carry.layers import RECURRENT, ChainAdapter, Link, StatelessAdapter, layer_adapter
+from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
 from throughtime.carry.module import ModuleAdapter
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
@@ -364,7 +365,7 @@ def _chain_adapter(module: nn.Sequential, hints: Hints) -> ChainAdapter:
 
 def _is_recurrent(module: nn.Module) -> bool:
     """Whether a child of a chain may carry a state."""
-    if any(isinstance(m, RECURRENT) for m in module.modules()):
+    if has_layers(module):
         return True
     if type(module).__module__.startswith("torch."):
         return False

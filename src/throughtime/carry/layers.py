@@ -14,6 +14,7 @@ from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
 from throughtime.carry._explain import laws_line, state_shapes
 from throughtime.carry._laws import Laboratory
+from throughtime.carry._ports import has_layers
 from throughtime.carry._refusal import broken_error, culprit
 from throughtime.carry._trial import (
     LANES,
@@ -30,16 +31,7 @@ from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
-
-
-def swap_lane_dim(state: State) -> State:
-    """`(L, B, H)` to `(B, L, H)`, or back."""
-    if isinstance(state, Tensor):
-        return state.transpose(0, 1)
-    h, c = state
-    return h.transpose(0, 1), c.transpose(0, 1)
 
 
 def _hidden_names(state: State) -> list[str]:
@@ -81,7 +73,7 @@ class LayerAdapter(Adapter):
         return _layer_lines(self, self.module, called)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        # as in `swap_lane_dim`, without a call: every chunk passes here
+        # (L, B, H) to (B, L, H) and back, without a call: every chunk passes here
         is_single = isinstance(state, Tensor)
         entering = (
             state.transpose(0, 1)
@@ -135,11 +127,6 @@ def layer_adapter(layer: RecurrentModule) -> "LayerAdapter | CellAdapter":
 
 # Its layers and children are known to obey these, however little of it is visible.
 KNOWN = ("inputs", "memory", "credit")
-
-
-def has_layers(module: nn.Module) -> bool:
-    """Whether a module has recurrent layers or cells of torch.nn."""
-    return any(isinstance(part, (nn.RNNBase, nn.RNNCellBase)) for part in module.modules())
 
 
 @dataclass(frozen=True)
