@@ -120,6 +120,11 @@ def test_detach_shares_values_and_drops_the_graph(make: Callable[[int], Any]) ->
     assert all(p.data_ptr() == q.data_ptr() for p, q in shared)
 
 
+@pytest.mark.parametrize("start", [None, (None, None), {"h": None, "c": [None]}])
+def test_a_state_that_is_none_is_detached_to_itself(start: Any) -> None:
+    assert tt.state.detach(start) == start
+
+
 @every_tree
 def test_reset_takes_marked_lanes_from_the_initial_state_and_no_others(
     make: Callable[[int], Any],

@@ -200,7 +200,7 @@ def lanes(state: State) -> int | None:
 
 
 def detach(state: State) -> State:
-    """The same values without their graph; shares memory with `state`.
+    """The same values without their graph; shares memory with `state`. `None` stays `None`.
 
     Example:
         >>> import torch, throughtime as tt
@@ -208,7 +208,8 @@ def detach(state: State) -> State:
         >>> tt.state.detach({"h": h})["h"].requires_grad
         False
     """
-    return map_leaves(torch.Tensor.detach, state)
+    # None: a loop of the user's own has no state before its first chunk
+    return None if state is None else map_leaves(torch.Tensor.detach, state)
 
 
 def reset(state: State, initial: State, where: Tensor) -> State:

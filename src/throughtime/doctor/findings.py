@@ -158,6 +158,7 @@ class FindingList:
         detail: str = "",
         tensor: str = "",
         chunks: tuple[int, int] | None = None,
+        fix: str = "",
     ) -> Finding | None:
         """Add a finding and return it, unless its code is ignored or the line already has it.
 
@@ -167,6 +168,7 @@ class FindingList:
             detail: a sentence with the evidence, after the message of the code.
             tensor: the path of the tensor.
             chunks: the chunks that created and used it, counted from 0.
+            fix: what to write in this case, instead of the fix of the code.
 
         Raises:
             DiagnosisError: under `strict`.
@@ -175,10 +177,11 @@ class FindingList:
             return None
         if any((f.code, f.file, f.line) == (code, line.file, line.line) for f in self.items):
             return None
-        message, fix = CODES[code]
+        message, usual_fix = CODES[code]
         created, used = (chunks[0] + 1, chunks[1] + 1) if chunks else (None, None)
         text = f"{message}. {detail}" if detail else message
         page = f"{PAGES_URL}/{code}.md"
+        fix = fix or usual_fix
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)
         if self.strict:
