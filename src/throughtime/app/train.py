@@ -461,7 +461,7 @@ class Training:
         ] or [
             f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()}"
             f" and is now {value.tolist()}"
-            for name, value in self.net.named_buffers()
+            for name, value in self.net.module.named_buffers()
             if not torch.equal(saved["net"][name], value.cpu())
         ]
         if faults:

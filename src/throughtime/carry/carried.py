@@ -23,6 +23,7 @@ from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers
 from throughtime.carry._refusal import bidirectional_error
+from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
 from throughtime.carry._subject import Hints
 from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
 from throughtime.carry.module import ModuleAdapter
@@ -56,7 +57,8 @@ CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytor
 class Carried(nn.Module):
     """A module whose state is an argument and a result: `y, state = net(x, state)`.
 
-    Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself.
+    Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself. Its
+    `state_dict` has the names of `module`: each loads what the other saved.
     """
 
     _fused_net: object = None  # of gradient/_fused.py; False for a net that it cannot update
@@ -65,6 +67,23 @@ class Carried(nn.Module):
         super().__init__()
         self.module = module
         self.adapter = adapter
+        self.register_state_dict_post_hook(plain_names)
+        self.register_load_state_dict_pre_hook(own_names)
+        self.register_load_state_dict_post_hook(report_plain_names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # of functional_call, whose names are those of named_parameters: this would change nothing
+        if isinstance(value, Tensor) and isinstance(getattr(self.module, name, None), Tensor):
+            raise ModelError(
+                f"'{name}' is a tensor of the carried module: write net.module.{name}, and give"
+                f" torch.func.functional_call the names of net.named_parameters(), 'module.{name}'"
+            )
+        super().__setattr__(name, value)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What `torch.distributed.checkpoint` asks: the part of a path that saved names omit."""
+        module = self.module
+        return dict.fromkeys((*module._parameters, *module._buffers, *module._modules), "module")
 
     def initial_state(self, lanes: int, *, like: Tensor | None = None) -> State:
         """The state that enters the first step of a recording, for `lanes` lanes.

@@ -1,0 +1,60 @@
+"""The names of a carried net's weights where they are saved and loaded: those of its module.
+
+A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
+`state_dict`, so that a carried net and the plain module load each other. These are the hooks of
+torch that translate; they work for a net inside other modules too.
+"""
+
+from typing import Any
+
+from torch import nn
+
+WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
+_LOADING = "_loading"  # for the hook after loading, which gets neither prefix nor messages
+
+
+def plain_names(
+    net: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Drop `module.` from the names that were saved; a hook after `state_dict`."""
+    del net, local_metadata
+    inner = prefix + WRAPPED
+    for name in [name for name in state_dict if name.startswith(inner)]:
+        state_dict[prefix + name.removeprefix(inner)] = state_dict.pop(name)
+    # the versions of modules: under both names, so that both kinds of module read them
+    versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+    for name, version in [*versions.items()]:
+        if f"{name}.".startswith(inner):
+            versions[(prefix + f"{name}.".removeprefix(inner))[:-1]] = version
+
+
+def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Add `module.` to the names of the module; a hook before loading.
+
+    Names that have it already are those of `named_parameters`, or of DistributedDataParallel.
+    """
+    *_, messages = rest
+    others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
+    names = [
+        name.removeprefix(prefix)
+        for name in state_dict
+        if name.startswith(prefix) and name.removeprefix(prefix).partition(".")[0] not in others
+    ]
+    expected = net.get_submodule("module").state_dict().keys()
+    is_wrapped = not expected & set(names) and any(
+        name.removeprefix(WRAPPED) in expected for name in names
+    )
+    if not is_wrapped:
+        values = {name: state_dict.pop(prefix + name) for name in names}
+        state_dict.update({prefix + WRAPPED + name: value for name, value in values.items()})
+    net.__dict__[_LOADING] = prefix, prefix + WRAPPED * (not is_wrapped), messages
+
+
+def report_plain_names(net: nn.Module, keys: Any) -> None:
+    """Report missing and unexpected names, and wrong sizes, as the user wrote them."""
+    prefix, inner, messages = net.__dict__.pop(_LOADING)
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [
+            prefix + name.removeprefix(inner) if name.startswith(inner) else name for name in names
+        ]
+    messages[:] = [message.replace(inner, prefix) for message in messages]
