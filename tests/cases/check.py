@@ -17,6 +17,7 @@ RAISES = re.compile(r"^# raises: (.+)$", re.MULTILINE)
 KINDS = {
     "second time": "RuntimeError: Trying to backward through the graph a second time",
     "in-place": "modified by an inplace operation",
+    "wrong size": "size",  # "expected hidden size ...", "the size of tensor a ...", by operation
 }
 
 
