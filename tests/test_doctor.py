@@ -418,7 +418,9 @@ def test_the_report_says_code_line_and_what_to_write() -> None:
         assert part in str(d)
     with doctor() as d:
         train(STREAM[:24], "layer")
-    assert str(d) == "tt.doctor: nothing found"
+    where = f"{Path(__file__)}:{train.__code__.co_firstlineno + 11}".removeprefix(f"{Path.cwd()}/")
+    watched = f"backward passes: 4; optimizer steps: 4; the recurrent state of {where}, carried"
+    assert str(d) == f"tt.doctor: nothing found\nWatched: {watched} from chunk to chunk."
 
 
 SCRIPT = """

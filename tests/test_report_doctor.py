@@ -98,12 +98,17 @@ def test_the_page_is_one_well_formed_file_that_sends_no_request(
     assert {a[1:] for a in addresses if a.startswith("#")} <= set(ids)
 
 
-def test_a_sound_loop_of_throughtime_has_a_page_without_findings(
+def test_a_loop_of_throughtime_is_not_watched_and_its_page_has_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, page = examine(tmp_path, SOUND, monkeypatch)
-    assert code == 0
-    assert "Nothing was found." in page
+    (tmp_path / "train.py").write_text(SOUND, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code, _, _ = ended("doctor", "--report", "page.html", "train.py")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert code == 2
+    assert "No verdict, since no recurrent state was watched." in page
+    assert "the loops of throughtime itself, such as tt.updates" in page
+    assert "Nothing found" not in page
     assert marked(page) == []
     assert all(known in page for known in CODES)
 
@@ -117,7 +122,8 @@ def test_failing_script_has_its_page_even_from_another_folder(
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     code, printed, complained = ended("doctor", "--report", "page.html", "train.py", "10")
     assert code == 1
-    assert complained.startswith('Traceback (most recent call last):\n  File "train.py", line')
+    script = tmp_path / "train.py"
+    assert complained.startswith(f'Traceback (most recent call last):\n  File "{script}", line')
     assert complained.endswith("ValueError: the disk is <full>\n")
     assert (printed + complained).count("every chunk starts from a zero state") == 1
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -130,7 +136,8 @@ def test_an_ignored_code_is_not_on_the_page(
 ) -> None:
     code, page = examine(tmp_path, FAULTY, monkeypatch, "10", flags=("--ignore", "TT201"))
     assert code == 0
-    assert "Nothing was found." in page
+    assert "Nothing found." in page
+    assert "Watched: backward passes: 12; optimizer steps: 0; the recurrent state of" in page
 
 
 @pytest.mark.parametrize("name", ["train.py", "page", "page.pdf"])

@@ -403,8 +403,11 @@ def audit(
 def doctor(
     context: typer.Context,
     script: Annotated[
-        Path, typer.Argument(help="The script to run; what follows it are its own arguments.")
+        str, typer.Argument(help="The script to run; what follows it are its own arguments.")
     ],
+    module: Annotated[
+        bool, _option("SCRIPT is the name of a module, as after python -m.", flag="-m")
+    ] = False,
     ignore: Annotated[
         str | None,
         _option("Codes that are not reported, separated by commas, such as TT201,TT207."),
@@ -417,12 +420,14 @@ def doctor(
 ) -> None:
     """Run a training script unchanged and name what is wrong with its loop.
 
-    Exit code 1: it found something; 2: the doctor itself failed.
+    Exit code: that of the script, if it fails. Otherwise 1: there are findings; 2: there is no
+    verdict, since no recurrent state was watched or the doctor itself failed; 0: nothing found.
     """
     from throughtime.app.script import watch_script
 
     codes = ignore.split(",") if ignore else ()
-    raise typer.Exit(watch_script(script, context.args, codes, strict=strict, report=report))
+    code = watch_script(script, context.args, codes, module=module, strict=strict, report=report)
+    raise typer.Exit(code)
 
 
 @app.command()

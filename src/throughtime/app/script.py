@@ -9,37 +9,44 @@ from pathlib import Path
 from throughtime.app.report.doctor_page import write_report
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
+from throughtime.doctor._frames import error_chain
+from throughtime.doctor.doctor import NOTE
 from throughtime.errors import ConfigError, DiagnosisError
+
+_INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C ended
 
 
 def watch_script(
-    script: Path,
+    script: str,
     arguments: Sequence[str],
     ignore: Sequence[str],
     *,
+    module: bool = False,
     strict: bool,
     report: Path | None,
 ) -> int:
-    """Run a script unchanged and print what the doctor finds, however the script ends.
+    """Run a script as Python would, and print the findings, then the traceback if it failed.
 
     Args:
-        script: its file.
+        script: its file, or the name of a module.
         arguments: its own.
         ignore: codes that are not reported.
+        module: run it as `python -m` does.
         strict: stop at the first finding.
         report: the page to write, if any.
 
     Returns:
-        The exit code: 0; 1 if the doctor found something or the script failed; 2 if the doctor
-        itself failed.
+        The exit code of the script, if that is not 0. Otherwise 1 if there are findings; 2 if there
+        is no verdict, since the doctor failed or no recurrent state was watched; or else 0.
 
     Raises:
         ConfigError: there is no script, or the name of the page does not end in .html.
     """
-    if not script.is_file():
+    if not module and not Path(script).is_file():
+        kind = "a folder, no script" if Path(script).is_dir() else "no such file"
         raise ConfigError(
-            f"{script}: no such file. Write throughtime doctor train.py, with the arguments of"
-            " train.py after it"
+            f"{script}: {kind}. Write throughtime doctor train.py, with the arguments of train.py"
+            " after it, or throughtime doctor -m package.train"
         )
     if report is not None and report.suffix.lower() not in {".html", ".htm"}:
         raise ConfigError(
@@ -49,45 +56,58 @@ def watch_script(
     # resolved before the script changes folders
     page, base = None if report is None else report.resolve(), Path.cwd()
     doctor = open_doctor(ignore=ignore, strict=strict)
-    ended, error = _run(doctor, script, arguments)
+    error = _run(doctor, script, arguments, module)
+    sys.stdout.flush()
     print(doctor, flush=True)
     if page is not None:
-        write_report(doctor, page, of=script.name, ended=ended, base=base)
-        print(f"{report} written")
-    if error is not None:
-        raise error
-    return 2 if doctor.internal_error is not None else int(bool(ended or doctor.findings))
+        write_report(doctor, page, of=script if module else Path(script).name, base=base)
+        print(f"{report} written", flush=True)
+    stopped = strict and isinstance(error, DiagnosisError) and doctor.findings
+    if stopped and str(error) == str(doctor.findings[-1]):
+        print("Stopped at the first finding, as --strict says.")
+        return 1
+    if doctor.ended and error is not None:
+        return _report_failure(error)
+    if doctor.findings:
+        return 1
+    return 2 if doctor.internal_error is not None or not doctor.coverage.recurrences else 0
 
 
 def _run(
-    doctor: Doctor, script: Path, arguments: Sequence[str]
-) -> tuple[str, BaseException | None]:
-    """Run the script as `python script.py` would.
-
-    Returns:
-        How it failed, empty if it did not, and the exception that must end this process, too. The
-        traceback of an error is printed without our frames at its top.
-    """
-    before = (sys.argv, sys.path[:])
-    sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    doctor: Doctor, script: str, arguments: Sequence[str], module: bool
+) -> BaseException | None:
+    """Run the script as `python script.py` would; return the exception that ended it."""
+    path = Path(script)
+    folder = Path.cwd() if module else path.resolve().parent
+    before = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path[: not sys.flags.safe_path] = [str(folder)]
     try:
         with doctor:
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as error:
-        failed = error.code not in {None, 0}
-        return (f"exit code {error.code}", error) if failed else ("", None)
-    except DiagnosisError as error:  # under --strict: the findings say what it says
-        return f"{type(error).__name__}: {error}", None
-    except Exception as error:  # noqa: BLE001 (a script may raise anything)
-        notes = getattr(error, "__notes__", [])  # the doctor's is printed with its findings
-        notes[:] = [note for note in notes if not note.startswith("tt.doctor: ")]
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
-        return f"{type(error).__name__}: {error}", None
-    except BaseException as error:  # noqa: BLE001 (raised again once the findings are printed)
-        return f"{type(error).__name__}: {error}", error
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(path.absolute()), run_name="__main__")
+    except BaseException as error:  # noqa: BLE001 (a script may raise anything)
+        return error
     finally:
         sys.argv, sys.path[:] = before
-    return "", None
+    return None
+
+
+def _report_failure(error: BaseException) -> int:
+    """Print the traceback of a script as Python would; return the exit code."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            return error.code
+        print(error.code, file=sys.stderr)
+        return 1
+    for each in error_chain(error):
+        notes = getattr(each, "__notes__", [])  # the findings have been printed
+        notes[:] = [note for note in notes if not note.startswith(NOTE)]
+        trace = each.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
+            trace = trace.tb_next
+        each.__traceback__ = trace
+    traceback.print_exception(error)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -266,6 +266,7 @@ class LoopEvents:
         if self._off_in_step:
             self._off_in_step = False
             self.watcher.on()
+        self.clock.steps += 1
         line = current_line(2)
         self._notify("after_step", optimizer, line)
 

@@ -1,5 +1,7 @@
 """The user's stack frames: the running line, the path to a variable, the line that appends.
 
+Also the traceback of an error without the frames of the doctor.
+
 A frame is the user's if its file belongs neither to a library nor to throughtime.
 """
 
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 DOCTOR = Path(__file__).parent
@@ -37,6 +40,7 @@ _LIBRARY_DIRS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
 _RESOLVED_LIBRARY_DIRS = tuple(
     {*_LIBRARY_DIRS, *(str(Path(folder).resolve()) for folder in _LIBRARY_DIRS)}
 )
+_MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of nn.Module.__call__
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
@@ -52,7 +56,8 @@ class SourceLine:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        """The path from the working directory for a file below it, and the line."""
+        return f"{self.file.removeprefix(f'{Path.cwd()}{os.sep}')}:{self.line}"
 
 
 @cache
@@ -92,6 +97,45 @@ def current_line(depth: int = 1) -> SourceLine | None:
     """The line of user code now running; `depth` as in `sys._getframe`."""
     frame = user_frame(current_frame(depth))
     return SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame else None
+
+
+def error_chain(error: BaseException) -> list[BaseException]:
+    """An error, its causes, and the errors of a group."""
+    chain = [error]
+    for each in chain:
+        grouped = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        chain += [
+            other
+            for other in (each.__cause__, each.__context__, *grouped)
+            if other is not None and all(other is not known for known in chain)
+        ]
+    return chain
+
+
+def remove_doctor_frames(error: BaseException) -> None:
+    """Remove the doctor from the tracebacks of an error and its causes.
+
+    The frames by which a module calls its own forward go with it: the hooks of the doctor change
+    them, and they name no line of the user.
+    """
+    for each in error_chain(error):
+        each.__traceback__ = _without_doctor(each.__traceback__)
+
+
+def _without_doctor(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename.startswith(f"{DOCTOR}{os.sep}"):
+            # a function of torch hands itself to the mode, which calls it again
+            if kept and kept[-1].tb_frame.f_code is handle_torch_function.__code__:
+                del kept[-2:]
+        elif not code.co_qualname.startswith(_MODULE_CALLS):
+            kept.append(trace)
+        trace = trace.tb_next
+    for entry, following in itertools.zip_longest(kept, kept[1:]):
+        entry.tb_next = following
+    return kept[0] if kept else None
 
 
 def called_by_trainer(frame: FrameType | None) -> bool:

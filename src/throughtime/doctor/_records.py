@@ -29,6 +29,8 @@ class Clock:
     loader: SourceLine | None = None  # the line that decides the order of the batches
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
     recurrent: Instruction | None = None  # the last call of a recurrent unit
+    units: dict[Unit, Instruction] = field(default_factory=dict)  # where each was last called
+    steps: int = 0  # of optimizers so far
 
 
 @dataclass(slots=True, eq=False)

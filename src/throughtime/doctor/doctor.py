@@ -9,15 +9,70 @@ Cost: some microseconds per operation of the user's code, at most 0.3 of the tim
 (`benchmarks/doctor.py`).
 """
 
+import os
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from throughtime.doctor._events import LoopEvents
+from throughtime.doctor._frames import error_chain, line_of, remove_doctor_frames
+from throughtime.doctor._records import Clock
 from throughtime.doctor.findings import Finding, FindingList
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, DiagnosisError
 
 _OPEN: list["Doctor"] = []
+NOTE = "tt.doctor: "  # what the notes of an exception begin with
+MAX_LINES = 3  # of recurrent states that the report names
+_NO_STATE = (
+    "A recurrent state is that of a layer or cell of torch.nn, or of an operation that uses its own"
+    " earlier result. Other processes and threads are not watched, nor is code inside"
+    " torch.compile, nor are the loops of throughtime itself, such as tt.updates."
+)
+_NO_BACKWARD = (
+    "No backward pass was watched, so only the handling of the state was checked. A training loop"
+    " calls loss.backward() in every chunk."
+)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The part of a loop that a doctor watched.
+
+    Attributes:
+        backwards: backward passes without an error; each ends a chunk.
+        steps: optimizer steps.
+        recurrences: lines that compute a recurrent state, such as `train.py:12`.
+        carried: whether a state went from a chunk to a later one.
+    """
+
+    backwards: int = 0
+    steps: int = 0
+    recurrences: tuple[str, ...] = ()
+    carried: bool = False
+
+    @classmethod
+    def from_clock(cls, clock: Clock) -> "Coverage":
+        """What was watched until now."""
+        lines = dict.fromkeys(str(line_of(instruction)) for instruction in clock.units.values())
+        return cls(clock.chunk, clock.steps, tuple(lines), bool(clock.crossed))
+
+    @property
+    def missing(self) -> str:
+        """What a training loop of a recurrent net has and this one lacked; empty if nothing."""
+        return _NO_STATE if not self.recurrences else "" if self.backwards else _NO_BACKWARD
+
+    def __str__(self) -> str:
+        state = "no recurrent state"
+        if self.recurrences:
+            more = len(self.recurrences) - MAX_LINES
+            lines = ", ".join(self.recurrences[:MAX_LINES])
+            state = f"the recurrent state of {lines}{f' and {more} more lines' * (more > 0)}"
+            state += f", {'' if self.carried else 'not '}carried from chunk to chunk"
+        return (
+            f"Watched: backward passes: {self.backwards}; optimizer steps: {self.steps}; {state}."
+        )
 
 
 class Doctor:
@@ -25,17 +80,35 @@ class Doctor:
 
     Attributes:
         internal_error: an exception of the doctor itself; then it may have missed faults.
+        ended: the exception that ended the loop, in words; empty if none did.
+        coverage: the part of the loop that was watched; set at the end of the `with`.
     """
 
     def __init__(self, findings: FindingList) -> None:
         self._findings = findings
         self._events: LoopEvents | None = None
         self.internal_error: Exception | None = None
+        self.ended = ""
+        self.coverage = Coverage()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings so far, in order of discovery."""
         return tuple(self._findings.items)
+
+    @property
+    def verdict(self) -> str:
+        """The result in a line, such as "2 findings"; "nothing found" only after a whole loop."""
+        count = len(self.findings)
+        if count:
+            return f"{count} finding{'s' * (count > 1)}"
+        if self.internal_error is not None:
+            return "no verdict, since the doctor itself failed"
+        if self.ended:
+            return f"no finding before the run ended with {self.ended.partition(':')[0]}"
+        if not self.coverage.recurrences:
+            return "no verdict, since no recurrent state was watched"
+        return "nothing found"
 
     def clear(self) -> None:
         """Remove the findings so far."""
@@ -45,7 +118,8 @@ class Doctor:
         if _OPEN:
             raise ConfigError(
                 "a doctor is watching already, expected one at a time in a process. Put one"
-                " tt.doctor() around the whole loop"
+                " tt.doctor() around the whole loop, or none where throughtime doctor runs the"
+                " script"
             )
         _OPEN.append(self)
         self._events = LoopEvents(self._findings)
@@ -58,38 +132,68 @@ class Doctor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        events, self._events = self._events, None
+        events = self._stop()
         if events is None:
             return
+        self.ended = _in_words(error)
         try:
-            events.close()
+            if not self.ended:
+                events.finish()
+        except DiagnosisError as finding:
+            raise finding.with_traceback(None) from None
+        finally:
+            self.internal_error = events.watcher.internal_error
+            self.coverage = Coverage.from_clock(events.clock)
+        if error is not None:
+            remove_doctor_frames(error)
+            self._annotate(error)
+
+    def _stop(self) -> LoopEvents | None:
+        """Stop watching; return the events, or `None` if there are none."""
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                events.close()
         finally:
             _OPEN.clear()
-        if error is None:
-            events.finish()
-        else:
-            self._annotate(error)
-        self.internal_error = events.watcher.internal_error
+        return events
 
     def _annotate(self, error: BaseException) -> None:
-        """Add the findings to an exception as notes, those that it lacks."""
-        notes = "\n".join(getattr(error, "__notes__", []))
+        """Add the findings to an exception as notes, those that it and its causes lack."""
+        chain = error_chain(error)
+        notes = "\n".join(note for each in chain for note in getattr(each, "__notes__", []))
         for finding in self.findings:
-            if str(finding) not in notes and str(finding) != str(error):
-                error.add_note(f"tt.doctor: {finding}")
+            if str(finding) not in notes and all(str(finding) != str(each) for each in chain):
+                error.add_note(f"{NOTE}{finding}")
 
     def __str__(self) -> str:
-        count = len(self.findings)
-        lines = [
-            f"tt.doctor: {count} finding{'s' * (count > 1)}"
-            if count
-            else "tt.doctor: nothing found"
-        ]
-        lines += map(str, self.findings)
+        lines = [f"tt.doctor: {self.verdict}", *map(str, self.findings)]
         if self.internal_error is not None:
             error = f"{type(self.internal_error).__name__}: {self.internal_error}"
             lines.append(f"The doctor itself failed and stopped watching: {error}")
+        elif not self.findings and self._events is None:
+            lines += filter(None, [str(self.coverage), "" if self.ended else self.coverage.missing])
         return "\n".join(lines)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """An exception in words; empty for none, and for an exit without an error."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int | None):
+            return f"exit code {error.code}" if error.code else ""
+    elif error is None:
+        return ""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _stop_in_child() -> None:
+    """Leave a forked process, such as a worker of a DataLoader, unwatched."""
+    for each in _OPEN:
+        each._stop()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_stop_in_child)
 
 
 def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:

@@ -121,8 +121,8 @@ class Finding:
             else ""
         )
         return (
-            f"{self.code} {self.file}:{self.line}{name} {self.message}{chunks}\n      write:"
-            f" {self.fix}\n      see:   {self.page}"
+            f"{self.code} {SourceLine(self.file, self.line)}{name} {self.message}{chunks}\n"
+            f"      write: {self.fix}\n      see:   {self.page}"
         )
 
 

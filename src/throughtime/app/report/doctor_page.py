@@ -1,6 +1,7 @@
 """The page of the doctor: each finding with the user's code and the line to write."""
 
 import linecache
+import os
 from pathlib import Path
 
 from throughtime._files import write_atomically
@@ -30,7 +31,6 @@ def write_report(
     path: Path | str,
     *,
     of: str = "a training loop",
-    ended: str = "",
     base: Path | None = None,
 ) -> Path:
     """Write the findings as one self-contained page; return its path.
@@ -39,7 +39,6 @@ def write_report(
         doctor: after its `with`.
         path: of the page; an existing file is replaced.
         of: what was watched, such as the name of a script.
-        ended: how the loop ended, if it failed: an exception in words.
         base: the folder to which paths of files are relative; default: the working directory.
 
     Example:
@@ -59,7 +58,7 @@ def write_report(
     path, base = Path(path), base or Path.cwd()
     codes = [[code, fault] for code, (fault, _) in CODES.items()]
     sections = [
-        Section("Findings", _summary(doctor, ended)),
+        Section("Findings", _summary(doctor, base)),
         *(
             Section(f"{x.code}, line {x.line} of {Path(x.file).name}", _finding_parts(x, base))
             for x in doctor.findings
@@ -81,13 +80,11 @@ def _lead(doctor: Doctor) -> str:
             f"{counted(count, 'fault')} in how the loop handles its recurrent state"
             " and its gradient."
         )
-    if doctor.internal_error is not None:
-        return "Nothing was found before the doctor itself failed."
-    return "Nothing was found."
+    return f"{doctor.verdict[0].upper()}{doctor.verdict[1:]}."
 
 
-def _summary(doctor: Doctor, ended: str) -> list[Part]:
-    parts: list[Part] = [Paragraphs(f"The loop ended with {ended}")] if ended else []
+def _summary(doctor: Doctor, base: Path) -> list[Part]:
+    parts: list[Part] = [Paragraphs(f"The loop ended with {doctor.ended}")] if doctor.ended else []
     error = doctor.internal_error
     if error is not None:
         parts.append(
@@ -96,10 +93,12 @@ def _summary(doctor: Doctor, ended: str) -> list[Part]:
                 f" {type(error).__name__}: {error}"
             )
         )
+    parts.append(Paragraphs(str(doctor.coverage)))
     if not doctor.findings:
-        return [*parts, Paragraphs("The doctor found no fault while it watched the loop.")]
+        missing = doctor.coverage.missing
+        return [*parts, Paragraphs(missing)] if missing and not doctor.ended else parts
     rows = [
-        [x.code, f"{x.file}:{x.line}", x.tensor or "\u2013", CODES[x.code][0]]
+        [x.code, f"{_relative(x, base)}:{x.line}", x.tensor or "\u2013", CODES[x.code][0]]
         for x in doctor.findings
     ]
     columns = ["code", "line", "tensor", "fault"]
@@ -125,10 +124,13 @@ def _finding_parts(finding: Finding, base: Path) -> list[Part]:
 
 def _excerpt(finding: Finding, base: Path) -> Part:
     """The lines around the finding, if they can still be read; a notebook's cell, too."""
-    path = base / finding.file
-    lines = linecache.getlines(str(path) if path.is_file() else finding.file)
-    location = f"{finding.file}, line {finding.line}"
+    lines = linecache.getlines(finding.file)
+    location = f"{_relative(finding, base)}, line {finding.line}"
     if not 0 < finding.line <= len(lines):
         return Paragraphs(f"{location}; the file is not available.")
     first = max(1, finding.line - _CONTEXT)
     return Code(lines[first - 1 : finding.line + _CONTEXT], first, finding.line, location)
+
+
+def _relative(finding: Finding, base: Path) -> str:
+    return finding.file.removeprefix(f"{base}{os.sep}")

@@ -190,7 +190,7 @@ class StateRule(Rule):
             self._compare_start(call, states)
         self.last.pop((call.unit, call.training), None)
         self.last[call.unit, call.training] = call
-        self.clock.recurrent = call.instruction
+        self.clock.recurrent = self.clock.units[call.unit] = call.instruction
 
     def _at_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""

@@ -1,0 +1,291 @@
+"""`throughtime doctor SCRIPT` runs a script as Python does, and says what it found and watched."""
+
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from test_cli import ended
+from throughtime.doctor import doctor
+
+NET = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.out = nn.GRU(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x, h=None):
+        y, h = self.gru(x, h)
+        return self.out(y), h
+
+
+net, h = Net(), None
+"""
+LEAK = f"""{NET}
+for x in torch.randn(60, 2, 3).split(10):
+    y, h = net(x, h)
+    y.square().mean().backward()
+"""
+SOUND = f"""{NET}
+for x in torch.randn(60, 2, 3).split(10):
+    y, h = net(x, h)
+    y.square().mean().backward()
+    h = h.detach()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def watch(folder: Path, script: str, *words: str) -> tuple[int, str, str]:
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    return ended("doctor", *(words or ("train.py",)))
+
+
+def frames(traceback: str) -> list[str]:
+    """The files and functions of a traceback."""
+    lines = [line.split(", ") for line in traceback.splitlines() if line.startswith("  File ")]
+    return [f"{Path(file[8:-1]).name} {name[0][3:] if name else ''}" for file, _, *name in lines]
+
+
+def plain_traceback(folder: Path, script: str) -> str:
+    """What Python writes of the same script."""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    words = [sys.executable, str(folder / "train.py")]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stderr
+
+
+def test_a_failing_script_has_its_findings_once_then_the_traceback_of_python(folder: Path) -> None:
+    code, printed, complained = watch(folder, LEAK)
+    assert code == 1
+    assert printed.count("TT101") == 2  # the finding, and the address of its page
+    assert "TT101" not in complained
+    assert complained == plain_traceback(folder, LEAK)
+    assert frames(complained) == [
+        "train.py <module>",
+        "_tensor.py backward",
+        "__init__.py backward",
+        "graph.py _engine_run_backward",
+    ]
+
+
+ERROR_IN_FORWARD = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return nn.functional.cross_entropy(x, torch.zeros(7, dtype=torch.long))
+
+
+nn.Sequential(Net())(torch.randn(2, 3))
+"""
+
+
+def test_a_traceback_through_modules_and_functions_of_torch_has_no_frame_of_the_doctor(
+    folder: Path,
+) -> None:
+    code, printed, complained = watch(folder, ERROR_IN_FORWARD)
+    assert code == 1
+    assert frames(complained) == [
+        "train.py <module>",
+        "container.py forward",
+        "train.py forward",
+        "functional.py cross_entropy",
+    ]
+    assert "tt.doctor: no finding before the run ended with ValueError\n" in printed
+
+
+def never_detached() -> None:
+    gru, h = nn.GRU(3, 4), None
+    for x in torch.randn(60, 2, 3).split(10):
+        y, h = gru(x, h)
+        y.square().mean().backward()
+
+
+def fail_from_a_cause() -> None:
+    try:
+        never_detached()
+    except RuntimeError as error:
+        raise ValueError("training failed") from error
+
+
+def test_an_error_in_a_with_block_has_its_findings_once_and_no_frame_of_the_doctor() -> None:
+    with pytest.raises(ValueError, match="training failed") as raised, doctor():
+        fail_from_a_cause()
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("tt.doctor: TT101") == 1
+    assert "throughtime/doctor" not in text.replace("docs/doctor", "")
+    assert "in never_detached" in text
+    assert "in fail_from_a_cause" in text
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "kind", "complaint"),
+    [
+        ("import throughtime as tt\ntt.Stream([], lanes=2, chunk=3)", 1, "DataError", "Traceback"),
+        ("import throughtime as tt\nwith tt.doctor(): pass", 1, "ConfigError", "Traceback"),
+        (
+            "from throughtime.errors import DiagnosisError\nraise DiagnosisError('mine')",
+            1,
+            "DiagnosisError",
+            "DiagnosisError: mine",
+        ),
+        ("def f(:\n  pass", 1, "SyntaxError", '  File "'),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt", "Traceback"),
+        ("import sys; sys.exit(3)", 3, "exit code 3", ""),
+        ("import sys; sys.exit('bad data')", 1, "SystemExit", "bad data\n"),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--strict",)], ids=["", "strict"])
+def test_a_script_that_fails_keeps_its_exit_code_and_is_not_called_sound(
+    folder: Path, script: str, code: int, kind: str, complaint: str, flags: tuple[str, ...]
+) -> None:
+    result, printed, complained = watch(folder, script, *flags, "train.py")
+    assert result == code
+    assert f"tt.doctor: no finding before the run ended with {kind}\n" in printed
+    assert complaint in complained
+    assert bool(complaint) == bool(complained)
+    assert "nothing found" not in printed
+    assert "script.py" not in complained
+    assert "runpy" not in complained
+
+
+def test_strict_stops_at_the_first_finding_which_is_printed_once(folder: Path) -> None:
+    code, printed, complained = watch(folder, LEAK + "print('after')", "--strict", "train.py")
+    assert (code, complained) == (1, "")
+    assert printed.count("TT101 train.py") == 1
+    assert printed.endswith("Stopped at the first finding, as --strict says.\n")
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit", "import sys; sys.exit(0)"])
+def test_a_sound_script_says_what_was_watched(folder: Path, end: str) -> None:
+    code, printed, complained = watch(folder, SOUND + end)
+    assert (code, complained) == (0, "")
+    assert printed == (
+        "tt.doctor: nothing found\n"
+        "Watched: backward passes: 6; optimizer steps: 0; the recurrent state of train.py:11,"
+        " carried from chunk to chunk.\n"
+    )
+
+
+def test_findings_of_the_end_of_a_loop_are_reported_although_the_script_exits(folder: Path) -> None:
+    script = f"""{NET}
+import sys
+with torch.enable_grad():
+    net.eval()
+    for x in torch.randn(60, 2, 3).split(10):
+        y, h = net(x, h)
+sys.exit()
+"""
+    code, printed, _ = watch(folder, script)
+    assert code == 1
+    assert "TT202 train.py:11" in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "verdict", "missing"),
+    [
+        (
+            "import torch\ntorch.nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()",
+            2,
+            "no verdict, since no recurrent state was watched",
+            "Other processes and threads are not watched",
+        ),
+        (
+            f"{NET}with torch.no_grad():\n    net(torch.ones(5, 2, 3))",
+            0,
+            "nothing found",
+            "No backward pass was watched",
+        ),
+    ],
+)
+def test_the_report_says_what_a_loop_lacked(
+    folder: Path, script: str, code: int, verdict: str, missing: str
+) -> None:
+    result, printed, _ = watch(folder, script)
+    assert result == code
+    assert f"tt.doctor: {verdict}\n" in printed
+    assert missing in printed
+
+
+def test_a_script_runs_as_python_runs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "code").mkdir()
+    (folder / "code" / "helper.py").write_text("X = 3", encoding="utf-8")
+    script = """
+import os, sys, helper
+print(sys.argv[1:], __name__, __file__, sys.path[0], helper.X, input())
+os.chdir("code")
+"""
+    (folder / "code" / "main.py").write_text(script, encoding="utf-8")
+    monkeypatch.setattr("builtins.input", lambda: "typed")
+    _, printed, _ = ended("doctor", "code/main.py", "--lr", "1", "-h")
+    file = folder / "code" / "main.py"
+    assert printed.startswith(f"['--lr', '1', '-h'] __main__ {file} {folder / 'code'} 3 typed\n")
+    assert sys.path[0] != str(folder / "code")
+
+
+def test_a_module_runs_as_with_python_m(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "part.py").write_text(SOUND, encoding="utf-8")
+    script = "import sys\nfrom .part import net\nprint(sys.argv[1:], __name__, __spec__.name)\n"
+    (folder / "package" / "train.py").write_text(script, encoding="utf-8")
+    code, printed, complained = ended("doctor", "-m", "package.train", "--lr", "1")
+    assert (code, complained) == (0, "")
+    assert printed.startswith("['--lr', '1'] __main__ package.train\ntt.doctor: nothing found\n")
+    code, printed, complained = ended("doctor", "-m", "package.trian")
+    assert code == 1
+    assert complained == "ImportError: No module named package.trian\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("nosuch.py", "no such file"), (".", "a folder, no script")]
+)
+def test_a_script_that_is_missing_is_an_error_of_usage(name: str, kind: str) -> None:
+    code, printed, complained = ended("doctor", name)
+    assert (code, printed) == (2, "")
+    assert complained.startswith(f"error: {name}: {kind}. Write throughtime doctor train.py")
+
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Windows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == {bad}:
+            torch.zeros(2, 3) @ torch.zeros(2, 3)
+        return torch.randn(10, 3)
+
+
+if __name__ == "__main__":
+    gru = torch.nn.GRU(3, 4, batch_first=True)
+    for x in DataLoader(Windows(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
+        gru(x)[0].sum().backward()
+"""
+
+
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_workers_of_a_loader_are_not_watched(folder: Path, bad: int) -> None:
+    code, printed, complained = watch(folder, WORKERS.replace("{bad}", str(bad)))
+    assert code == (bad > 0)
+    assert "the recurrent state of train.py:19" in printed
+    assert "throughtime" not in complained
+    assert ("torch.zeros(2, 3) @ torch.zeros(2, 3)" in complained) == (bad > 0)
