@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_map
 
 import throughtime as tt
 from recurrences import LayerCase, every_cell, every_layer, max_difference, needs_kernels, tolerance
@@ -98,29 +99,102 @@ def test_where_the_compiler_leaves_the_layer_out_it_runs_as_ever(name: str) -> N
     assert counter.frame_count <= 2
 
 
+PRECISIONS = {
+    "f64": (torch.float64, False),
+    "f32": (torch.float32, False),
+    "autocast": (torch.float32, True),
+}
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+SIZES = ((5, 3), (17, 2), (2, 8), (4, 21))  # fewer and more lanes than autocast rounds from
+
+
+def autocast(enabled: bool) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
 @every_layer
-def test_exported_program_is_the_same_for_any_size(name: str) -> None:
-    net, steps, lanes = (
-        Net(name).double(),
-        torch.export.Dim("T", min=2),
-        torch.export.Dim("B", min=2),
-    )
-    shapes = {"x": {0: steps, 1: lanes}, "resets": {0: steps, 1: lanes}}
-    program = torch.export.export(
-        net,
-        (torch.randn(5, 3, 4).double(), torch.zeros(5, 3, dtype=torch.bool)),
-        dynamic_shapes=shapes,
-    )
+@every_precision
+@pytest.mark.parametrize("lanes", [3, 9])
+def test_exported_program_is_the_same_for_any_size(name: str, precision: str, lanes: int) -> None:
+    dtype, rounds = PRECISIONS[precision]
+    net = Net(name).to(dtype)
+    free = {0: torch.export.Dim("T", min=2), 1: torch.export.Dim("B", min=2)}
+    example = torch.randn(5, lanes, 4, dtype=dtype), torch.zeros(5, lanes, dtype=torch.bool)
+    with autocast(rounds):
+        program = torch.export.export(net, example, dynamic_shapes={"x": free, "resets": free})
     assert sum("throughtime.recurrent" in str(node.target) for node in program.graph.nodes) == 2
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    for size in ((5, 3), (17, 2), (2, 8)):
-        x, resets = torch.randn(*size, 4, dtype=torch.float64), torch.rand(*size) < 0.3
-        assert max_difference([loaded(x, resets)], [net(x, resets)]) < 1e-12
-    with pytest.raises(AssertionError):  # the mutant: resets that do not arrive
-        assert max_difference([loaded(x, torch.zeros_like(resets))], [net(x, resets)]) < 1e-12
+    for size in SIZES:
+        x, resets = torch.randn(*size, 4, dtype=dtype), torch.rand(*size) < 0.3
+        with autocast(rounds):
+            actual, expected = loaded(x, resets), net(x, resets)
+        assert actual.dtype is expected.dtype
+        assert max_difference([actual], [expected]) < tolerance(dtype)
+        with autocast(rounds):  # the mutant: resets that do not arrive
+            mutant = loaded(x, ~resets)
+        assert max_difference([mutant], [expected]) > tolerance(dtype)
+
+
+@every_layer
+@every_precision
+def test_compiled_for_dynamic_sizes_it_is_compiled_once(name: str, precision: str) -> None:
+    dtype, rounds = PRECISIONS[precision]
+    net = Net(name).to(dtype)
+    with config.patch(allow_rnn=True, error_on_recompile=True):
+        compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
+        for size in SIZES:
+            x, resets = torch.randn(*size, 4, dtype=dtype), torch.rand(*size) < 0.2
+            with autocast(rounds):
+                expected = value_and_gradients(net, list(net.parameters()), x, resets)
+                actual = value_and_gradients(compiled, list(net.parameters()), x, resets)
+            # under autocast the head's own gradients are rounded to bfloat16
+            assert max_difference(actual, expected) < (0.02 if rounds else 10 * tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: tt.nn.LSTM(3, 6),
+        lambda: nn.Sequential(nn.Linear(3, 4), tt.nn.GRU(4, 6), nn.Linear(6, 2)),
+    ],
+    ids=["layer", "sequential"],
+)
+def test_a_carried_net_is_exported_for_any_size(module: Any) -> None:
+    net = tt.carry(module())
+    state, steps, lanes = net.initial_state(4), torch.export.Dim("T"), torch.export.Dim("B")
+    shapes = {0: steps, 1: lanes}
+    program = torch.export.export(
+        net,
+        (torch.randn(5, 4, 3), state, torch.zeros(5, 4, dtype=torch.bool)),
+        dynamic_shapes=(shapes, tree_map(lambda _: {0: lanes}, state), shapes),
+    ).module()
+    for size in (*SIZES, (1, 1)):
+        x, resets, state = (
+            torch.randn(*size, 3),
+            torch.rand(*size) < 0.3,
+            net.initial_state(size[1]),
+        )
+        y, after = program(x, state, resets)
+        expected, end = net(x, state, resets)
+        ends = (
+            [leaf for _, leaf in tt.state.leaves(after)],
+            [leaf for _, leaf in tt.state.leaves(end)],
+        )
+        assert max_difference([y, *ends[0]], [expected, *ends[1]]) < 1e-6
+
+
+@every_layer
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
+def test_layers_in_bfloat16_are_exported_for_any_number_of_lanes(name: str) -> None:
+    net, lanes = Net(name).to(torch.bfloat16), torch.export.Dim("B", min=2)
+    x = torch.randn(5, 3, 4, dtype=torch.bfloat16)
+    program = torch.export.export(net, (x,), dynamic_shapes={"x": {1: lanes}}).module()
+    for size in (2, 21):
+        x = torch.randn(5, size, 4, dtype=torch.bfloat16)
+        torch.testing.assert_close(program(x), net(x))
 
 
 @pytest.mark.filterwarnings(

@@ -163,7 +163,7 @@ class Carried(nn.Module):
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
-        if not len(x):
+        if not x.shape[0]:  # len(x) would fix the steps of an exported program
             raise DataError(f"the chunk {tuple(x.shape)} has no steps, expected one at least")
         self.prepare(x)
         lanes = x.shape[1]

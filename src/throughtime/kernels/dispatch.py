@@ -175,24 +175,31 @@ def autocast_applies(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and torch.is_autocast_enabled("cpu") and weight.is_cpu
 
 
+def autocast_rounds(dtype: torch.dtype) -> bool:
+    """Whether autocast asks for products in bfloat16 of a layer whose weights are `dtype`."""
+    return (
+        dtype is torch.float32
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    )
+
+
+def rounded_type(dtype: torch.dtype, lanes: int) -> torch.dtype:
+    """The type of the factors where autocast asks for bfloat16: that of `dtype` with few lanes."""
+    return torch.bfloat16 if lanes >= ROUNDING_LANES and bfloat16() else dtype
+
+
 def product_type(dtype: torch.dtype, lanes: int) -> torch.dtype:
     """The type to which both factors of a layer's products are rounded in this context.
 
-    It is `dtype` itself, except under autocast to bfloat16 with enough lanes.
+    It is `dtype` itself, except under autocast to bfloat16 with enough lanes. Without autocast the
+    lanes are not compared: a compiler would fix them.
 
     Args:
         dtype: of its weights and states.
         lanes: B.
     """
-    if (
-        dtype is torch.float32
-        and lanes >= ROUNDING_LANES
-        and torch.is_autocast_enabled("cpu")
-        and torch.get_autocast_dtype("cpu") is torch.bfloat16
-        and bfloat16()
-    ):
-        return torch.bfloat16
-    return dtype
+    return rounded_type(dtype, lanes) if autocast_rounds(dtype) else dtype
 
 
 @cache

@@ -20,10 +20,11 @@ from throughtime.kernels.cells import CELLS, Cell, Weights
 from throughtime.kernels.dispatch import (
     AUTOCAST_TYPES,
     autocast_applies,
-    product_type,
+    autocast_rounds,
+    rounded_type,
     static_backend,
 )
-from throughtime.kernels.library import bfloat16, library
+from throughtime.kernels.library import library
 from throughtime.kernels.recurrent import LayerInputs
 from throughtime.kernels.reference import States
 
@@ -58,8 +59,7 @@ def _is_fused(
 
 # As torch.compiler.assume_constant_result does, without importing the compiler, which takes longer
 # than importing throughtime.
-for _function in (_is_fused, bfloat16):
-    _function.__dict__["_dynamo_marked_constant"] = True
+_is_fused.__dict__["_dynamo_marked_constant"] = True
 
 
 def run(
@@ -71,9 +71,8 @@ def run(
         t is not None and t.requires_grad for t in (x, h, c, *weights)
     )
     keep = needs_graph and not torch.compiler.is_exporting()
-    rounded = product_type(x.dtype, x.shape[1]) is torch.bfloat16
     y, h_end, c_end, _ = torch.ops.throughtime.recurrent(
-        cell.name, x, h, c, *weights, resets, keep, rounded
+        cell.name, x, h, c, *weights, resets, keep, autocast_rounds(x.dtype)
     )
     return y, (h_end,) if c is None else (h_end, c_end)
 
@@ -115,10 +114,10 @@ _INPUTS = (
 _COTANGENTS = "Tensor? dy, Tensor? dh, Tensor? dc"
 
 
-def _layer_inputs(cell: str, *tensors: Any, rounded: bool) -> LayerInputs:
-    """From arguments in the order of `_INPUTS`."""
+def _layer_inputs(cell: str, *tensors: Any, rounded: bool = False) -> LayerInputs:
+    """From arguments in the order of `_INPUTS`; `rounded` as of `_forward`."""
     x, h, c, *weights, resets = tensors
-    products = torch.bfloat16 if rounded else x.dtype
+    products = rounded_type(x.dtype, x.shape[1]) if rounded else x.dtype
     return LayerInputs(CELLS[cell], products, x, h, c, Weights(*weights), resets)
 
 
@@ -130,8 +129,9 @@ def _layer_inputs(cell: str, *tensors: Any, rounded: bool) -> LayerInputs:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     """Compute `y`, and `h` and `c` after the last step; if `keep`, save for a backward pass.
 
-    `c` is empty for a cell without it. With `rounded`, products are those of bfloat16: autocast was
-    active at compile time, and is not when the operator runs.
+    `c` is empty for a cell without it. With `rounded`, products are those of autocast to bfloat16,
+    which was active at compile time and is not when the operator runs. The number of lanes that
+    runs decides then, as in the layer itself: one that decided while compiling would be fixed.
     """
     *tensors, keep, rounded = args
     inputs = _layer_inputs(*tensors, rounded=rounded)
@@ -147,8 +147,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 @_forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    *tensors, keep, rounded = args
-    cell, products, x, h, c, weights, _ = _layer_inputs(*tensors, rounded=rounded)
+    *tensors, keep, _ = args
+    cell, products, x, h, c, weights, _ = _layer_inputs(*tensors)  # products save as much as others
     steps, lanes, _ = x.shape
     saved = 0
     if keep:
