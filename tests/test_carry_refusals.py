@@ -355,12 +355,25 @@ def test_a_module_that_is_in_a_chain_twice_runs_twice() -> None:
     assert not torch.equal(state["0"], state["1"])
 
 
+class Nesting(nn.Module):
+    """Layers at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.layer = nn.ModuleDict({"gru": nn.GRU(3, 4)}), nn.GRU(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.part["gru"](x)[0])[0]
+
+
 def test_a_module_replaced_after_carry_is_refused() -> None:
     chain = tt.carry(nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 2)))
     hidden = tt.carry(Hidden(), torch.randn(5, 2, 3))
+    inner = tt.carry(Nesting(), torch.randn(5, 2, 3))
     chain.module.add_module("1", nn.Linear(8, 5))
     hidden.module.add_module("layer", nn.LSTM(3, 4))
-    for net in (chain, hidden):
+    inner.module.add_module("part", Nesting().part)  # one of two layers, and its parent
+    for net in (chain, hidden, inner):
         with pytest.raises(ModelError, match=r"replaced after tt\.carry"):
             net(torch.randn(5, 2, 3), net.initial_state(2))
 

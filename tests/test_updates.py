@@ -597,3 +597,54 @@ def test_count_of_nodes_sees_a_graph_that_grows() -> None:
             found.append(live_nodes())
     assert found[0] < found[1] < found[2]
     del state
+
+
+class Encoded(nn.Module):
+    """A layer before the recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.layer, self.readout = nn.GRU(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.layer(self.encoder(x))[0])
+
+
+def first_weight(net: tt.Carried) -> nn.Parameter:
+    return next(net.parameters())
+
+
+def replace_layer(net: tt.Carried) -> None:
+    net.module.get_submodule("encoder").add_module("0", nn.Linear(3, 4))
+
+
+def replace_parent(net: tt.Carried) -> None:
+    net.module.add_module("encoder", nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+
+
+def replace_weight(net: tt.Carried) -> None:
+    layer = net.module.get_submodule("encoder.0")
+    layer.register_parameter("weight", nn.Parameter(torch.zeros(4, 3)))
+
+
+def unfreeze(net: tt.Carried) -> None:
+    net.module.get_submodule("encoder").requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [replace_layer, replace_parent, replace_weight, unfreeze])
+def test_gradient_of_a_part_that_changed_between_updates_is_checked(
+    change: Callable[[tt.Carried], None],
+) -> None:
+    """The old part may keep a finite gradient."""
+    net = tt.carry(Encoded()).double()
+    if change is unfreeze:
+        net.module.get_submodule("encoder").requires_grad_(False)
+    updates = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6))
+    next(updates)
+    change(net)
+    net.double()
+    net.zero_grad()
+    first_weight(net).register_hook(lambda grad: grad * torch.nan)
+    with pytest.raises(RunError, match=r"the gradient of 'encoder\.0\.weight' is not finite"):
+        next(updates)

@@ -209,7 +209,7 @@ def detach(state: State) -> State:
         False
     """
     # None: a loop of the user's own has no state before its first chunk
-    return None if state is None else map_leaves(torch.Tensor.detach, state)
+    return None if state is None else _map(torch.Tensor.detach, state, "")
 
 
 def reset(state: State, initial: State, where: Tensor) -> State:

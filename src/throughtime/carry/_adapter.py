@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -102,23 +103,34 @@ class LaneDim:
     rows: int = 1
     lane_major: bool = True
 
-    def to_front(self, leaf: Tensor) -> Tensor:
-        """The tensor with its lanes first."""
-        if self.dim is None:
-            return leaf.unsqueeze(0)
+    @cached_property
+    def to_front(self) -> Callable[[Tensor], Tensor]:
+        """Moves the lanes of a tensor to the front."""
+        dim = self.dim
+        if dim is None:
+            return methodcaller("unsqueeze", 0)
         if self.rows == 1:
-            return leaf.movedim(self.dim, 0)
-        sizes = (-1, self.rows) if self.lane_major else (self.rows, -1)
-        return leaf.unflatten(self.dim, sizes).movedim(self.dim + (not self.lane_major), 0)
+            return methodcaller("movedim", dim, 0)
+        return self._unfold
 
-    def to_module(self, leaf: Tensor) -> Tensor:
+    @cached_property
+    def to_module(self) -> Callable[[Tensor], Tensor]:
         """The inverse of `to_front`."""
-        if self.dim is None:
-            return leaf.squeeze(0)
+        dim = self.dim
+        if dim is None:
+            return methodcaller("squeeze", 0)
         if self.rows == 1:
-            return leaf.movedim(0, self.dim)
-        split = leaf.movedim(0, self.dim + (not self.lane_major))
-        return split.flatten(self.dim, self.dim + 1)
+            return methodcaller("movedim", 0, dim)
+        return self._fold
+
+    def _unfold(self, leaf: Tensor) -> Tensor:
+        dim = self.dim or 0
+        sizes = (-1, self.rows) if self.lane_major else (self.rows, -1)
+        return leaf.unflatten(dim, sizes).movedim(dim + (not self.lane_major), 0)
+
+    def _fold(self, leaf: Tensor) -> Tensor:
+        dim = self.dim or 0
+        return leaf.movedim(0, dim + (not self.lane_major)).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True)
@@ -160,23 +172,36 @@ class LaneLayout:
         example = trees.map_leaves(lambda leaf: leaf[:1].clone(), zeros)
         return cls(dims, example, layout.weight_dtype)
 
-    @cached_property
-    def _moves(self) -> bool:
-        return any(dim != LaneDim(0) for dim in self.dims)
-
     def lanes_first(self, state: State) -> State:
         """The state with its lanes moved to the front."""
-        return self._map(state, lambda leaf, dim: dim.to_front(leaf))
+        return self._map(state, self._to_front)
 
     def to_module(self, state: State) -> State:
         """The state with its lanes moved back to the dimensions that the module uses."""
-        return self._map(state, lambda leaf, dim: dim.to_module(leaf))
+        return self._map(state, self._to_module)
 
-    def _map(self, state: State, move: Callable[[Tensor, LaneDim], Tensor]) -> State:
-        if not self._moves:
+    @cached_property
+    def _to_front(self) -> list[Callable[[Tensor], Tensor]]:
+        return [dim.to_front for dim in self._moved]
+
+    @cached_property
+    def _to_module(self) -> list[Callable[[Tensor], Tensor]]:
+        return [dim.to_module for dim in self._moved]
+
+    @property
+    def _moved(self) -> tuple[LaneDim, ...]:
+        """The dimension of each tensor: none if all have their lanes first, one if all agree."""
+        kinds = {*self.dims}
+        return () if kinds <= {LaneDim(0)} else self.dims[:1] if len(kinds) == 1 else self.dims
+
+    @staticmethod
+    def _map(state: State, moves: list[Callable[[Tensor], Tensor]]) -> State:
+        if not moves:
             return state
-        dims = iter(self.dims)
-        return trees.map_leaves(lambda leaf: move(leaf, next(dims)), state)
+        if len(moves) == 1:  # every chunk passes here
+            return trees.map_leaves(moves[0], state)
+        rest = iter(moves)
+        return trees.map_leaves(lambda leaf: next(rest)(leaf), state)  # noqa: PLW0108  # one for each leaf
 
     def with_weight(self, state: State, weight: Tensor, lanes: int) -> State:
         """The state on the device of the module, in its dtype if it was when this was inferred.

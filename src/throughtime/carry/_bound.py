@@ -26,7 +26,7 @@ from throughtime.carry._convention import (
     set_attribute,
     widen,
 )
-from throughtime.carry._ports import PortCall, PortHooks, TorchPort
+from throughtime.carry._ports import Arguments, Key, PortCall, PortHooks, TorchPort
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -50,6 +50,9 @@ class BoundModule(Adapter):
         ports = source.ports if is_internal else convention.start.ports
         self._hooks = PortHooks(module, ports) if ports else None
         self._single = convention.single
+        self._sets_attributes = bool(
+            convention.sizes or (is_internal and (source.attributes or source.scratch))
+        )
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -196,17 +199,20 @@ class BoundModule(Adapter):
     def start_by_methods(self, lanes: int, arranged: Tensor) -> State:
         """The state that the module's own methods make."""
         methods, source = self.convention.start.methods, self.convention.source
-        if isinstance(source, ArgumentState):
-            with _AttributesSet(self.module, dict.fromkeys(self.convention.sizes, lanes)):
-                states = [call_start(self.module, name, lanes, arranged) for name in methods]
-            return states[0] if len(states) == 1 else tuple(states)
-        keys = source.attributes
+        keys = source.attributes if isinstance(source, InternalState) else ()
         values = {key: _copied(attribute(self.module, key)) for key in keys}
-        with _AttributesSet(self.module, {**values, **dict.fromkeys(self.convention.sizes, lanes)}):
+        values |= dict.fromkeys(self.convention.sizes, lanes)
+        saved = _set_attributes(self.module, values)
+        try:
+            if isinstance(source, ArgumentState):
+                states = [call_start(self.module, name, lanes, arranged) for name in methods]
+                return states[0] if len(states) == 1 else tuple(states)
             returned = call_start(self.module, methods[0], lanes, arranged)
             if returned is not None and len(keys) == 1:
                 set_attribute(self.module, keys[0], returned)
             return self._attributes()
+        finally:
+            _set_attributes(self.module, saved)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         convention = self.convention
@@ -216,8 +222,9 @@ class BoundModule(Adapter):
         inner = convention.lanes.to_module(state)
         if inner is state and not isinstance(state, Tensor):  # lists that the module may write into
             inner = trees.map_leaves(lambda leaf: leaf, state)
+        run = self.call if convention.call in ("chunk", "every") else self._run_steps
         try:
-            y, after = self._run_module(x, inner, resets)
+            y, after = run(x, inner, resets)
         except MisfitError as error:
             raise misfit_error(self.module, error) from None
         except ResetsUnsupportedError:
@@ -228,9 +235,8 @@ class BoundModule(Adapter):
             return y, state
         return y, {PAST: x[-convention.context :].transpose(0, 1), "state": state}
 
-    def _run_module(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        if self.convention.call in ("chunk", "every"):
-            return self.call(x, state, resets)
+    def _run_steps(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        del resets
         outputs: list[Tensor] = []
         for step in x.split(1):
             y, state = self.call(step, state, None)
@@ -239,7 +245,8 @@ class BoundModule(Adapter):
 
     def call(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call of the module: outputs, and the state in the module's own layout."""
-        result, after = self.invoke(x, state, resets, self.port_call(x, state, resets))
+        port_call = None if self._hooks is None else self.port_call(x, state, resets)
+        result, after = self.invoke(x, state, resets, port_call)
         context = self.convention.context
         steps, lanes = x.shape[:2]
         if not context:
@@ -257,52 +264,68 @@ class BoundModule(Adapter):
         is_internal = isinstance(convention.source, InternalState)
         before: dict[str, State] = {}
         if is_internal and state:
-            before = {name: state[name] for name in self._hooks.ports}
+            for name in self._hooks.ports:  # a loop, since Python 3.11 calls a comprehension
+                before[name] = state[name]
         return PortCall(self._hooks, before, shape, resets, convention.context, convention.every)
 
     def invoke(
         self, x: Tensor, state: State, resets: Tensor | None, call: PortCall | None
     ) -> tuple[Any, State]:
         """The result of the module, and the state after it; a state of None is the module's own."""
-        convention, module = self.convention, self.module
+        convention, module, source = self.convention, self.module, self.convention.source
+        args, kwargs = self._arguments(x, state, resets)
+        forward = module if convention.method == "forward" else getattr(module, convention.method)
+        if isinstance(source, ArgumentState) and state is not None:
+            call = None
+        values = self._attribute_values(state, x.shape[1]) if self._sets_attributes else {}
+        saved = _set_attributes(module, values) if values else values
+        try:
+            if call is None:
+                result = forward(*args, **kwargs)
+            else:
+                result = call.hooks.run(call, forward, args, kwargs)
+            if isinstance(source, ArgumentState):
+                return result, item_at(result, source.result)
+            after: dict[str, State] = {}
+            if call is not None:
+                after = {**call.before, **call.after}
+                self._single = self._single and call.single
+            for key in source.attributes:
+                after[_attribute_name(key)] = attribute(module, key)
+        finally:
+            if saved:
+                _set_attributes(module, saved)
+        return result, after
+
+    def _arguments(self, x: Tensor, state: State, resets: Tensor | None) -> Arguments:
+        """The arguments of a call."""
+        convention, source = self.convention, self.convention.source
         args = convention.inputs.arrange(x)
         kwargs: dict[str, Any] = dict.fromkeys(convention.flags, True)
         if convention.resets is not None:
             kwargs[convention.resets.name] = convention.resets.value(x, resets, convention.inputs)
         if convention.input_name is not None:
             args, kwargs = (), {**kwargs, convention.input_name: args[0]}
-        forward = module if convention.method == "forward" else getattr(module, convention.method)
-        source = convention.source
         if isinstance(source, ArgumentState):
             if not source.names:
                 args = ((*args, state),)
             elif len(source.names) == 1:
                 kwargs[source.names[0]] = state
             else:
-                values = state if state is not None else [None] * len(source.names)
-                kwargs.update(zip(source.names, values, strict=True))
-            with _AttributesSet(module, dict.fromkeys(convention.sizes, x.shape[1])):
-                if call is None or state is not None:
-                    result = forward(*args, **kwargs)
-                else:
-                    result = call.hooks.run(call, lambda: forward(*args, **kwargs))
-            return result, item_at(result, source.result)
-        values = {key: _copied(attribute(module, key)) for key in source.scratch}
-        values |= dict.fromkeys(convention.sizes, x.shape[1])
-        for key in source.attributes:
-            name = _attribute_name(key)
-            values[key] = _copied(attribute(module, key) if state is None else state[name])
-        with _AttributesSet(module, values):
-            if call is None:
-                result = forward(*args, **kwargs)
-                after: State = {}
-            else:
-                result = call.hooks.run(call, lambda: forward(*args, **kwargs))
-                after = {**call.before, **call.after}
-                self._single = self._single and call.single
+                states = state if state is not None else [None] * len(source.names)
+                kwargs.update(zip(source.names, states, strict=True))
+        return args, kwargs
+
+    def _attribute_values(self, state: State, lanes: int) -> dict[Key, Any]:
+        """The attributes that are set for a call; a state of None is the module's own."""
+        source, values = self.convention.source, dict[Key, Any]()
+        if isinstance(source, InternalState):
+            for key in source.scratch:
+                values[key] = _copied(attribute(self.module, key))
             for key in source.attributes:
-                after[_attribute_name(key)] = attribute(module, key)
-        return result, after
+                own = attribute(self.module, key) if state is None else state[_attribute_name(key)]
+                values[key] = _copied(own)
+        return values | dict.fromkeys(self.convention.sizes, lanes)
 
 
 def _attribute_name(key: tuple[str, str]) -> str:
@@ -314,18 +337,9 @@ def _copied(value: Any) -> Any:
     return type(value)(value) if isinstance(value, (list, dict)) else value
 
 
-class _AttributesSet:
-    """Sets attributes of submodules for a while; a context manager."""
-
-    def __init__(self, module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
-        self._module, self._values = module, values
-        self._saved: dict[tuple[str, str], Any] = {}
-
-    def __enter__(self) -> None:
-        for key, value in self._values.items():
-            self._saved[key] = attribute(self._module, key)
-            set_attribute(self._module, key, value)
-
-    def __exit__(self, *_: object) -> None:
-        for key, value in self._saved.items():
-            set_attribute(self._module, key, value)
+def _set_attributes(module: nn.Module, values: dict[Key, Any]) -> dict[Key, Any]:
+    """Set attributes of submodules; returns the values that they had."""
+    saved = {key: attribute(module, key) for key in values}
+    for key, value in values.items():
+        set_attribute(module, key, value)
+    return saved

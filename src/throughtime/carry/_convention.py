@@ -165,8 +165,10 @@ class OutputLayout:
             return y.movedim(2, 0)
         is_lane_major = self.order in ("BT", "flat BT")
         dims = (lanes, steps) if is_lane_major else (steps, lanes)
-        y = self._checked(y, _leading_dims(self.order, steps, lanes), dims)
-        y = y.reshape(*dims, *y.shape[len(_leading_dims(self.order, steps, lanes)) :])
+        leading = _leading_dims(self.order, steps, lanes)
+        y = self._checked(y, leading, dims)
+        if leading != dims:
+            y = y.reshape(*dims, *y.shape[len(leading) :])
         return y.transpose(0, 1) if is_lane_major else y
 
     def _checked(self, y: Tensor, leading: tuple[int, ...], dims: tuple[int, int]) -> Tensor:

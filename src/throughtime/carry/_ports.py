@@ -8,11 +8,11 @@ Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,21 @@ from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# One step on the path to a part of a module: where it is registered, its name, and the part
+Link: TypeAlias = tuple[Mapping[str, Any], str, Any]
+
+
+def links(module: nn.Module, path: str) -> Iterator[Link]:
+    """The path from a module to a submodule or a parameter, which is replaced if a link changes.
+
+    Ends at a TorchScript module, whose parts cannot be replaced.
+    """
+    for name in path.split(".") if path else ():
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        registered = module._modules if name in module._modules else module._parameters
+        yield registered, name, registered[name]
+        module = cast("nn.Module", registered[name])
 
 
 class Port(ABC):
@@ -54,6 +69,8 @@ class TorchPort(Port):
         return args[1] if len(args) > 1 else kwargs.get("hx")
 
     def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
+        if not kwargs:  # the usual case
+            return (args[0], state), kwargs
         sequence = args[0] if args else kwargs["input"]
         return (sequence, state), {k: v for k, v in kwargs.items() if k not in ("input", "hx")}
 
@@ -139,12 +156,13 @@ class PortHooks:
     def __init__(self, module: nn.Module, ports: Mapping[str, Port]) -> None:
         self.module, self.ports = module, ports
         self._layers = {name: module.get_submodule(name) for name in ports}
+        self._links = [link for name in ports for link in links(module, name)]
         self._handles: list[Any] = []
         for name, layer in self._layers.items():
-            enter, leave = StateHook(self, name, "enter"), StateHook(self, name, "leave")
+            hook = StateHook(self, name, ports[name])
             self._handles += [
-                layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-                layer.register_forward_hook(leave, prepend=True),
+                layer.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True),
+                layer.register_forward_hook(hook.leave, prepend=True),
             ]
 
     def remove(self) -> None:
@@ -152,17 +170,24 @@ class PortHooks:
         for handle in self._handles:
             handle.remove()
 
-    def run(self, call: PortCall, forward: Callable[[], Any]) -> Any:
+    def run(
+        self,
+        call: PortCall,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """The result of `forward`, while the hooks act for `call`.
 
         Raises:
             ModelError: no port ran, or one cannot take its state.
         """
-        if any(self.module.get_submodule(name) is not m for name, m in self._layers.items()):
-            raise _replaced_error(self.module, self.ports)
+        for parts, name, part in self._links:
+            if parts.get(name) is not part:
+                raise _replaced_error(self.module, self.ports)
         token = _active.set(call)
         try:
-            result = forward()
+            result = forward(*args, **kwargs)
         finally:
             _active.reset(token)
         if not call.after:
@@ -176,49 +201,45 @@ class PortHooks:
 
 @dataclass(frozen=True, eq=False)
 class StateHook:
-    """Sets the state of a port before a call of its submodule, or reads it after the call."""
+    """Sets the state of a port before a call of its submodule, and reads it after the call."""
 
     hooks: PortHooks
     name: str
-    event: str  # "enter" or "leave"
+    port: Port
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        call = _active.get()
-        if call is None or call.hooks is not self.hooks:
-            if self.event == "enter":
-                _refuse_recompute(self.name)
-            return None
-        port = self.hooks.ports[self.name]
-        if self.event == "enter":
-            return self._enter(call, port, layer, args, rest[0])
-        call.after[self.name] = port.leaving(rest[0])
-        return _at_every_step(layer, *rest[0]) if call.every == self.name else None
-
-    def _enter(
-        self,
-        call: PortCall,
-        port: Port,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def enter(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        name, passed = self.name, port.entering(args, kwargs)
+        """Before a call: its arguments with the carried state, if they change."""
+        call, name, port = _active.get(), self.name, self.port
+        if call is None or call.hooks is not self.hooks:
+            _refuse_recompute(name)
+            return None
         if isinstance(layer, nn.RNNBase):
             args, kwargs = _check_sequence(call, name, layer, args, kwargs)
         elif call.resets is not None:
             raise ResetsUnsupportedError
         if name in call.after:
             if isinstance(port, TorchPort):
-                _check_continues(name, passed, call.after[name])
+                _check_continues(name, port.entering(args, kwargs), call.after[name])
             return (args, kwargs) if call.context else None
-        call.passed[name] = passed
         if name not in call.before:
+            call.passed[name] = port.entering(args, kwargs)
             return (args, kwargs) if call.context else None
         if call.resets is not None:
             batch_first = getattr(layer, "batch_first", False)
             resets = call.resets.transpose(0, 1) if batch_first else call.resets
             kwargs = {**kwargs, "resets": resets}
         return port.insert(args, kwargs, call.before[name])
+
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        """After a call: the state that it returned is carried."""
+        del args
+        call = _active.get()
+        if call is None or call.hooks is not self.hooks:
+            return None
+        call.after[self.name] = self.port.leaving(result)
+        return _at_every_step(layer, *result) if call.every == self.name else None
 
 
 def _check_sequence(
@@ -443,11 +464,14 @@ def _outermost(ports: dict[str, Port]) -> dict[str, Port]:
     }
 
 
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
 def attributes(module: nn.Module) -> dict[Key, Any]:
     """Plain attributes and buffers of all parts that could hold a state, lists as copies."""
     values: dict[Key, Any] = {}
     for name, part in module.named_modules():
-        own = {k: v for k, v in vars(part).items() if k not in nn.Module().__dict__}
+        own = {k: v for k, v in vars(part).items() if k not in _OF_EVERY_MODULE}
         for key, value in (own | dict(part._buffers)).items():
             if value is None or isinstance(value, (Tensor, tuple, list, dict)):
                 values[name, key] = list(value) if isinstance(value, list) else value

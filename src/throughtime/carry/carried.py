@@ -62,6 +62,7 @@ class Carried(nn.Module):
     """
 
     _fused_net: object = None  # of gradient/_fused.py; False for a net that it cannot update
+    _gradient_ends: object = None  # of gradient/objective.py
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__()

@@ -224,7 +224,7 @@ class ChainAdapter(Adapter):
         return all(link.takes_resets() for link in self.links.values())
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        if tuple(self.module) != self.children:
+        if (*self.module._modules.values(),) != self.children:
             raise ModelError(
                 "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
                 " tt.carry(module)"

@@ -37,7 +37,7 @@ from throughtime.gradient._backward import (
     suspended_hooks,
     trainable_weights,
 )
-from throughtime.gradient._segments import Segment, forward, run_segment
+from throughtime.gradient._segments import Segment, run_chunk, run_segment
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
@@ -145,7 +145,7 @@ def _within(net: Carried, segments: list[Segment], horizon: int) -> list[Segment
 def _run_later_part(net: Carried, segment: Segment, start: int) -> Segment:
     first, second = segment.chunk[0:start], segment.chunk[start : segment.chunk.steps]
     with torch.no_grad():
-        ((_, edge),) = forward(net, first, trees.detach(segment.before))
+        _, edge = run_chunk(net, first, trees.detach(segment.before))
     return run_segment(net, second, edge)
 
 

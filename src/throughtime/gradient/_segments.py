@@ -139,6 +139,14 @@ def forward(
         yield y, state
 
 
+def run_chunk(net: Carried, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+    """The outputs of a chunk in one segment, and the state after it."""
+    inputs = chunk.inputs
+    if torch.is_autocast_enabled(inputs.device.type):
+        torch.clear_autocast_cache()
+    return net(inputs, state, chunk.resets if chunk.any_reset else None)
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Consecutive steps with their graph.
@@ -173,7 +181,7 @@ def run_segment(net: Carried, chunk: Chunk, state: State) -> Segment:
             before = net.initial_state(chunk.lanes, like=chunk.inputs)
         else:
             before = trees.map_leaves(_as_leaf, state)
-        ((y, after),) = forward(net, chunk, before)
+        y, after = run_chunk(net, chunk, before)
     return Segment(0, chunk, chunk.inputs, y, before, after)
 
 

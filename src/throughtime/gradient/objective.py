@@ -9,11 +9,12 @@ import cmath
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from throughtime.carry._ports import Link, links
+from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError, RunError
 
@@ -160,11 +161,47 @@ class Objective:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
-_ends: "WeakKeyDictionary[nn.Module, list[Tensor]]" = WeakKeyDictionary()
+@dataclass(frozen=True)
+class GradientEnds:
+    """The first and the last parameter of a net that have a gradient.
+
+    Attributes:
+        weights: the two.
+        outer: the parameters before the first and after the last, which have no gradient.
+        links: from the net to each of them, see `links`.
+    """
+
+    weights: list[Tensor]
+    outer: list[Tensor]
+    links: list[Link]
+
+    @classmethod
+    def of(cls, net: nn.Module) -> "GradientEnds":
+        """Those of a net."""
+        named = list(net.named_parameters())
+        inner = [i for i, (_, weight) in enumerate(named) if weight.grad is not None]
+        first, last = (inner[0], inner[-1]) if inner else (len(named), 0)
+        ends = [named[i] for i in sorted({*inner[:1], *inner[-1:]})]
+        outer = [*named[:first], *(named[last + 1 :] if inner else ())]
+        paths = [link for name, _ in (*ends, *outer) for link in links(net, name)]
+        return cls([weight for _, weight in ends], [weight for _, weight in outer], paths)
+
+    def hold(self) -> bool:
+        """Whether they still are: no part was replaced, no other gradient appeared."""
+        for parts, name, part in self.links:
+            if parts.get(name) is not part:
+                return False
+        for weight in self.weights:
+            if weight.grad is None:
+                return False
+        for weight in self.outer:
+            if weight.grad is not None:
+                return False
+        return bool(self.weights)
 
 
 def check_finite(
-    net: nn.Module, chunk: Chunk, start: int, loss: Tensor, *, everywhere: bool = False
+    net: Carried, chunk: Chunk, start: int, loss: Tensor, *, everywhere: bool = False
 ) -> None:
     """Refuse a `.grad` that is not finite.
 
@@ -175,13 +212,12 @@ def check_finite(
     Raises:
         RunError: a gradient is not finite; parameter and steps are named.
     """
-    grads = [weight.grad for weight in _ends.get(net, ())]
-    if not grads or any(grad is None for grad in grads):
-        with_grad = [weight for weight in net.parameters() if weight.grad is not None]
-        _ends[net] = [*with_grad[:1], *with_grad[1:][-1:]]
-        grads = [weight.grad for weight in _ends[net]]
+    ends = net._gradient_ends
+    if not isinstance(ends, GradientEnds) or not ends.hold():
+        ends = net._gradient_ends = GradientEnds.of(net)
     if not everywhere:
-        for grad in grads:
+        for weight in ends.weights:
+            grad = weight.grad
             if grad is not None and not cmath.isfinite(grad.sum().item()):
                 break
         else:

@@ -31,7 +31,13 @@ from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import _retained, schedule
 from throughtime.gradient._fused import try_fused
 from throughtime.gradient._memory import measure_graph
-from throughtime.gradient._segments import Segment, forward, join_outputs, no_autocast
+from throughtime.gradient._segments import (
+    Segment,
+    forward,
+    join_outputs,
+    no_autocast,
+    run_chunk,
+)
 from throughtime.gradient.objective import Objective, check_finite
 from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
@@ -288,8 +294,10 @@ def _run_window(
     net: Carried, steps: Chunk, state: State, window: schedule.Window
 ) -> tuple[Tensor, State, State]:
     """The outputs that count, the state at the end, and the state entering step `keep`."""
-    cuts = {0, window.start, window.keep, window.stop}
-    bounds = sorted(cuts) if len(cuts) > 2 else (0, window.stop)
+    if not window.start and window.keep == window.stop:  # the usual case
+        y, end = run_chunk(net, steps, state)
+        return (y[window.counted :] if window.counted else y), end, end
+    bounds = sorted({0, window.start, window.keep, window.stop})
     outputs: list[Tensor] = []
     boundary = end = state
     results = forward(net, steps, state, bounds, graph_from=window.start)
