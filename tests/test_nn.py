@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, rnn
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import throughtime as tt
 from recurrences import (
@@ -284,6 +285,69 @@ def test_resets_are_the_same_where_torch_runs(name: str, way: str) -> None:
         assert tt.nn.backend(fused, x).name == "torch.nn"
         y, _ = fused(x, resets=resets)
     assert max_difference([y], [expected]) < (1e-5 if way == "mode" else 0.05)
+
+
+@every_layer
+def test_without_steps_every_context_hands_the_state_on(name: str) -> None:
+    """Where torch.nn would run, too: torch's own layers raise for zero steps."""
+    fused = LAYERS[name][1](4, 6)
+    half = LAYERS[name][1](4, 6, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0"):
+        LAYERS[name][0](4, 6)(torch.randn(0, 3, 4))
+    for layer, context in (
+        (fused, torch.no_grad()),
+        (half, torch.no_grad()),
+        (fused, torch.overrides.BaseTorchFunctionMode()),
+    ):
+        hx = random_state(layer, 3)
+        with context:
+            y, end = layer(torch.randn(0, 3, 4, dtype=layer.weight_ih_l0.dtype), hx)
+        assert y.shape == (0, 3, 6)
+        assert all(torch.equal(a, b) for a, b in zip(leaves_of(end), leaves_of(hx), strict=True))
+
+
+@every_layer
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_gradients_by_sample_are_torch_s(name: str, batch_first: bool) -> None:
+    """`call_for_per_sample_grads` puts weights of a subclass in, which refuse most attributes."""
+    # torch's own fails for an LSTM in float32: its weights cannot handle mkldnn_rnn_layer
+    types = (torch.float64,) if name == "LSTM" else (torch.float64, torch.float32)
+    lanes = 5 if batch_first else 3
+    for dtype in types:
+        x, results = torch.randn(5, 3, 4, dtype=dtype), list[list[Tensor]]()
+        for layer in twin_layers(name, 4, 6, dtype=dtype, batch_first=batch_first):
+            call = call_for_per_sample_grads(layer, batch_size=lanes, batch_first=batch_first)
+            call(x)[0].square().sum().backward()
+            results.append([p.grad_sample for p in layer.parameters()])  # type: ignore[attr-defined]
+        assert max_difference(*results) == 0
+        assert all(g.shape[0] == lanes for g in results[1])
+
+
+@every_layer
+def test_gradients_by_sample_from_torch_func_are_those_of_single_samples(name: str) -> None:
+    """The line to write where `call_for_per_sample_grads` fails: an LSTM in float32."""
+    fused = LAYERS[name][1](4, 6)
+    x, params = torch.randn(5, 3, 4), {n: p.detach() for n, p in fused.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(fused, weights, (sample,))[0].square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 1))(params, x)
+    for k in range(3):
+        alone = torch.func.grad(loss)(params, x[:, k])
+        assert max_difference([g[k] for g in each.values()], list(alone.values())) < 1e-4
+
+
+@every_layer
+def test_second_derivatives_of_torch_func_are_torch_s(name: str) -> None:
+    plain, fused = twin_layers(name, 2, 3, dtype=torch.float64)
+    x = torch.randn(3, 2, 2, dtype=torch.float64)
+    hessians = [
+        torch.func.hessian(lambda x, layer=layer: layer(x)[0].square().sum())(x)
+        for layer in (plain, fused)
+    ]
+    assert hessians[0].abs().max() > 1e-3
+    assert max_difference([hessians[0]], [hessians[1]]) < 1e-12
 
 
 @every_layer

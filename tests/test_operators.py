@@ -298,3 +298,23 @@ def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
                 torch.ops.throughtime.recurrent(
                     cell.name, *right[:k], wrong, *right[k + 1 :], False, False
                 )
+
+
+@every_layer
+def test_compiled_without_steps_or_lanes_the_state_passes(name: str) -> None:
+    """A kernel would read and write what is not there."""
+    layer = getattr(tt.nn, name)(4, 6)
+    with config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for size in ((0, 2), (5, 0)):
+            x, leaves = torch.randn(*size, 4), [torch.randn(1, size[1], 6, requires_grad=True)]
+            if name == "LSTM":
+                leaves.append(torch.randn(1, size[1], 6, requires_grad=True))
+            y, after = compiled(x, tuple(leaves) if name == "LSTM" else leaves[0])
+            assert y.shape == (*size, 6)
+            ends = list(after) if name == "LSTM" else [after]
+            for leaf, end in zip(leaves, ends, strict=True):
+                torch.testing.assert_close(end, leaf)
+            torch.stack([(k + 2) * end.sum() for k, end in enumerate(ends)]).sum().backward()
+            for k, leaf in enumerate(leaves):
+                torch.testing.assert_close(leaf.grad, torch.full_like(leaf, k + 2))

@@ -159,20 +159,23 @@ def choose(
     for tensors, types in ((weights, (own,)), (states, accepted)):
         for tensor in tensors:
             if tensor is not None and (
-                tensor.dtype not in types or not tensor.is_cpu or type(tensor) not in PLAIN
+                type(tensor) not in PLAIN or tensor.dtype not in types or not tensor.is_cpu
             ):
                 expected = ", under autocast, whose weights are float32" if autocast else ""
                 got = f"{tensor.dtype} on {tensor.device.type}, {type(tensor).__name__}"
                 return _torch(f"inputs are {dtype}{expected}, a weight or state {got}")
-    if not x.numel():
-        return Backend("reference", "nothing to compute")
     target = torch.get_autocast_dtype("cpu") if autocast else None
     return static_backend(cell, own, hidden, lanes, projected, target)
 
 
 def autocast_applies(weight: Tensor) -> bool:
     """Whether autocast lowers the precision of a layer with such weights; it skips float64."""
-    return weight.dtype is torch.float32 and torch.is_autocast_enabled("cpu") and weight.is_cpu
+    # not is_cpu: torch's weights for gradients by sample have no such attribute
+    return (
+        weight.dtype is torch.float32
+        and torch.is_autocast_enabled("cpu")
+        and weight.device.type == "cpu"
+    )
 
 
 def autocast_rounds(dtype: torch.dtype) -> bool:

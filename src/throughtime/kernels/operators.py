@@ -137,9 +137,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     inputs = _layer_inputs(*tensors, rounded=rounded)
     cell, _, x, h, c, weights, resets = inputs
     _check(inputs)
-    if library() is None:  # an exported program on another machine
+    # an exported program on another machine; no steps, which a kernel would misread
+    if library() is None or not x.numel():
         states = (h,) if c is None else (h, c)
         y, ends = reference.run(cell, x, states, weights, resets, x.dtype)
+        ends = [end.clone() for end in ends]  # an operator returns no tensor that it was given
         return y, ends[0], x.new_empty(0) if c is None else ends[1], x.new_empty(0)
     y, h_end, c_end, saved = recurrent.forward(inputs, keep=keep)
     return y, h_end, x.new_empty(0) if c_end is None else c_end, saved
@@ -174,6 +176,13 @@ def _backward(*args: Any) -> list[Tensor]:
     """Compute the gradients of x, h, c, ih, hh, b_ih, b_hh and hr that are needed."""
     *tensors, y, saved, dy, dh, dc, needs, rounded = args
     inputs = _layer_inputs(*tensors, rounded=rounded)
+    if not inputs.x.numel():  # the state passes through no steps
+        passed = (None, dh, dc, *[None] * len(inputs.weights))
+        return [
+            torch.zeros_like(leaf) if grad is None else grad.clone()
+            for leaf, grad, need in zip(inputs.leaves, passed, needs, strict=True)
+            if need and leaf is not None
+        ]
     if not saved.numel():  # of an exported program, which saves nothing for training
         y, _, _, saved = recurrent.forward(inputs, keep=True)
     grads = recurrent.backward(inputs, y, saved, (dy, dh, dc), needs)

@@ -61,7 +61,8 @@ class Recurrent(nn.RNNBase):
 
         Returns:
             As `torch.nn`: the outputs of all steps, and the state after the last. Under autocast
-            both are float32, whatever the type of the inputs.
+            both are float32, whatever the type of the inputs. Without steps the outputs are empty
+            and the state is the one that entered, where torch.nn raises.
 
         Raises:
             DataError: resets are not bools, one for each step and lane of the inputs.
@@ -112,6 +113,8 @@ class Recurrent(nn.RNNBase):
                     "torch.nn", "packed input; pass recordings side by side with resets instead"
                 )
             return Backend("torch.nn", f"inputs are a {type(inputs).__name__}")
+        if type(inputs) in PLAIN and not inputs.numel() and self._fits(inputs, hx, weights):
+            return Backend("reference", "nothing to compute")
         backend = active_torch_modes()
         if backend is not None:
             return backend
