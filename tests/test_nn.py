@@ -318,7 +318,7 @@ def test_gradients_by_sample_are_torch_s(name: str, batch_first: bool) -> None:
         for layer in twin_layers(name, 4, 6, dtype=dtype, batch_first=batch_first):
             call = call_for_per_sample_grads(layer, batch_size=lanes, batch_first=batch_first)
             call(x)[0].square().sum().backward()
-            results.append([p.grad_sample for p in layer.parameters()])  # type: ignore[attr-defined]
+            results.append([p.grad_sample for p in layer.parameters()])
         assert max_difference(*results) == 0
         assert all(g.shape[0] == lanes for g in results[1])
 
