@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
-from throughtime.carry._ports import Key, attributes
 from throughtime.carry._trial import (
     ConstantRandomness,
     Snapshot,
@@ -66,24 +64,6 @@ class Law:
         return self.deviation <= self.tolerance
 
 
-class _Parts(NamedTuple):
-    """A run in chunks.
-
-    Attributes:
-        first: the outputs of the first chunk.
-        before: a copy of the state after it.
-        state: that state itself, which the later calls got.
-        second: the outputs of the later chunks.
-        end: the state after them.
-    """
-
-    first: Tensor
-    before: State
-    state: State
-    second: Tensor
-    end: State
-
-
 class Laboratory:
     """Runs an adapter on inputs `(T, B, ...)`, always from the same attributes and buffers.
 
@@ -96,11 +76,6 @@ class Laboratory:
             those of a computation in float32.
         by_step: whether the module gets one step at a call, so that a state that it detaches
             carries no gradient at all.
-
-    Attributes:
-        training: the modes of all parts in which laws are measured; None for evaluation.
-        evaluated: outputs and final state of one call in evaluation.
-        left: the attributes that this call left.
     """
 
     def __init__(
@@ -122,9 +97,7 @@ class Laboratory:
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
-        self.evaluated: tuple[Tensor, State] | None = None
-        self.left: dict[Key, Any] = {}
-        self._run_parts: _Parts | None = None
+        self._evaluated: tuple[Tensor, State] | None = None
 
     def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
@@ -133,7 +106,7 @@ class Laboratory:
             training: the modes of all parts, to measure in training what can be measured there,
                 with dropout and random numbers replaced by constants; None for evaluation.
         """
-        self.training, self._run_parts = training, None
+        self.training = training
         prefix = "" if training is None else "training "
         set_modes(self.module, training)
         laws: list[tuple[str, Callable[[], float]]] = [
@@ -151,8 +124,8 @@ class Laboratory:
         with torch.no_grad():
             y, state = self.run(self.x)
         if training is None:
-            self.evaluated, self.left = (y, state), attributes(self.module)
-        elif self.evaluated is not None and _equal((y, state), self.evaluated):
+            self._evaluated = y, state
+        elif self._evaluated is not None and _equal((y, state), self._evaluated):
             # neither dropout nor batch statistics; only what happens between chunks may differ
             laws = [("whole", self._whole_in_chunks), ("credit", self._credit_in_training)]
         self._y, self._end = y, state
@@ -224,7 +197,11 @@ class Laboratory:
         moved = float(self._moved[:, : lanes - 1].max())
         cut = self.bounds[1]
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
-        state, together = self._parts.before, self._parts.second
+        if self.training is None:
+            state, together = self._second_half
+        else:
+            _, state = self.run(self.x[:cut])
+            together, _ = self.run(self.x[cut:], state=state)
         try:
             alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         except (RuntimeError, ValueError):  # it is made for a number of lanes: reorder them
@@ -232,34 +209,20 @@ class Laboratory:
             alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         return max(moved, difference(alone, together[:, picks]))
 
+    @torch.no_grad()
     def _whole(self) -> float:
         deviation = self._whole_in_chunks()
         if not deviation <= self.tolerance:
             return deviation
-        with torch.no_grad():
-            y, state = self.run(self.x, *[1] * len(self.x))
-        return max(deviation, difference(y, self._y), state_difference(state, self._end))
+        return max(deviation, self._deviation_in(*[1] * len(self.x)))
 
     def _whole_in_chunks(self) -> float:
-        parts = self._parts
-        y = torch.cat([parts.first, parts.second])
-        return max(difference(y, self._y), state_difference(parts.end, self._end))
+        return self._deviation_in(*[stop - start for start, stop in pairwise(self.bounds)])
 
-    @property
-    def _parts(self) -> "_Parts":
-        """The first chunk and the others: several laws need them, in each mode run once."""
-        if self._run_parts is None:
-            self._run_parts = self._in_parts()
-        return self._run_parts
-
-    def _in_parts(self) -> "_Parts":
-        cut, *later = self.bounds[1:]
-        lengths = [stop - start for start, stop in pairwise([cut, *later])]
-        with torch.set_grad_enabled(self.training is not None):  # credit is measured there
-            first, state = self.run(self.x[:cut])
-            before = trees.map_leaves(torch.clone, trees.detach(state))
-            second, end = self.run(self.x[cut:], *lengths, state=state, restore=False)
-        return _Parts(first, before, state, second, end)
+    @torch.no_grad()
+    def _deviation_in(self, *lengths: int) -> float:
+        y, state = self.run(self.x, *lengths)
+        return max(difference(y, self._y), state_difference(state, self._end))
 
     @torch.no_grad()
     def measure_long(self, x: Tensor) -> Law:
@@ -280,8 +243,13 @@ class Laboratory:
         y, _ = self.run(self.x[cut:])
         return max(0.0, self._needed - difference(y, self._y[cut:]))
 
+    @torch.no_grad()
     def _value(self) -> float:
-        return state_difference(self._parts.state, self._parts.before)
+        _, state = self.run(self.x[: self.bounds[1]])
+        before = trees.map_leaves(torch.clone, state)
+        y, _ = self.run(self.x[self.bounds[1] :], state=state)
+        self._second_half = before, y
+        return state_difference(state, before)
 
     def _credit(self) -> float:
         """The difference of two gradients of the outputs: in one call and in chunks.
@@ -313,22 +281,21 @@ class Laboratory:
 
     def _credit_in_training(self) -> float:
         """Infinite where a tensor of the state gets a gradient in evaluation, and none here."""
-        carries = self._gradient_flows(self._parts)
+        carries = self._gradient_flows()
         if all(carries):
             return 0.0
         training, self.training = self.training, None
-        cut = self.bounds[1]
-        first, state = self.run(self.x[:cut])
-        evaluated = self._gradient_flows(
-            _Parts(first, state, state, *self.run(self.x[cut:], state=state))
-        )
+        evaluated = self._gradient_flows()
         self.training = training
         pairs = zip(evaluated, carries, strict=True)
         return float("inf") if any(before and not now for before, now in pairs) else 0.0
 
-    def _gradient_flows(self, parts: "_Parts") -> list[bool]:
-        """Whether each tensor of the state after the first chunk gets a gradient of the others."""
-        y, leaves = parts.second, trees.tensors(parts.state)
+    def _gradient_flows(self) -> list[bool]:
+        """Whether each tensor of the state after the first chunk gets a gradient of the second."""
+        cut = self.bounds[1]
+        _, state = self.run(self.x[:cut])
+        y, _ = self.run(self.x[cut:], state=state)
+        leaves = trees.tensors(state)
         entering = [leaf for leaf in leaves if leaf.requires_grad]
         if not entering or not y.requires_grad:
             return [False] * len(leaves)
