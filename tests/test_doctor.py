@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -464,3 +465,20 @@ def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None
     )
     assert "2 passed, 1 error" in result.stdout, result.stdout
     assert "TT201" in result.stdout
+
+
+def test_the_size_of_a_script_does_not_slow_its_operations() -> None:
+    seconds: list[float] = []
+    for count in (1, 200_000):
+        loop = (
+            f"def loop():\n    w, h = torch.randn(3, 3, requires_grad=True), torch.zeros(2, 3)\n"
+            f"    numbers = {tuple(range(count))}\n"
+            f"    for _ in range(200):\n        h = torch.tanh(h @ w)\n"
+        )
+        names: dict[str, Any] = {"torch": torch}
+        exec(compile(loop, "<loop>", "exec"), names)
+        with doctor():
+            start = time.thread_time()
+            names["loop"]()
+            seconds.append(time.thread_time() - start)
+    assert seconds[1] < 20 * seconds[0]

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
@@ -44,8 +44,17 @@ _MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of 
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
-Instruction = tuple[CodeType, int]
-"""A code object and a bytecode offset in it."""
+
+class Instruction(NamedTuple):
+    """A code object and a bytecode offset in it; `Watcher.instruction_at` makes one of each.
+
+    Hashed by its identity: to hash a code object takes microseconds, since it covers the constants.
+    """
+
+    code: CodeType
+    offset: int
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)

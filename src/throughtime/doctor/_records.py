@@ -146,10 +146,16 @@ class BackwardCall:
     line: SourceLine
 
 
-def tensors(tree: Any, depth: int = 3) -> Iterator[Tensor]:
+def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
     """The tensors among arguments or results."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)) and depth:
-        for branch in tree:
-            yield from tensors(branch, depth - 1)
+        return [tree]
+    if not isinstance(tree, (tuple, list)) or not depth:
+        return []
+    result: list[Tensor] = []
+    for branch in tree:
+        if isinstance(branch, Tensor):
+            result.append(branch)
+        elif isinstance(branch, (tuple, list)):
+            result += tensors(branch, depth - 1)
+    return result

@@ -41,7 +41,8 @@ def storage_of(tensor: Tensor) -> int:
 
 def sequence(node: Any) -> int:
     """The number of a node of the graph: larger for later ones, the largest for leaves."""
-    return node._sequence_nr() if hasattr(node, "_sequence_nr") else LEAF
+    number = getattr(node, "_sequence_nr", None)
+    return LEAF if number is None else number()
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:

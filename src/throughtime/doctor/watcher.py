@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -90,6 +91,7 @@ MAX_LINEAGE = 400  # instructions in a lineage
 MAX_CHANGES = 5_000  # in-place changes remembered
 
 
+@lru_cache(maxsize=1024)
 def operation_name(func: Any) -> str:
     """The name of an operation; for a getter that of the attribute."""
     name = getattr(func, "__name__", "")
@@ -98,6 +100,7 @@ def operation_name(func: Any) -> str:
     return name
 
 
+@lru_cache(maxsize=1024)
 def is_in_place(name: str) -> bool:
     """Whether an operation changes its first argument."""
     return (
@@ -105,6 +108,11 @@ def is_in_place(name: str) -> bool:
         or (name.endswith("_") and not name.startswith("_"))
         or (name.startswith("__i") and name not in {"__int__", "__invert__", "__index__"})
     )
+
+
+def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
+    """The union; `a` itself if that is all, as in most steps of a loop."""
+    return a if b is a or b <= a else a | b
 
 
 class LayerOutputs:
@@ -135,7 +143,7 @@ class LayerOutputs:
     def release_graphs(self) -> None:
         """Keep the outputs without their graphs."""
         for unit, (tree, call, lane_dim) in self.latest.items():
-            outputs = list(tensors(tree))
+            outputs = tensors(tree)
             record = TensorRecord(
                 call.chunk,
                 call.instruction,
@@ -175,6 +183,7 @@ class Watcher(TorchFunctionMode):
         self.earlier: set[Instruction] = set()  # instructions of earlier chunks
         self.current: set[Instruction] = set()  # and of this one
         self.files: set[str] = set()
+        self._instructions: dict[tuple[int, int], Instruction] = {}
         self.state_names: dict[Instruction, str] = {}  # of states that entered with a graph
         self.layers = LayerOutputs()
         self.busy = False  # the doctor itself is at work
@@ -210,19 +219,20 @@ class Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.closed or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        name, wrap = operation_name(func), None
-        if name == "__iter__":
-            func, name, wrap = torch.unbind, "unbind", iter
+        iterates = func is Tensor.__iter__
+        if iterates:
+            func = torch.unbind
         result = func(*args, **kwargs)
         if (
             not self.busy
             and self.operations <= MAX_OPERATIONS
-            and (isinstance(result, (Tensor, tuple, list)) or name == "__setitem__")
+            and (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__)
+            and (not isinstance(func, ATTRIBUTE_GETTER) or operation_name(func) in GETTERS)
         ):
             frame = user_frame(current_frame(1), skip_optimizer=False)
             if frame is not None:
-                self.guarded(self._record, name, func, args, kwargs, result, frame)
-        return wrap(result) if wrap else result
+                self.guarded(self._record, func, args, kwargs, result, frame)
+        return iter(result) if iterates else result
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
@@ -262,23 +272,33 @@ class Watcher(TorchFunctionMode):
         name = self.state_names.get(instruction, "") if instruction is not None else ""
         return name or variable_path(matches, current_frame())
 
-    def _record(
-        self, name: str, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType
-    ) -> None:
-        if isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS:
-            return
+    def instruction_at(self, frame: FrameType) -> Instruction:
+        """The instruction that a frame runs; always the same object for the same one."""
+        key = id(frame.f_code), frame.f_lasti  # the instruction keeps the code alive
+        instruction = self._instructions.get(key)
+        if instruction is None:
+            instruction = self._instructions[key] = Instruction(frame.f_code, frame.f_lasti)
+        return instruction
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
         self.operations += 1
         if self.operations % PURGE == 0:
             self._drop_freed()
-        instruction = (frame.f_code, frame.f_lasti)
-        inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
-        records = [self.record_or_base(t) for t in inputs]
+        name, instruction = operation_name(func), self.instruction_at(frame)
+        inputs = tensors(args)
+        if kwargs:
+            inputs += tensors(tuple(kwargs.values()))
+        table = self.records
+        records = [
+            record
+            if (record := table.get(id(t))) is not None and record.ref() is t
+            else self.record_or_base(t)
+            for t in inputs
+        ]
         if is_in_place(name) and inputs:
             result = inputs[0]
             self._record_change(inputs[0], instruction)
-        op = Operation(
-            name, func, args, kwargs, inputs, records, list(tensors(result)), instruction
-        )
+        op = Operation(name, func, args, kwargs, inputs, records, tensors(result), instruction)
         learned = [r for r in records if r is not None and r.learned]
         if not learned and not any(t.requires_grad for t in inputs):
             self._record_copy(op)
@@ -311,8 +331,9 @@ class Watcher(TorchFunctionMode):
         if name in {"zero_", "fill_"} or (first.is_leaf and first.requires_grad):
             self.records.pop(id(first), None)
             return
-        self.current.add(instruction)
-        self.files.add(instruction[0].co_filename)
+        if instruction not in self.current:
+            self.current.add(instruction)
+            self.files.add(instruction.code.co_filename)
         self._record_nodes(op)
         if (name in COPY_OR_VIEW or name in EDITS) and len(set(map(id, learned))) == 1:
             result = self._passed_on(op, learned[0])
@@ -335,7 +356,8 @@ class Watcher(TorchFunctionMode):
 
     def _record_nodes(self, op: Operation) -> None:
         for out in op.outputs:
-            number = sequence(out.grad_fn) if out.grad_fn is not None else LEAF
+            node = out.grad_fn
+            number = sequence(node) if node is not None else LEAF
             if number < LEAF and (not self.node_numbers or number > self.node_numbers[-1]):
                 self.node_numbers.append(number)
                 self.node_instructions.append(op.instruction)
@@ -345,27 +367,27 @@ class Watcher(TorchFunctionMode):
         instruction = op.instruction
         result = TensorRecord(self.clock.chunk, instruction, learned=True, edited=True)
         lineage, path = EMPTY, EMPTY
+        data = source = None
         for tensor, record in op.pairs():
             if record is None or not record.learned:
-                if result.data is None and not tensor.requires_grad:
-                    result.data = tensor
+                if data is None and not tensor.requires_grad:
+                    data = tensor
                 continue
-            if result.data is None:
-                result.data = record.data
-            result.source = result.source or record.source
-            if lineage is not record.lineage:
-                lineage = lineage | record.lineage if lineage else record.lineage
+            if data is None:
+                data = record.data
+            source = source or record.source
+            lineage = _union(lineage, record.lineage)
             detach = record.detach
             if detach and (result.detach is None or detach.count > result.detach.count):
                 result.detach = detach
             if tensor.requires_grad:
-                path = path | record.path if path else record.path
+                path = _union(path, record.path)
                 result.repeated |= record.repeated or instruction in record.path
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
         if len(lineage) < MAX_LINEAGE:
-            lineage, path = lineage | {instruction}, path | {instruction}
-        result.lineage, result.path = lineage, path
+            lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
+        result.lineage, result.path, result.data, result.source = lineage, path, data, source
         return result
 
     def _passed_on(self, op: Operation, record: TensorRecord) -> TensorRecord:

@@ -74,13 +74,13 @@ class StateRule(Rule):
         is_data = not data.requires_grad and (record is None or not record.learned)
         call = self._new_call(
             id(next(module.parameters())),
-            (frame.f_code, frame.f_lasti),
+            self.watcher.instruction_at(frame),
             data if is_data else None,
             *_dims(data, isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)),
         )
         # hooks of all modules do not receive a state that is passed by keyword
         state_known = len(inputs) > 1
-        self._compare(call, list(tensors(inputs[1] if state_known else ())), state_known)
+        self._compare(call, tensors(inputs[1] if state_known else ()), state_known)
         return call
 
     def after_module(self, module: nn.Module, result: Any) -> None:
