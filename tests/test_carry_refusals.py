@@ -378,6 +378,31 @@ def test_a_module_replaced_after_carry_is_refused() -> None:
             net(torch.randn(5, 2, 3), net.initial_state(2))
 
 
+class KeepsMask(nn.Module):
+    """Makes a mask at its first call, and would need another one for other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 4)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.layer(x, h)
+        if self.mask is None:
+            self.mask = torch.eye(len(x))
+        return torch.einsum("st,tbh->sbh", self.mask, y), h
+
+
+def test_what_a_call_leaves_for_one_of_another_length_is_tried() -> None:
+    """Each call alone is right, and so is a repeated one."""
+    x = torch.randn(7, 2, 3)
+    module = KeepsMask()
+    expected = module.layer(x)[0]
+    net = tt.carry(module, x)
+    y, _ = in_chunks(net, x, (3, 4))
+    torch.testing.assert_close(y, expected)
+
+
 def test_a_chain_that_picks_the_outputs_of_a_layer_is_called_as_its_author_wrote_it() -> None:
     class First(nn.Module):
         def forward(self, v: tuple[Tensor, Tensor]) -> Tensor:

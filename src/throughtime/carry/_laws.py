@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +65,24 @@ class Law:
         return self.deviation <= self.tolerance
 
 
+class _Parts(NamedTuple):
+    """A run in chunks.
+
+    Attributes:
+        first: the outputs of the first chunk.
+        before: a copy of the state after it.
+        state: that state itself, which the later calls got.
+        second: the outputs of the later chunks.
+        end: the state after them.
+    """
+
+    first: Tensor
+    before: State
+    state: State
+    second: Tensor
+    end: State
+
+
 class Laboratory:
     """Runs an adapter on inputs `(T, B, ...)`, always from the same attributes and buffers.
 
@@ -76,6 +95,11 @@ class Laboratory:
             those of a computation in float32.
         by_step: whether the module gets one step at a call, so that a state that it detaches
             carries no gradient at all.
+
+    Attributes:
+        training: the modes of all parts in which laws are measured; None for evaluation.
+        evaluated: outputs and final state of one call in evaluation.
+        leaves_nothing: whether a call in evaluation leaves attributes and buffers as they were.
     """
 
     def __init__(
@@ -97,7 +121,9 @@ class Laboratory:
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
-        self._evaluated: tuple[Tensor, State] | None = None
+        self.evaluated: tuple[Tensor, State] | None = None
+        self.leaves_nothing = False
+        self._run_parts: _Parts | None = None
 
     def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
@@ -106,7 +132,7 @@ class Laboratory:
             training: the modes of all parts, to measure in training what can be measured there,
                 with dropout and random numbers replaced by constants; None for evaluation.
         """
-        self.training = training
+        self.training, self._run_parts = training, None
         prefix = "" if training is None else "training "
         set_modes(self.module, training)
         laws: list[tuple[str, Callable[[], float]]] = [
@@ -124,8 +150,8 @@ class Laboratory:
         with torch.no_grad():
             y, state = self.run(self.x)
         if training is None:
-            self._evaluated = y, state
-        elif self._evaluated is not None and _equal((y, state), self._evaluated):
+            self.evaluated = y, state
+        elif self.evaluated is not None and _equal((y, state), self.evaluated):
             # neither dropout nor batch statistics; only what happens between chunks may differ
             laws = [("whole", self._whole_in_chunks), ("credit", self._credit_in_training)]
         self._y, self._end = y, state
@@ -197,11 +223,7 @@ class Laboratory:
         moved = float(self._moved[:, : lanes - 1].max())
         cut = self.bounds[1]
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
-        if self.training is None:
-            state, together = self._second_half
-        else:
-            _, state = self.run(self.x[:cut])
-            together, _ = self.run(self.x[cut:], state=state)
+        state, together = self._parts.before, self._parts.second
         try:
             alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         except (RuntimeError, ValueError):  # it is made for a number of lanes: reorder them
@@ -209,20 +231,42 @@ class Laboratory:
             alone, _ = self.run(self.x[cut:, picks], state=trees.select(state, picks))
         return max(moved, difference(alone, together[:, picks]))
 
-    @torch.no_grad()
     def _whole(self) -> float:
         deviation = self._whole_in_chunks()
         if not deviation <= self.tolerance:
             return deviation
-        return max(deviation, self._deviation_in(*[1] * len(self.x)))
+        with torch.no_grad():
+            y, state = self.run(self.x, *[1] * len(self.x))
+        return max(deviation, difference(y, self._y), state_difference(state, self._end))
 
     def _whole_in_chunks(self) -> float:
-        return self._deviation_in(*[stop - start for start, stop in pairwise(self.bounds)])
+        first, _, _, second, end = self._parts
+        if not self.leaves_nothing and self.training is None:  # that must not matter either
+            with torch.no_grad():
+                y, end = self.run(self.x, *self._lengths())
+        else:
+            y = torch.cat([first, second])
+        return max(difference(y, self._y), state_difference(end, self._end))
 
-    @torch.no_grad()
-    def _deviation_in(self, *lengths: int) -> float:
-        y, state = self.run(self.x, *lengths)
-        return max(difference(y, self._y), state_difference(state, self._end))
+    def _lengths(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self.bounds)]
+
+    @property
+    def _parts(self) -> "_Parts":
+        """The first chunk and the others: several laws need them, in each mode run once."""
+        if self._run_parts is None:
+            self._run_parts = self._in_parts()
+        return self._run_parts
+
+    def _in_parts(self) -> "_Parts":
+        cut, *lengths = self._lengths()
+        with torch.set_grad_enabled(self.training is not None):  # credit is measured there
+            first, state = self.run(self.x[:cut])
+            if self.training is None:
+                self.leaves_nothing = self._snapshot.holds()
+            before = trees.map_leaves(torch.clone, trees.detach(state))
+            second, end = self.run(self.x[cut:], *lengths, state=state)
+        return _Parts(first, before, state, second, end)
 
     @torch.no_grad()
     def measure_long(self, x: Tensor) -> Law:
@@ -243,13 +287,8 @@ class Laboratory:
         y, _ = self.run(self.x[cut:])
         return max(0.0, self._needed - difference(y, self._y[cut:]))
 
-    @torch.no_grad()
     def _value(self) -> float:
-        _, state = self.run(self.x[: self.bounds[1]])
-        before = trees.map_leaves(torch.clone, state)
-        y, _ = self.run(self.x[self.bounds[1] :], state=state)
-        self._second_half = before, y
-        return state_difference(state, before)
+        return state_difference(self._parts.state, self._parts.before)
 
     def _credit(self) -> float:
         """The difference of two gradients of the outputs: in one call and in chunks.
@@ -262,7 +301,7 @@ class Laboratory:
         leaves += [x] if x.requires_grad else []
         if not leaves:
             return 0.0
-        lengths = [stop - start for start, stop in pairwise(self.bounds)]
+        lengths = self._lengths()
         weights = loss_weights(self._y)
         grads: list[tuple[Tensor, ...]] = []
         for chunks in ((), lengths):
@@ -281,21 +320,22 @@ class Laboratory:
 
     def _credit_in_training(self) -> float:
         """Infinite where a tensor of the state gets a gradient in evaluation, and none here."""
-        carries = self._gradient_flows()
+        carries = self._gradient_flows(self._parts)
         if all(carries):
             return 0.0
         training, self.training = self.training, None
-        evaluated = self._gradient_flows()
+        cut = self.bounds[1]
+        first, state = self.run(self.x[:cut])
+        evaluated = self._gradient_flows(
+            _Parts(first, state, state, *self.run(self.x[cut:], state=state))
+        )
         self.training = training
         pairs = zip(evaluated, carries, strict=True)
         return float("inf") if any(before and not now for before, now in pairs) else 0.0
 
-    def _gradient_flows(self) -> list[bool]:
-        """Whether each tensor of the state after the first chunk gets a gradient of the second."""
-        cut = self.bounds[1]
-        _, state = self.run(self.x[:cut])
-        y, _ = self.run(self.x[cut:], state=state)
-        leaves = trees.tensors(state)
+    def _gradient_flows(self, parts: "_Parts") -> list[bool]:
+        """Whether each tensor of the state after the first chunk gets a gradient of the others."""
+        y, leaves = parts.second, trees.tensors(parts.state)
         entering = [leaf for leaf in leaves if leaf.requires_grad]
         if not entering or not y.requires_grad:
             return [False] * len(leaves)

@@ -176,6 +176,17 @@ class Snapshot:
             if isinstance(value, (list, dict)) and not name.startswith("_")
         ]
 
+    def holds(self) -> bool:
+        """Whether all but the modes is as it was: nothing to put back."""
+        pairs = [(vars(part), attributes) for part, attributes in self._parts]
+        pairs += self._registered
+        pairs += [(_items(value), _items(items)) for value, items in self._mutable]
+        return all(
+            now.keys() == before.keys()
+            and all(now[key] is value for key, value in before.items() if key != "training")
+            for now, before in pairs
+        ) and all(torch.equal(buffer, value) for buffer, value in self._values)
+
     def restore(self) -> None:
         """Put everything back."""
         for part, attributes in self._parts:
@@ -195,6 +206,10 @@ class Snapshot:
         for value, items in self._mutable:
             value.clear()
             value.extend(items) if isinstance(value, list) else value.update(items)
+
+
+def _items(value: list[Any] | dict[Any, Any]) -> dict[Any, Any]:
+    return dict(enumerate(value)) if isinstance(value, list) else value
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
