@@ -344,7 +344,7 @@ def test_update_says_what_was_run() -> None:
     assert whole.outputs.shape == y.shape
 
 
-MEMORIES = ["4kB", "6kB", "10kB", 20_000.0, "100KiB", "512MB"]
+MEMORIES = ["136kB", "140kB", "160kB", 250_000.0, "300KiB", "512MB"]
 
 
 def test_chunk_changes_no_gradient() -> None:

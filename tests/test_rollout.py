@@ -235,7 +235,7 @@ def test_memory_changes_no_gradient() -> None:
     calls = list[int]()
     net.module.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
     lengths = set[int]()
-    for memory in ("10kB", "16kB", 40_000, "512MB"):
+    for memory in ("150kB", "180kB", 250_000, "512MB"):
         assert (
             deviation(played(net, rolled(net, memory=memory), x, None, None, of_both), expected)
             < EXACT

@@ -85,10 +85,16 @@ class BiasProbe:
                 if self.state is None
                 else self.state
             )
-            length = self.memory.segment_steps(
-                self.net, self.steps, lambda n: self.read(0, n), entering, self.objective
-            )
             groups = [schedule.group_windows(plan) for plan in plans]
+            cuts = {cut for plan in groups for group in plan for cut in group.cuts}
+            length = self.memory.segment_steps(
+                self.net,
+                self.steps,
+                lambda n: self.read(0, n),
+                entering,
+                self.objective,
+                gates=len(cuts),
+            )
             bounds = schedule.pieces(self.steps, length)
             checkpoints = CheckpointedPass(
                 self.net,
@@ -97,9 +103,7 @@ class BiasProbe:
                 self.state,
                 offload=self.memory.offload,
                 verify=self.verify,
-                gates={
-                    cut: CreditGate() for plan in groups for group in plan for cut in group.cuts
-                },
+                gates={cut: CreditGate() for cut in cuts},
             )
             loss_pass = LossPass.run(
                 checkpoints, (self.read(a, b) for a, b in pairwise(bounds)), self.objective

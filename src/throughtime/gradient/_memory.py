@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import os
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,16 @@ from throughtime.state import State
 
 Offload: TypeAlias = str | Path | None  # "cpu", or a folder
 TRIAL_STEPS = 48  # at most; the difference to a third of them excludes what every graph has
+# What a process grows by for a node of a graph, besides the numbers in its tensors: the node, the
+# objects of saved tensors, and autograd's notes on the way back. 1.1 to 1.5 kB in loops over 12
+# cells, 2.2 kB in nn.RNN. A count, unlike resident memory, is the same in every run: a resumed run
+# has the same segments.
+NODE_BYTES = 1500
+# What it grows by for a byte in saved tensors: temporaries of the backward pass add a tenth to a
+# third, and glibc keeps holes as large as its largest blocks (1.3 to 2.8 in all with fused layers).
+RESIDENT = 2
+# and for a boundary, besides its state: the norm of its cotangents, the entry of its snapshot
+BOUNDARY_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class MemoryBudget:
         first: Callable[[int], Chunk],
         state: State,
         objective: Objective | None,
+        *,
+        gates: int = 0,
     ) -> int:
         """Steps per segment: as set, or the fastest that fits.
 
@@ -69,10 +81,12 @@ class MemoryBudget:
             first: returns the first steps, to be measured.
             state: the state entering them; `None` for the initial state.
             objective: its loss belongs to the graph; `None` if there is none.
+            gates: how often the pass is divided into calls of the net besides.
         """
         if self.chunk != "auto":
             return min(self.chunk, steps)
         size = measure_graph(net, lambda n: first(min(n, steps)), state, objective)
+        size = size._replace(step=size.step + size.fixed * gates / steps)
         target = None if first(1).inputs.is_cuda else schedule.FASTEST_GRAPH
         return schedule.best_chunk(
             steps, size, schedule.bytes_in(self.memory), stored=self.offload is None, target=target
@@ -93,8 +107,8 @@ def measure_graph(
         state: the state entering them; `None` for the initial state.
         objective: its loss belongs to the graph; `None` if there is none.
 
-    Saved tensors are counted by storage. Memory that a custom autograd function keeps elsewhere is
-    not counted.
+    Saved tensors are counted by storage, the objects of Python and autograd by the nodes of the
+    graph. Memory that a custom autograd function or a module keeps elsewhere is not counted.
     """
     chunk = first(TRIAL_STEPS)
     autocast = torch.is_autocast_enabled(chunk.inputs.device.type)
@@ -116,12 +130,15 @@ def measure_graph(
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> GraphSize:
     if state is None:
         state = trees.detach(net.initial_state(long.lanes, like=long.inputs))
-    edge = sum(leaf.nbytes for leaf in trees.tensors(state))
     # without metadata, which differs along the stream: a resumed run must measure the same
     long = Chunk.from_tensors(long.inputs, long.targets)
     short = long[0 : -(-long.steps // 3)]
     with preserve_rng_and_buffers(net, short.inputs.device):
+        snapshots = RngSnapshots(net, short.inputs.device)
+        snapshots.take()
         less, few = _graph_bytes(net, short, state, objective)
+        snapshots.take()
+        edge = sum(leaf.nbytes for leaf in trees.tensors(state)) + snapshots.growth()
         if long.steps == short.steps:
             return GraphSize(less / short.steps, 0, edge, few / short.steps)
         more, many = _graph_bytes(net, long, state, objective)
@@ -134,18 +151,13 @@ def _measure(net: Carried, long: Chunk, state: State, objective: Objective | Non
 def _graph_bytes(
     net: Carried, chunk: Chunk, state: State, objective: Objective | None
 ) -> tuple[int, int]:
-    """Bytes and number of storages in one forward graph, besides weights, inputs and state."""
+    """Bytes of one forward graph, besides weights and state, and the number of its nodes."""
     entering = trees.map_leaves(
         lambda leaf: leaf.detach().requires_grad_(trees.differentiable(leaf)), state
     )
-    excluded = [
-        *net.parameters(),
-        *net.buffers(),
-        chunk.inputs,
-        chunk.targets,
-        *trees.tensors(state),
-    ]
-    ignored = {leaf.untyped_storage().data_ptr() for leaf in excluded if leaf is not None}
+    read = [leaf for leaf in (chunk.inputs, chunk.targets) if leaf is not None]
+    excluded = [*net.parameters(), *net.buffers(), *read, *trees.tensors(state)]
+    ignored = {leaf.untyped_storage().data_ptr() for leaf in excluded}
     saved_bytes: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -157,9 +169,23 @@ def _graph_bytes(
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         y, after = net(chunk.inputs, entering)
         loss = objective.loss(y, chunk) if objective is not None and chunk.valid_steps else None
-        outputs = 3 * y.nbytes  # themselves, their gradient, and those that an update returns
+    nodes = _count_nodes([y, *trees.tensors(after), *([] if loss is None else [loss])])
+    # outputs themselves, their gradient, and those that an update returns
+    moved = 3 * y.nbytes + (0 if objective is None else sum(leaf.nbytes for leaf in read))
     del y, after, loss
-    return sum(saved_bytes.values()) + outputs, len(saved_bytes)
+    numbers = sum(saved_bytes.values()) + moved
+    return numbers * RESIDENT + nodes * NODE_BYTES, nodes
+
+
+def _count_nodes(roots: Sequence[Tensor]) -> int:
+    """The nodes of the graph of some tensors."""
+    nodes = {root.grad_fn for root in roots}
+    ahead = [node for node in nodes if node is not None]
+    while ahead:
+        following = {node for node, _ in ahead.pop().next_functions} - nodes
+        nodes |= following
+        ahead += [node for node in following if node is not None]
+    return len(nodes - {None})
 
 
 class BoundaryStates:
@@ -251,6 +277,14 @@ class RngSnapshots:
         if last.random and all(torch.equal(last.random[k], state) for k, state in random.items()):
             random = last.random
         self.snapshots.append(_Snapshot(random, self._buffers(last.buffers)))
+
+    def growth(self) -> int:
+        """Bytes that the last snapshot added, and every later one will."""
+        before, last = (
+            {id(leaf): leaf.nbytes for part in snapshot for leaf in part.values()}
+            for snapshot in self.snapshots[-2:]
+        )
+        return BOUNDARY_BYTES + sum(size for key, size in last.items() if key not in before)
 
     def _buffers(self, last: dict[str, Tensor]) -> dict[str, Tensor]:
         now: dict[str, Tensor] = {}

@@ -50,7 +50,8 @@ class Exact(MemorylessPolicy):
 
     Args:
         memory: for the graph and the stored states, "512MB", "2GiB" or bytes; gradients, as large
-            as the weights, come on top.
+            as the weights, come on top. An estimate: saved tensors, twice, and 1.5 kB for every
+            node of the graph, counted on a few steps.
         chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It
             changes no gradient.
         segment: steps per update; credit is cut between segments, the state is carried.

@@ -175,11 +175,12 @@ class Randomized(MemorylessPolicy):
         self, net: Carried, chunk: Chunk, begin: int, objective: Objective, carried: State
     ) -> tuple[Update | None, CarriedState]:
         budget = MemoryBudget(self.memory, "auto", None)
-        length = budget.segment_steps(net, chunk.steps, lambda n: chunk[0:n], carried, objective)
-        bounds = schedule.pieces(chunk.steps, length)
-        checkpoints = CheckpointedPass(
-            net, bounds, lambda a, b: chunk[a:b], carried, gates=self._gates(chunk.steps)
+        gates = self._gates(chunk.steps)
+        length = budget.segment_steps(
+            net, chunk.steps, lambda n: chunk[0:n], carried, objective, gates=len(gates)
         )
+        bounds = schedule.pieces(chunk.steps, length)
+        checkpoints = CheckpointedPass(net, bounds, lambda a, b: chunk[a:b], carried, gates=gates)
         chunks = (chunk[a:b] for a, b in pairwise(bounds))
         loss_pass = LossPass.run(checkpoints, chunks, objective)
         after, outputs, last = checkpoints.state, loss_pass.outputs, loss_pass.chunk

@@ -169,14 +169,14 @@ def group_windows(plan: Iterable[Window]) -> list[WindowGroup]:
 class GraphSize(NamedTuple):
     """Bytes that a net needs: per step of graph, per graph, and per stored state.
 
-    `tensors` is how many tensors the graph of one step saves: several in a Python loop over steps,
-    none in a fused layer.
+    `nodes` is how many nodes the graph of one step has: several in a Python loop over steps, none
+    in a fused layer.
     """
 
     step: float
     fixed: float
     edge: float
-    tensors: float = 0.0
+    nodes: float = 0.0
 
     def total(self, steps: int, chunk: int, *, stored: bool) -> float:
         """Bytes for a pass of `steps` steps in segments of `chunk`.

@@ -219,7 +219,7 @@ class Truncated:
         size = measure_graph(net, lambda n: chunk[0:n], state.carried, objective)
         strides = -(-self._horizon // self.stride)
         copies = sum(weight.nbytes for weight in net.parameters()) * strides
-        return size.tensors >= 1 and copies < size.step * self._horizon
+        return size.nodes >= 1 and copies < size.step * self._horizon
 
     def _retain(
         self,
