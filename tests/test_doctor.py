@@ -415,7 +415,7 @@ def test_the_report_says_code_line_and_what_to_write() -> None:
     with contextlib.suppress(RuntimeError), doctor() as d:
         never_detached()
     (finding,) = d.findings
-    for part in ("TT101", f":{finding.line}", "write:", "tt.state.detach", "docs/doctor/TT101.md"):
+    for part in ("TT101", f":{finding.line}", "write:", "h = h.detach()", "docs/doctor/TT101.md"):
         assert part in str(d)
     with doctor() as d:
         train(STREAM[:24], "layer")

@@ -1,12 +1,27 @@
-"""The autograd graph: order of nodes, freed nodes, edges into older graphs, means of a loss."""
+"""The autograd graph: order of nodes, unusable nodes, edges into older graphs, means of a loss.
 
+A node is unusable if a backward has freed its saved tensors, or if one was changed in place.
+"""
+
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from throughtime.doctor._torch_private import factor_of, mean_count, output_shape, sequence
+from torch import Tensor
+
+from throughtime.doctor._torch_private import (
+    factor_of,
+    mean_count,
+    output_shape,
+    sequence,
+    version_of,
+)
 
 MAX_NODES = 20_000  # nodes visited in one search
+FREED, CHANGED = "second time", "inplace operation"  # parts of the errors of unusable nodes
+# in that of a changed tensor: its shape, its version now and the version that is needed
+CHANGED_TENSOR = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
 # Operations that only copy, view or index a tensor.
 COPY_OR_VIEW = {
     "Clone",
@@ -37,14 +52,17 @@ def children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def reachable_nodes(root: Any, limit: int = MAX_NODES) -> Iterator[Any]:
-    """The nodes reachable from `root`, itself included, up to about `limit`."""
+def reachable_nodes(root: Any, limit: int = MAX_NODES, above: int = -1) -> Iterator[Any]:
+    """The nodes reachable from `root`, itself included, up to about `limit`.
+
+    Only nodes with a sequence number over `above`, which leaves have.
+    """
     stack, visited = [root], {root}
     while stack and len(visited) < limit:
         node = stack.pop()
         yield node
         for child in children(node):
-            if child not in visited:
+            if child not in visited and sequence(child) > above:
                 visited.add(child)
                 stack.append(child)
 
@@ -66,23 +84,55 @@ def _saved_errors(node: Any) -> Iterator[str]:
                 yield str(error)
 
 
-def reaches_freed(node: Any, limit: int = 400) -> bool:
-    """Whether a backward freed the saved tensors of this node or of one that it reaches."""
+def reaches_unusable(node: Any, limit: int = 400, *errors: str) -> bool:
+    """Whether this node or one that it reaches is unusable, for one of these reasons if any."""
     return any(
-        "second time" in text
+        error in text
         for below in reachable_nodes(node, limit)
         if not is_leaf(below)
         for text in _saved_errors(below)
+        for error in errors or (FREED, CHANGED)
     )
 
 
-def modified_in_place(root: Any) -> tuple[Any, str] | None:
-    """A node whose saved tensor was modified in place, with torch's message."""
+def changed_shape(parts: re.Match[str]) -> list[int]:
+    """The shape of the tensor that a message names."""
+    return [int(n) for n in parts[1].split(",") if n.strip()]
+
+
+def changed_node(root: Any, message: str) -> tuple[Any, Tensor | None] | None:
+    """The node whose saved tensor was changed in place, by torch's message.
+
+    Returns:
+        The node, and the parameter that was changed if it was one. `None` if no node has that
+        message.
+    """
+    parts = CHANGED_TENSOR.search(message)
+    if parts is None:
+        return None
     for node in reachable_nodes(root):
-        for text in _saved_errors(node):
-            if "inplace operation" in text:
-                return node, text
+        if any(parts[0] in text for text in _saved_errors(node)):
+            shape, version = changed_shape(parts), int(parts[2])
+            matches = (
+                p
+                for p in parameters_of_node(node)
+                if version_of(p) == version and sorted(p.shape) == sorted(shape)
+            )
+            return node, next(matches, None)
     return None
+
+
+def parameters_of_node(node: Any) -> list[Tensor]:
+    """The parameters that a node uses, directly or through views."""
+    parameters: list[Tensor] = []
+    pending = children(node)
+    while pending:
+        child = pending.pop(0)
+        if is_leaf(child):
+            parameters.append(child.variable)
+        elif _is_copy_or_view(child):
+            pending += children(child)
+    return parameters
 
 
 def _is_copy_or_view(node: Any) -> bool:
@@ -105,19 +155,19 @@ class StaleEdge:
         )
 
     @property
-    def is_state(self) -> bool:
-        """Whether the old tensor is a state: its path uses a parameter and it is not a scalar.
-
-        A kept loss or output fails this.
-        """
-        below = [child for node in self.path for child in children(node)]
+    def is_number(self) -> bool:
+        """Whether the old tensor enters as a single number, as a loss does."""
         shape = output_shape(self.entry)
-        is_number = shape is not None and all(n == 1 for n in shape)
-        return not is_number and any(is_leaf(child) for child in below)
+        return shape is not None and all(n == 1 for n in shape)
+
+    @property
+    def uses_parameters(self) -> bool:
+        """Whether its path uses a parameter; that of a kept loss or output does not."""
+        return any(is_leaf(child) for node in self.path for child in children(node))
 
 
 def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
-    """The edges from nodes with a sequence number above `boundary` to freed nodes, in order."""
+    """The edges from nodes numbered above `boundary` to older unusable nodes, in order."""
     parents: dict[Any, Any] = {root: None}
     stack, edges = [root], list[StaleEdge]()
     while stack and len(parents) < MAX_NODES:
@@ -128,7 +178,7 @@ def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
             parents[child] = node
             if sequence(child) > boundary:
                 stack.append(child)
-            elif reaches_freed(child):
+            elif reaches_unusable(child):
                 edges.append(StaleEdge(_path_to(node, parents), child))
     return sorted(edges, key=lambda edge: sequence(edge.entry))
 

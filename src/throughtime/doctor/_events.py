@@ -26,10 +26,9 @@ from throughtime.doctor._frames import (
     current_frame,
     current_line,
     user_frame,
-    variable_path,
 )
 from throughtime.doctor._records import BackwardCall, Clock, Operation, TensorRecord
-from throughtime.doctor._torch_private import LoaderIterator, sequence
+from throughtime.doctor._torch_private import LoaderIterator
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
 from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
@@ -134,19 +133,6 @@ class LoopEvents:
     def _on_operation(self, op: Operation, result: TensorRecord) -> None:
         for handler in self._handlers["on_operation"]:
             handler(op, result)
-        if op.instruction in self.watcher.state_names:
-            return
-        # the name of a state that enters with an earlier graph, while a variable still refers to it
-        for tensor, record in op.pairs():
-            if (
-                record is not None
-                and record.learned
-                and tensor.grad_fn is not None
-                and record.chunk < self.clock.chunk
-            ):
-                path = variable_path(lambda value, t=tensor: value is t, current_frame())
-                self.watcher.state_names[op.instruction] = path
-                return
 
     def _watch(self, chunks: int) -> None:
         """Watch every operation for some chunks."""
@@ -206,23 +192,24 @@ class LoopEvents:
             kwargs.get("retain_graph", args[2] if len(args) > 2 else False)
             or kwargs.get("create_graph", False)
         )
-        # one that keeps its graph, as for a gradient of gradients, ends no chunk
         result = self._run_backward(
-            lambda: original(outputs, *args, **kwargs), outputs, retain, ends_chunk=not retain
+            lambda: original(outputs, *args, **kwargs), outputs, retain, is_grad=True
         )
         if not self._in_backward:
             self._pause()
         return result
 
     def _run_backward(
-        self, run: Callable[[], Any], tensors: Any, retain: bool, *, ends_chunk: bool = True
+        self, run: Callable[[], Any], tensors: Any, retain: bool, *, is_grad: bool = False
     ) -> Any:
         frame = user_frame(current_frame(2))
         if frame is None or self._in_backward:  # torch calls itself again through the mode
             return run()
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
-        backward = BackwardCall(roots[0].grad_fn if roots else None, retain, line)
+        backward = BackwardCall(roots[0].grad_fn if roots else None, retain, line, is_grad)
+        # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
+        ends_chunk = not (is_grad and retain)
         if ends_chunk:
             self._notify("before_backward", backward)
         self._in_backward = True
@@ -242,14 +229,9 @@ class LoopEvents:
         return result
 
     def _end_chunk(self, backward: BackwardCall) -> None:
-        watcher = self.watcher
-        watcher.boundary = max(
-            sequence(backward.root) if backward.root is not None else -1,
-            watcher.node_numbers[-1] if watcher.node_numbers else -1,
-        )
         self.clock.chunk += 1
+        self.watcher.guarded(self.watcher.next_chunk)
         self._notify("after_backward", backward)
-        watcher.guarded(watcher.next_chunk)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._ignored:
@@ -274,7 +256,7 @@ class LoopEvents:
         is_optimizer = isinstance(owner, torch.optim.Optimizer)
         parameters = parameters_of(owner) if is_optimizer else list(owner.parameters())
         line = current_line(2)
-        self._notify("before_zero_grad", parameters, line)
+        self._notify("before_zero_grad", owner, parameters, line)
         return original(owner, *args, **kwargs)
 
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,8 +6,10 @@ A frame is the user's if its file belongs neither to a library nor to throughtim
 """
 
 import ast
+import dis
 import gc
 import itertools
+import linecache
 import os
 import re
 import site
@@ -23,17 +25,20 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
+from throughtime.doctor._torch_private import share_memory
+
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 DOCTOR = Path(__file__).parent
 PACKAGE = DOCTOR.parent
-# Files of throughtime that are skipped like a library's: the doctor, and layers and wrappers
-# that replace torch's. The last two are prefixes of file names.
+# Files of throughtime that are skipped like a library's: the doctor, layers and wrappers that
+# replace torch's, and what a loop does with its state. The last three are prefixes of file names.
 SKIPPED = (
     str(DOCTOR),
     f"{PACKAGE / 'nn'}{os.sep}",
     f"{PACKAGE / 'kernels'}{os.sep}",
     str(PACKAGE / "diagnose" / "trace"),
     str(PACKAGE / "diagnose" / "_trace"),
+    str(PACKAGE / "state.py"),
 )
 _PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARY_DIRS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
@@ -67,6 +72,15 @@ class SourceLine:
     def __str__(self) -> str:
         """The path from the working directory for a file below it, and the line."""
         return f"{self.file.removeprefix(f'{Path.cwd()}{os.sep}')}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of the user's loop that carries a tensor into an operation."""
+
+    path: str  # empty if unknown
+    line: SourceLine | None  # the line of the loop that runs
+    is_argument: bool  # the loop passes it on as an argument
 
 
 @cache
@@ -187,16 +201,65 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
 
     Empty if there is none. `self` is searched first.
     """
-    while frame is not None:
-        if file_owner(frame.f_code.co_filename) == USER:
-            for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
-                path = (
-                    None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
-                )
-                if path:
-                    return path
+    while (frame := user_frame(frame)) is not None:
+        if path := _path_in(frame, matches):
+            return path
         frame = frame.f_back
     return ""
+
+
+def _path_in(frame: FrameType, matches: Callable[[Any], bool]) -> str:
+    """The path from a variable of this frame, see `variable_path`."""
+    for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
+        path = None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
+        if path:
+            return path
+    return ""
+
+
+def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
+    """The variable of the loop that carries a tensor into an operation of this frame or below.
+
+    Functions that receive it as an argument, and the `forward` of a module that keeps it, are
+    inside the loop.
+    """
+
+    def matches(value: Any) -> bool:
+        return value is tensor or (
+            isinstance(value, Tensor) and value.requires_grad and share_memory(value, tensor)
+        )
+
+    frame, passed = user_frame(frame), False
+    path = _path_in(frame, matches) if frame is not None else ""
+    while frame is not None:
+        is_argument = _in_arguments(frame, matches)
+        outer = user_frame(frame.f_back)
+        outer_path = _path_in(outer, matches) if outer is not None else ""
+        if not outer_path or not (is_argument or frame.f_code.co_name == "forward"):
+            break
+        frame, path, passed = outer, outer_path, passed or is_argument
+    line = SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+    return Variable(path, line, passed)
+
+
+def _in_arguments(frame: FrameType, matches: Callable[[Any], bool]) -> bool:
+    """Whether an argument of the function is a tensor that matches, or a container of it."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return any(
+        _search(value, matches, name, MAX_PATH_DEPTH)
+        for name in names
+        if isinstance(value := frame.f_locals.get(name), (Tensor, tuple, list, dict))
+    )
+
+
+@cache
+def is_lost_detach(instruction: Instruction) -> bool:
+    """Whether a call is a statement of its own, such as `h.detach()`: its result is discarded."""
+    code, offset = instruction
+    following = (i.opname for i in dis.get_instructions(code) if i.offset > offset)
+    line = line_of(instruction)  # another call there may detach something inside a library
+    return next(following, "") == "POP_TOP" and "detach(" in linecache.getline(line.file, line.line)
 
 
 def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str | None:

@@ -98,6 +98,8 @@ class TensorRecord:
     lane_dim: Any = None  # the dimension of lanes, one or one for each result
     rows: Any = None  # the lane that each row comes from, if rows were selected
     depth: int = 0  # chunks that a sum goes through
+    call: int = 0  # the call of an outermost module before it, for a sum that of its last term
+    passes: int = 0  # such calls in a sum
     origin: CopyRecord | None = None  # of data
 
     def copy(self) -> "TensorRecord":
@@ -144,6 +146,7 @@ class BackwardCall:
     root: Any  # the node of the first tensor, if it has one
     retain: bool
     line: SourceLine
+    is_grad: bool  # `torch.autograd.grad`
 
 
 def tensors(tree: Any, depth: int = 3) -> list[Tensor]:

@@ -39,6 +39,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors have the same storage."""
+    return a.layout is b.layout is torch.strided and storage_of(a) == storage_of(b)
+
+
 def sequence(node: Any) -> int:
     """The number of a node of the graph: larger for later ones, the largest for leaves."""
     number = getattr(node, "_sequence_nr", None)

@@ -1,5 +1,6 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ PAGES_URL = "https://github.com/throughtime/throughtime/blob/main/docs/doctor"
 
 CODES: dict[str, tuple[str, str]] = {
     "TT101": (
-        "the state of an earlier chunk enters this one with its graph, which a backward has freed",
+        "the state of an earlier chunk enters this one with its graph",
         (
             "between chunks: state = tt.state.detach(state), with its result assigned; for one"
             " tensor h = h.detach()"
@@ -26,13 +27,20 @@ CODES: dict[str, tuple[str, str]] = {
     "TT103": (
         "a tensor that a later backward needs is changed in place",
         (
-            "a new tensor: h = torch.where(reset, initial, h) instead of h[reset] = 0; or"
-            " optimizer.step() only after the last backward through an older graph"
+            "a new tensor: v = v + x instead of v += x, h = torch.where(reset, initial, h) instead"
+            " of h[reset] = 0, a list and torch.stack(outputs) instead of outputs[t] = y"
         ),
     ),
     "TT104": (
         "losses or outputs of several chunks are kept together with their graphs",
         "keep the value only: total += loss.item(), or outputs.append(y.detach())",
+    ),
+    "TT105": (
+        "one graph is sent back twice",
+        (
+            "one backward for each forward pass: (loss1 + loss2).backward(), or the loss computed"
+            " anew before each backward"
+        ),
     ),
     "TT201": (
         "every chunk starts from a zero state although it continues the previous chunk",
@@ -83,7 +91,55 @@ CODES: dict[str, tuple[str, str]] = {
         "the gradient is exactly zero before some step of the chunk: earlier steps get no credit",
         "remove what masks, saturates or detaches the state at that step",
     ),
+    "TT304": (
+        "optimizer.step() without a backward before it: nothing is trained",
+        "loss.backward() before optimizer.step()",
+    ),
 }
+
+# Fixes of special cases.
+ONE_BACKWARD = (
+    "one backward for the sum of the losses, (loss1 + loss2).backward(); or retain_graph=True in"
+    " every backward through this graph but the last"
+)
+RETAIN_IN_GRAD = (
+    "torch.autograd.grad(..., retain_graph=True), or create_graph=True where its result goes into"
+    " a loss"
+)
+BACKWARD_FIRST = "loss.backward() before optimizer.step() or any other change of the parameters"
+OWN_LOSS = (
+    "loss.backward() for the loss of this chunk alone; of the sum keep only the value:"
+    " total += loss.item()"
+)
+NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.item()"
+INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
+CLEAR_AFTER_STEP = (
+    "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
+    " backward"
+)
+
+
+def detached(path: str) -> str:
+    """The statement that detaches a variable, or the whole of which the path is a part."""
+    whole = re.sub(INDICES, "", path)
+    return f"{path} = {path}.detach()" if whole == path else f"{whole} = tt.state.detach({whole})"
+
+
+def release_fix(path: str) -> str:
+    """The fix for a tensor that is kept with its graph, alone or in a container."""
+    whole = re.sub(INDICES, "", path)
+    if not path or whole == path:
+        return path and detached(path)
+    return f"empty {whole} after each backward, or keep values only: {whole}.append(y.detach())"
+
+
+def detach_fix(paths: Iterable[str], *, retained: bool) -> str:
+    """The fix for states that are carried with their graph; empty if no path is known."""
+    statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
+    if not statements:
+        return ""
+    fix = f"between chunks, after each backward: {statements}"
+    return f"{fix}; and loss.backward() without retain_graph=True" if retained else fix
 
 
 @dataclass(frozen=True)

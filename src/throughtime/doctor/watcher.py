@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from throughtime.doctor._autograd import leaf_ids
-from throughtime.doctor._frames import Instruction, current_frame, user_frame, variable_path
+from throughtime.doctor._frames import (
+    Instruction,
+    Variable,
+    carrying_variable,
+    current_frame,
+    is_lost_detach,
+    user_frame,
+    variable_path,
+)
 from throughtime.doctor._records import (
     EMPTY,
     Clock,
@@ -184,12 +192,18 @@ class Watcher(TorchFunctionMode):
         self.current: set[Instruction] = set()  # and of this one
         self.files: set[str] = set()
         self._instructions: dict[tuple[int, int], Instruction] = {}
-        self.state_names: dict[Instruction, str] = {}  # of states that entered with a graph
+        # states that entered with a graph of an earlier chunk, by the instruction that took them
+        self.carried: dict[Instruction, list[Variable]] = {}
+        # calls of detach whose result is discarded: by the sequence number of the tensor, and those
+        # of states
+        self.lost_detaches: dict[int, Instruction] = {}
+        self.lost_states: set[Instruction] = set()
         self.layers = LayerOutputs()
         self.busy = False  # the doctor itself is at work
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.active = False
         self.internal_error: Exception | None = None
+        self.grad_reads = 0  # the user's reads of `.grad`
         self.operations = 0  # recorded since it was last switched on
         self._leaf = torch.zeros(1, requires_grad=True)
         self._depth = mode_depth()
@@ -204,10 +218,13 @@ class Watcher(TorchFunctionMode):
     def _mark_gap(self) -> None:
         """Record a node of no instruction: those created while the watcher was off end there."""
         if self.node_numbers:
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                number = sequence((self._leaf * 1).grad_fn)
-            self.node_numbers.append(number)
+            self.node_numbers.append(self.new_number())
             self.node_instructions.append(None)
+
+    def new_number(self) -> int:
+        """A sequence number above those of all nodes so far."""
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            return sequence((self._leaf * 1).grad_fn)
 
     def off(self) -> None:
         """Stop being the current mode, unless another is above it."""
@@ -227,12 +244,21 @@ class Watcher(TorchFunctionMode):
             not self.busy
             and self.operations <= MAX_OPERATIONS
             and (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__)
-            and (not isinstance(func, ATTRIBUTE_GETTER) or operation_name(func) in GETTERS)
+            and (
+                not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
+            )
         ):
             frame = user_frame(current_frame(1), skip_optimizer=False)
             if frame is not None:
                 self.guarded(self._record, func, args, kwargs, result, frame)
         return iter(result) if iterates else result
+
+    def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
+        """Whether the getter of an attribute gives another form of its tensor."""
+        name = operation_name(getter)
+        if name == "grad" and user_frame(frame) is frame:  # not a library's read
+            self.grad_reads += 1
+        return name in GETTERS
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
@@ -269,8 +295,9 @@ class Watcher(TorchFunctionMode):
 
     def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
         """The path of a state: as recorded where it entered, or of the first value that matches."""
-        name = self.state_names.get(instruction, "") if instruction is not None else ""
-        return name or variable_path(matches, current_frame())
+        variables = self.carried.get(instruction, []) if instruction is not None else []
+        paths = (variable.path for variable in variables)
+        return next(filter(None, paths), "") or variable_path(matches, current_frame())
 
     def instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
@@ -328,19 +355,37 @@ class Watcher(TorchFunctionMode):
 
     def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
         name, instruction, first = op.name, op.instruction, op.outputs[0]
-        if name in {"zero_", "fill_"} or (first.is_leaf and first.requires_grad):
+        # a choice, such as a sampled token, is data
+        is_choice = not (first.is_floating_point() or first.is_complex())
+        if name in {"zero_", "fill_"} or is_choice or (first.is_leaf and first.requires_grad):
             self.records.pop(id(first), None)
             return
         if instruction not in self.current:
             self.current.add(instruction)
             self.files.add(instruction.code.co_filename)
         self._record_nodes(op)
+        if instruction not in self.carried and any(r.chunk < self.clock.chunk for r in learned):
+            self._record_carried(op)
         if (name in COPY_OR_VIEW or name in EDITS) and len(set(map(id, learned))) == 1:
             result = self._passed_on(op, learned[0])
         else:
             result = self._computed(op)
             self.on_operation(op, result)
         self._store(op.outputs, result)
+
+    def _record_carried(self, op: Operation) -> None:
+        """Record the variables that carry states with an earlier graph into an operation."""
+        variables = [
+            carrying_variable(tensor, current_frame())
+            for tensor, record in op.pairs()
+            if record is not None
+            and record.learned
+            and record.chunk < self.clock.chunk
+            and tensor.grad_fn is not None
+            and tensor.numel() > 1
+        ]
+        if variables:
+            self.carried[op.instruction] = variables
 
     def _store(self, outputs: list[Tensor], result: TensorRecord) -> None:
         """Store the record of each output."""
@@ -365,7 +410,8 @@ class Watcher(TorchFunctionMode):
     def _computed(self, op: Operation) -> TensorRecord:
         """The record of a new value, with what it inherits from the inputs."""
         instruction = op.instruction
-        result = TensorRecord(self.clock.chunk, instruction, learned=True, edited=True)
+        clock = self.clock
+        result = TensorRecord(clock.chunk, instruction, learned=True, edited=True, call=clock.call)
         lineage, path = EMPTY, EMPTY
         data = source = None
         for tensor, record in op.pairs():
@@ -399,6 +445,10 @@ class Watcher(TorchFunctionMode):
         source = next((t for t in op.inputs if self.record_or_base(t) is record), op.inputs[0])
         if name in DETACHES and source.requires_grad and not isinstance(source, nn.Parameter):
             result.detach = self._detached(instruction, record, source)
+            if name == "detach" and is_lost_detach(instruction) and source.grad_fn is not None:
+                self.lost_detaches[sequence(source.grad_fn)] = instruction
+                if record.source is not None or record.repeated:
+                    self.lost_states.add(instruction)
             result.path, result.repeated = EMPTY, False
             self.on_detach(result.detach, record)
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
@@ -461,6 +511,7 @@ class Watcher(TorchFunctionMode):
 
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
+        self.boundary = self.new_number()
         self.layers.release_graphs()
         self._drop_freed()
         self.earlier |= self.current

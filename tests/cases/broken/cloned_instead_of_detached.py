@@ -46,7 +46,7 @@ def main():
     for i in range(0, source.size(0) - 1 - bptt, bptt):
         hidden = repackage(hidden)
         optimizer.zero_grad()
-        logits, hidden = model(source[i : i + bptt], hidden)
+        logits, hidden = model(source[i : i + bptt], hidden)  # <- TT101
         loss = criterion(logits.view(-1, len(chars)), source[i + 1 : i + 1 + bptt].reshape(-1))
         loss.backward()
         optimizer.step()

@@ -18,7 +18,7 @@ class Tagger(nn.Module):
 
     def forward(self, x):
         if self.h is not None:
-            self.h.detach()
+            self.h.detach()  # <- TT101
         out, self.h = self.gru(x, self.h)  # <- TT101
         return self.head(out)
 

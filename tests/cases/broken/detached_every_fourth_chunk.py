@@ -34,7 +34,7 @@ class Trainer:
         n = (len(stream) - 1) // self.cfg.chunk
         for i in range(n):
             lo, hi = i * self.cfg.chunk, (i + 1) * self.cfg.chunk
-            y, h = self.unroll(stream[lo:hi], h)
+            y, h = self.unroll(stream[lo:hi], h)  # <- TT101
             loss = nn.functional.mse_loss(y, stream[lo + 1 : hi + 1])
             self.optimizer.zero_grad()
             loss.backward()

@@ -32,7 +32,7 @@ def main():
     y, hc = torch.zeros(2, 1), (torch.zeros(2, 8), torch.zeros(2, 8))
     for u_chunk, goal_chunk in zip(u.chunk(9), goal.chunk(9)):
         hc = (hc[0].detach(), hc[1].detach())
-        predictions, y, hc = net(u_chunk, y, hc)
+        predictions, y, hc = net(u_chunk, y, hc)  # <- TT101
         loss = nn.functional.l1_loss(predictions, goal_chunk)
         optimizer.zero_grad()
         loss.backward()

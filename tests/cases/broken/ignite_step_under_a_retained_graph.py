@@ -19,8 +19,8 @@ class Updater:
         self.optimizer.zero_grad()
         prediction, self.state = self.model(batch["x"], self.state)
         loss = self.loss_fn(prediction, batch["y"])
-        loss.backward(retain_graph=True)
-        self.optimizer.step()  # <- TT103
+        loss.backward(retain_graph=True)  # <- TT102
+        self.optimizer.step()
         return loss.item()
 
 

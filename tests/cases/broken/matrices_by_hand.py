@@ -30,7 +30,7 @@ def main():
     h = torch.zeros(4, 10)
     for k in range(6):
         window = slice(12 * k, 12 * k + 12)
-        y, h = run_chunk(params, inputs[window], h)
+        y, h = run_chunk(params, inputs[window], h)  # <- TT101
         loss = ((y - targets[window]) ** 2).mean()
         loss.backward()
         with torch.no_grad():

@@ -45,7 +45,7 @@ def main():
     for s in range(8):
         src = tokens[:, s * segment : (s + 1) * segment]
         tgt = tokens[:, s * segment + 1 : (s + 1) * segment + 1]
-        y, mem = block(embed(src), mem)
+        y, mem = block(embed(src), mem)  # <- TT101
         loss = F.cross_entropy(head(y).flatten(0, 1), tgt.flatten())
         optimizer.zero_grad()
         loss.backward()

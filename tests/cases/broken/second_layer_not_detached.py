@@ -31,7 +31,7 @@ def main():
         sl = slice(12 * step, 12 * (step + 1))
         if states["fast"] is not None:
             states["fast"] = tuple(s.detach() for s in states["fast"])
-        pred, states = model(x[sl], states)
+        pred, states = model(x[sl], states)  # <- TT101
         loss = (pred - target[sl]).pow(2).mean()
         optim.zero_grad()
         loss.backward()

@@ -30,8 +30,8 @@ def main():
         optimizer.zero_grad()
         prediction, state = net(x_chunk, state)
         loss = nn.functional.mse_loss(prediction, y_chunk)
-        loss.backward(retain_graph=True)
-        optimizer.step()  # <- TT103
+        loss.backward(retain_graph=True)  # <- TT102
+        optimizer.step()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rules of the gradients: where they do not arrive, how they are summed, and when they are cleared.
 
-Codes TT203 and TT303 (credit), TT301 and TT302 (optimizer steps).
+Codes TT203 and TT303 (credit), TT301, TT302 and TT304 (optimizer steps).
 """
 
 import math
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from throughtime.doctor._autograd import mean_terms
-from throughtime.doctor._frames import Instruction, SourceLine, line_of
+from throughtime.doctor._frames import (
+    Instruction,
+    SourceLine,
+    called_by_trainer,
+    current_frame,
+    line_of,
+)
 from throughtime.doctor._records import (
     CELLS,
     BackwardCall,
@@ -23,7 +29,8 @@ from throughtime.doctor._records import (
     TensorRecord,
     Unit,
 )
-from throughtime.doctor.findings import FindingList
+from throughtime.doctor._torch_private import version_of
+from throughtime.doctor.findings import CLEAR_AFTER_STEP, FindingList
 from throughtime.doctor.rules.rule import Rule, parameters_of
 from throughtime.doctor.watcher import Watcher
 
@@ -183,6 +190,14 @@ class OptimizerRecord:
     drops: set[int] = field(default_factory=set)  # how many, at each step but the first
     chunk: int = 0  # at the last step
     stepping: bool = False  # a step with a closure runs
+    whole: bool = True  # all backwards since the last step are known
+    used: bool = False  # gradients of a dropped backward were used without a step
+    watched: bool = False  # the user's reads of such gradients were watched
+    retained: bool = False  # one of the backwards since the last clearing or step kept its graph
+    versions: int = 0  # of the parameters at the last backward
+    grad_reads: int = 0  # the user's reads of gradients before the last backward
+    position: tuple[int, int] = (0, -1)  # calls and nodes at the last step
+    idle: int = 0  # steps in a row without a backward
 
 
 class OptimizerRule(Rule):
@@ -207,11 +222,18 @@ class OptimizerRule(Rule):
             return
         if len(self.means) < MAX_MEANS:
             self.means.append((backward.line, mean_terms(backward.root)))
-        for record in self.optimizers.values():
+        for optimizer, record in self.optimizers.items():
+            record.retained = backward.retain or (record.retained and record.backwards > 0)
             record.backwards += 1
             record.lines.add(backward.line)
+            record.versions = _versions(optimizer)
+            record.grad_reads = self.watcher.grad_reads
 
-    def before_zero_grad(self, parameters: list[Tensor], line: SourceLine | None) -> None:
+    def before_zero_grad(
+        self, owner: Any, parameters: list[Tensor], line: SourceLine | None
+    ) -> None:
+        if isinstance(owner, torch.optim.Optimizer) and owner not in self.optimizers:
+            self.optimizers[owner] = OptimizerRecord(whole=self.clock.chunk == 0)
         ids = {id(p) for p in parameters}
         for optimizer, record in self.optimizers.items():
             cleared = [p for p in parameters_of(optimizer) if id(p) in ids]
@@ -229,22 +251,31 @@ class OptimizerRule(Rule):
             ):
                 record.wiped, record.wiped_lines = line, record.wiped_lines | record.lines
                 record.dropped += record.backwards
+                record.used |= (
+                    record.retained
+                    or record.grad_reads != self.watcher.grad_reads
+                    or record.versions != _versions(optimizer)
+                )
+                record.watched |= self.watcher.active
             record.backwards, record.lines = 0, set()
 
     def before_step(self, optimizer: Any) -> None:
-        self.optimizers.setdefault(optimizer, OptimizerRecord()).stepping = True
+        record = self.optimizers.setdefault(optimizer, OptimizerRecord(whole=False))
+        record.stepping = True
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
-        record = self.optimizers.setdefault(optimizer, OptimizerRecord())
+        record = self.optimizers.setdefault(optimizer, OptimizerRecord(whole=False))
         record.steps += 1
         record.stepping = False
         self._check_means()
-        if record.steps > 1:
+        if record.whole:
             record.drops.add(record.dropped)
         if line is not None:
             self._check_wiped(optimizer, record)
-            self._check_uncleared(record, line)
+            self._check_uncleared(optimizer, record, line)
+            self._check_idle(optimizer, record, line)
         record.cleared, record.wiped, record.wiped_lines = False, None, set()
+        record.whole = True
         record.dropped, record.chunk, self.last_step = 0, self.clock.chunk, self.clock.chunk
         grad = _first_grad(optimizer)
         record.last_grad = weakref.ref(grad) if grad is not None else None
@@ -255,21 +286,41 @@ class OptimizerRule(Rule):
         """Report gradients that were cleared before a step used them."""
         if record.wiped is None:
             return
-        none = all(p.grad is None or not bool(p.grad.any()) for p in parameters_of(optimizer))
-        always = len(record.drops) == 1 and self._carried_since(record.chunk)
+        none = _lacks_gradients(optimizer)
+        unused = record.watched and not record.used
+        unused |= self._carried_since(record.chunk)
+        always = record.whole and len(record.drops) == 1 and unused
         if none or (record.lines and record.lines <= record.wiped_lines and always):
             record.wasted += 1
             if record.wasted == REPEATS:
                 effect = "has no gradient" if none else "uses those of the last chunk only"
                 detail = f"It clears the gradients before a step has used them: the step {effect}."
-                self.findings.add("TT302", record.wiped, detail)
+                fix = "" if none else CLEAR_AFTER_STEP
+                self.findings.add("TT302", record.wiped, detail, fix=fix)
+
+    def _check_idle(self, optimizer: Any, record: OptimizerRecord, line: SourceLine) -> None:
+        """Report steps that follow a forward pass but no backward."""
+        numbers = self.watcher.node_numbers
+        position = self.clock.call, numbers[-1] if numbers else -1
+        idle = (
+            self.clock.chunk == record.chunk
+            and position != record.position
+            and _lacks_gradients(optimizer)
+            and not called_by_trainer(current_frame())
+        )
+        record.position, record.idle = position, record.idle + 1 if idle else 0
+        if record.idle == REPEATS:
+            detail = "No backward has run since the step before, and no parameter has a gradient."
+            self.findings.add("TT304", line, detail)
 
     def _carried_since(self, chunk: int) -> bool:
         """Whether a recurrent state connects the chunks since that one."""
         return any(c in self.clock.crossed for c in range(chunk + 1, self.clock.chunk))
 
-    def _check_uncleared(self, record: OptimizerRecord, line: SourceLine) -> None:
-        if record.steps > 1 and not record.cleared and record.backwards:
+    def _check_uncleared(self, optimizer: Any, record: OptimizerRecord, line: SourceLine) -> None:
+        last = record.last_grad() if record.last_grad is not None else None
+        summed = last is not None and _first_grad(optimizer) is last
+        if summed and not record.cleared and record.backwards:
             record.uncleared += 1
             if record.uncleared == REPEATS:
                 detail = (
@@ -296,6 +347,17 @@ class OptimizerRule(Rule):
                 detail = f"Means over {elements} elements have the same weight in one step."
                 self.findings.add("TT301", line, detail)
         self.means.clear()
+
+
+def _lacks_gradients(optimizer: Any) -> bool:
+    """Whether all gradients are missing or zero."""
+    return all(p.grad is None or not bool(p.grad.any()) for p in parameters_of(optimizer))
+
+
+def _versions(optimizer: Any) -> int:
+    """The number of in-place changes of its first and its last parameter."""
+    parameters = parameters_of(optimizer)
+    return sum(map(version_of, (*parameters[:1], *parameters[-1:])))
 
 
 def _first_grad(optimizer: Any) -> Tensor | None:

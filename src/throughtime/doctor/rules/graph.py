@@ -1,9 +1,16 @@
-"""Rules of the graph: kept over several chunks, entered a second time, or changed in place.
+"""Rules of the graph: kept over several chunks, entered by a later backward, or changed in place.
 
-Codes TT101 and TT103 (errors of autograd), TT102 and TT104 (growth).
+Codes TT102 and TT104 (growth), TT101 to TT105 (errors of autograd). An error comes from a graph
+that an earlier backward has freed, or that an optimizer step has changed. Where it enters shows
+why:
+
+- a state, if the operation that takes the old tensor in has computed it (TT101, TT102),
+- a loss or output that is kept, if the same forward pass has run again (TT104),
+- a graph that is sent back twice, if no forward pass has run in between (TT105).
 """
 
 import itertools
+import linecache
 import math
 import re
 import resource
@@ -11,16 +18,23 @@ import statistics
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from throughtime.doctor._autograd import (
+    CHANGED,
+    CHANGED_TENSOR,
+    FREED,
+    StaleEdge,
+    changed_node,
+    changed_shape,
     is_leaf,
-    modified_in_place,
+    parameters_of_node,
     reachable_nodes,
-    reaches_freed,
+    reaches_unusable,
     stale_edges,
 )
 from throughtime.doctor._frames import (
@@ -32,17 +46,32 @@ from throughtime.doctor._frames import (
 )
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord
 from throughtime.doctor._torch_private import sequence
-from throughtime.doctor.findings import Finding, FindingList
+from throughtime.doctor.findings import (
+    BACKWARD_FIRST,
+    NO_GRAD,
+    ONE_BACKWARD,
+    OWN_LOSS,
+    RETAIN_IN_GRAD,
+    Finding,
+    FindingList,
+    detach_fix,
+    detached,
+    release_fix,
+)
 from throughtime.doctor.rules.rule import Rule, parameters_of
 from throughtime.doctor.watcher import Watcher
 
 MAX_REACH = 6  # chunks behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
+MIN_RUNS = 2  # recordings of three chunks or more that each backward goes through
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
 MIN_SUMMED = 3  # chunks that a sum goes through
+MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 MAX_SEARCHES = 2  # of all objects, for what keeps the results of one line
 MAX_NODES = 4000  # nodes visited in a retained graph
+MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 MAX_STEPS = 65  # optimizer steps remembered
+MAX_BACKWARDS = 4096  # backwards remembered, at least
 
 
 @dataclass
@@ -54,7 +83,17 @@ class RetainedGraph:
     memory: int  # bytes, the peak of the process
     root: int  # the sequence number of the loss
     steps: int  # optimizer steps before
+    chunk: int
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnsentSum:
+    """A sum over several forward passes that no backward has gone through so far."""
+
+    numbers: tuple[int, ...]  # sequence numbers of the sum and of its last term
+    passes: int
+    chunk: int
 
 
 class GrowthRule(Rule):
@@ -64,6 +103,8 @@ class GrowthRule(Rule):
         super().__init__(watcher, findings)
         self.retained: dict[SourceLine, list[RetainedGraph]] = {}
         self.searches: dict[Instruction, int] = {}
+        self.unsent: dict[Instruction, UnsentSum] = {}
+        self.sent: set[Instruction] = set()  # sums that need no graph for long, or are sent back
         self.start = 0.0
         self.steps = 0  # of any optimizer
 
@@ -75,6 +116,7 @@ class GrowthRule(Rule):
         root, line = backward.root, backward.line
         if root is None:
             return
+        self._find_sent(root)
         self.start = time.perf_counter()
         if not (backward.retain or line in self.retained):
             return
@@ -88,14 +130,23 @@ class GrowthRule(Rule):
                 oldest = min(oldest, sequence(node))
         reach = sum(size.root >= oldest for size in sizes)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        sizes.append(RetainedGraph(reach, nodes, memory, sequence(root), self.steps))
+        number, chunk = sequence(root), self.clock.chunk
+        sizes.append(RetainedGraph(reach, nodes, memory, number, self.steps, chunk))
 
     def after_backward(self, backward: BackwardCall) -> None:
         if sizes := self.retained.get(backward.line):
             sizes[-1].seconds = time.perf_counter() - self.start
-            if sizes[-1].reach == MAX_REACH:
+            if sizes[-1].reach == MAX_REACH or self._runs_through(sizes) == MIN_RUNS:
                 self._report_retained(backward.line)
         self._check_kept()
+
+    def _runs_through(self, sizes: list[RetainedGraph]) -> int:
+        """The number of recordings whose third chunk reaches back to the first; 0 if not now."""
+        crossed, runs = self.clock.crossed, 0
+        for first, second, third in zip(sizes, sizes[1:], sizes[2:], strict=False):
+            grows = (first.reach, second.reach, third.reach) == (0, 1, 2)
+            runs += grows and first.chunk not in crossed and third.chunk in crossed
+        return runs if sizes[-1].reach == 2 else 0
 
     def _report_retained(self, line: SourceLine) -> None:
         sizes = list(itertools.takewhile(lambda s: s.reach > 0, reversed(self.retained[line])))
@@ -113,7 +164,9 @@ class GrowthRule(Rule):
         )
         growth = f"{nodes:+.0f} nodes, {1e3 * seconds:+.2f} ms, {memory / 1024:+.0f} kB"
         detail = f"It reaches {sizes[-1].reach} chunks back. Per chunk: {growth}."
-        self.findings.add("TT102", line, detail)
+        paths = [v.path for entered in self.watcher.carried.values() for v in entered if v.path]
+        name = paths[0] if paths else ""
+        self.findings.add("TT102", line, detail, name, fix=detach_fix(paths, retained=True))
 
     def _check_kept(self) -> None:
         """Report tensors of several chunks that still exist, although their graphs were used."""
@@ -128,7 +181,7 @@ class GrowthRule(Rule):
                 self._report_kept([t for r in records if (t := r.ref()) is not None and t.grad_fn])
 
     def _report_kept(self, tensors: list[Tensor]) -> None:
-        if len(tensors) < MIN_KEPT or not reaches_freed(tensors[0].grad_fn, 60):
+        if len(tensors) < MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
             return
         container = find_container(tensors)
         filled = find_append_line(container, self.watcher.files) if container is not None else None
@@ -137,25 +190,96 @@ class GrowthRule(Rule):
             self.findings.add("TT104", line, f"{len(tensors)} of them still exist.", name)
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
-        """Check for a sum that continues from chunk to chunk with its graph."""
-        if op.is_recurrent or op.outputs[0].numel() != 1 or op.outputs[0].grad_fn is None:
+        """Check for a sum of losses that goes on with its graph over chunks or forward passes."""
+        out = op.outputs[0]
+        if op.is_recurrent or out.grad_fn is None or (out.numel() > 1 and op.name != "stack"):
             return
-        chunk = self.clock.chunk
-        earlier = [
-            record.depth + 1
-            for tensor, record in op.loop_inputs
-            if tensor.grad_fn is not None and tensor.numel() == 1 and record.chunk < chunk
+        terms = [
+            (tensor, record)
+            for tensor, record in op.pairs()
+            if record is not None and record.learned and tensor.numel() == 1 and tensor.grad_fn
         ]
-        same = [record.depth for _, record in op.loop_inputs if record.chunk == chunk]
+        sums = [record for _, record in op.loop_inputs if any(record is r for _, r in terms)]
+        self._count_chunks(op, result, sums)
+        self._count_passes(op, result, sums, [pair for pair in terms if pair[1] not in sums])
+
+    def _count_chunks(self, op: Operation, result: TensorRecord, sums: list[TensorRecord]) -> None:
+        chunk = self.clock.chunk
+        earlier = [record.depth + 1 for record in sums if record.chunk < chunk]
+        same = [record.depth for record in sums if record.chunk == chunk]
         result.depth = max(earlier + same, default=0)
         if result.depth >= MIN_SUMMED and earlier:
             detail = f"The sum goes through {result.depth} chunks."
             self.findings.add("TT104", line_of(op.instruction), detail)
 
+    def _count_passes(
+        self,
+        op: Operation,
+        result: TensorRecord,
+        sums: list[TensorRecord],
+        terms: list[tuple[Tensor, TensorRecord]],
+    ) -> None:
+        """Count the forward passes in a sum within one chunk."""
+        calls = {record.call for _, record in terms}
+        before = max((max(r.passes, 1) for r in sums), default=0)
+        passes = before + len(calls - {r.call for r in sums})
+        result.passes, result.call = passes, max(calls, default=result.call)
+        if not sums and op.instruction in self.unsent:
+            self._restart(op.instruction)
+        if passes >= MIN_UNSENT and terms and op.instruction not in self.sent:
+            nodes = op.outputs[0].grad_fn, terms[-1][0].grad_fn
+            numbers = tuple(map(sequence, nodes))
+            self.unsent[op.instruction] = UnsentSum(numbers, passes, self.clock.chunk)
+
+    def _find_sent(self, root: Any) -> None:
+        """Remove the sums that the backward of this root goes through."""
+        if not self.unsent:
+            return
+        oldest = min(number for each in self.unsent.values() for number in each.numbers)
+        numbers = set(map(sequence, reachable_nodes(root, MAX_NODES, above=oldest - 1)))
+        for instruction, each in list(self.unsent.items()):
+            if not numbers.isdisjoint(each.numbers):
+                self.sent.add(instruction)
+                del self.unsent[instruction]
+
+    def _restart(self, instruction: Instruction) -> None:
+        """A sum begins anew: report the last one, unless it was one of a single training chunk."""
+        last = self.unsent.pop(instruction)
+        if self.clock.chunk > last.chunk + 1:
+            self._report_unsent(instruction, last)
+        else:
+            self.sent.add(instruction)
+
+    def _report_unsent(self, instruction: Instruction, last: UnsentSum) -> None:
+        if all(finding.code != "TT202" for finding in self.findings.items):
+            detail = f"No backward goes through this sum over {last.passes} forward passes."
+            self.findings.add("TT104", line_of(instruction), detail, fix=NO_GRAD)
+
     def close(self) -> None:
         for line, sizes in self.retained.items():
             if sizes[-1].reach >= MIN_REACH and sizes[-1].reach == len(sizes) - 1:
                 self._report_retained(line)
+        for instruction, last in self.unsent.items():
+            self._report_unsent(instruction, last)
+
+
+@dataclass(frozen=True)
+class PastBackward:
+    """A backward that ended without an error."""
+
+    boundary: int  # nodes up to this sequence number were created before its end
+    root: int  # the sequence number of its loss
+    call: BackwardCall
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """An optimizer step."""
+
+    number: int  # above the sequence numbers of all nodes before it
+    chunk: int
+    line: SourceLine | None
+    parameters: frozenset[int]  # their ids
 
 
 class AutogradErrorRule(Rule):
@@ -163,74 +287,54 @@ class AutogradErrorRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        # last sequence number at a step, its line, the shapes of the parameters
-        self.steps = deque[tuple[int, SourceLine | None, set[tuple[int, ...]]]](maxlen=MAX_STEPS)
-        self.boundaries: list[int] = []  # sequence numbers at each backward
+        self.backwards: list[PastBackward] = []
+        self.steps = deque[PastStep](maxlen=MAX_STEPS)
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
-        numbers = self.watcher.node_numbers
-        shapes = {tuple(p.shape) for p in parameters_of(optimizer)}
-        self.steps.append((numbers[-1] if numbers else -1, line, shapes))
+        parameters = frozenset(map(id, parameters_of(optimizer)))
+        step = PastStep(self.watcher.new_number(), self.clock.chunk, line, parameters)
+        self.steps.append(step)
 
     def after_backward(self, backward: BackwardCall) -> None:
-        self.boundaries.append(self.watcher.boundary)
+        root = sequence(backward.root) if backward.root is not None else -1
+        backward.root = None  # its graph must not live on
+        self.backwards.append(PastBackward(self.watcher.boundary, root, backward))
+        if len(self.backwards) > 2 * MAX_BACKWARDS:
+            del self.backwards[:MAX_BACKWARDS]
 
     def explain(self, error: RuntimeError, roots: list[Tensor], line: SourceLine) -> Finding | None:
-        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        if "second time" in str(error):
-            return next(filter(None, (self._second_time(node, line) for node in nodes)), None)
-        if "inplace operation" in str(error):
-            return next(filter(None, map(self._in_place, nodes)), None)
-        return None
+        message = str(error)
+        kind = self._changed if CHANGED in message else self._entered
+        if CHANGED not in message and FREED not in message:
+            return None
+        nodes = (root.grad_fn for root in roots if root.grad_fn is not None)
+        return next(filter(None, (kind(node, line, message) for node in nodes)), None)
 
-    def _second_time(self, root: Any, line: SourceLine) -> Finding | None:
-        watcher = self.watcher
-        if watcher.active and not watcher.current & watcher.earlier:
+    def _changed(self, root: Any, line: SourceLine, message: str) -> Finding | None:
+        """Explain a tensor that was changed in place."""
+        result, parts = changed_node(root, message), CHANGED_TENSOR.search(message)
+        if result is None or parts is None:
             return None
-        edges = stale_edges(root, watcher.boundary)
-        if not edges:
-            if sequence(root) > watcher.boundary:
-                return None
-            return self.findings.add("TT104", line, "The loss is from an earlier chunk.")
-        edge = next((edge for edge in edges if edge.is_state), None)
-        old = (edge or edges[0]).old
-        number = sequence(old)
-        chunks = bisect_left(self.boundaries, number), self.clock.chunk
-        instruction = None
-        if edge is not None:
-            entry = watcher.instruction_of(sequence(edge.entry))
-            instruction = entry or self.clock.recurrent
-        name = watcher.state_name(
-            instruction, lambda value: isinstance(value, Tensor) and value.grad_fn is old
-        )
-        if edge is None:
-            return self.findings.add("TT104", line, "", name, chunks)
-        created = watcher.instruction_of(number)
-        detail = f"It was created at {line_of(created)}." if created else ""
-        at = line_of(instruction) if instruction else line
-        return self.findings.add("TT101", at, detail, name, chunks)
-
-    def _in_place(self, root: Any) -> Finding | None:
-        modified = modified_in_place(root)
-        if modified is None:
-            return None
-        node, message = modified
-        versions = re.search(
-            r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", message
-        )
-        if versions is None:
-            return None
-        shape = [int(n) for n in versions[1].split(",") if n.strip()]
-        now, expected, number = int(versions[2]), int(versions[3]), sequence(node)
+        node, parameter = result
+        number = sequence(node)
         user = self.watcher.instruction_of(number)
         detail = f"It is needed by the operation at {line_of(user)}." if user else ""
-        line = self._change_by_user(shape, now, expected, number)
-        return self.findings.add("TT103", line or self._change_by_step(shape, number), detail)
+        at = self._line_of_change(parts, number, parameter)
+        if parameter is None:
+            return self.findings.add("TT103", at, detail)
+        if number > self.watcher.boundary:
+            return self.findings.add("TT103", at, detail, fix=BACKWARD_FIRST)
+        change = f"Its parameters were changed{f' at {at}' if at else ''}."
+        return self._entered(root, line, message, change)
 
-    def _change_by_user(
-        self, shape: list[int], now: int, expected: int, number: int
+    def _line_of_change(
+        self, parts: re.Match[str], number: int, parameter: Tensor | None
     ) -> SourceLine | None:
-        """The line of an operation that changed a tensor of this shape or a larger one."""
+        """The line of the optimizer step or operation that changed a tensor in place."""
+        for step in self.steps:
+            if parameter is not None and step.number > number and id(parameter) in step.parameters:
+                return step.line
+        shape, now, expected = changed_shape(parts), int(parts[2]), int(parts[3])
         later = [
             (list(changed), instruction)
             for version, changed, instruction, last in self.watcher.in_place
@@ -241,10 +345,156 @@ class AutogradErrorRule(Rule):
         candidates = same or larger
         return line_of(candidates[0]) if candidates else None
 
-    def _change_by_step(self, shape: list[int], number: int) -> SourceLine | None:
-        """The line of an optimizer step that changed a parameter of this shape."""
-        shapes = {tuple(shape), tuple(shape[::-1])}
-        return next(
-            (line for last, line, changed in self.steps if last >= number and shapes & changed),
-            None,
+    def _entered(
+        self, root: Any, line: SourceLine, message: str, change: str = ""
+    ) -> Finding | None:
+        """Explain a backward that enters the graph of an earlier one."""
+        boundary = self.watcher.boundary
+        if sequence(root) <= boundary:
+            return self._sent_twice(root, line, "", change)
+        edges = stale_edges(root, boundary)
+        states = [edge for edge in edges if self._is_state(edge)]
+        if states:
+            return self._carried(states, line, change)
+        if not edges:
+            return None
+        edge = edges[0]
+        entry, name = self._entry(edge), self._name(edge)
+        again = self.backwards[self._position(edge.old)].call.line == line
+        if again and entry and entry == self.clock.recurrent and entry in self.watcher.earlier:
+            return self._computed_once(edge, entry, name)
+        if not self._alike(reachable_nodes(root, above=boundary), below(edge)):
+            return self._sent_twice(edge.old, line, name, change)
+        fix = OWN_LOSS if edge.is_number else release_fix(name)
+        return self.findings.add("TT104", line, change, name, self._chunks(edge.old), fix)
+
+    def _is_state(self, edge: StaleEdge) -> bool:
+        """Whether the old tensor enters an operation that has computed it, directly or not."""
+        if edge.is_number and not edge.uses_parameters:
+            return False
+        watched = any(self._instructions(edge.path))
+        return self._alike(edge.path, below(edge)) if watched else edge.uses_parameters
+
+    def _alike(self, one: Iterable[Any], other: Iterable[Any]) -> bool:
+        """Whether an operation occurs in both graphs, with the same parameters if it has any."""
+        a, b = self._instructions(one), self._instructions(other)
+        if set().union(*a.values()) & set().union(*b.values()):
+            return True
+        shared = [key for key in a if key is not None and key in b]
+        return bool(shared) and not any(a[key] and b[key] for key in shared)
+
+    def _instructions(self, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
+        """The instructions that created nodes, each with the parameters that its nodes use."""
+        result: dict[Instruction | None, set[tuple[str, int]]] = {}
+        for node in nodes:
+            if not is_leaf(node):
+                uses = result.setdefault(self.watcher.instruction_of(sequence(node)), set())
+                uses.update((node.name(), id(p)) for p in parameters_of_node(node))
+        return result
+
+    def _entry(self, edge: StaleEdge) -> Instruction | None:
+        """The instruction that takes the old tensor in."""
+        return self.watcher.instruction_of(sequence(edge.entry)) or self.clock.recurrent
+
+    def _name(self, edge: StaleEdge) -> str:
+        return self.watcher.state_name(
+            self._entry(edge), lambda value: isinstance(value, Tensor) and value.grad_fn is edge.old
         )
+
+    def _position(self, node: Any) -> int:
+        """The position among the backwards of the first one after a node."""
+        return bisect_left(self.backwards, sequence(node), key=lambda past: past.boundary)
+
+    def _chunks(self, old: Any) -> tuple[int, int]:
+        """The chunks that created and used a tensor."""
+        chunk = self.clock.chunk
+        return chunk - len(self.backwards) + self._position(old), chunk
+
+    def _carried(self, states: list[StaleEdge], line: SourceLine, change: str) -> Finding | None:
+        """Report states that were carried with the graph of their chunk."""
+        old, entry = states[0].old, self._entry(states[0])
+        entries = dict.fromkeys(filter(None, map(self._entry, states)))
+        variables = [v for each in entries for v in self.watcher.carried.get(each, [])]
+        name = self._name(states[0])
+        paths = [v.path for v in variables] or [name]
+        at = next((v.line for v in variables if v.is_argument), None)
+        at = at or (line_of(entry) if entry else line)
+        past = self.backwards[self._position(old)].call
+        retained = past.retain and bool(change)
+        fix = detach_fix(paths, retained=retained)
+        details = [change or "A backward has freed that graph."]
+        created = self.watcher.instruction_of(sequence(old))
+        if created and not retained and created != entry:
+            details.append(f"The state was created at {line_of(created)}.")
+        lost = next(
+            filter(None, (self.watcher.lost_detaches.get(sequence(s.old)) for s in states)), None
+        )
+        enters = line_of(entry) if entry else at
+        if retained:
+            at = past.line
+        elif lost is not None:
+            at = line_of(lost)
+            details[0], fix = lost_detach(lost)
+        if enters != at:
+            details.append(f"It enters at {enters}.")
+        code = "TT102" if retained else "TT101"
+        return self.findings.add(code, at, " ".join(details), name, self._chunks(old), fix)
+
+    def _computed_once(self, edge: StaleEdge, entry: Instruction, name: str) -> Finding | None:
+        """Report a first state that is computed before the loop and enters every chunk."""
+        created = self.watcher.instruction_of(sequence(edge.old))
+        detail = f"It is computed only once, at {line_of(created)}." if created else ""
+        fix = f"compute {name or 'the state'} anew before each backward, inside the loop"
+        return self.findings.add("TT101", line_of(entry), detail, name, self._chunks(edge.old), fix)
+
+    def _sent_twice(self, node: Any, line: SourceLine, name: str, change: str) -> Finding | None:
+        """Report a graph that two backwards go through without a forward pass in between."""
+        position, number = self._position(node), sequence(node)
+        past, what = self.backwards[position].call, name or "the loss"
+        chunk = self._chunks(node)[0]
+        stepped = any(step.chunk > chunk for step in self.steps)
+        if past.is_grad:
+            fix = RETAIN_IN_GRAD
+        elif any(number == each.root for each in self.backwards[position:]):
+            fix = "one backward for each forward pass: compute the loss anew before each backward"
+        elif not stepped:
+            fix = ONE_BACKWARD
+        elif past.line == line:
+            fix = (
+                f"compute {what} anew before each backward, inside the loop; or one backward for"
+                " the sum of the losses, before the step"
+            )
+        else:
+            fix = (
+                "if both losses train the same parameters, (loss1 + loss2).backward() after every"
+                f" zero_grad() and before every step(); otherwise {name or 'y'}.detach() in the"
+                f" loss that must not train what computed it, or compute {what} anew after the step"
+            )
+        detail = change or f"The backward at {past.line} has freed it."
+        return self.findings.add("TT105", line, detail, name, fix=fix)
+
+    def close(self) -> None:
+        """Report a lost detach of a state, where neither an error nor growth has shown it."""
+        if all(finding.code not in {"TT101", "TT102"} for finding in self.findings.items):
+            for instruction in self.watcher.lost_states:
+                detail, fix = lost_detach(instruction)
+                self.findings.add("TT101", line_of(instruction), detail, fix=fix)
+
+
+def below(edge: StaleEdge) -> Iterable[Any]:
+    """Nodes of the graph that an edge enters."""
+    return reachable_nodes(edge.old, MAX_OLD_NODES)
+
+
+def lost_detach(instruction: Instruction) -> tuple[str, str]:
+    """The evidence of a detach whose result is discarded, and what to write."""
+    line = line_of(instruction)
+    text = linecache.getline(line.file, line.line).strip()
+    path = r"[\w.\[\]'\"]+"
+    call = re.search(
+        rf"(?:^|[:;] *)(({path})\.detach\(\)|[\w.]*detach\(({path})\))(?: *[;#]|$)", text
+    )
+    fix = "assign the result: h = h.detach()"
+    if call is not None:
+        fix = detached(call[2]) if call[2] else f"{call[3]} = {call[1]}"
+    return "A detach returns a new tensor, and the result of this call is discarded.", fix

@@ -46,7 +46,9 @@ class Rule:
     def explain(self, error: RuntimeError, roots: list[Tensor], line: SourceLine) -> Finding | None:
         """Add the finding behind an error of a backward and return it."""
 
-    def before_zero_grad(self, parameters: list[Tensor], line: SourceLine | None) -> None:
+    def before_zero_grad(
+        self, owner: Any, parameters: list[Tensor], line: SourceLine | None
+    ) -> None:
         """Handle a `zero_grad` of an optimizer or a module, before it clears."""
 
     def before_step(self, optimizer: Any) -> None:

@@ -38,6 +38,7 @@ class StateRule(Rule):
         # tensors that a state of another recording entered, with line, name and chunks
         self.entered: dict[int, tuple[Tensor, SourceLine, str, tuple[int, int]]] = {}
         self.evaluations: dict[Unit, UnitCall] = {}  # the last call of a connected graph
+        self.trained: dict[Unit, int] = {}  # the most calls connected before a backward
         self.longest: UnitCall | None = None
         self.running: dict[int, UnitCall] = {}  # by module, the first call in the chunk
 
@@ -100,6 +101,9 @@ class StateRule(Rule):
         time_dim: int | None = None,
     ) -> UnitCall:
         clock = self.clock
+        before = self.last.get((unit, clock.training))
+        if before is not None and before.chunk < clock.chunk:
+            self.trained[unit] = max(self.trained.get(unit, 0), before.graph_calls)
         return UnitCall(
             unit,
             instruction,
@@ -140,18 +144,18 @@ class StateRule(Rule):
     def _hand_written(self, op: Operation, result: TensorRecord) -> None:
         """Any other operation; it is a recurrent unit if it takes in a result of its own."""
         out, key = op.outputs[0], op.instruction
-        if not op.loop_inputs and out.dim() == 2 and (key, self.clock.training) in self.last:
+        is_state = out.dim() in {1, 2} and out.numel() > 1
+        if not op.loop_inputs and is_state and (key, self.clock.training) in self.last:
             self._hand_written_start(op, result)
             return
-        if not op.loop_inputs or out.dim() != 2 or out.numel() == 1:
+        if not op.loop_inputs or not is_state:
             result.source = None if out.numel() == 1 else result.source
             return
         states = [tensor for tensor, _ in op.loop_inputs]
-        data = _data_of(op, states, out.shape[0])
-        result.lane_dim = 0
+        data, result.lane_dim = _data_of(op, states)
         if data is None:
             return
-        call = self._new_call(key, key, data)
+        call = self._new_call(key, key, data, lane_dim=result.lane_dim)
         self._compare(call, states)
         result.data, result.source, result.edited = data, call, False
 
@@ -165,14 +169,13 @@ class StateRule(Rule):
         )
         if zeros is None:
             return
-        weights = [t for t in op.inputs if t.is_leaf and t.requires_grad]
-        data = _data_of(op, [zeros, *weights], op.inputs[0].shape[0])
+        data, lane_dim = _data_of(op, [zeros])
         if data is None:
             return
-        call = self._new_call(op.instruction, op.instruction, data)
+        call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
         self._compare_start(call, [])
         self.last[call.unit, call.training] = call
-        result.source, result.edited, result.data, result.lane_dim = call, False, data, 0
+        result.source, result.edited, result.data, result.lane_dim = call, False, data, lane_dim
 
     def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
         """Compare a call with the one that its state comes from."""
@@ -341,7 +344,8 @@ class StateRule(Rule):
         call.graph_steps, call.graph_calls = origin.graph_steps + call.steps, origin.graph_calls + 1
         changes = (origin.call, origin.batch) != (call.call, call.batch)
         call.model_calls = origin.model_calls + changes
-        if call.training is False or self.clock.chunk == 0:
+        longer = call.graph_calls > 2 * self.trained.get(call.unit, call.graph_calls)
+        if call.training is False or self.clock.chunk == 0 or longer:
             self.evaluations[call.unit] = call
         if self.longest is None or call.graph_steps > self.longest.graph_steps:
             self.longest = call
@@ -376,14 +380,24 @@ def _remember(table: dict[int, Any], key: int, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def _data_of(op: Operation, excluded: list[Tensor], rows: int) -> Tensor | None:
-    """The data behind an operation: the first matrix of so many rows among its other inputs."""
-    ids = set(map(id, excluded))
+def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int | None]:
+    """The data behind an operation, and its dimension of lanes.
+
+    It is the first input with a row for each row of the result, or a column for each of its
+    columns. Token ids are numbers, one for each row. A vector has no lanes.
+    """
+    shape, candidates = op.outputs[0].shape, list[Tensor]()
     for tensor, record in op.pairs():
         data = record.data if record is not None and record.learned else tensor
-        if id(tensor) not in ids and data is not None and data.shape[:-1] == (rows,):
-            return data
-    return None
+        is_weight = tensor.is_leaf and tensor.requires_grad
+        if data is not None and not is_weight and all(tensor is not t for t in excluded):
+            candidates.append(data)
+    for data in candidates:
+        are_ids = data.shape == shape[:-1] and not data.is_floating_point()
+        if are_ids or (data.dim() == len(shape) and data.shape[:-1] == shape[:-1]):
+            return data, 0 if len(shape) > 1 else None
+    columns = (d for d in candidates if d.dim() == 2 and d.shape[1] == shape[-1] == 1)
+    return next(columns, None), 1
 
 
 def _dims(inputs: Tensor, layer: bool, batch_first: bool) -> tuple[int, int | None, int | None]:
