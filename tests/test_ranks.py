@@ -23,6 +23,7 @@ from strategies import apart, named, recordings
 from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
 from throughtime.gradient.policy import Policy
+from throughtime.stream.recording import StepArrays, as_recording
 
 LANES = 2  # of each rank
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
@@ -251,7 +252,63 @@ def plans_apart(rank: int) -> dict[str, tuple[tt.Stream, int]]:
         "other seed": (tt.Stream(data, seed=rank, **settings), 7),
         "other order": (tt.Stream(data[:: 1 - 2 * rank], **settings), 7),
         "other stride": (tt.Stream(data, **settings), 7 + rank),
+        "other values": (tt.Stream(changed(data, rank), **settings), 7),
+        "unreadable": (tt.Stream([*data, Unreadable(data[1], rank)], **settings), 7),
     }
+
+
+def changed(data: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
+    """The same names and lengths; on the second rank one value of a target differs."""
+    targets = np.array(data[1]["targets"])
+    targets[-1] += rank
+    return [data[0], data[1] | {"targets": targets}, *data[2:]]
+
+
+class Unreadable:
+    """A recording that the second rank cannot read."""
+
+    name = "lost"
+
+    def __init__(self, values: dict[str, Any], rank: int) -> None:
+        self._whole, self._rank = as_recording(values, 0), rank
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        if self._rank:
+            raise OSError("gone")
+        return self._whole.read(start, stop)
+
+
+class Noisy(Unreadable):
+    """A recording that adds noise whenever it is read: not to be compared."""
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self._whole.read(start, stop)
+        return steps._replace(inputs=steps.inputs + torch.rand(1).item())
+
+
+def steps_apart(rank: int) -> str:
+    """What the second update says after a first step at another learning rate on each rank."""
+    case = CASES["stride"]
+    net = case.net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (rank + 1))
+
+    def train() -> None:
+        for _ in tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7)):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return refused(train)
+
+
+def noisy(rank: int) -> int:
+    """The updates of an epoch of a recording that is read differently every time."""
+    torch.manual_seed(rank)
+    stream = tt.Stream([Noisy(CASES["stride"].data()[0], rank)], 1, 7, dtype=torch.float64)
+    net = CASES["stride"].net()
+    return len(list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(7))))
 
 
 def one_fails(rank: int) -> tuple[str, bool]:
@@ -378,6 +435,8 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
                 )
             ),
         )
+    yield "other rate", steps_apart(rank)
+    yield "noisy", noisy(rank)
     yield (
         "more ranks",
         refused(
@@ -489,12 +548,24 @@ def test_nets_that_start_apart_are_refused() -> None:
         ("other seed", "seed is 0 there and 1 here"),
         ("other order", "names_and_lengths is"),
         ("other stride", "gradient is Truncated(stride=7"),
+        ("other values", "the checksum of recording 1, 'r1', is '"),
+        ("unreadable", "here"),
     ],
 )
 def test_plans_that_differ_are_refused_on_every_rank(way: str, reason: str) -> None:
     for told in found(2):
         assert "RankError: rank 1 would not play its share of the plan of rank 0: " in told[way]
         assert reason in told[way]
+
+
+def test_ranks_that_step_differently_are_refused_at_the_second_update() -> None:
+    for told in found(2):
+        assert "RankError: rank 1 has after the first update other weights" in told["other rate"]
+        assert "the same optimizer, learning rate and clipping" in told["other rate"]
+
+
+def test_recordings_with_noise_are_not_compared() -> None:
+    assert len({told["noisy"] for told in found(2)} - {0}) == 1
 
 
 def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> None:

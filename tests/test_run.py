@@ -20,7 +20,7 @@ import torch
 from processes import elsewhere
 from throughtime import state as trees
 from throughtime.app.config import Config, make_config
-from throughtime.app.dataset import open_dataset, split_recordings
+from throughtime.app.dataset import open_dataset, split_recordings, training_stream
 from throughtime.app.model import class_name, load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.app.train import Training
@@ -329,6 +329,7 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", hidden=64)
     training = Training.begin(make_config(values))
     training.save()
+    training.folder.unlock()
     before = training.folder.checkpoint.read_bytes()
     limit = len(before) // 2
 
@@ -351,6 +352,7 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.save()
+    training.folder.unlock()
     write_recordings(data, (400, 260, 330))
     with pytest.raises(DataError, match=r"a statistic of the training split, was .* and is now"):
         Training.resume(training.folder.path)
@@ -361,9 +363,9 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
-    RunFolder.create(
-        Config(str(write_recordings(tmp_path / "data")), "classify", str(tmp_path / "run"))
-    )
+    folder = RunFolder(tmp_path / "run")
+    folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(folder.path)))
+    folder.unlock()
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
     with pytest.raises(RunError, match="no checkpoint to go on from"):
         Training.resume(tmp_path / "run")
@@ -391,6 +393,7 @@ def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path, changed: str) -> N
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.save()
+    training.folder.unlock()
     labels, inputs = np.load(data / "0_y.npy"), np.load(data / "0_x.npy")
     if changed == "another class by name":
         for name in ("0", "1", "2"):
@@ -448,7 +451,7 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
     )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
-    stream = training._make_stream(training.dataset)
+    stream = training_stream(training.dataset, training.config, 1)
     for update, _ in zip(
         tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)),
         range(2),

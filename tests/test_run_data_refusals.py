@@ -1,5 +1,7 @@
 """What does not fit among data as they come is refused with what to do about it."""
 
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from test_run import settings, write_recordings
 from test_run_data import NAMES, ROWS, SPLITS, begin_remarks, signal, write
-from throughtime.app.config import make_config
+from throughtime.app.config import Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import ManifestEntry, find_recordings
@@ -328,3 +330,33 @@ def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> No
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 16000)
     with pytest.raises(DataError, match=r"a_y.wav has 8000 rows per second, .*a.wav has 16000"):
         open_dataset(make_config(settings(data, tmp_path / "r", task="regress", target_every=100)))
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard", "in a manifest"])
+def test_one_file_under_two_names_is_refused(tmp_path: Path, link: str) -> None:
+    """Or it would be trained on and scored on."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text("u,y\n" + "1,2\n3,4\n" * 50, encoding="utf-8")
+    if link == "symbolic":
+        (tmp_path / "z.csv").symlink_to("a.csv")
+    else:
+        os.link(tmp_path / "a.csv", tmp_path / "z.csv")
+    if link == "in a manifest":
+        rows = "id,split,inputs\n1,train,a.csv\n2,train,b.csv\n3,valid,z.csv\n"
+        (tmp_path / "recordings.csv").write_text(rows, encoding="utf-8")
+    names = "'1' and '3'" if link == "in a manifest" else r"'a\.csv' and 'z\.csv'"
+    with pytest.raises(DataError, match=rf"{names} are the same recording, .*a\.csv, .*z\.csv"):
+        find_recordings(tmp_path)
+
+
+def test_a_copy_among_the_held_out_recordings_is_a_remark(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in ("a", "b", "c"):
+        rows = "".join(f"{u},{u}\n" for u in random.normal(size=60))
+        (tmp_path / f"{name}.csv").write_text("u,y\n" + rows, encoding="utf-8")
+    shutil.copy(tmp_path / "a.csv", tmp_path / "z.csv")
+    config = Config(str(tmp_path), "regress", str(tmp_path / "run"), targets=("y",))
+    assert (
+        "held-out recording 'z.csv' has the values of 'a.csv', which is trained on"
+        in open_dataset(config).remarks
+    )

@@ -11,6 +11,7 @@ import torch
 
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
+from throughtime.app.dataset import training_stream
 from throughtime.app.report.run_page import write_report
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
@@ -87,7 +88,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         range(3),
         updates(
             net,
-            training._make_stream(training.dataset),
+            training_stream(training.dataset, training.config, 1),
             torch.nn.CrossEntropyLoss(),
             gradient=Exact(segment=150),
         ),

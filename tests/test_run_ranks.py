@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -219,6 +220,16 @@ def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
             )
         ),
     )
+    other = on_two_ranks(folder, "apart")
+    yield (
+        "other rate",
+        outcome(lambda: Training.begin(make_config(other | {"lr": 0.001 + rank}), team)),
+    )
+    data = str(folder / ("other" if rank else "data"))
+    yield (
+        "other data",
+        outcome(lambda: Training.begin(make_config(other | {"data": data}), team)),
+    )
     broken = Training.begin(make_config(on_two_ranks(folder, "broken")), team)
     if rank:
         broken.loss_fn = NoNumber()
@@ -258,6 +269,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Runs of two ranks in `running`, and the same of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     write_recordings(folder / "data")
+    labels = np.load(write_recordings(folder / "other") / "1_y.npy")
+    labels[17], labels[18] = labels[18], labels[17] + 1
+    np.save(folder / "other" / "1_y.npy", labels % 3)
     for variant in VARIANTS:
         finish(values(folder, f"one-{variant}", variant))
     finish(values(folder, "half", "horizon") | {"lanes": 2})
@@ -316,7 +330,9 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
             ),
             0,
         ),
-        ("apart", "starts with other weights than rank 0", 0),
+        ("apart", "do not train the same run: seed is 1 on rank 1 and 0 on rank 0", 0),
+        ("other rate", "do not train the same run: lr is 1.001 on rank 1 and 0.001 on rank 0", 0),
+        ("other data", "the checksum of recording '1' in split train is ", 0),
         ("broken", "rank 1: training diverged at update 1: the loss is nan", 1),
         ("masked", "an epoch passed without a single step that counts", 0),
     ],
@@ -466,6 +482,24 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
     assert again.output.count("error: ") == 1
     assert "holds a run already" in again.output
     assert "Traceback" not in again.output
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_learning_rate_on_one_rank_is_refused(data: Path) -> None:
+    script = data / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from throughtime.app.cli import main\n"
+        "sys.argv += ['--lr', '0.01'] if os.environ['RANK'] == '1' else []\n"
+        "main()\n",
+        encoding="utf-8",
+    )
+    words = [*torchrun(2), str(script), *flags(on_two_ranks(data, "run"))]
+    with started(words, data / "log") as command:
+        assert command.ended() != 0
+    expected = "the ranks do not train the same run: lr is 0.01 on rank 1 and 0.001 on rank 0"
+    assert command.output.count(expected) == 1
+    assert not (data / "run").exists()
 
 
 @pytest.mark.slow

@@ -1,37 +1,132 @@
-"""Files that are either the old one or the new one, whatever happens in between."""
+"""Files that are either the old ones or the new ones, and files that one process at a time holds.
+
+A lock belongs to an open file (`flock` of Linux and macOS), so the system releases it when its
+process ends, however it ends. Windows has no `flock`: nothing is locked there. On NFS the lock
+holds between machines unless the mount says `nolock` or `local_lock`; on Lustre it needs the mount
+option `flock`, without which the system refuses it.
+"""
 
 import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+_locked: set[IO[bytes]] = set()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes to a temporary file beside `path`, syncs it, then renames it over `path`.
+def write_atomically(path: Path, content: bytes | bytearray) -> None:
+    """Write a temporary file beside `path`, sync it, then rename it over `path`.
 
     A crash or a full disk leaves the previous file untouched; the temporary file is removed on
     error. Cost: one extra copy on disk while writing.
 
     Raises:
-        OSError: as the system gave it (no space, no permission).
+        OSError: as the system gave it (no space, no permission), with the name of the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, bytes | bytearray]) -> None:
+    """Write several files: all of them are on the disk before the first is renamed.
+
+    A full disk leaves all previous files. A crash between two renames leaves the first files new
+    and the last ones old, in the order of `contents`.
+
+    Raises:
+        OSError: as `write_atomically`.
+    """
+    temporaries = {path: path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for path, temporary in temporaries.items():
+            with named_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with temporary.open("wb") as file:
+                    file.write(contents[path])
+                    file.flush()
+                    os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            with named_errors(path):
+                temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    for folder in {path.parent for path in contents}:
+        sync(folder)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself durable; Windows cannot open folders and does not need it."""
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, durable; Windows cannot open folders.
+
+    Raises:
+        OSError: as the system gave it.
+    """
     if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@contextmanager
+def named_errors(path: Path) -> Generator[None]:
+    """Errors of the system inside it name this file; a failed write by itself names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def exclusive(path: Path, *, wait: bool) -> Generator[IO[bytes]]:
+    """Hold the lock of a file, which is made for it and removed afterwards.
+
+    Readers and writers that ask for no lock are not hindered. A forked child does not hold it.
+
+    Args:
+        path: the file.
+        wait: for the process that holds it.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is false.
+        OSError: the folder is not writable, or its file system has no locks.
+    """
+    while True:
+        with path.open("ab") as file:
+            with named_errors(path):
+                _lock(file, wait=wait)
+            try:
+                current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                current = False
+            if current:  # else the process that had the lock renamed or removed it: try again
+                _locked.add(file)
+                try:
+                    yield file
+                finally:
+                    if file in _locked:
+                        _locked.discard(file)
+                        with suppress(PermissionError):  # Windows removes no open file
+                            path.unlink(missing_ok=True)
+                return
+
+
+def _lock(file: IO[bytes], *, wait: bool) -> None:
+    with suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _close_locked() -> None:
+    """In a forked child, which could outlive its parent: close the files and lock nothing."""
+    while _locked:
+        _locked.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locked)

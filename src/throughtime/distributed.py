@@ -45,6 +45,17 @@ class RankError(RunError):
     """
 
 
+_SAME_WEIGHTS = (
+    "Call torch.manual_seed(...) before the net is made, load and freeze the same weights on every"
+    " rank, and step with the same optimizer, learning rate and clipping."
+)
+
+
+def differing_keys(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """The keys whose values differ, in order; a key that one of them lacks is among them."""
+    return [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This rank among the others.
@@ -90,38 +101,39 @@ class Ranks:
             distributed.broadcast(shared, src=0)
         return int(shared)
 
-    def check_equal(self, weights: Mapping[str, Tensor], plan: Mapping[str, object]) -> None:
+    def check_equal(
+        self, weights: Mapping[str, Tensor], plan: Mapping[str, object] | None = None
+    ) -> None:
         """Refuses to train what is not one net, or not on one plan of who plays what.
 
         Args:
             weights: by name.
-            plan: what must be the same everywhere: recordings, lanes, seed, place, policy.
+            plan: what must be the same everywhere: recordings, lanes, seed, place, policy; `None`
+                after an update, which must leave the same weights everywhere.
 
         Raises:
             RankError: something differs between ranks; it is named.
         """
         mine = {
             **{f"weight '{name}'": _digest(w) for name, w in weights.items()},
-            **{key: repr(value) for key, value in plan.items()},
+            **{key: repr(value) for key, value in (plan or {}).items()},
         }
         everyone: list[Any] = [None] * self.count
         with rank_errors():
             distributed.all_gather_object(everyone, mine)
-        first = everyone[0]
         for rank, other in enumerate(everyone):
-            apart = [
-                key for key in dict.fromkeys((*first, *other)) if first.get(key) != other.get(key)
-            ]
-            if apart and apart[0].startswith("weight"):
+            keys = differing_keys(everyone[0], other)
+            if keys and keys[0].startswith("weight"):
+                has = "has after the first update" if plan is None else "starts with"
                 raise RankError(
-                    f"rank {rank} starts with other weights than rank 0 ({apart[0]} and"
-                    f" {len(apart) - 1} more): their gradients would be added to different nets."
-                    " Call torch.manual_seed(...) before the net is made, and load and freeze the"
-                    " same weights on every rank."
+                    f"rank {rank} {has} other weights than rank 0 ({keys[0]} and"
+                    f" {len(keys) - 1} more): their gradients would be added to different nets."
+                    f" {_SAME_WEIGHTS}"
                 )
-            if apart:
+            if keys:
                 differences = "; ".join(
-                    f"{key} is {first.get(key)} there and {other.get(key)} here" for key in apart
+                    f"{key} is {everyone[0].get(key)} there and {other.get(key)} here"
+                    for key in keys
                 )
                 raise RankError(
                     f"rank {rank} would not play its share of the plan of rank 0:"

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from throughtime import _safetensors
 from throughtime._files import write_atomically
 from throughtime.errors import StateError
 
 State: TypeAlias = (
     Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
 )
+
+_KIND = "throughtime.state/1"
 
 
 def _children(tree: State, path: str) -> list[tuple[str, State]]:
@@ -289,7 +290,14 @@ def stack(states: Sequence[State]) -> State:
 
 
 def save(state: State, path: str | Path) -> None:
-    """Writes a state as safetensors (no pickle): to a temporary file, synced, then renamed."""
+    """Writes a state as safetensors (no pickle): to a temporary file, synced, then renamed.
+
+    The file contains a checksum, which `load` compares.
+
+    Raises:
+        StateError: two leaves have one name.
+        OSError: the file cannot be written; the previous one is untouched.
+    """
     named = list(leaves(state))
     tensors = {
         name: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -301,9 +309,7 @@ def save(state: State, path: str | Path) -> None:
             f"two leaves of the state are both called '{twice[0]}': a key with a dot in it looks"
             " like nesting; rename it"
         )
-    write_atomically(
-        Path(path), safetensors.torch.save(tensors, metadata={"format": "throughtime.state/1"})
-    )
+    write_atomically(Path(path), _safetensors.to_bytes(_KIND, None, tensors))
 
 
 def load(path: str | Path, like: State) -> State:
@@ -314,12 +320,12 @@ def load(path: str | Path, like: State) -> State:
         like: a state of the structure expected, usually `net.initial_state(lanes)`.
 
     Raises:
-        StateError: the file is no state, or its leaves, shapes or dtypes are not those of `like`;
-            all differences are listed.
+        StateError: the file is damaged or no state, or its leaves, shapes or dtypes are not those
+            of `like`; all differences are listed.
     """
     try:
-        loaded = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        _, loaded = _safetensors.read_tensors(Path(path), _KIND)
+    except (OSError, ValueError) as error:
         raise StateError(
             f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote"
         ) from error
@@ -332,18 +338,26 @@ def unflatten(values: Mapping[str, Tensor], like: State, *, source: str) -> Stat
     Every difference is listed.
     """
     expected_leaves = dict(leaves(like))
-    faults = [f"leaf '{name}' is missing" for name in expected_leaves if name not in values]
-    faults += [f"leaf '{name}' is unknown" for name in values if name not in expected_leaves]
-    for name in expected_leaves.keys() & values.keys():
-        got, expected = values[name], expected_leaves[name]
-        if got.shape != expected.shape or got.dtype != expected.dtype:
-            faults.append(
-                f"leaf '{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)}"
-                f" {expected.dtype}"
-            )
+    faults = differences(values, expected_leaves, "leaf")
     if faults:
         raise StateError(
-            f"{source}: not a state of this model and lane count: " + "; ".join(sorted(faults))
+            f"{source}: not a state of this model and lane count: " + "; ".join(faults)
         )
     names = iter(expected_leaves)
     return map_leaves(lambda leaf: values[next(names)].to(leaf.device), like)
+
+
+def differences(
+    values: Mapping[str, Tensor], expected: Mapping[str, Tensor], noun: str
+) -> list[str]:
+    """A fault for each name, shape and dtype of `values` that is not as expected, sorted."""
+    faults = [f"{noun} '{name}' is missing" for name in expected if name not in values]
+    faults += [f"{noun} '{name}' is unknown" for name in values if name not in expected]
+    for name in expected.keys() & values.keys():
+        got, other = values[name], expected[name]
+        if got.shape != other.shape or got.dtype != other.dtype:
+            faults.append(
+                f"{noun} '{name}' is {tuple(got.shape)} {got.dtype}, expected"
+                f" {tuple(other.shape)} {other.dtype}"
+            )
+    return sorted(faults)

@@ -144,6 +144,8 @@ class Updates(Iterator[Update], Generic[S]):
         stream = self._stream
         if self._failed or not self._checked:
             self._check()
+        elif self._count == 1 and self._ranks.count > 1:
+            self._ranks.check_equal(self._weights())
         if stream is not None and stream._generation != self._generation:
             raise DataError(
                 "the stream was started again or moved while its updates were taken: the carried"
@@ -178,7 +180,8 @@ class Updates(Iterator[Update], Generic[S]):
                 " with load_state_dict"
             )
         if self._ranks.count > 1:
-            plan = {**self._require_stream()._plan(), "gradient": self._gradient}
+            stream = self._require_stream()
+            plan = {**stream._plan(), "gradient": self._gradient, **stream._sample}
             self._ranks.check_equal(self._weights(), plan)
         if self._stream is not None and self._stream.position > 0 and self.state is None:
             if self._ranks.count > 1:  # the others would wait for this rank

@@ -21,7 +21,7 @@ from throughtime.app.model import (
     make_loss,
     one_thread,
 )
-from throughtime.app.run_folder import RunFolder, from_plain, load_checkpoint
+from throughtime.app.run_folder import RunFolder, from_plain
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, audit, reach
 from throughtime.diagnose._slice import json_safe
@@ -146,7 +146,7 @@ class AuditReport:
         """
         try:
             report: AuditReport = from_plain(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit"
                 " again"
@@ -251,9 +251,8 @@ class AuditJob:
         self.options, self.horizons = options, _horizons(options, config, self.stream)
         self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
         _check_shorter(self.horizons[-1], self.steps, self.stream)
-        self.update: int | None = None
-        if folder.checkpoint.is_file():
-            self.update = load_checkpoint(folder.checkpoint)["counts"][0]
+        saved = folder.read_checkpoint()
+        self.update: int | None = None if saved is None else saved["counts"][0]
         self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(config, self.spec))
         self.first = recordings[0]
 

@@ -210,10 +210,10 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     if was_finished:
         again = f"throughtime train --resume {folder.path} --updates {2 * count}"
         out.print(f"already finished at update {count}; to train on: {again}")
-    valid = [row for row in folder.read_metrics() if row["kind"] == "valid"]
+    names = list(training.dataset.spec.metrics().compute())
+    valid = [row for row in folder.read_metrics(names) if row["kind"] == "valid"]
     if valid:
-        names = training.dataset.spec.metrics().compute()
-        metrics = {name: valid[-1][name] for name in names if name in valid[-1]}
+        metrics = {name: valid[-1][name] for name in names}
         print_scores("valid", metrics, valid[-1]["recordings"], folder.metrics)
     write_report(folder)
     out.print(

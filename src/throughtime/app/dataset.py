@@ -5,11 +5,13 @@ Shapes: `T` steps, `C` target columns.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.model import (
@@ -27,7 +29,7 @@ from throughtime.app.recordings import (
     open_recordings,
 )
 from throughtime.errors import DataError
-from throughtime.stream import Recording
+from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
 from throughtime.stream.manifest import ManifestEntry, find_recordings
@@ -35,6 +37,7 @@ from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableReco
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
+_MAX_COPIES = 3  # named in the remarks
 OnPhase = Callable[[str, int, int], None]
 """Called with a phase of the work, what is done of it, and all of it."""
 
@@ -47,6 +50,7 @@ class Dataset:
         train: recordings to train on.
         valid: recordings held out.
         statistics: of the training split.
+        held_out: of the other one.
         spec: the model that fits them.
         remarks: facts that a user should know before training.
     """
@@ -54,6 +58,7 @@ class Dataset:
     train: list[Recording]
     valid: list[Recording]
     statistics: Statistics
+    held_out: Statistics
     spec: ModelSpec
     remarks: tuple[str, ...]
 
@@ -65,6 +70,14 @@ class Dataset:
             "steps": sum(map(len, self.train)),
             "remarks": list(self.remarks),
         }
+
+    def checksums(self) -> dict[str, str]:
+        """A checksum of the values of each recording, by its name and split."""
+        return {
+            f"the checksum of recording '{name}' in split {split}": checksum
+            for split, statistics in (("train", self.statistics), ("valid", self.held_out))
+            for name, checksum in statistics.checksums.items()
+        } | {key: repr(value) for key, value in asdict(self.spec).items()}
 
 
 @dataclass(frozen=True)
@@ -201,9 +214,10 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         remark + _split_counts(listed),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
+        *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
-    return Dataset(list(train), list(valid), statistics, spec, remarks)
+    return Dataset(list(train), list(valid), statistics, held_out, spec, remarks)
 
 
 def recordings_for(spec: ModelSpec, data: Path, split: str, holdout: float) -> list[Recording]:
@@ -280,6 +294,53 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
     return chosen
 
 
+def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
+    """The recordings to train on, in the lanes of this rank."""
+    recordings: list[Recording] = dataset.train
+    if config.train_on == "windows":
+        recordings = list(windows(recordings, config.chunk_steps()))
+    return Stream(
+        recordings,
+        config.lanes // ranks,
+        config.chunk_steps(),
+        seed=config.seed,
+        warm_up=config.warm_up,
+        dtype=dataset.spec.torch_dtype,
+        missing=config.missing,
+        offset=config.offset,
+        hand_off=config.hand_off,
+        workers=config.workers,
+    )
+
+
+def changed_data(
+    spec: ModelSpec,
+    buffers: Mapping[str, Tensor],
+    before: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+) -> list[str]:
+    """How the data differ from those of a checkpoint, in words.
+
+    Args:
+        spec: of the model that fits the data.
+        buffers: the statistics of the training split.
+        before: the spec in the checkpoint, as plain values.
+        weights: the weights and statistics in the checkpoint.
+    """
+    now = asdict(spec)
+    return [
+        f"{key} were {old[key]!r} and are now {value!r}"
+        for new, old in ((now["layout"], before["layout"]), (now, before))
+        for key, value in new.items()
+        if key != "layout" and old[key] != value
+    ] or [
+        f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
+        f" and is now {value.tolist()}"
+        for name, value in buffers.items()
+        if not torch.equal(weights[name], value.cpu())
+    ]
+
+
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     faults = train.faults + valid.faults if config.missing == "error" else []
     faults += [
@@ -342,6 +403,16 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     if statistics.missing_targets:
         remarks.append(f"{statistics.missing_targets} steps masked: they have no target")
     return remarks
+
+
+def _copy_remarks(train: Statistics, valid: Statistics) -> list[str]:
+    """Held-out recordings with the values of one that is trained on, such as a copy of its file."""
+    trained = {checksum: name for name, checksum in train.checksums.items()}
+    return [
+        f"held-out recording '{name}' has the values of '{trained[checksum]}', which is trained on"
+        for name, checksum in valid.checksums.items()
+        if checksum in trained
+    ][:_MAX_COPIES]
 
 
 def _frame_remarks(sources: Sequence[SourceRecording], frame_size: int) -> list[str]:

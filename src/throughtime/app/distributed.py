@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -24,7 +24,9 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from throughtime.app.config import Config
 from throughtime.app.run_folder import to_cpu
+from throughtime.distributed import differing_keys
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
+from throughtime.stream.manifest import join_faults
 
 T = TypeVar("T")
 _PATIENCE = 30.0  # seconds in which a rank started here must end once the process group is gone
@@ -114,6 +116,17 @@ class Team:
         elif error is not None:
             raise error
 
+    def check_equal(self, values: Mapping[str, object]) -> None:
+        """Refuse ranks whose values are not those of the first; all ranks must call it together.
+
+        Raises:
+            TeamError: what differs, and on which rank.
+        """
+        if self.count == 1:
+            return
+        everyone = self.gather({key: repr(value) for key, value in values.items()})
+        self.on_first(lambda: _refuse_differences(everyone))
+
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank: one small message."""
         if self.count == 1:
@@ -145,6 +158,19 @@ class Team:
         raise TeamError(text if rank == 0 else f"rank {rank}: {text}", is_origin=is_origin) from (
             error
         )
+
+
+def _refuse_differences(everyone: Sequence[Mapping[str, str]]) -> None:
+    for rank, other in enumerate(everyone):
+        if keys := differing_keys(everyone[0], other):
+            faults = [
+                f"{key} is {other.get(key)} on rank {rank} and {everyone[0].get(key)} on rank 0"
+                for key in keys
+            ]
+            raise RunError(
+                f"the ranks do not train the same run: {join_faults(faults)}. Start all of them"
+                " with the same command, on the same data and run folder"
+            )
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

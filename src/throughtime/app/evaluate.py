@@ -14,10 +14,16 @@ import numpy as np
 import torch
 
 from throughtime import state as trees
-from throughtime._files import write_atomically
+from throughtime._files import named_errors, write_atomically
 from throughtime.app.config import Config
-from throughtime.app.dataset import recordings_for
-from throughtime.app.model import ModelSpec, check_device, load_model, one_thread
+from throughtime.app.dataset import OnPhase, recordings_for
+from throughtime.app.model import (
+    ModelSpec,
+    check_device,
+    load_model,
+    one_thread,
+    unbroken_stream,
+)
 from throughtime.app.recordings import (
     concat_tables,
     input_recording,
@@ -26,16 +32,17 @@ from throughtime.app.recordings import (
     rates_of,
 )
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.train import EVALUATION_LANES, evaluate_recordings
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError
-from throughtime.predict import Evaluation, predict
+from throughtime.predict import Evaluation, Evaluator, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import find_recordings
 
 _CHUNK = 1024
+_LANES = 64  # recordings evaluated at the same time
+_EVALUATION_CHUNK = 512
 Missing: TypeAlias = Literal["error", "mask"]
 
 
@@ -93,6 +100,24 @@ def open_run(
     return RunOnData(net.to(device), spec, config, path, split, recordings)
 
 
+def evaluate_recordings(
+    net: Carried,
+    spec: ModelSpec,
+    recordings: list[Recording],
+    config: Config,
+    on_phase: OnPhase | None = None,
+) -> Evaluation:
+    """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
+    lanes = min(len(recordings), _LANES)
+    stream = unbroken_stream(recordings, spec, config, lanes, _EVALUATION_CHUNK)
+    evaluator = Evaluator(net, metrics=spec.metrics())
+    for chunk in stream:
+        evaluator.add(chunk)
+        if on_phase is not None:
+            on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
+    return evaluator.result(stream)
+
+
 def evaluate_run(
     folder: RunFolder, data: Path | None, split: str | None, missing: Missing | None
 ) -> tuple[str, Evaluation]:
@@ -102,7 +127,7 @@ def evaluate_run(
         The name of the split, and the metrics.
     """
     net, spec, config, data, split, recordings = open_run(folder, data, split, missing)
-    with one_thread(when=spec.is_small(min(len(recordings), EVALUATION_LANES))):
+    with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
         scores = evaluate_recordings(net, spec, recordings, config)
     content = {
         "split": split,
@@ -231,7 +256,7 @@ def predict_to_file(
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
-        with temporary.open(**mode) as file:
+        with named_errors(out), temporary.open(**mode) as file:
             _, after = predict(
                 net,
                 recording,

@@ -20,17 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from throughtime import _safetensors
 from throughtime.app.config import Config, weights_by_class
 from throughtime.app.recordings import DataLayout, SourceRecording
-from throughtime.app.run_folder import from_plain, load_tensors, save_tensors
+from throughtime.app.run_folder import from_plain, load_tensors, one_line
 from throughtime.carry.carried import Carried, carry
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.predict import predict
+from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Part, StepArrays
+from throughtime.stream.manifest import join_faults
+from throughtime.stream.recording import Part, StepArrays, StepChecksum
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -83,6 +86,7 @@ class Statistics:
         rising: input columns that increase strictly within every block.
         faults: one message for each recording with such inputs.
         bad_targets: one message for each block with infinite targets.
+        checksums: of the values of each recording, by its name.
     """
 
     inputs: Moments = field(default_factory=Moments)
@@ -94,6 +98,7 @@ class Statistics:
     rising: Array = field(default_factory=lambda: np.ones(1, dtype=np.bool_))
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
+    checksums: dict[str, str] = field(default_factory=dict[str, str])
 
     def add_inputs(self, inputs: Array) -> None:
         """Add a block of inputs `(n, D)`."""
@@ -140,7 +145,7 @@ def collect_statistics(
     statistics = Statistics()
     width: tuple[str, int] | None = None
     for recording in recordings:
-        missing, first = 0, ""
+        missing, first, checksum = 0, "", StepChecksum()
         for start, steps in read_blocks(recording):
             inputs = _features(steps)
             width = width or (recording.name, inputs.shape[1])
@@ -154,6 +159,7 @@ def collect_statistics(
                 step, column = np.argwhere(bad)[0]
                 first = f"step {start + step}, column {column}"
             missing += int(bad.any(axis=1).sum())
+            checksum.add(steps)
             statistics.add_inputs(inputs)
             if steps.targets is not None and classify:
                 statistics.add_classes(steps.targets)
@@ -161,6 +167,7 @@ def collect_statistics(
                 statistics.add_targets(recording.name, start, steps.targets)
             if on_steps is not None:
                 on_steps(len(inputs))
+        statistics.checksums[recording.name] = str(checksum)
         statistics.steps += len(recording)
         statistics.missing += missing
         if missing:
@@ -466,22 +473,28 @@ def _busiest(targets: Array) -> int:
     return starts[activity.index(max(activity))]
 
 
-def save_model(path: Path, net: Carried, spec: ModelSpec) -> None:
-    """Write weights, statistics and description into one safetensors file."""
-    state = net.module.state_dict()
-    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    save_tensors(path, _MODEL, asdict(spec), tensors)
+def model_bytes(net: Carried, spec: ModelSpec) -> bytes | bytearray:
+    """The content of a model file: weights, statistics and description."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in net.module.state_dict().items()}
+    return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
 
 
 def load_model(path: Path) -> tuple[Carried, ModelSpec]:
-    """The net and its description from a file that `save_model` wrote.
+    """The net and its description from a file that holds `model_bytes`.
 
     Raises:
-        RunError: no such file, or one that holds no model of throughtime.
+        RunError: no such file, a damaged one, or one that holds no model of throughtime.
     """
-    hint = "is it the folder of a run that has reached its first checkpoint?"
+    hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
     values, tensors = load_tensors(path, _MODEL, hint)
-    spec: ModelSpec = from_plain(ModelSpec, values)
-    net = build_model(spec)
+    try:
+        spec: ModelSpec = from_plain(ModelSpec, values)
+        with torch.device("meta"):  # sizes are compared before memory is taken for them
+            faults = differences(tensors, build_model(spec).module.state_dict(), "tensor")
+        if faults:
+            raise ValueError(join_faults(faults))
+        net = build_model(spec)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error
     net.module.load_state_dict(tensors)
     return net, spec

@@ -15,18 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime._files import write_atomically
+from throughtime._files import write_atomically, write_together
 from throughtime.app.config import Config, counted
-from throughtime.app.dataset import Dataset, OnPhase, idle_remarks, open_dataset
+from throughtime.app.dataset import (
+    Dataset,
+    OnPhase,
+    changed_data,
+    idle_remarks,
+    open_dataset,
+    training_stream,
+)
 from throughtime.app.distributed import Team
+from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.model import (
-    ModelSpec,
     build_model,
     check_device,
     make_loss,
-    save_model,
+    model_bytes,
     set_statistics,
-    unbroken_stream,
 )
 from throughtime.app.policy import (
     make_policy,
@@ -34,37 +40,15 @@ from throughtime.app.policy import (
     updates_per_epoch,
     with_fixed_chunk,
 )
-from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
-from throughtime.carry.carried import Carried
+from throughtime.app.run_folder import RunFolder, checkpoint_bytes, one_line
 from throughtime.distributed import RankError
-from throughtime.errors import DataError, RunError
+from throughtime.errors import DataError, RunError, ThroughtimeError
 from throughtime.gradient import Update
 from throughtime.metrics import Metrics
-from throughtime.predict import Evaluation, Evaluator
-from throughtime.stream import Recording, Stream, windows
+from throughtime.stream.manifest import join_faults
 from throughtime.updates import Updates, updates
 
-EVALUATION_LANES = 64  # recordings evaluated at the same time
-EVALUATION_CHUNK = 512
 _LOG_LINES = 200  # of a run
-
-
-def evaluate_recordings(
-    net: Carried,
-    spec: ModelSpec,
-    recordings: list[Recording],
-    config: Config,
-    on_phase: OnPhase | None = None,
-) -> Evaluation:
-    """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
-    lanes = min(len(recordings), EVALUATION_LANES)
-    stream = unbroken_stream(recordings, spec, config, lanes, EVALUATION_CHUNK)
-    evaluator = Evaluator(net, metrics=spec.metrics())
-    for chunk in stream:
-        evaluator.add(chunk)
-        if on_phase is not None:
-            on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
-    return evaluator.result(stream)
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,7 @@ class Training:
         self.net.to(config.device)
         self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
-        self.stream = self._make_stream(dataset)
+        self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.dataset = replace(dataset, remarks=(*dataset.remarks, *idle_remarks(idle)))
         policy = make_policy(config)  # on every rank, which imports a user's file
@@ -141,11 +125,14 @@ class Training:
         team = team or Team()
         data = str(Path(config.data).resolve())
         resolved = team.on_all(lambda: resolve_gradient(replace(config, data=data)))
-        folder = team.on_first(lambda: RunFolder.check_free(resolved))
+        team.check_equal(_shared_settings(resolved))
+        folder = RunFolder(Path(resolved.out))
+        team.on_first(folder.check_free)
         training = team.on_all(
             lambda: cls(resolved, _open(resolved, on_phase), folder, team, on_phase)
         )
-        team.on_first(lambda: RunFolder.create(resolved))
+        team.check_equal(training.dataset.checksums())
+        team.on_first(lambda: folder.create(resolved))
         return training
 
     @classmethod
@@ -176,43 +163,40 @@ class Training:
         further = updates is not None or epochs is not None
 
         def load() -> "Training":
-            config = folder.read_config()
+            config, saved = folder.read_config(), folder.read_checkpoint()
             if further:
                 config = replace(config, updates=updates, epochs=epochs)
+            at = "the start" if saved is None else f"update {saved['counts'][0]}"
+            team.check_equal({**_shared_settings(config), "the checkpoint of the run": at})
             training = cls(config, _open(config, on_phase), folder, team, on_phase)
-            if folder.checkpoint.is_file():
-                training._load(load_checkpoint(folder.checkpoint))
+            team.check_equal(training.dataset.checksums())
+            if saved is not None:
+                training._load(saved)
             if further:
                 training.finished = training._is_over()
             return training
 
-        def tidy() -> None:
+        def tidy() -> int:
             folder.remove_temporary_files()
-            folder.truncate_metrics(training.rows)
+            rows = folder.truncate_metrics(training.rows)
+            if folder.checkpoint.exists():
+                folder.restore_model(model_bytes(training.net, training.dataset.spec))
             if further and not training.finished:
                 write_atomically(folder.config, training.config.to_toml().encode())
+            return rows
 
-        training = team.on_all(load)
-        team.on_first(tidy)
+        def lock() -> None:
+            folder.read_config()
+            folder.lock()
+
+        try:
+            team.on_first(lock)
+            training = team.on_all(load)
+            training.rows = team.on_first(tidy)
+        except BaseException:
+            folder.unlock()
+            raise
         return training
-
-    def _make_stream(self, dataset: Dataset) -> Stream:
-        config = self.config
-        recordings: list[Recording] = dataset.train
-        if config.train_on == "windows":
-            recordings = list(windows(recordings, config.chunk_steps()))
-        return Stream(
-            recordings,
-            config.lanes // self.team.count,
-            config.chunk_steps(),
-            seed=config.seed,
-            warm_up=config.warm_up,
-            dtype=dataset.spec.torch_dtype,
-            missing=config.missing,
-            offset=config.offset,
-            hand_off=config.hand_off,
-            workers=config.workers,
-        )
 
     @property
     def waiting(self) -> float:
@@ -225,8 +209,13 @@ class Training:
 
     def run(self) -> Iterator[TrainProgress]:
         """Train to the end, or until `stop`: log, validate, save; yield each line of the log."""
-        if self.finished:
-            return
+        try:
+            if not self.finished:
+                yield from self._run()
+        finally:
+            self.folder.unlock()
+
+    def _run(self) -> Iterator[TrainProgress]:
         self._begin_log()
         started, saved = time.monotonic() - self.seconds, time.monotonic()
         log_every = max(1, self.total // _LOG_LINES)
@@ -372,10 +361,11 @@ class Training:
             self._overhead += time.monotonic() - started
 
     def _diverged(self, update: int, what: str) -> RunError:
+        exists = self.folder.checkpoint.is_file()
+        last = "The last checkpoint is untouched" if exists else "There is no checkpoint yet"
         return RunError(
-            f"training diverged at update {update}: {what.rstrip('.')}. The last checkpoint is"
-            f" untouched; try a lower --lr (now {self.config.lr}) or --max-norm (now"
-            f" {self.config.max_norm})"
+            f"training diverged at update {update}: {what.rstrip('.')}. {last}; try a lower --lr"
+            f" (now {self.config.lr}) or --max-norm (now {self.config.max_norm})"
         )
 
     def save(self) -> None:
@@ -412,8 +402,13 @@ class Training:
             "spec": asdict(self.dataset.spec),
         }
         try:
-            save_model(self.folder.model, self.net, self.dataset.spec)
-            save_checkpoint(self.folder.checkpoint, content)
+            self.folder.sync_metrics()
+            write_together(
+                {
+                    self.folder.checkpoint: checkpoint_bytes(content),
+                    self.folder.model: model_bytes(self.net, self.dataset.spec),
+                }
+            )
         except OSError as error:
             exists = self.folder.checkpoint.is_file()
             previous = "the previous one is untouched" if exists else "there is no earlier one"
@@ -423,10 +418,36 @@ class Training:
             ) from error
 
     def _load(self, saved: Mapping[str, Any]) -> None:
+        """Take over the content of a checkpoint.
+
+        Raises:
+            RunError, DataError: it is not one of this run, of these ranks or of these data.
+        """
+        try:
+            self._take(saved)
+        except ThroughtimeError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            raise RunError(
+                f"{self.folder.checkpoint}: not a checkpoint of this run"
+                f" ({type(error).__name__}: {one_line(error)}); put back a copy, or begin the run"
+                " again with another --out"
+            ) from error
+
+    def _take(self, saved: Mapping[str, Any]) -> None:
         position = self._position_in(saved)
-        self._check_same_data(saved)
+        buffers = dict(self.net.module.named_buffers())
+        if faults := changed_data(self.dataset.spec, buffers, saved["spec"], saved["net"]):
+            raise DataError(
+                f"the data of {self.folder.path} have changed since the run was started: "
+                + join_faults(faults)
+            )
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        for weight, moments in self.optimizer.state.items():
+            shapes = {value.shape for value in moments.values() if value.ndim}
+            if shapes - {weight.shape}:
+                raise ValueError(f"moments of {shapes} for a weight of {weight.shape}")
         self.count, self.rows, self.frames, self._loss_steps = saved["counts"]
         self.seconds, self._overhead = saved["seconds"]
         self._loss_sum.copy_(saved["loss_sum"])
@@ -450,25 +471,10 @@ class Training:
             )
         return positions[self.team.rank]
 
-    def _check_same_data(self, saved: Mapping[str, Any]) -> None:
-        """Compare the model's shape, classes and statistics with those of the checkpoint."""
-        now, before = asdict(self.dataset.spec), saved["spec"]
-        faults = [
-            f"{key} were {old[key]!r} and are now {value!r}"
-            for new, old in ((now["layout"], before["layout"]), (now, before))
-            for key, value in new.items()
-            if key != "layout" and old[key] != value
-        ] or [
-            f"'{name}', a statistic of the training split, was {saved['net'][name].tolist()}"
-            f" and is now {value.tolist()}"
-            for name, value in self.net.module.named_buffers()
-            if not torch.equal(saved["net"][name], value.cpu())
-        ]
-        if faults:
-            raise DataError(
-                f"the data of {self.folder.path} have changed since the run was started: "
-                + "; ".join(faults)
-            )
+
+def _shared_settings(config: Config) -> dict[str, object]:
+    """The settings that all ranks must have; the path of the data may differ by machine."""
+    return {key: value for key, value in asdict(config).items() if key != "data"}
 
 
 def _open(config: Config, on_phase: OnPhase | None) -> Dataset:

@@ -85,7 +85,10 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
             f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no"
             f" {' or '.join(MANIFESTS)}"
         )
-    return [ManifestEntry(path.name, "", (path,)) for path in paths]
+    entries = [ManifestEntry(path.name, "", (path,)) for path in paths]
+    if faults := _duplicates(entries):
+        raise DataError(f"{data}: {join_faults(faults)}")
+    return entries
 
 
 def header_of(path: Path) -> tuple[str, ...]:
@@ -216,20 +219,33 @@ def _exists(path: Path) -> bool:
 
 
 def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
+    """Entries of one name, and entries of the same files under several names or links."""
     faults: list[str] = []
     names: set[str] = set()
-    owners: dict[tuple[Path, ...], str] = {}
+    owners: dict[frozenset[object], ManifestEntry] = {}
     for entry in entries:
         if entry.name in names:
             faults.append(f"'{entry.name}' is listed twice")
         names.add(entry.name)
-        owner = owners.setdefault(
-            tuple(path.resolve() if _exists(path) else path for path in entry.inputs), entry.name
-        )
-        if owner != entry.name:
-            same = ", ".join(map(str, entry.inputs))
+        owner = owners.setdefault(frozenset(map(_identity, entry.inputs)), entry)
+        if owner.name != entry.name:
+            files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))
             faults.append(
-                f"'{owner}' and '{entry.name}' are the same recording, {same}: list it once, in one"
-                " split"
+                f"'{owner.name}' and '{entry.name}' are the same recording, {', '.join(files)}:"
+                " keep one of them, in one split"
             )
     return faults
+
+
+def _identity(path: Path) -> object:
+    """What two names of one file have in common, whether a link of either kind or another path.
+
+    Size and time are compared as well, since some network file systems number files carelessly.
+    """
+    try:
+        stat = path.stat()
+    except OSError:  # reported where it is opened
+        return path
+    if not stat.st_ino:
+        return path.resolve()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

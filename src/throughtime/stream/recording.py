@@ -4,6 +4,7 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 """
 
 import difflib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,6 +19,8 @@ from throughtime.stream import formats
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IntervalLabels, interval_labels, periodic_labels
 
+_SAMPLE = 16  # steps
+
 
 class StepArrays(NamedTuple):
     """Consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`.
@@ -28,6 +31,26 @@ class StepArrays(NamedTuple):
     inputs: Array
     targets: Array | None
     static: Array | None = None
+
+
+class StepChecksum:
+    """CRC-32 of inputs, targets and static features, over blocks of steps in order."""
+
+    def __init__(self) -> None:
+        self._sums = [0, 0, 0]
+
+    def add(self, steps: StepArrays) -> None:
+        """Add a block; its length must be the same wherever checksums are compared."""
+        for i, values in enumerate(steps):
+            if values is not None:
+                array = np.asarray(values)
+                content = (
+                    repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+                )
+                self._sums[i] = zlib.crc32(content, self._sums[i])
+
+    def __str__(self) -> str:
+        return "".join(f"{value:08x}" for value in self._sums)
 
 
 @runtime_checkable
@@ -46,6 +69,26 @@ class Recording(Protocol):
     def read(self, start: int, stop: int) -> StepArrays:
         """The steps from `start` to before `stop`."""
         ...
+
+
+def sample_checksum(recording: Recording) -> str:
+    """A checksum of the first, middle and last steps.
+
+    An error while reading is the result: other ranks wait for one. So is "random" if two reads
+    differ, as where `read` adds noise.
+    """
+    size, half = len(recording), len(recording) // 2
+    spans = [(0, _SAMPLE), (half, half + _SAMPLE), (size - _SAMPLE, size)]
+    sums: list[str] = []
+    try:
+        for _ in range(2):
+            checksum = StepChecksum()
+            for start, stop in spans:
+                checksum.add(recording.read(max(0, start), min(stop, size)))
+            sums.append(str(checksum))
+    except Exception as error:  # noqa: BLE001 (a recording may be anybody's)
+        return f"missing ({type(error).__name__}: {error})"
+    return sums[0] if sums[0] == sums[1] else "random"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Never
 
@@ -22,10 +23,11 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
 from throughtime.stream._prefetch import ProcessReader, Reader, ThreadReader, Workers
 from throughtime.stream.lanes import LaneSchedule
-from throughtime.stream.recording import Recording, as_recording, with_one_kind
+from throughtime.stream.recording import Recording, as_recording, sample_checksum, with_one_kind
 
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
+_SAMPLED = 32  # recordings that ranks compare, at most
 
 
 class Shard(NamedTuple):
@@ -448,6 +450,15 @@ class Stream:
     def _plan(self) -> dict[str, Any]:
         """What all ranks must have in common: the schedule, and the position in it."""
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
+
+    @cached_property
+    def _sample(self) -> dict[str, str]:
+        """Checksums of some steps of some recordings, which must be the same on all ranks."""
+        step = -(-len(self.recordings) // _SAMPLED)
+        chosen = list(enumerate(self.recordings))[::step]
+        return {
+            f"the checksum of recording {i}, '{r.name}',": sample_checksum(r) for i, r in chosen
+        }
 
     def _identity(self) -> dict[str, Any]:
         names = "\n".join(

@@ -42,14 +42,14 @@ def write_report(folder: RunFolder) -> Path:
     Raises:
         RunError: log lines are missing, or a file holds something else.
     """
-    config, rows = folder.read_config(), folder.read_metrics()
+    config, (net, spec) = folder.read_config(), load_model(folder.model)
+    names = tuple(spec.metrics().compute())
+    rows = folder.read_metrics(names)
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
         raise RunError(
             f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
             " written"
         )
-    net, spec = load_model(folder.model)
-    names = tuple(spec.metrics().compute())
     split = "valid" if rows[0]["valid"] else "train"
     sections = [
         Section(
@@ -199,7 +199,7 @@ def _score_sections(
             scores[split] = _score_parts(
                 split, names, content["metrics"], content["recordings"], data
             )
-        except (json.JSONDecodeError, KeyError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
                 " eval again"
@@ -248,7 +248,7 @@ def _score_parts(
 
 def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Section]:
     """The results of `audit`, if it has measured the run."""
-    if not folder.audit.is_file():
+    if not folder.audit.exists():
         return []
     from throughtime.app.audit import AuditReport
     from throughtime.app.report.audit_section import audit_figures, audit_table, trace_parts

@@ -14,10 +14,11 @@ import warnings
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from throughtime._files import exclusive
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 
@@ -175,7 +176,8 @@ def open_cached(
         with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is damaged
             return CacheFile(path)
         folder.mkdir(parents=True, exist_ok=True)
-        with _exclusive(path.with_suffix(".tmp")) as temporary:
+        temporary = path.with_suffix(".tmp")
+        with exclusive(temporary, wait=True):
             with contextlib.suppress(FileNotFoundError, ValueError):
                 return CacheFile(path)  # another process has written it meanwhile
             with stamp.path.open("rb") as file:
@@ -196,23 +198,3 @@ def open_cached(
                 stacklevel=2,
             )
         return None
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Generator[Path, None, None]:
-    """A temporary file that one process at a time writes; the system unlocks a killed one's."""
-    import fcntl
-
-    while True:
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                current = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                current = False
-            if current:  # else the process that had the lock renamed or removed it: try again
-                try:
-                    yield path
-                finally:
-                    path.unlink(missing_ok=True)
-                return
