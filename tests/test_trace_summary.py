@@ -53,6 +53,56 @@ def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:
     assert row(linear(0.99)).lifetime == STEPS
 
 
+def remembering_lstm(forget: float) -> nn.LSTM:
+    """An LSTM in double precision whose forget gate is about `forget`."""
+    torch.manual_seed(0)
+    net = nn.LSTM(3, 4).double()
+    weights = dict(net.named_parameters())
+    with torch.no_grad():
+        weights["weight_hh_l0"].mul_(0.1)
+        weights["bias_ih_l0"][4:8] = math.log(forget / (1 - forget))
+        weights["bias_hh_l0"][4:8] = 0
+    return net
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_forget_gate_that_scales_a_state_of_zero_has_not_vanished(given: bool) -> None:
+    net, x = remembering_lstm(0.99), torch.randn(40, 2, 3, dtype=torch.float64)
+    x[:3] = 0
+    weights = dict(net.named_parameters())
+    with torch.no_grad():  # c stays zero while the inputs are
+        weights["bias_ih_l0"][8:12] = -weights["bias_hh_l0"][8:12]
+    state = (torch.zeros(1, 2, 4, dtype=torch.float64),) * 2 if given else None
+    with trace(net) as found:
+        net(x, state)[0][-1].square().sum().backward()
+    assert found["layer0.f[0]"].tolist() == [0, 0]
+    assert row(found, "layer0.f").in_words() == "reaches the first step"
+    assert row(found, "layer0.f").lifetime == 40
+
+
+def test_a_forget_gate_vanishes_where_its_state_does() -> None:
+    net, x = remembering_lstm(0.5), torch.randn(60, 2, 3, dtype=torch.float64)
+    with trace(net) as found:
+        net(x)[0][-1].square().sum().backward()
+    vanished = row(found, "layer0.f").vanished, row(found, "layer0.c").vanished
+    assert all(step is not None and 40 < step < 55 for step in vanished)
+
+
+def test_a_reset_gate_without_biases_has_not_vanished_at_a_state_of_zero() -> None:
+    net, x = nn.GRU(3, 4, bias=False).double(), torch.randn(5, 2, 3, dtype=torch.float64)
+    with trace(net) as found:
+        net(x)[0].square().sum().backward()
+    assert found["layer0.r[0]"].tolist() == [0, 0]
+    assert row(found, "layer0.r").in_words() == "reaches the first step"
+
+
+def test_a_bidirectional_layer_has_a_summary_without_an_edge_of_its_backward_direction() -> None:
+    net = nn.LSTM(3, 4, bidirectional=True).double()
+    with trace(net) as found:
+        net(torch.randn(6, 2, 3, dtype=torch.float64))[0].square().sum().backward()
+    assert {one.in_words() for one in found.summary().rows} == {"reaches the first step"}
+
+
 def test_lags_are_counted_from_the_last_step_with_a_gradient() -> None:
     seen = row(linear(0.5, lambda y: y[30]))
     assert (seen.end, seen.at, seen.lifetime, seen.last) == (30, 30, 10, 1.0)

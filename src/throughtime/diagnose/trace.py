@@ -4,6 +4,7 @@ It is the total gradient, dL/dh[t] through every path to the loss, not only thro
 step t.
 
     vanishes at t     |a_s| < vanished * max|a|  for every s <= t      a_t: gradient at step t
+                      a zero of a gate that scales a state of zero, as at the start, does not count
     explodes at t     |a_t| > exploded * (steps from t to the end) * max|a| of the last tenth
                       more than so many losses of that size, carried back without growth
     edge              |gradient of the state entering the first step| / max|a|
@@ -337,12 +338,14 @@ class GradientSummary:
         cls, record: BackwardRecord, name: str, thresholds: Thresholds
     ) -> "GradientSummary":
         """Of one name in a pass."""
-        norms = record.norms(name).cpu()
-        norms = torch.where(norms.isnan(), math.inf, norms)
+        norms = _finite_or_inf(record, name)
         largest, at = norms.max(0)
         nonzero, edge = norms.nonzero(), record.edges(name).get(0)
         end = int(nonzero[-1]) if len(nonzero) else len(norms) - 1
-        above = int((norms >= thresholds.vanished * largest).nonzero()[0])
+        alive = norms >= thresholds.vanished * largest
+        if edge is None and len(nonzero):
+            alive |= (norms == 0) & _reaches_a_state(record, name, thresholds.vanished)
+        above = int(alive.nonzero()[0])
         return cls(
             name,
             len(norms),
@@ -369,6 +372,25 @@ class GradientSummary:
         if self.vanished is not None:
             return f"vanishes at step {self.vanished}, lag {self.end - self.vanished}"
         return "reaches the first step"
+
+
+def _finite_or_inf(record: BackwardRecord, name: str) -> Tensor:
+    norms = record.norms(name).cpu()
+    return torch.where(norms.isnan(), math.inf, norms)
+
+
+def _reaches_a_state(record: BackwardRecord, gate: str, vanished: float) -> Tensor:
+    """The steps at which the gradient of a state of the gate's layer has not vanished, `(T,)`.
+
+    A gate without a gradient there scales a state of zero. Its gradient has not vanished on the
+    path from the loss.
+    """
+    layer = gate.rpartition(".")[0]
+    names = [n for n in record.names if n.rpartition(".")[0] == layer and record.edges(n)]
+    alive = torch.zeros(len(record.norms(gate)), dtype=torch.bool)
+    for norms in (_finite_or_inf(record, name) for name in names):
+        alive |= (norms >= vanished * norms.max()) & (norms > 0)
+    return alive
 
 
 def _explosion(norms: Tensor, factor: float) -> int | None:
