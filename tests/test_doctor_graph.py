@@ -410,6 +410,25 @@ def backward_forgotten() -> None:
         optimizer.step()  # <- TT304
 
 
+def mean_of_means(lengths: list[int]) -> Loop:
+    def loop() -> None:
+        (gru, head), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 3))
+        h, losses = torch.zeros(1, 2, 4), list[Tensor]()
+        for x in STREAM[: sum(lengths)].split(lengths):
+            y, h = gru(x, h.detach())
+            losses.append(mse_loss(head(y), x))
+        optimizer.zero_grad()
+        (sum(losses, torch.zeros(())) / len(losses)).backward()
+        optimizer.step()
+
+    return loop
+
+
+def test_the_mean_of_the_means_of_unequal_chunks_is_found() -> None:
+    assert [f.code for f in examine(mean_of_means([20, 20, 3])).findings] == ["TT301"]
+    assert examine(mean_of_means([20, 20, 20])).findings == ()
+
+
 @pytest.mark.parametrize(
     ("loop", "fix"),
     [

@@ -190,18 +190,28 @@ def _path_to(node: Any, parents: dict[Any, Any]) -> list[Any]:
     return path
 
 
-def mean_terms(root: Any) -> list[tuple[str, float, float]]:
-    """Split a loss into a weighted sum of means: node name, weight and number of elements.
+@dataclass(frozen=True)
+class MeanTerm:
+    """A mean in a loss."""
+
+    kind: str  # the name of its node
+    weight: float
+    count: float  # of elements
+    number: int  # the sequence number of its node
+
+
+def mean_terms(root: Any) -> list[MeanTerm]:
+    """Split a loss into a weighted sum of means.
 
     Empty if the loss is anything else.
     """
-    terms: list[tuple[str, float, float]] = []
+    terms: list[MeanTerm] = []
     stack: list[tuple[Any, float]] = [(root, 1.0)]
     while stack:
         node, weight = stack.pop()
         name = node.name()
         if (count := mean_count(node, name)) is not None:
-            terms.append((name, weight, count))
+            terms.append(MeanTerm(name, weight, count, sequence(node)))
         elif name in {"MulBackward0", "DivBackward0"} and (factor := _scalar_factor(node)):
             scaled = weight * factor if name == "MulBackward0" else weight / factor
             stack += [(child, scaled) for child in children(node) if not is_leaf(child)]

@@ -230,6 +230,7 @@ class LoopEvents:
 
     def _end_chunk(self, backward: BackwardCall) -> None:
         self.clock.chunk += 1
+        self.clock.continued.clear()
         self.watcher.guarded(self.watcher.next_chunk)
         self._notify("after_backward", backward)
 

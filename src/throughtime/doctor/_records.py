@@ -28,6 +28,8 @@ class Clock:
     random: bool = False  # the loader's sampler does not keep the order of time
     loader: SourceLine | None = None  # the line that decides the order of the batches
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
+    # calls of a unit in this chunk that take over a state of the same chunk
+    continued: dict[Unit, int] = field(default_factory=dict)
     recurrent: Instruction | None = None  # the last call of a recurrent unit
     units: dict[Unit, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far

@@ -81,7 +81,10 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "TT301": (
         "means over chunks of unequal length are summed into one step without weights",
-        "(loss * steps / total_steps).backward()",
+        (
+            "weight each mean by its steps: (loss * steps / total_steps).backward(), or"
+            " sum(loss * steps) / total_steps"
+        ),
     ),
     "TT302": (
         "gradients are cleared in the wrong place, or never",

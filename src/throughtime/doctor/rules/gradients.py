@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.doctor._autograd import mean_terms
+from throughtime.doctor._autograd import MeanTerm, mean_terms
 from throughtime.doctor._frames import (
     Instruction,
     SourceLine,
@@ -209,7 +209,7 @@ class OptimizerRule(Rule):
         self.optimizers: weakref.WeakKeyDictionary[Any, OptimizerRecord] = (
             weakref.WeakKeyDictionary()
         )
-        self.means: list[tuple[SourceLine, list[tuple[str, float, float]]]] = []
+        self.means: list[tuple[SourceLine, MeanTerm]] = []  # losses of one mean, with their line
 
     def before_backward(self, backward: BackwardCall) -> None:
         for optimizer, record in self.optimizers.items():
@@ -220,8 +220,12 @@ class OptimizerRule(Rule):
                 record.cleared = not same or grad is None or not bool(grad.any())
         if backward.root is None:
             return
-        if len(self.means) < MAX_MEANS:
-            self.means.append((backward.line, mean_terms(backward.root)))
+        terms = mean_terms(backward.root)
+        if len(terms) == 1 and len(self.means) < MAX_MEANS:
+            self.means.append((backward.line, terms[0]))
+        lines = {self.watcher.instruction_of(term.number) for term in terms}
+        if len(lines) == 1 < len(terms) and len(terms) - 1 in self.clock.continued.values():
+            self._report_unequal(backward.line, terms)  # a mean for each chunk of a recording
         for optimizer, record in self.optimizers.items():
             record.retained = backward.retain or (record.retained and record.backwards > 0)
             record.backwards += 1
@@ -330,23 +334,22 @@ class OptimizerRule(Rule):
                 self.findings.add("TT302", line, detail)
 
     def _check_means(self) -> None:
-        """Report means of one line with the same weight over unequal numbers of elements."""
-        by_line: dict[SourceLine, list[tuple[str, float, float]]] = {}
-        for line, terms in self.means:
-            if len(terms) == 1:
-                by_line.setdefault(line, []).append(terms[0])
-        for line, terms in by_line.items():
-            kinds, counts = {kind for kind, _, _ in terms}, {count for _, _, count in terms}
-            weights = {round(weight, 9) for _, weight, _ in terms}
-            if (
-                len(kinds) == len(weights) == 1
-                and len(counts) > 1
-                and self._carried_since(self.last_step)
-            ):
-                elements = sorted(int(count) for count in counts)
-                detail = f"Means over {elements} elements have the same weight in one step."
-                self.findings.add("TT301", line, detail)
+        """Check the means of each line since the last step."""
+        by_line: dict[SourceLine, list[MeanTerm]] = {}
+        for line, term in self.means:
+            by_line.setdefault(line, []).append(term)
+        if self._carried_since(self.last_step):
+            for line, terms in by_line.items():
+                self._report_unequal(line, terms)
         self.means.clear()
+
+    def _report_unequal(self, line: SourceLine, terms: list[MeanTerm]) -> None:
+        """Report means of one kind with the same weight over unequal numbers of elements."""
+        counts = sorted({int(term.count) for term in terms})
+        alike = {(term.kind, round(term.weight, 9)) for term in terms}
+        if len(alike) == 1 and len(counts) > 1:
+            detail = f"Means over {counts} elements have the same weight in one step."
+            self.findings.add("TT301", line, detail)
 
 
 def _lacks_gradients(optimizer: Any) -> bool:

@@ -186,6 +186,9 @@ class StateRule(Rule):
             origin = state.source
             if origin.chunk != call.chunk:
                 self.clock.crossed.add(call.chunk)
+            elif origin.call != call.call and call.steps > 1:
+                continued = self.clock.continued
+                continued[call.unit] = continued.get(call.unit, 0) + 1
             self._count_graph(call, origin, has_graph)
             if self._at_boundary(call, origin):
                 self._check_carried(call, origin, state)
