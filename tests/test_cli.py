@@ -1,8 +1,10 @@
 """The command line on real files of each format: train, eval, predict, and what bad input gets."""
 
+import csv
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from pyarrow import parquet
 
 import throughtime as tt
 from throughtime.app.cli import main
-from throughtime.app.model import load_model
+from throughtime.app.model import load_model, model_bytes
 from throughtime.app.run_folder import RunFolder
 
 STEPS = 600
@@ -561,3 +563,41 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "--device cuda" in run(
         "train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False
     )
+
+
+def test_predict_refuses_weights_that_are_not_finite(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    model = RunFolder(folder).model
+    net, spec = load_model(model)
+    parameter = next(net.parameters())
+    parameter.data.view(-1)[0] = float("nan")
+    model.write_bytes(model_bytes(net, spec))
+    out = tmp_path / "p.csv"
+    code, _, complained = ended("predict", folder, trained[1], "--out", out)
+    assert code == 2
+    assert "is not finite" in complained
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("field", ["", "inf"])
+def test_predict_names_the_row_and_column_or_leaves_the_step_out(
+    trained: tuple[Path, Path], tmp_path: Path, field: str
+) -> None:
+    folder, data = trained
+    lines = data.read_text(encoding="utf-8").splitlines()
+    lines[1 + 204] = f"{field},high,204"
+    (tmp_path / "gap.csv").write_text("\n".join(lines), encoding="utf-8")
+    out = tmp_path / "p.csv"
+    complained = run("predict", folder, tmp_path / "gap.csv", "--out", out, ok=False)
+    assert "row 204, column 'x'" in complained
+    assert "--on-nan hold" in complained
+    for choice in ("hold", "reset"):
+        printed = run("predict", folder, tmp_path / "gap.csv", "--out", out, "--on-nan", choice)
+        assert "1 step without an answer" in printed
+        with out.open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["step"] for row in rows if not row["class"]] == ["204"]
+        assert len(rows) == STEPS

@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from strategies import (
     states_apart,
     weights,
 )
-from throughtime.errors import DataError, ModelError, StateError
+from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
+from throughtime.stream.recording import as_recording, windows
 
 LONG = 5000
 
@@ -408,3 +410,198 @@ def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropy
         y, _ = net(c.inputs, start(net, c.inputs))
         means.append(loss_fn(y.flatten(0, 1), torch.as_tensor(c.targets).flatten()).item())
     assert np.mean(means) != pytest.approx(losses[0], rel=1e-3)  # the mutant: a mean of means
+
+
+NOT_A_NUMBER = [math.nan, math.inf, -math.inf]
+
+
+def streamed(lanes: int = 3) -> tuple[tt.Carried, Tensor]:
+    torch.manual_seed(0)
+    net = tt.carry(nn.Sequential(nn.GRU(4, 6), nn.Linear(6, 2)))
+    return net, torch.randn(12, lanes, 4)
+
+
+@pytest.mark.parametrize("bad", NOT_A_NUMBER)
+def test_an_input_that_is_not_finite_is_refused_and_the_state_is_as_it_was(bad: float) -> None:
+    net, x = streamed()
+    predictor, twin = tt.Predictor(net, lanes=3), tt.Predictor(net, lanes=3)
+    predictor(x[:5])
+    twin(x[:5])
+    wrong = x[5:9].clone()
+    wrong[2, 1, 3] = bad
+    with pytest.raises(DataError, match=r"step 2 of the call, lane 1, column 3.*on_nan='hold'"):
+        predictor(wrong)
+    assert torch.equal(predictor(x[5:9]), twin(x[5:9]))
+
+
+@pytest.mark.parametrize("bad", NOT_A_NUMBER)
+@pytest.mark.parametrize("by_step", [False, True])
+def test_hold_leaves_the_step_out_and_no_bit_of_another_lane_changes(
+    bad: float, by_step: bool
+) -> None:
+    net, x = streamed()
+    clean = tt.Predictor(net, lanes=3)
+    holding = tt.Predictor(net, lanes=3, on_nan="hold")
+    alone = tt.Predictor(net, on_nan="hold")
+    wrong, gaps = x.clone(), (3, 4, 11)
+    for step in gaps:
+        wrong[step, 1, step % 4] = bad
+    parts = [slice(i, i + 1) for i in range(12)] if by_step else [slice(0, 7), slice(7, 12)]
+    y = torch.cat([holding(wrong[part]) for part in parts])
+    expected = torch.cat([clean(x[part]) for part in parts])
+    assert torch.equal(y[:, [0, 2]], expected[:, [0, 2]])
+    kept = [step for step in range(12) if step not in gaps]
+    assert y[list(gaps), 1].isnan().all()
+    torch.testing.assert_close(y[kept, 1], alone(x[kept, 1]), rtol=0, atol=1e-6)
+    assert holding.skipped == 3
+    assert all(leaf.isfinite().all() for _, leaf in tt.state.leaves(holding.state))
+
+
+def test_reset_starts_the_lane_anew_after_the_step() -> None:
+    net, x = streamed()
+    wrong = x.clone()
+    wrong[4, 1, 0] = wrong[11, 2, 0] = math.nan
+    predictor = tt.Predictor(net, lanes=3, on_nan="reset")
+    y, clean = predictor(wrong), tt.Predictor(net, lanes=3)(x)
+    assert torch.equal(y[:, 0], clean[:, 0])
+    torch.testing.assert_close(y[:4, 1], clean[:4, 1], rtol=0, atol=1e-6)
+    again = tt.Predictor(net)(x[5:, 1])
+    torch.testing.assert_close(y[5:, 1], again, rtol=0, atol=1e-6)
+    later = predictor(x[:3])  # lane 2 starts anew
+    torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_nan", ["hold", "reset"])
+def test_a_reset_at_a_step_that_is_left_out_counts_at_the_next(on_nan: Any) -> None:
+    net, x = streamed()
+    predictor, resets = tt.Predictor(net, 3, on_nan=on_nan), torch.zeros(12, 3, dtype=torch.bool)
+    resets[6, 1] = True
+    x[6, 1] = math.nan
+    y = predictor(x, resets)
+    torch.testing.assert_close(y[7:, 1], tt.Predictor(net)(x[7:, 1]), rtol=0, atol=1e-6)
+
+
+@given(st.data())
+def test_hold_is_the_stream_without_the_step_however_it_is_cut(data: st.DataObject) -> None:
+    net, x = streamed(2)
+    missing = torch.tensor(data.draw(st.lists(st.booleans(), min_size=12, max_size=12)))
+    wrong = x.clone()
+    wrong[missing, 1] = math.nan
+    predictor, start, outputs = tt.Predictor(net, 2, on_nan="hold"), 0, list[Tensor]()
+    while start < 12:
+        stop = start + data.draw(st.integers(1, 12 - start))
+        outputs.append(predictor(wrong[start:stop]))
+        start = stop
+    y = torch.cat(outputs)[:, 1]
+    assert y[missing].isnan().all()
+    if not missing.all():
+        expected = tt.Predictor(net)(x[~missing, 1])
+        torch.testing.assert_close(y[~missing], expected, rtol=0, atol=1e-6)
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    net, _ = streamed()
+    with pytest.raises(ConfigError, match=r"on_nan='drop': expected 'raise', 'hold', 'reset'"):
+        tt.Predictor(net, on_nan="drop")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="choose one of them"):
+        tt.predict(net, {"inputs": np.zeros((3, 4))}, missing="mask", on_nan="hold")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    net, x = streamed()
+    net.module.get_parameter("1.bias").data[0] = math.nan
+    with pytest.raises(RunError, match=r"cannot be tried: the weight '1\.bias' is not finite"):
+        tt.Predictor(net, lanes=3)(x)
+    net.module.get_parameter("1.bias").data[0] = 0
+    net.eval().prepare(x)
+    net.module.get_parameter("1.bias").data[0] = math.nan
+    with pytest.raises(RunError, match=r"the outputs are NaN: the weight '1\.bias' is not finite"):
+        tt.Predictor(net, lanes=3)(x)
+    with pytest.raises(RunError, match=r"1\.bias"):
+        tt.predict(net, x[:, 0])
+    sound, x = streamed()
+    predictor = tt.Predictor(sound, lanes=3)
+    predictor(x)
+    predictor.state = {"0": torch.full((3, 1, 6), math.nan)} | {"1": ()}
+    with pytest.raises(RunError, match=r"predictor\.reset\(\)"):
+        predictor(x)
+
+
+def test_arrays_of_numpy_are_taken_in_the_type_of_the_weights() -> None:
+    net, x = streamed()
+    y = tt.Predictor(net, lanes=3)(x)
+    assert torch.equal(tt.Predictor(net, lanes=3)(x.numpy()), y)
+    steps = tt.Predictor(net, lanes=3)
+    each = [steps.step(row) for row in x.double().numpy()]
+    torch.testing.assert_close(torch.stack(each), y, rtol=0, atol=1e-6)
+    words = tt.carry(nn.Sequential(nn.Embedding(5, 4), nn.GRU(4, 6)))
+    tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
+    assert tt.Predictor(words, lanes=2)(tokens).shape == (2, 2, 6)
+    outputs, _ = tt.predict(net, x[:, 0].numpy())
+    torch.testing.assert_close(outputs, tt.predict(net, x[:, 0])[0], rtol=0, atol=0)
+
+
+def test_a_single_lane_may_come_without_its_dimension() -> None:
+    net, x = streamed(1)
+    y = tt.Predictor(net)(x)
+    assert torch.equal(tt.Predictor(net)(x[:, 0]), y[:, 0])
+    torch.testing.assert_close(tt.Predictor(net).step(x[0, 0]), y[0, 0], rtol=0, atol=1e-6)
+
+
+def test_another_number_of_lanes_names_the_argument() -> None:
+    net, x = streamed()
+    with pytest.raises(DataError, match=r"have 3 lanes, the predictor has 1: .*lanes=3\)"):
+        tt.Predictor(net)(x)
+
+
+def test_lanes_are_reset_by_number() -> None:
+    net, x = streamed()
+    predictor, clean = tt.Predictor(net, lanes=3), tt.Predictor(net, lanes=3)
+    predictor.reset()
+    predictor(x[:6])
+    clean(x[:6])
+    predictor.reset([1])
+    y, expected = predictor(x[6:]), clean(x[6:])
+    assert torch.equal(y[:, [0, 2]], expected[:, [0, 2]])
+    fresh = tt.Predictor(net, lanes=3)(x[6:])
+    torch.testing.assert_close(y[:, 1], fresh[:, 1], rtol=0, atol=1e-6)
+    with pytest.raises(StateError, match="lane 3 asked for, the predictor has lanes 0 to 2"):
+        predictor.reset(3)
+    predictor.reset()
+    assert torch.equal(predictor(x[6:]), fresh)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
+    net, x = streamed()
+    started, finish = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        started.set()
+        finish.wait(10)
+
+    predictor, results = tt.Predictor(net, lanes=3), list[Tensor]()
+    handle = net.module.get_submodule("0").register_forward_hook(wait)
+    thread = threading.Thread(target=lambda: results.append(predictor(x)))
+    thread.start()
+    assert started.wait(10)
+    with pytest.raises(RunError, match="two threads call this predictor at once"):
+        predictor(x)
+    finish.set()
+    thread.join()
+    handle.remove()
+    assert torch.equal(results[0], tt.Predictor(net, lanes=3)(x))
+    predictor(x)
+
+
+def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
+    net, _ = streamed()
+    rows = [["t", "ecg", "spo2", "bp"], *([f"{i}", "1", "2", "3"] for i in range(1300))]
+    rows[1205][1] = ""
+    path = tmp_path / "r.csv"
+    path.write_text("\n".join(map(",".join, rows)), encoding="utf-8")
+    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
+        tt.predict(net, path, dtype=torch.float32)
+    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
+        list(tt.Stream(windows([as_recording({"inputs": path}, 0)], 100), lanes=1, chunk=50))
+    outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
+    assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]

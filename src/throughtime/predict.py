@@ -7,13 +7,14 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +22,16 @@ from throughtime import state as trees
 from throughtime.carry.carried import Carried, device_of, require_carried
 from throughtime.chunk import Chunk
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
-from throughtime.errors import DataError, StateError
+from throughtime.errors import ConfigError, DataError, RunError, StateError
 from throughtime.gradient import LossFn, Objective
 from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
+from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import as_recording
+
+OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
+ON_NAN = ("raise", "hold", "reset")
 
 
 @dataclass(frozen=True)
@@ -209,38 +214,41 @@ W = TypeVar("W", bound=ArrayWriter)
 @overload
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path,
+    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
     *,
     chunk: int = ...,
     state: State = ...,
     out: None = ...,
     dtype: torch.dtype | None = ...,
     missing: Literal["error", "mask"] = ...,
+    on_nan: OnNaN = ...,
 ) -> tuple[Tensor, State]: ...
 
 
 @overload
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path,
+    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
     *,
     chunk: int = ...,
     state: State = ...,
     out: W,
     dtype: torch.dtype | None = ...,
     missing: Literal["error", "mask"] = ...,
+    on_nan: OnNaN = ...,
 ) -> tuple[W, State]: ...
 
 
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path,
+    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
     *,
     chunk: int = 1024,
     state: State = None,
     out: ArrayWriter | None = None,
     dtype: torch.dtype | None = None,
     missing: Literal["error", "mask"] = "error",
+    on_nan: OnNaN = "raise",
 ) -> tuple[ArrayWriter, State]:
     """The outputs of a whole recording, and the state after it.
 
@@ -248,16 +256,21 @@ def predict(
 
     Args:
         net: made by `tt.carry`.
-        recording: as for `tt.Stream`; targets are ignored.
+        recording: as for `tt.Stream`, or its inputs alone, `(T, D)`; targets are ignored.
         chunk: steps per forward call; it changes memory and speed only.
         state: the state entering the first step; default: the initial state.
         out: where to write, anything that takes `out[start:stop] = array` of shape `(n, C)`, a
             memory-mapped array for one; default: a new tensor.
         dtype: type of the inputs; default: as they are.
-        missing: as for `tt.Stream`.
+        missing: as for `tt.Stream`: "mask" computes such steps with inputs of 0.
+        on_nan: as for `Predictor`: "hold" and "reset" leave out steps whose inputs are not finite.
 
     Returns:
         `out`, or a tensor `(T, C)`; and the state, one lane.
+
+    Raises:
+        DataError: inputs that are NaN or infinite; the row and the column are named.
+        RunError: the outputs are NaN though the inputs are finite.
 
     Cost: one forward pass; memory for one chunk, and for the outputs unless `out` is given.
 
@@ -268,8 +281,16 @@ def predict(
         >>> outputs.shape
         torch.Size([50, 8])
     """
+    if missing == "mask" and on_nan != "raise":
+        raise ConfigError(
+            f"missing='mask' computes steps without inputs, on_nan={on_nan!r} leaves them out;"
+            " choose one of them"
+        )
+    if isinstance(recording, (Tensor, np.ndarray)):
+        recording = {"inputs": recording}
+    played = as_recording(recording, 0)
     stream = Stream(
-        [as_recording(recording, 0)],
+        [played],
         lanes=1,
         chunk=chunk,
         seed=None,
@@ -278,7 +299,8 @@ def predict(
         rank=0,
         ranks=1,
     )
-    predictor = Predictor(net, lanes=1, state=state)
+    stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
+    predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
     start = 0
     for part in stream:
         outputs = predictor(part.inputs.to(predictor.device)).squeeze(1).cpu()
@@ -303,14 +325,19 @@ class Predictor:
             call.
         lanes: B, streams side by side.
         state: where to start; default: the initial state.
+        on_nan: what to do where an input of a step is NaN or infinite, which would make every
+            later answer NaN. "raise" refuses the call and leaves the state as it was. "hold" leaves
+            the step out: the lane keeps its state. "reset" starts the lane anew after the step.
+            With either, the outputs of that step are NaN, and the other lanes are as ever.
 
     Attributes:
         state: the state after the last step; `None` before the first. A value: keep it, set it.
+        skipped: steps left out so far, over all lanes.
 
     Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a
     predictor of its own.
 
-    Cost: one forward call per call.
+    Cost: one forward call per call, and one more for each lane with an input that is not finite.
 
     Example:
         >>> import torch, throughtime as tt
@@ -319,32 +346,186 @@ class Predictor:
         (torch.Size([5, 1, 8]), torch.Size([1, 8]))
     """
 
-    def __init__(self, net: Carried, lanes: int = 1, *, state: State = None) -> None:
+    def __init__(
+        self, net: Carried, lanes: int = 1, *, state: State = None, on_nan: OnNaN = "raise"
+    ) -> None:
         require_carried(net)
-        self.net, self.lanes, self.state = net, lanes, state
+        if on_nan not in ON_NAN:
+            raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, ON_NAN))}")
+        self.net, self.lanes, self.state, self.on_nan = net, lanes, state, on_nan
+        self.skipped = 0
         self.device = device_of(net)
+        self._calls: dict[str, object] = {}
         shards = shards_of(net)
         self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
 
-    def __call__(self, inputs: Tensor, resets: Tensor | None = None) -> Tensor:
-        """Outputs `(T, B, C)` for inputs `(T, B, D)`.
+    def __call__(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Tensor:
+        """Outputs `(T, B, C)` for inputs `(T, B, D)`, of NumPy or torch.
 
-        `resets` `(T, B)` marks lanes that start a recording.
+        `resets` `(T, B)` marks lanes that start a recording. The single lane of a predictor may
+        come without its dimension, `(T, D)`.
+
+        Raises:
+            DataError: an input is NaN or infinite, or the inputs have another number of lanes.
+            RunError: an output is NaN though the inputs are finite, or another thread is calling.
         """
-        with self._whole(), running(self.net):
-            if self.state is None:
-                self.state = self.net.initial_state(self.lanes, like=inputs)
-            outputs, self.state = self.net(inputs, self.state, resets)
+        x = self._as_tensor(inputs)
+        if x.dim() == (2 if x.is_floating_point() else 1):
+            marks = None if resets is None else resets.unsqueeze(1)
+            return self(x.unsqueeze(1), marks).squeeze(1)
+        if x.dim() > 1 and x.shape[1] != self.lanes:
+            raise DataError(
+                f"the inputs {tuple(x.shape)} have {x.shape[1]} lanes, the predictor has"
+                f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"
+                " predictor.step(inputs)"
+            )
+        with self._alone():
+            return self._checked(x, resets)
+
+    def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
+        """NumPy's floats in the type and on the device of the weights: they are float64 at first.
+
+        Its integers become int64.
+        """
+        if isinstance(inputs, Tensor):
+            return inputs
+        array = np.asarray(inputs)
+        if array.dtype.kind in "biu":
+            return torch.from_numpy(array.astype(np.int64)).to(self.device)
+        weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
+        return torch.tensor(array, dtype=next(weights, None), device=self.device)
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Refuse a second thread: the state has one order of steps."""
+        call = object()
+        if self._calls.setdefault("running", call) is not call:  # one step of CPython, no race
+            raise RunError(
+                "two threads call this predictor at once, and its state has one order of steps;"
+                " give each thread its own: tt.Predictor(net), or hold a lock around the call"
+            )
+        try:
+            yield
+        finally:
+            self._calls.clear()
+
+    def _checked(self, x: Tensor, resets: Tensor | None) -> Tensor:
+        """The outputs; the state is set if all went well."""
+        finite = x.isfinite() if x.is_floating_point() else None
+        if finite is not None and bool(finite.all()):
+            finite = None
+        if finite is not None and self.on_nan == "raise":
+            raise DataError(_nan_message(finite))
+        try:
+            if finite is None:
+                outputs, after = self._run(x, self.state, resets)
+            else:
+                outputs, after = self._run_around(x, finite, resets)
+        except ValueError:  # of the trials at the first inputs
+            self._refuse_weights("the net cannot be tried")
+            raise
+        self._refuse_nan(outputs if finite is None else outputs[finite.flatten(2).all(2)], after)
+        self.state = after
         return outputs
 
-    def _run_chunk(self, chunk: Chunk) -> Tensor:
-        """Outputs `(T, B, C)` of a chunk, on the device of the net."""
-        chunk = chunk.to(self.device)
-        return self(chunk.inputs, chunk.resets if chunk.any_reset else None)
+    def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        with self._whole(), running(self.net):
+            if state is None:
+                state = self.net.initial_state(x.shape[1], like=x)
+            return self.net(x, state, resets)
 
-    def step(self, inputs: Tensor) -> Tensor:
+    def _run_around(self, x: Tensor, finite: Tensor, resets: Tensor | None) -> tuple[Tensor, State]:
+        """Outputs and state where lanes with inputs that are not finite run alone, without them.
+
+        The lanes run together first: what one of them gets changes no bit of another.
+        """
+        missing = ~finite.flatten(2).all(2)
+        self.skipped += int(missing.sum())
+        with running(self.net):
+            start = self.net.initial_state(self.lanes, like=x)
+        before = start if self.state is None else self.state
+        outputs, after = self._run(x.masked_fill(~finite, 0), before, resets)
+        outputs = outputs.clone()
+        for lane in missing.any(0).nonzero().flatten().tolist():
+            rows, state = missing[:, lane], trees.select(before, [lane])
+            marks, restart = list[bool](), False
+            for step, left_out in enumerate(rows.tolist()):
+                restart = restart or (resets is not None and bool(resets[step, lane]))
+                if left_out:
+                    restart = restart or self.on_nan == "reset"
+                else:
+                    marks.append(restart)
+                    restart = False
+            outputs[:, lane] = math.nan
+            if marks:
+                flags = torch.tensor(marks, device=x.device).unsqueeze(1) if any(marks) else None
+                y, state = self._run(x[~rows, lane].unsqueeze(1), state, flags)
+                outputs[~rows, lane] = y.squeeze(1)
+            if restart:
+                state = trees.select(start, [lane])
+            index = torch.tensor([lane])
+            after = trees.map_leaves(
+                lambda leaf, row, at=index: leaf.index_copy(0, at.to(leaf.device), row.to(leaf)),
+                after,
+                state,
+            )
+        return outputs, after
+
+    def _refuse_nan(self, outputs: Tensor, after: State) -> None:
+        """Refuse NaN that finite inputs led to; the state stays as it was."""
+        leaves = [("outputs", outputs), *(trees.leaves(after) if trees.tensors(after) else ())]
+        name = next((name for name, leaf in leaves if bool(leaf.isnan().any())), None)
+        if name is None:
+            return
+        if self.state is not None and any(leaf.isnan().any() for leaf in trees.tensors(self.state)):
+            raise RunError("the state of the predictor is NaN; start anew: predictor.reset()")
+        what = "the outputs are NaN" if name == "outputs" else f"state leaf '{name}' is NaN"
+        self._refuse_weights(what)
+        raise RunError(
+            f"{what} though the inputs are finite; the net is unstable on them: are they scaled as"
+            " in training?"
+        )
+
+    def _refuse_weights(self, what: str) -> None:
+        """Refuse weights that are not finite; the first one is named."""
+        for name, weight in self.net.module.named_parameters():
+            if not bool(weight.isfinite().all()):
+                raise RunError(
+                    f"{what}: the weight '{name}' is not finite. The training diverged; take a"
+                    " file from before that"
+                )
+
+    def _run_chunk(self, chunk: Chunk) -> Tensor:
+        """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
+        chunk = chunk.to(self.device)
+        resets = chunk.resets if chunk.any_reset else None
+        outputs, self.state = self._run(chunk.inputs, self.state, resets)
+        return outputs
+
+    def step(self, inputs: Tensor | Array) -> Tensor:
         """Outputs `(B, C)` for the inputs `(B, D)` of a single step."""
-        return self(inputs.unsqueeze(0)).squeeze(0)
+        return self(self._as_tensor(inputs).unsqueeze(0)).squeeze(0)
+
+    def reset(self, lanes: int | Sequence[int] | None = None) -> None:
+        """Start some lanes anew, by number; all of them by default.
+
+        Raises:
+            StateError: no such lane.
+        """
+        if lanes is None or self.state is None:
+            self.state = None
+            return
+        where = torch.zeros(self.lanes, dtype=torch.bool)
+        numbers = [lanes] if isinstance(lanes, int) else list(lanes)
+        wrong = [lane for lane in numbers if not 0 <= lane < self.lanes]
+        if wrong:
+            raise StateError(
+                f"lane {wrong[0]} asked for, the predictor has lanes 0 to {self.lanes - 1}"
+            )
+        where[numbers] = True
+        with torch.no_grad():
+            start = self.net.initial_state(self.lanes)
+            self.state = trees.reset(self.state, start, where.to(self.device))
 
     def save(self, path: str | Path) -> None:
         """Writes the state as safetensors; `load` in another process goes on to the bit.
@@ -384,3 +565,15 @@ def running(net: nn.Module) -> Generator[None]:
     finally:
         for m in modes:
             m.training = True
+
+
+def _nan_message(finite: Tensor) -> str:
+    """Names the first input that is not finite, in `(T, B, ...)`."""
+    wrong = ~finite.flatten(2)
+    step, lane, column = wrong.nonzero()[0].tolist()
+    return (
+        f"{int(wrong.any(2).sum())} steps of the inputs are NaN or infinite, the first at step"
+        f" {step} of the call, lane {lane}, column {column}; the state is as it was. Leave such"
+        " steps out: tt.Predictor(net, on_nan='hold') keeps the lane's state, on_nan='reset'"
+        " starts it anew"
+    )

@@ -307,6 +307,13 @@ def predict(
         Literal["error", "mask"],
         _option(_MISSING),
     ] = "error",
+    on_nan: Annotated[
+        Literal["raise", "hold", "reset"],
+        _option(
+            "At inputs that are NaN or infinite: stop, leave the step out and hold the state, or"
+            " start anew after it."
+        ),
+    ] = "raise",
 ) -> None:
     """Run a trained model over one whole recording, in memory that does not grow with it."""
     from throughtime import state as trees
@@ -323,10 +330,15 @@ def predict(
     source = open_recording(paths, spec, None if static is None else _static_features(static))
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
     with one_thread(when=spec.is_small(lanes=1)):
-        after = predict_to_file(net, spec, source, to, state=state, missing=missing)
+        after, skipped = predict_to_file(
+            net, spec, source, to, state=state, missing=missing, on_nan=on_nan
+        )
     if state_out is not None:
         trees.save(after, state_out)
     out.print(f"{len(source):,} frames from {recording} to {to}")
+    if skipped:
+        steps = "step" if skipped == 1 else "steps"
+        out.print(f"{skipped:,} {steps} without an answer: their inputs are NaN or infinite")
 
 
 def _static_features(text: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ Shapes: `T` steps, `C` classes or output columns.
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from throughtime.app.recordings import (
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError
-from throughtime.predict import Evaluation, Evaluator, predict
+from throughtime.predict import Evaluation, Evaluator, OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
@@ -148,7 +149,7 @@ class _NpyWriter:
     """
 
     def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
-        self._file, self._spec = file, spec
+        self._file, self._spec, self.skipped = file, spec, 0
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
             "fortran_order": False,
@@ -157,6 +158,7 @@ class _NpyWriter:
         np.lib.format.write_array_header_2_0(file, header)
 
     def __setitem__(self, steps: slice, values: Array) -> None:
+        self.skipped += _without_answer(values)
         self._file.write(np.ascontiguousarray(_probabilities(values, self._spec)).tobytes())
 
 
@@ -165,7 +167,7 @@ class _CsvWriter:
 
     def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
         del steps
-        self._rows, self._spec = csv.writer(file), spec
+        self._rows, self._spec, self.skipped = csv.writer(file), spec, 0
         names = (
             [f"p[{name}]" for name in spec.classes]
             or [f"y[{name}]" for name in spec.layout.targets]
@@ -174,15 +176,23 @@ class _CsvWriter:
         self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
 
     def __setitem__(self, steps: slice, values: Array) -> None:
+        self.skipped += _without_answer(values)
         classes = self._spec.classes
         for step, row in enumerate(_probabilities(values, self._spec).tolist(), steps.start):
-            predicted = [classes[int(np.argmax(row))]] if classes else []
+            # a step that was left out has no answer, and the first NaN would be the largest
+            name = "" if math.isnan(row[0]) else classes[int(np.argmax(row))] if classes else ""
+            predicted = [name] if classes else []
             self._rows.writerow([step, *predicted, *(f"{value:.6g}" for value in row)])
 
 
 def _probabilities(outputs: Array, spec: ModelSpec) -> Array:
     """Logits `(n, C)` as probabilities; the outputs of a regression as they are."""
     return torch.from_numpy(outputs).softmax(dim=1).numpy() if spec.classes else outputs
+
+
+def _without_answer(outputs: Array) -> int:
+    """How many steps `(n, C)` were left out."""
+    return int(np.isnan(outputs).any(axis=1).sum())
 
 
 _TEXT = {"mode": "w", "newline": "", "encoding": "utf-8"}
@@ -239,14 +249,20 @@ def predict_to_file(
     *,
     state: State = None,
     missing: Missing = "error",
-) -> State:
-    """Run the net over the recording, write its outputs, return the state after the last step.
+    on_nan: OnNaN = "raise",
+) -> tuple[State, int]:
+    """Run the net over the recording and write its outputs.
 
     The file appears whole or not at all: it is written under another name first. Memory does not
     grow with the length of the recording.
 
+    Returns:
+        The state after the last step, and the number of steps that were left out.
+
     Raises:
         ConfigError: a file name that ends in something else than `.npy` or `.csv`.
+        DataError: inputs that are not finite.
+        RunError: outputs that are NaN though the inputs are finite.
     """
     if out.suffix.lower() not in _WRITERS:
         raise ConfigError(
@@ -257,19 +273,21 @@ def predict_to_file(
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
         with named_errors(out), temporary.open(**mode) as file:
+            rows = writer(file, len(recording), spec)
             _, after = predict(
                 net,
                 recording,
                 chunk=_CHUNK,
                 state=state,
-                out=writer(file, len(recording), spec),
+                out=rows,
                 dtype=spec.torch_dtype,
                 missing=missing,
+                on_nan=on_nan,
             )
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
-    return after
+    return after, rows.skipped
 
 
 def initial_state(net: Carried) -> State:

@@ -33,7 +33,7 @@ from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import join_faults
-from throughtime.stream.recording import Part, StepArrays, StepChecksum
+from throughtime.stream.recording import Part, StepArrays, StepChecksum, location
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -156,8 +156,8 @@ def collect_statistics(
                 )
             bad = ~np.isfinite(inputs)
             if bad.any() and not first:
-                step, column = np.argwhere(bad)[0]
-                first = f"step {start + step}, column {column}"
+                step, column = np.argwhere(bad)[0].tolist()
+                first = location(recording, start + step, column)
             missing += int(bad.any(axis=1).sum())
             checksum.add(steps)
             statistics.add_inputs(inputs)
@@ -497,4 +497,10 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error
     net.module.load_state_dict(tensors)
+    for name, value in tensors.items():
+        if not value.isfinite().all():
+            raise RunError(
+                f"{path}: '{name}' is not finite, so every answer would be NaN: the training"
+                " diverged, or the file is damaged; train again with a smaller --lr"
+            )
     return net, spec

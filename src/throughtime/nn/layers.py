@@ -113,9 +113,9 @@ class Recurrent(nn.RNNBase):
                     "torch.nn", "packed input; pass recordings side by side with resets instead"
                 )
             return Backend("torch.nn", f"inputs are a {type(inputs).__name__}")
-        if not tracing() and type(inputs) in PLAIN and not inputs.numel():
-            if self._fits(inputs, hx, weights):
-                return Backend("reference", "nothing to compute")
+        empty = not tracing() and type(inputs) in PLAIN and not inputs.numel()
+        if empty and self._fits(inputs, hx, weights):
+            return Backend("reference", "nothing to compute")
         backend = active_torch_modes()
         if backend is not None:
             return backend

@@ -17,7 +17,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSlice
-from throughtime.stream.recording import Recording, StepArrays
+from throughtime.stream.recording import Recording, StepArrays, location
 
 Reads: TypeAlias = Sequence[tuple[LaneSlice, StepArrays]]
 Counts: TypeAlias = tuple[int, ...] | None
@@ -56,6 +56,7 @@ class Collator:
     dtype: torch.dtype | None
     warm_up: int
     mask_missing: bool
+    keep_missing: bool = False  # inputs stay NaN, and their steps count
 
     def __post_init__(self) -> None:
         self._first: tuple[str, StepArrays] | None = None
@@ -195,7 +196,7 @@ class Collator:
         statics = [(part, s.static) for part, s in reads if s.static is not None]
         width = columns if static is None else (columns[0] + len(static),)
         inputs = _assemble(parts, (steps, self.lanes, *width), dtype, statics)
-        if dtype.kind != "f" or np.isfinite(inputs).all():
+        if dtype.kind != "f" or self.keep_missing or np.isfinite(inputs).all():
             return inputs, None
         missing = ~np.isfinite(inputs)
         by_step = missing.reshape(*mask.shape, -1)
@@ -210,13 +211,14 @@ class Collator:
             for part, _ in reads
             if (values := missing[part.start : part.stop, part.lane]).any()
         )
-        step, column = np.argwhere(values)[0]
+        step, column = np.argwhere(values)[0].tolist()
+        recording = self.recordings[part.recording]
         raise DataError(
-            f"recording '{self.recordings[part.recording].name}' has {int(values.sum())} inputs"
-            f" that are NaN or infinite between steps {part.position} and"
-            f" {part.position + part.steps}, the first at step {part.position + step}, column"
-            f" {column}. Clean the file, or mask them: missing='mask' (command line: --missing"
-            " mask)"
+            f"recording '{recording.name}' has {int(values.sum())} inputs that are NaN or infinite"
+            f" between steps {part.position} and {part.position + part.steps}, the first at"
+            f" {location(recording, part.position + step, column)}. Clean the file, or mask them:"
+            " missing='mask' (command line: --missing mask); in predict, on_nan='hold' (--on-nan"
+            " hold) leaves such steps out"
         )
 
     def _targets(self, reads: Reads, steps: int, mask: Array) -> tuple[Array | None, Counts]:

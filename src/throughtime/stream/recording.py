@@ -205,6 +205,29 @@ class Part:
         return self.whole.read(self.start + start, self.start + stop)
 
 
+def location(recording: object, step: int, column: int) -> str:
+    """An input in words: `step 1204, column 0 (row 1204, column 'ecg')`; its name if it has one.
+
+    Args:
+        recording: plays the step; wrappers are looked through.
+        step: of the recording.
+        column: of its inputs. A frame of N rows has the columns of each of them in turn.
+    """
+    text = f"step {step}, column {column}"
+    while not isinstance(recording, TableRecording):
+        if isinstance(recording, Part):
+            step += recording.start
+        inner = getattr(recording, "whole", None) or getattr(recording, "source", None)
+        if inner is None or isinstance(inner, str):
+            return text
+        recording = inner
+    names, rows = recording.input_columns, getattr(recording.inputs, "frame_size", 1)
+    if not names or column >= rows * len(names):
+        return text
+    row = step * rows + column // len(names)
+    return f"{text} (row {row}, column '{names[column % len(names)]}')"
+
+
 def windows(recordings: Sequence[Recording], length: int) -> list[Part]:
     """Every recording cut into windows of `length` steps, the last one shorter.
 
@@ -280,7 +303,11 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         )
     inputs = concat_rows(name, [_rows(part, name, "inputs") for part in _several(values["inputs"])])
     return TableRecording(
-        name, inputs, _targets(values, name, len(inputs)), _static(values.get("static"), name)
+        name,
+        inputs,
+        _targets(values, name, len(inputs)),
+        _static(values.get("static"), name),
+        inputs.columns if isinstance(inputs, ColumnRows) else (),
     )
 
 
