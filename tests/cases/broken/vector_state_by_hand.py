@@ -26,7 +26,7 @@ def main():
         opt.zero_grad()
         err.backward()
         opt.step()
-        print(start, float(err))
+        print(start, err.item())
 
 
 if __name__ == "__main__":
