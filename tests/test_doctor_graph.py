@@ -117,6 +117,20 @@ def critic_without_detach() -> None:
     g_optimizer.step()
 
 
+def critic_without_detach_through_a_function() -> None:
+    (generator,), g_optimizer = models((Net, 3, 4))
+    (critic,), c_optimizer = models((Net, 4, 1))
+
+    def train(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()  # <- TT105
+        optimizer.step()
+
+    fake = generator(torch.randn(12, 2, 3))
+    train(c_optimizer, critic(fake).mean() - critic(torch.randn(12, 2, 4)).mean())
+    train(g_optimizer, -critic(fake).mean())
+
+
 def step_between_two_losses() -> None:
     (body, policy, value), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 2), (nn.Linear, 4, 1))
     y, _ = body(STREAM)
@@ -143,6 +157,7 @@ def gradient_before_backward() -> None:
         (one_loss_for_all_epochs, "second time", "compute the loss anew before each backward"),
         (features_for_all_epochs, "second time", "compute features anew before each backward"),
         (critic_without_detach, "second time", "fake.detach() in the loss that must not train"),
+        (critic_without_detach_through_a_function, "second time", "fake.detach() in the loss"),
         (step_between_two_losses, "inplace operation", "before every step()"),
         (gradient_before_backward, "second time", "torch.autograd.grad(..., retain_graph=True)"),
     ],
@@ -180,6 +195,34 @@ def stepped_under_the_state() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+class Trainer:
+    """Keeps the state of its net."""
+
+    def __init__(self) -> None:
+        (self.net,), self.optimizer = models((LetterNet,))
+        self.state = torch.zeros(2, 5)
+
+    def update(self, x: Tensor) -> None:
+        y, self.state = self.net(x, self.state)
+        self.optimizer.zero_grad()
+        (mse_loss(y, x) + self.state.square().mean()).backward()
+        self.optimizer.step()
+
+
+def kept_by_a_trainer() -> None:
+    trainer = Trainer()
+    for x in STREAM:
+        trainer.update(x)
+
+
+def one_number() -> None:
+    w, u = torch.tensor(0.5, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    h = torch.zeros(())
+    for x in STREAM[:, 0, 0]:
+        h = torch.tanh(w * x + u * h)  # <- TT101
+        (h - x).square().backward()
 
 
 def updated_by_hand_under_the_state() -> None:
@@ -310,6 +353,12 @@ def test_a_state_with_its_graph_is_found_by_name_where_the_loop_passes_it_on(
     assert {(f.code, f.line) for f in d.findings} == marks(loop)
     assert fix in d.findings[0].fix
     assert "torch.where" not in d.findings[0].fix
+
+
+def test_a_state_that_an_object_keeps_is_named_where_the_object_passes_it_on() -> None:
+    (finding,) = examine(kept_by_a_trainer, "second time").findings
+    assert finding.line == Trainer.update.__code__.co_firstlineno + 1
+    assert finding.fix.endswith("self.state = self.state.detach()")
 
 
 def changed_before_its_backward() -> None:

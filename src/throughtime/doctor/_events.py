@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from throughtime.doctor._frames import (
     SourceLine,
+    call_site,
     called_by_trainer,
     current_frame,
     current_line,
@@ -207,7 +208,9 @@ class LoopEvents:
             return run()
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
-        backward = BackwardCall(roots[0].grad_fn if roots else None, retain, line, is_grad)
+        backward = BackwardCall(
+            roots[0].grad_fn if roots else None, retain, line, call_site(frame), is_grad
+        )
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         if ends_chunk:
@@ -216,7 +219,7 @@ class LoopEvents:
         try:
             result = run()
         except RuntimeError as error:
-            for finding in self._notify("explain", error, roots, line):
+            for finding in self._notify("explain", error, roots, backward):
                 if finding is not None:
                     error.add_note(f"tt.doctor: {finding}")
             raise

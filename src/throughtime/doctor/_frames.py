@@ -217,6 +217,15 @@ def _path_in(frame: FrameType, matches: Callable[[Any], bool]) -> str:
     return ""
 
 
+def call_site(frame: FrameType | None) -> int:
+    """A number for the lines of all the user's frames from this one outwards."""
+    lines: list[tuple[int, int]] = []
+    while (frame := user_frame(frame)) is not None:
+        lines.append((id(frame.f_code), frame.f_lineno))
+        frame = frame.f_back
+    return hash(tuple(lines))
+
+
 def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
     """The variable of the loop that carries a tensor into an operation of this frame or below.
 

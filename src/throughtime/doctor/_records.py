@@ -148,6 +148,7 @@ class BackwardCall:
     root: Any  # the node of the first tensor, if it has one
     retain: bool
     line: SourceLine
+    site: int  # see `call_site`
     is_grad: bool  # `torch.autograd.grad`
 
 

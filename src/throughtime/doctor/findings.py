@@ -132,7 +132,7 @@ def release_fix(path: str) -> str:
     """The fix for a tensor that is kept with its graph, alone or in a container."""
     whole = re.sub(INDICES, "", path)
     if not path or whole == path:
-        return path and detached(path)
+        return path and f"after each backward: {detached(path)}"
     return f"empty {whole} after each backward, or keep values only: {whole}.append(y.detach())"
 
 

@@ -375,6 +375,7 @@ class Watcher(TorchFunctionMode):
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
+        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
         variables = [
             carrying_variable(tensor, current_frame())
             for tensor, record in op.pairs()
@@ -382,7 +383,7 @@ class Watcher(TorchFunctionMode):
             and record.learned
             and record.chunk < self.clock.chunk
             and tensor.grad_fn is not None
-            and tensor.numel() > 1
+            and (tensor.numel() > 1 or weighted)
         ]
         if variables:
             self.carried[op.instruction] = variables

@@ -302,21 +302,22 @@ class AutogradErrorRule(Rule):
         if len(self.backwards) > 2 * MAX_BACKWARDS:
             del self.backwards[:MAX_BACKWARDS]
 
-    def explain(self, error: RuntimeError, roots: list[Tensor], line: SourceLine) -> Finding | None:
+    def explain(
+        self, error: RuntimeError, roots: list[Tensor], backward: BackwardCall
+    ) -> Finding | None:
         message = str(error)
         kind = self._changed if CHANGED in message else self._entered
         if CHANGED not in message and FREED not in message:
             return None
         nodes = (root.grad_fn for root in roots if root.grad_fn is not None)
-        return next(filter(None, (kind(node, line, message) for node in nodes)), None)
+        return next(filter(None, (kind(node, backward, message) for node in nodes)), None)
 
-    def _changed(self, root: Any, line: SourceLine, message: str) -> Finding | None:
+    def _changed(self, root: Any, call: BackwardCall, message: str) -> Finding | None:
         """Explain a tensor that was changed in place."""
         result, parts = changed_node(root, message), CHANGED_TENSOR.search(message)
         if result is None or parts is None:
             return None
-        node, parameter = result
-        number = sequence(node)
+        number, parameter = sequence(result[0]), result[1]
         user = self.watcher.instruction_of(number)
         detail = f"It is needed by the operation at {line_of(user)}." if user else ""
         at = self._line_of_change(parts, number, parameter)
@@ -324,8 +325,8 @@ class AutogradErrorRule(Rule):
             return self.findings.add("TT103", at, detail)
         if number > self.watcher.boundary:
             return self.findings.add("TT103", at, detail, fix=BACKWARD_FIRST)
-        change = f"Its parameters were changed{f' at {at}' if at else ''}."
-        return self._entered(root, line, message, change)
+        change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
+        return self._entered(root, call, message, change)
 
     def _line_of_change(
         self, parts: re.Match[str], number: int, parameter: Tensor | None
@@ -346,27 +347,27 @@ class AutogradErrorRule(Rule):
         return line_of(candidates[0]) if candidates else None
 
     def _entered(
-        self, root: Any, line: SourceLine, message: str, change: str = ""
+        self, root: Any, call: BackwardCall, message: str, change: str = ""
     ) -> Finding | None:
         """Explain a backward that enters the graph of an earlier one."""
         boundary = self.watcher.boundary
         if sequence(root) <= boundary:
-            return self._sent_twice(root, line, "", change)
+            return self._sent_twice(root, call, "", change)
         edges = stale_edges(root, boundary)
         states = [edge for edge in edges if self._is_state(edge)]
         if states:
-            return self._carried(states, line, change)
+            return self._carried(states, call.line, change)
         if not edges:
             return None
         edge = edges[0]
         entry, name = self._entry(edge), self._name(edge)
-        again = self.backwards[self._position(edge.old)].call.line == line
+        again = self.backwards[self._position(edge.old)].call.site == call.site
         if again and entry and entry == self.clock.recurrent and entry in self.watcher.earlier:
             return self._computed_once(edge, entry, name)
         if not self._alike(reachable_nodes(root, above=boundary), below(edge)):
-            return self._sent_twice(edge.old, line, name, change)
+            return self._sent_twice(edge.old, call, name, change)
         fix = OWN_LOSS if edge.is_number else release_fix(name)
-        return self.findings.add("TT104", line, change, name, self._chunks(edge.old), fix)
+        return self.findings.add("TT104", call.line, change, name, self._chunks(edge.old), fix)
 
     def _is_state(self, edge: StaleEdge) -> bool:
         """Whether the old tensor enters an operation that has computed it, directly or not."""
@@ -420,7 +421,7 @@ class AutogradErrorRule(Rule):
         at = next((v.line for v in variables if v.is_argument), None)
         at = at or (line_of(entry) if entry else line)
         past = self.backwards[self._position(old)].call
-        retained = past.retain and bool(change)
+        retained = past.retain and change != ""
         fix = detach_fix(paths, retained=retained)
         details = [change or "A backward has freed that graph."]
         created = self.watcher.instruction_of(sequence(old))
@@ -429,14 +430,13 @@ class AutogradErrorRule(Rule):
         lost = next(
             filter(None, (self.watcher.lost_detaches.get(sequence(s.old)) for s in states)), None
         )
-        enters = line_of(entry) if entry else at
         if retained:
             at = past.line
         elif lost is not None:
             at = line_of(lost)
             details[0], fix = lost_detach(lost)
-        if enters != at:
-            details.append(f"It enters at {enters}.")
+        if entry and line_of(entry) != at:
+            details.append(f"It enters at {line_of(entry)}.")
         code = "TT102" if retained else "TT101"
         return self.findings.add(code, at, " ".join(details), name, self._chunks(old), fix)
 
@@ -447,7 +447,7 @@ class AutogradErrorRule(Rule):
         fix = f"compute {name or 'the state'} anew before each backward, inside the loop"
         return self.findings.add("TT101", line_of(entry), detail, name, self._chunks(edge.old), fix)
 
-    def _sent_twice(self, node: Any, line: SourceLine, name: str, change: str) -> Finding | None:
+    def _sent_twice(self, node: Any, call: BackwardCall, name: str, change: str) -> Finding | None:
         """Report a graph that two backwards go through without a forward pass in between."""
         position, number = self._position(node), sequence(node)
         past, what = self.backwards[position].call, name or "the loss"
@@ -459,7 +459,7 @@ class AutogradErrorRule(Rule):
             fix = "one backward for each forward pass: compute the loss anew before each backward"
         elif not stepped:
             fix = ONE_BACKWARD
-        elif past.line == line:
+        elif past.site == call.site:
             fix = (
                 f"compute {what} anew before each backward, inside the loop; or one backward for"
                 " the sum of the losses, before the step"
@@ -471,7 +471,7 @@ class AutogradErrorRule(Rule):
                 f" loss that must not train what computed it, or compute {what} anew after the step"
             )
         detail = change or f"The backward at {past.line} has freed it."
-        return self.findings.add("TT105", line, detail, name, fix=fix)
+        return self.findings.add("TT105", call.line, detail, name, fix=fix)
 
     def close(self) -> None:
         """Report a lost detach of a state, where neither an error nor growth has shown it."""

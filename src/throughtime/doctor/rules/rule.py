@@ -43,7 +43,9 @@ class Rule:
     def after_backward(self, backward: BackwardCall) -> None:
         """Handle a backward that ended without an error: a new chunk begins."""
 
-    def explain(self, error: RuntimeError, roots: list[Tensor], line: SourceLine) -> Finding | None:
+    def explain(
+        self, error: RuntimeError, roots: list[Tensor], backward: BackwardCall
+    ) -> Finding | None:
         """Add the finding behind an error of a backward and return it."""
 
     def before_zero_grad(
