@@ -6,6 +6,7 @@ Shapes: `T` steps, `B` lanes.
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib as mpl
@@ -452,6 +453,53 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
     assert lines[2].split() == ["20", "20", "5", "0.250", "0.900", "0.80", "lstm.weight", "0.250"]
     assert lines[3].split() == ["exact", "100", "1", "0.000", "1.000", "1.00"]
     assert lines[4] == "over 100 steps of 2 lanes, at fixed weights; loss 0.5, |g| 1.5"
+
+
+def text_below_table(results: tt.Audit) -> str:
+    lines = results.table().splitlines()[len(results.rows) + 3 :]
+    assert all(len(line) <= 80 for line in lines)
+    return " ".join(lines)
+
+
+def test_text_names_stride_and_horizon_of_the_suggestion_or_says_why_there_is_none() -> None:
+    text = text_below_table(rows_of({1: 0.5, 20: 0.05}))
+    assert "from horizon 20 on: tt.Truncated(stride=20, horizon=20)." in text
+    assert "A shorter stride with the same horizon" in text
+    assert "have read unequal amounts of data" in text
+    text = text_below_table(rows_of({1: 0.5, 20: 0.25}))
+    assert rows_of({1: 0.5, 20: 0.25}).suggest() is None
+    assert "No audited horizon is suggested: the longest, 20, has a bias above 0.1." in text
+
+
+@pytest.mark.parametrize("noise", [0.7, 0.72])
+def test_text_says_where_relative_biases_are_noise(noise: float) -> None:
+    results = replace(rows_of({1: 0.5}), noise=noise)
+    assert results.is_noisy == (noise > 0.71)
+    assert ("these relative biases are noise" in text_below_table(results)) == results.is_noisy
+
+
+def test_noise_is_the_difference_of_two_halves_of_the_losses() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 1)).double()
+    x, target = torch.randn(70, 3).double(), torch.randn(70, 1).double()
+    stream = tt.Stream({"inputs": x, "targets": target}, lanes=1, chunk=9, dtype=torch.float64)
+    results = tt.audit(tt.carry(module), stream, nn.MSELoss(), horizons=(10,), chunk=13)
+    errors = (module[1](module[0](x)[0]) - target).square()[:, 0] / 70
+    first = torch.arange(70) // 4 % 2 == 0
+    halves = [
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(
+                    errors[own].sum(), list(module.parameters()), retain_graph=True
+                )
+            ]
+        )
+        for own in (first, ~first)
+    ]
+    a, b = halves
+    assert results.noise == pytest.approx(((a - b).norm() / (a + b).norm()).item(), rel=1e-9)
+    assert results.norm == pytest.approx((a + b).norm().item(), rel=1e-9)
 
 
 def test_figures_are_plain_numbers_for_any_logger() -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -33,7 +34,7 @@ from strategies import (
     weights,
 )
 from throughtime.diagnose._slice import AnchorSet, StreamSlice
-from throughtime.diagnose.reach import ReachProfile
+from throughtime.diagnose.reach import SHARES, ReachProfile, _decay, within
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -585,6 +586,24 @@ def test_table_and_warning_say_what_was_found() -> None:
     assert f"Lyapunov {math.log(0.99):+.4f} per step" in result.table()
     if result.memory_used:
         assert "pass a larger max_lag" in result.warning()
+
+
+def test_a_tail_that_falls_slowly_is_told_from_where_the_gradient_lies() -> None:
+    lags = tuple(range(1, 301))
+    norms = tuple(0.3**lag + 1e-6 * 0.9972**lag for lag in lags)
+    result = replace(
+        tt.reach(linear(0.99), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3),
+        lags=lags,
+        norms=norms,
+        shares={share: within(lags, norms, share) for share in SHARES},
+        decay=_decay(lags, norms),
+    )
+    assert result.reach_99 < 10
+    assert result.decay is not None
+    assert result.decay.rate == pytest.approx(0.9972)
+    assert result.tail_share == pytest.approx(sum(norms[200:]) / sum(norms))
+    share = f"{result.tail_share:.2g}"
+    assert f"tail (lags 201 to 300, {share} of the gradient): x 0.9972 per step" in result.table()
 
 
 def test_plot_draws_the_norms_over_the_lag() -> None:

@@ -259,9 +259,32 @@ def audited(
 CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
 
 
+def noisy() -> AuditReport:
+    report = audited(truncation(50, 0.4), truncation(200, 0.05))
+    return replace(report, audit=replace(report.audit, noise=1.2))
+
+
 @pytest.mark.parametrize(
     ("found", "config", "said"),
     [
+        (
+            noisy(),
+            CONFIG,
+            (
+                "These figures cannot choose a window. |g| is small against its sampling noise (1.2"
+                " times |g|), as near a minimum: these relative biases are noise."
+            ),
+        ),
+        (
+            audited(truncation(50, 0.4), truncation(200, 0.05)),
+            CONFIG,
+            "A shorter stride with the same horizon usually has less bias, makes more updates",
+        ),
+        (
+            audited(truncation(50, 0.4), truncation(200, 0.05)),
+            CONFIG,
+            "equal numbers of updates, rows have read unequal amounts of data.",
+        ),
         (
             audited(truncation(50, 0.4), truncation(200, 0.05)),
             CONFIG,

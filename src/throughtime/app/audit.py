@@ -25,7 +25,7 @@ from throughtime.app.run_folder import RunFolder, from_plain
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, audit, reach
 from throughtime.diagnose._slice import json_safe
-from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import schedule
 from throughtime.stream import Stream
@@ -91,6 +91,8 @@ class AuditReport:
     def _window(self, config: Config) -> str:
         if not self.audit.norm:
             return "The gradient is zero everywhere, so it cannot say which window to take."
+        if self.audit.is_noisy:
+            return f"These figures cannot choose a window. {NOISE.format(self.audit.noise)}"
         if self.enough is None:
             return self._too_short()
         if not self.reach.memory_used:
@@ -110,7 +112,7 @@ class AuditReport:
         advice += f" {self.tolerance:g}."
         if row is self.audit.rows[0] and row.horizon > 1:
             advice += " It is the shortest audited window; a shorter one may be enough."
-        return advice
+        return f"{advice} {SHORTER_STRIDE} {UNEQUAL_DATA}"
 
     def _too_short(self) -> str:
         row = self.audit.rows[-1]

@@ -7,6 +7,13 @@ at horizon h of that stretch, each loss weighing the same in both. All come from
 (`gradient/bias.py`). The audit compares gradients at fixed weights: in training, a truncation also
 makes more updates, which `updates` counts.
 
+Near a minimum g is small, and a relative bias says little. To know when, the losses are split into
+two interleaved halves, with gradients g_a + g_b = g:
+
+    noise = |g_a - g_b| / |g|             the standard error of g over its length, if blocks are
+                                          independent
+
+
 References: C. Aicher, N. Foti and E. Fox, Adaptively truncating backpropagation through time to
 control gradient bias, UAI 2019, for the relative bias and what it costs: a relative bias of d takes
 1 / (1 - d) times the steps.
@@ -15,6 +22,7 @@ Shapes: `B` lanes (rows of the batch).
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -32,6 +40,21 @@ from throughtime.gradient._memory import MemoryBudget, Offload
 from throughtime.gradient._segments import Verify, check_verify, wide
 from throughtime.state import State
 
+BLOCKS = 16  # of steps; every other one is in the same half
+NOISY = math.sqrt(0.5)  # from here on, half of |g|^2 or more is sampling noise
+WIDTH = 80  # characters of a line of text under the table
+SHORTER_STRIDE = (
+    "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
+    " more passes."
+)
+NOISE = (
+    "|g| is small against its sampling noise ({:.2g} times |g|), as near a minimum: these relative"
+    " biases are noise. Audit more steps, or the weights of an earlier update."
+)
+UNEQUAL_DATA = (
+    "An update reads as many steps as its stride, one of tt.Exact() all of them. Compared after"
+    " equal numbers of updates, rows have read unequal amounts of data."
+)
 HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
 
 
@@ -68,6 +91,7 @@ class Audit:
         loss: mean loss of the stretch.
         norm: |g|, the norm of the exact gradient.
         rows: one for each horizon, the shortest first.
+        noise: sampling noise of g relative to |g|; see `is_noisy`.
     """
 
     steps: int
@@ -75,11 +99,17 @@ class Audit:
     loss: float
     norm: float
     rows: tuple[Truncation, ...]
+    noise: float = 0.0
 
     def suggest(self, tolerance: float = 0.1) -> int | None:
         """The shortest horizon from which on no audited one has a bias above `tolerance`.
 
-        `None` if the longest has.
+        It is a horizon at the stride of its row, by default `tt.Truncated(horizon)`. With a
+        shorter stride, credit of every loss flows back at least horizon - stride steps: the bias is
+        usually smaller, updates are more, and an update costs horizon / stride times the passes.
+
+        `None` if even the longest audited horizon has a bias above `tolerance`: audit longer ones,
+        or train with `tt.Exact()`.
         """
         shortest = None
         for row in reversed(self.rows):
@@ -89,7 +119,7 @@ class Audit:
         return shortest
 
     def table(self) -> str:
-        """The figures as text, one line for each horizon.
+        """The figures as text: a line for each horizon, then how to read them.
 
         `worst parameter` is the one whose gradient is most wrong.
         """
@@ -103,7 +133,28 @@ class Audit:
             f"over {self.steps:,} steps of {self.lanes} lanes, at fixed weights; loss"
             f" {self.loss:.4g}, |g| {self.norm:.3g}"
         )
-        return "\n".join([head, *lines, exact, foot])
+        remarks = [line for remark in self.remarks() for line in textwrap.wrap(remark, WIDTH)]
+        return "\n".join([head, *lines, exact, foot, *remarks])
+
+    def remarks(self, tolerance: float = 0.1) -> list[str]:
+        """How to read the rows for the choice of a truncation, in sentences."""
+        row = next((row for row in self.rows if row.horizon == self.suggest(tolerance)), None)
+        if row is None:
+            choice = (
+                f"No audited horizon is suggested: the longest, {self.rows[-1].horizon}, has a bias"
+                f" above {tolerance:g}. Audit longer ones, or train with tt.Exact()."
+            )
+        else:
+            choice = (
+                f"Bias within {tolerance:g} from horizon {row.horizon} on:"
+                f" tt.Truncated(stride={row.stride}, horizon={row.horizon}). {SHORTER_STRIDE}"
+            )
+        return [choice, *([NOISE.format(self.noise)] if self.is_noisy else []), UNEQUAL_DATA]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether half of |g|^2 or more is sampling noise, so that relative biases are noise."""
+        return self.noise >= NOISY
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for any logger; `None` for what is not finite."""
@@ -173,7 +224,8 @@ def audit(
         DataError: no step to measure.
         RunError: a gradient is not finite.
 
-    Cost: an exact gradient, plus at most one backward pass for each horizon.
+    Cost: an exact gradient, plus a backward pass for its sampling noise and at most one for each
+    horizon.
 
     Example:
         >>> import torch, throughtime as tt
@@ -196,7 +248,18 @@ def audit(
     ]
     objective = Objective(loss_fn)
     probe = BiasProbe(net, section.read, section.steps, section.state, objective, budget, verify)
-    return summary(net, probe.compare(plans), selected, stride, plans, section)
+    return summary(
+        net, probe.compare(plans, _half(section.steps)), selected, stride, plans, section
+    )
+
+
+def _half(steps: int) -> schedule.WindowGroup:
+    """Every other block of the steps; nothing cuts their credit."""
+    block = max(1, steps // BLOCKS)
+    starts = range(0, steps, 2 * block)
+    return schedule.WindowGroup(
+        tuple((start, min(start + block, steps)) for start in starts), frozenset()
+    )
 
 
 def summary(
@@ -227,7 +290,9 @@ def summary(
         )
         for horizon, plan, gradient in zip(horizons, plans, comparison.truncated, strict=True)
     )
-    return Audit(section.steps, section.stream.lanes, comparison.loss, size, rows)
+    halves = zip(comparison.part or comparison.exact, comparison.exact, strict=True)
+    noise = _ratio(norm([2 * part - whole for part, whole in halves]), size)
+    return Audit(section.steps, section.stream.lanes, comparison.loss, size, rows, noise)
 
 
 def _row(

@@ -61,7 +61,11 @@ FITTING = 0.9  # the lowest R² of an exponential decay
 
 
 class Decay(NamedTuple):
-    """phi(k) ~ rate^k over the last third of the lags; R² is that of the fit to log phi."""
+    """phi(k) ~ rate^k over the tail, the last third of the lags; R² is that of the fit to log phi.
+
+    It says how phi would go on beyond the measured lags. How far the gradient goes back within them
+    is what `shares` say: a tail may fall slowly and hold next to nothing of the sum.
+    """
 
     rate: float
     r2: float
@@ -80,8 +84,8 @@ class Reach:
         counts: for every lag, the anchors with that much past; no gradient crosses the start of a
             recording.
         shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
-        decay: how phi falls over the last third of the lags; `None` if that is no exponential
-            decay.
+        decay: how phi falls over the tail, the last third of the lags, whatever its share of the
+            sum; `None` if that is no exponential decay.
         lyapunov: mean growth of the logarithm of an adjoint per step; above 0 gradients explode.
         loss: mean loss at the anchors, with all of the past.
         contexts: mean loss at the anchors if the net starts so many steps before, from the initial
@@ -116,6 +120,13 @@ class Reach:
         """The lag within which all but a hundredth of the gradient lies."""
         return self.shares[0.99]
 
+    @property
+    def tail_share(self) -> float:
+        """The share of the sum of phi that lies in the tail, from which `decay` is fitted."""
+        total = sum(self.norms)
+        pairs = zip(self.lags, self.norms, strict=True)
+        return sum(n for lag, n in pairs if _in_tail(lag, self.lags)) / total if total else 0.0
+
     def warning(self) -> str:
         """How to interpret the result."""
         if not self.memory_used:
@@ -147,12 +158,16 @@ class Reach:
             for name, norms in self.by_leaf.items()
         ]
         contexts = "  ".join(f"{k}: {loss:.4g}" for k, loss in self.contexts.items())
+        first = next((lag for lag in self.lags if _in_tail(lag, self.lags)), self.lags[-1])
+        tail = f"lags {first:,} to {self.lags[-1]:,}, {self.tail_share:.2g} of the gradient"
         return "\n".join(
             [
                 f"{self.anchors} losses, back through at most {self.lags[-1]:,} steps",
                 f"reach_50 {self.reach_50}   reach_90 {self.reach_90}   reach_99 {self.reach_99}",
+                "  steps back within which 50, 90 and 99 % of the gradient lie",
                 *leaves,
-                f"decay: {decay};  Lyapunov {self.lyapunov:+.4f} per step"
+                f"decay of the tail ({tail}): {decay}",
+                f"Lyapunov {self.lyapunov:+.4f} per step"
                 + (" (gradients explode)" if self.lyapunov > 0 else ""),
                 f"loss by steps of context: {contexts}  all: {self.loss:.4g}",
                 self.warning(),
@@ -428,6 +443,10 @@ def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
     return lags[-1]
 
 
+def _in_tail(lag: int, lags: Sequence[int]) -> bool:
+    return lag > lags[-1] * 2 / 3
+
+
 def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
     """The least-squares line through log phi over the last third of the lags.
 
@@ -436,7 +455,7 @@ def _decay(lags: Sequence[int], norms: Sequence[float]) -> Decay | None:
     points = [
         (lag, math.log(norm))
         for lag, norm in zip(lags, norms, strict=True)
-        if norm > 0 and lag > lags[-1] * 2 / 3
+        if norm > 0 and _in_tail(lag, lags)
     ]
     if len(points) < _POINTS:
         return None

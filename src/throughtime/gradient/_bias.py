@@ -6,7 +6,7 @@ each flows back through the same graph with its own gates closed. A truncation w
 flows several times, so that windows of one flow do not overlap.
 
 Cost: two forward passes per step, a backward pass for the exact gradient, and one for each
-truncation (about horizon / stride of them where windows overlap).
+truncation (about horizon / stride of them where windows overlap) and for a part of the losses.
 
 Shapes: `B` lanes.
 """
@@ -44,11 +44,13 @@ class Comparison:
         loss: the mean loss.
         exact: the exact gradient, one tensor for each weight.
         truncated: that of each truncation.
+        part: the exact gradient of a part of the losses, if asked for.
     """
 
     loss: float
     exact: list[Tensor]
     truncated: list[list[Tensor]]
+    part: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ class BiasProbe:
     memory: MemoryBudget
     verify: Verify = "first"
 
-    def compare(self, plans: Sequence[Sequence[Window]]) -> Comparison:
-        """The exact gradient and that of every plan.
+    def compare(
+        self, plans: Sequence[Sequence[Window]], part: WindowGroup | None = None
+    ) -> Comparison:
+        """The exact gradient and that of every plan, and of a part of the losses if given.
 
         Random generators, buffers and `.grad` are left unchanged.
         """
@@ -86,6 +90,7 @@ class BiasProbe:
                 else self.state
             )
             groups = [schedule.group_windows(plan) for plan in plans]
+            groups += [] if part is None else [[part]]
             cuts = {cut for plan in groups for group in plan for cut in group.cuts}
             length = self.memory.segment_steps(
                 self.net,
@@ -113,14 +118,17 @@ class BiasProbe:
                     f"none of the {self.steps} steps has a target that counts: there is no gradient"
                     " to compare"
                 )
-            return _compare(loss_pass, self.objective, groups)
+            loss, (exact, *others) = _gradients(loss_pass, self.objective, groups)
+            return Comparison(loss, exact, others[: len(plans)], *others[len(plans) :])
 
 
-def _compare(
+def _gradients(
     loss_pass: LossPass, objective: Objective, plans: Sequence[Sequence[WindowGroup]]
-) -> Comparison:
+) -> tuple[float, list[list[Tensor]]]:
+    """The loss; the exact gradient, then that of each plan."""
     checkpoints = loss_pass.checkpoints
-    exact = WindowGroup(((0, checkpoints.bounds[-1]),), frozenset())
+    steps = checkpoints.bounds[-1]
+    exact = WindowGroup(((0, steps),), frozenset())
     grads = [GradientAccumulator(trainable_weights(checkpoints.net)) for _ in range(len(plans) + 1)]
     flows = [(exact, CreditFlow(grads[0]))]
     for plan, own in zip(plans, grads[1:], strict=True):
@@ -129,8 +137,8 @@ def _compare(
         {
             bound
             for plan in plans
-            if len(plan) > 1
             for group in plan
+            if sum(stop - start for start, stop in group.spans) < steps
             for span in group.spans
             for bound in span
         }
@@ -148,5 +156,4 @@ def _compare(
             del roots
         del segment, losses
     objective.check_depends(grads[0].sums)
-    dense = [own.dense() for own in grads]
-    return Comparison(total, dense[0], dense[1:])
+    return total, [own.dense() for own in grads]

@@ -218,7 +218,8 @@ def audit_table(audit: Audit) -> DataTable:
         ["horizon", "stride", "updates", "bias", "cosine", "worst parameter", "its bias"],
         rows,
         f"{audit.steps:,} steps of {audit.lanes} lanes at fixed weights. The mean loss is"
-        f" {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g}.",
+        f" {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g}, its sampling noise"
+        f" {audit.noise:.2g} times that.",
         numeric=(0, 1, 2, 3, 4, 6),
     )
 
