@@ -28,11 +28,12 @@ from throughtime.doctor._frames import (
     current_line,
     user_frame,
 )
-from throughtime.doctor._records import BackwardCall, Clock, Operation, TensorRecord
+from throughtime.doctor._records import BackwardCall, Clock, Operation, TensorRecord, tensors
 from throughtime.doctor._torch_private import LoaderIterator
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
 from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
+from throughtime.doctor.rules.layout import LayoutRule
 from throughtime.doctor.rules.rule import Rule, parameters_of
 from throughtime.doctor.rules.state import StateRule
 from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
@@ -40,11 +41,14 @@ from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
 # In the order in which they receive an event. The first sets `TensorRecord.source` for the others.
 RULES: tuple[type[Rule], ...] = (
     StateRule,
+    LayoutRule,
     OptimizerRule,
     CreditRule,
     GrowthRule,
     AutogradErrorRule,
 )
+# modules that map every step by itself: what is behind their outputs is the data before them
+STEPWISE = (nn.Embedding, nn.Dropout, nn.Linear, nn.LayerNorm)
 FIRST_CHUNKS = 8  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 
@@ -55,7 +59,10 @@ class LoopEvents:
     def __init__(self, findings: FindingList) -> None:
         self.clock = Clock()
         self.watcher = Watcher(
-            self.clock, self._on_operation, functools.partial(self._notify, "on_detach")
+            self.clock,
+            self._on_operation,
+            functools.partial(self._notify, "on_detach"),
+            functools.partial(self._notify, "on_operation_error"),
         )
         rules = [rule(self.watcher, findings) for rule in RULES]
         # by name of the event: the methods of the rules that override it
@@ -104,6 +111,10 @@ class LoopEvents:
         finally:
             while self._undo:
                 self._undo.pop()()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the rules report what explains the error that ended the loop."""
+        self._notify("on_exit", error)
 
     def finish(self) -> None:
         """Let the rules report what only the end of the loop shows."""
@@ -166,11 +177,17 @@ class LoopEvents:
             frame = user_frame(current_frame(1))
             self._notify("before_module", module, inputs, frame)
 
-    def _after_module(self, module: nn.Module, _: Any, result: Any) -> None:
+    def _after_module(self, module: nn.Module, inputs: Any, result: Any) -> None:
         if torch.compiler.is_compiling() or self._ignored or not self.clock.depth:
             return
         self.clock.depth -= 1
-        if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        if isinstance(module, STEPWISE) and not self.watcher.active and inputs:
+            self.watcher.guarded(self.watcher.pass_data_on, inputs[0], result)
+        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            return
+        if result is None:
+            self._notify("on_module_error", module)
+        elif not self.watcher.active:
             self._notify("after_module", module, result)
 
     def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,15 +201,17 @@ class LoopEvents:
                 self.watcher.on()
             self._pause()
 
-    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
         retain = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-        return self._run_backward(lambda: original(tensors, *args, **kwargs), tensors, retain)
+        return self._run_backward(lambda: original(roots, *args, **kwargs), roots, retain)
 
     def _grad(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         retain = bool(
             kwargs.get("retain_graph", args[2] if len(args) > 2 else False)
             or kwargs.get("create_graph", False)
         )
+        inputs = kwargs.get("inputs", args[0] if args else ())
+        self.watcher.guarded(self.watcher.note_gradients, inputs)
         result = self._run_backward(
             lambda: original(outputs, *args, **kwargs), outputs, retain, is_grad=True
         )
@@ -201,12 +220,12 @@ class LoopEvents:
         return result
 
     def _run_backward(
-        self, run: Callable[[], Any], tensors: Any, retain: bool, *, is_grad: bool = False
+        self, run: Callable[[], Any], outputs: Any, retain: bool, *, is_grad: bool = False
     ) -> Any:
         frame = user_frame(current_frame(2))
         if frame is None or self._in_backward:  # torch calls itself again through the mode
             return run()
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
         backward = BackwardCall(
             roots[0].grad_fn if roots else None, retain, line, call_site(frame), is_grad
@@ -278,10 +297,18 @@ class LoopEvents:
         return iterator
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
-        batch, clock = original(iterator), self.clock
-        if iterator in self._iterators:
-            number, clock.random, clock.loader = self._iterators[iterator]
+        clock = self.clock
+        number, is_random, line = self._iterators.get(iterator, (0, False, None))
+        clock.loading = is_random
+        try:
+            batch = original(iterator)
+        finally:
+            clock.loading = False
+        if number:
+            clock.random, clock.loader = is_random, line
             clock.batch = number, clock.batch[1] + 1
+            values = list(batch.values()) if isinstance(batch, dict) else batch
+            clock.contents = [weakref.ref(tensor) for tensor in tensors(values)]
         return batch
 
 

@@ -183,17 +183,23 @@ def line_of(instruction: Instruction) -> SourceLine:
 
 
 def enclosing_loop(line: SourceLine) -> SourceLine:
-    """The innermost `for` around a line; the line itself if there is none."""
+    """The innermost `for` around a line, if its variables are used up to there; else the line."""
     try:
         tree = ast.parse(Path(line.file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return line
-    starts = [
-        node.lineno
+    loops = [
+        node
         for node in ast.walk(tree)
         if isinstance(node, ast.For) and node.lineno < line.line <= (node.end_lineno or node.lineno)
     ]
-    return SourceLine(line.file, max(starts)) if starts else line
+    if not loops:
+        return line
+    loop = max(loops, key=lambda node: node.lineno)
+    targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    names = (node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Name))
+    decides = any(name.id in targets and name.lineno <= line.line for name in names)
+    return SourceLine(line.file, loop.lineno) if decides else line
 
 
 def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> str:
@@ -206,6 +212,19 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
             return path
         frame = frame.f_back
     return ""
+
+
+def paths(
+    first: Callable[[Any], bool], second: Callable[[Any], bool], frame: FrameType | None
+) -> tuple[str, str]:
+    """The paths of two values in the innermost of the user's frames that refers to both."""
+    while (frame := user_frame(frame)) is not None:
+        a = _path_in(frame, first)
+        b = _path_in(frame, second) if a else ""
+        if b:
+            return (a[:-3], b[:-3]) if a.endswith("[0]") and b.endswith("[0]") else (a, b)
+        frame = frame.f_back
+    return "", ""
 
 
 def _path_in(frame: FrameType, matches: Callable[[Any], bool]) -> str:

@@ -1,8 +1,9 @@
 """The provenance of data: which elements of which tensor a chunk of inputs is.
 
 No value is read. The strides of a view give its position in its base. Stacking, indexing and
-copying are followed through the watcher's records. Two chunks are adjacent if in every lane the
-first step of one is the step after the last of the other.
+copying are followed through the watcher's records. A lane of a chunk goes through a tensor by a
+constant step, which may be longer than one or negative. Two chunks are adjacent if in every lane
+the first step of one is one step after the last of the other.
 
 Shapes: `T` steps, `B` lanes (rows of the batch).
 """
@@ -39,23 +40,35 @@ class LaneEnds:
 
     first: TensorElement
     last: TensorElement
+    step: tuple[int, ...] = ()  # from one step to the next; empty if unknown or not constant
 
     @property
     def time_dims(self) -> set[int]:
         """The dimensions of the root along which the lane moves."""
-        return moved_dims(self.first, self.last) if self.first.root is self.last.root else set()
+        return nonzero(self.step or difference(self.first, self.last))
 
     @property
     def begins(self) -> bool:
-        """Whether it begins at the first step of its root."""
+        """Whether it begins at the first step of its root, in its direction."""
         dims = self.time_dims
-        return len(dims) == 1 and self.first.index[next(iter(dims))] == 0
+        return len(dims) == 1 and self.begins_along(*dims)
+
+    def begins_along(self, dim: int) -> bool:
+        """Whether its first step is the first of the root in a dimension, in its direction."""
+        backwards = bool(self.step) and self.step[dim] < 0
+        return self.first.index[dim] == (self.first.root.shape[dim] - 1 if backwards else 0)
 
 
-def moved_dims(before: TensorElement, after: TensorElement) -> set[int]:
-    """The dimensions in which two elements of a tensor differ."""
-    pairs = enumerate(zip(before.index, after.index, strict=True))
-    return {dim for dim, (a, b) in pairs if a != b}
+def difference(before: TensorElement, after: TensorElement) -> tuple[int, ...]:
+    """From one element of a tensor to another; empty if they are of different tensors."""
+    if before.root is not after.root:
+        return ()
+    return tuple(b - a for a, b in zip(before.index, after.index, strict=True))
+
+
+def nonzero(offset: tuple[int, ...]) -> set[int]:
+    """The dimensions in which an offset is not zero."""
+    return {dim for dim, n in enumerate(offset) if n}
 
 
 def locate(
@@ -123,39 +136,73 @@ def _element_of_part(
 
 
 def lane_ends(
-    data: Tensor, lane_dim: int | None, time_dim: int | None, record_of: Lookup
+    data: Tensor,
+    lane_dim: int | None,
+    time_dim: int | None,
+    record_of: Lookup,
+    previous: Tensor | None = None,
 ) -> list[LaneEnds] | None:
-    """The ends of each lane of `data`; `None` if any of them is unknown."""
+    """The ends of each lane of `data`; `None` if any of them is unknown.
+
+    Args:
+        data: the inputs of a chunk.
+        lane_dim: its dimension of lanes.
+        time_dim: its dimension of time; `None` for a single step.
+        record_of: the record of a tensor.
+        previous: for a single step, the step before it: their difference is the step of time.
+    """
     dims, lanes = range(data.dim()), 1
     if lane_dim is not None and lane_dim in dims:
         lanes = data.shape[lane_dim]
+    steps = 1 if time_dim is None else data.shape[time_dim]
     ends: list[LaneEnds] = []
     for lane in range(min(lanes, MAX_LANES)):
-        first = [lane if dim == lane_dim else 0 for dim in dims]
-        last = [data.shape[dim] - 1 if dim == time_dim else first[dim] for dim in dims]
-        start, end = locate(data, tuple(first), record_of), locate(data, tuple(last), record_of)
-        if start is None or end is None:
+
+        def element(tensor: Tensor, t: int, lane: int = lane) -> TensorElement | None:
+            index = tuple(lane if d == lane_dim else t if d == time_dim else 0 for d in dims)
+            return locate(tensor, index, record_of)
+
+        first, last = element(data, 0), element(data, steps - 1)
+        if first is None or last is None:
             return None
-        ends.append(LaneEnds(start, end))
+        step: tuple[int, ...] = ()
+        if steps > 1 and (second := element(data, 1)) is not None:
+            step = difference(first, second)
+            if difference(first, last) != tuple(n * (steps - 1) for n in step):
+                step = ()
+        elif previous is not None and previous.shape == data.shape:
+            before = element(previous, 0)
+            step = difference(before, first) if before is not None else ()
+        ends.append(LaneEnds(first, last, step))
     return ends
 
 
 def follows(before: LaneEnds, after: LaneEnds) -> bool:
     """Whether one lane continues where the other ended."""
-    a, b = before.last, after.first
-    if a.root is not b.root or len(a.index) != len(b.index):
-        return False
-    moved = moved_dims(a, b)
+    gap = difference(before.last, after.first)
+    if step := _common_step(before, after):
+        return any(gap == tuple(n * d for d in step) for n in GAPS)
     dims = before.time_dims | after.time_dims
-    return len(moved) == 1 and all(
-        b.index[dim] - a.index[dim] in GAPS and (not dims or dim in dims) for dim in moved
-    )
+    moved = nonzero(gap)
+    return len(moved) == 1 and all(gap[d] in GAPS and (not dims or d in dims) for d in moved)
+
+
+def _common_step(before: LaneEnds, after: LaneEnds) -> tuple[int, ...]:
+    """The step of a chunk and the next; empty if unknown."""
+    is_long = after.first.index != after.last.index
+    step = before.step or (after.step if is_long else ())
+    return step if any(step) else ()
 
 
 def relation(before: list[LaneEnds], after: list[LaneEnds], rows: list[int]) -> str:
-    """How two chunks lie in time: "next", "rows", "jump", "start", or "" if uncertain.
+    """How two chunks lie in time, the state of the first in the second.
 
     `rows[b]` is the lane of `before` whose state lane `b` of `after` has.
+
+    Returns:
+        "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
+        at another position; "again": it goes back to the beginning; "start": it begins in other
+        data; "": uncertain.
     """
     pairs = [
         (before[row], lane) for row, lane in zip(rows, after, strict=False) if row < len(before)
@@ -179,13 +226,43 @@ def _lane_relation(before: LaneEnds, after: LaneEnds, lane: int) -> str:
     a, b = before.last, after.first
     if a.root is not b.root:
         return "start" if [i for i in b.index if i] in ([], [lane]) or after.begins else ""
-    moved = moved_dims(a, b)
+    moved = nonzero(difference(a, b))
     along = before.time_dims | after.time_dims or {
         dim for dim in moved if len(moved) == 1 or b.index[dim] == 0
     }
-    if len(along) != 1 or not moved:
+    if len(along) != 1:
         return ""
-    begins = b.index[next(iter(along))] == 0
-    if begins != bool(moved - along):
-        return ""
-    return "start" if begins else "jump"
+    if after.begins_along(*along):
+        return "start" if moved - along else "again"
+    return "jump" if _common_step(before, after) and moved == along else ""
+
+
+def same_start(before: list[LaneEnds], after: list[LaneEnds]) -> bool:
+    """Whether every lane of two chunks begins at the same element."""
+    return len(before) == len(after) and all(
+        a.first.root is b.first.root and a.first.index == b.first.index
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def stacked_at_random(data: Tensor, dim: int | None, record_of: Lookup) -> bool:
+    """Whether a dimension of `data` consists of samples that a loader drew at random."""
+    for _ in range(MAX_DEPTH):
+        if dim is None or data.shape[dim] < 2:
+            return False
+        base = base_of(data)
+        if base is not None:
+            shape, stride = data.shape[dim], data.stride(dim)
+            pairs = enumerate(zip(base.shape, base.stride(), strict=True))
+            data, dim = base, next((d for d, pair in pairs if pair == (shape, stride)), None)
+            continue
+        record = record_of(data)
+        if record is None or record.origin is None:
+            return False
+        if record.origin.name == "stack":
+            return record.origin.random and dim == 0
+        source: Tensor = record.origin.args[0]
+        if not isinstance(source, Tensor) or source.shape != data.shape:
+            return False
+        data = source
+    return False

@@ -27,6 +27,8 @@ class Clock:
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader's sampler does not keep the order of time
     loader: SourceLine | None = None  # the line that decides the order of the batches
+    contents: list[Any] = field(default_factory=list)  # references to the tensors of the batch
+    loading: bool = False  # such a loader collects a batch now
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
     # calls of a unit in this chunk that take over a state of the same chunk
     continued: dict[Unit, int] = field(default_factory=dict)
@@ -54,6 +56,9 @@ class UnitCall:
     graph_calls: int = 1  # calls of the unit connected in one graph
     model_calls: int = 0  # changes of the model call or the batch within that graph
     lanes: Any = None  # where each lane of the data begins and ends
+    previous: Tensor | None = None  # of single steps, the data of the one before
+    start: Any = None  # copies of the states from which its chunk started
+    repeats: int = 0  # calls before it, one after the other, that read the same data
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +80,7 @@ class CopyRecord:
     args: Any
     kwargs: Any
     shape: Any
+    random: bool = False  # a loader collected a batch that it drew at random
     numbers: Any = None  # the element of the source that each element is a copy of
 
 
@@ -97,8 +103,11 @@ class TensorRecord:
     data: Any = None  # the inputs that it was computed from, one or one for each result
     source: UnitCall | None = None  # the recurrent call that it comes from
     edited: bool = False  # values were changed since that call
+    masked: bool = False  # data masked it, now or at an earlier step
     lane_dim: Any = None  # the dimension of lanes, one or one for each result
     rows: Any = None  # the lane that each row comes from, if rows were selected
+    time_dim: Any = None  # the dimension of time in a layer's outputs
+    position: int | None = None  # the step of those outputs, if one was selected
     depth: int = 0  # chunks that a sum goes through
     call: int = 0  # the call of an outermost module before it, for a sum that of its last term
     passes: int = 0  # such calls in a sum

@@ -139,6 +139,8 @@ class Doctor:
         try:
             if not self.ended:
                 events.finish()
+            elif error is not None:
+                events.fail(error)
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:

@@ -43,7 +43,10 @@ CODES: dict[str, tuple[str, str]] = {
         ),
     ),
     "TT201": (
-        "every chunk starts from a zero state although it continues the previous chunk",
+        (
+            "every chunk starts from a zero state, or from one that stays the same, although it"
+            " continues the previous chunk"
+        ),
         "pass the state on: y, state = net(x, state), then state = tt.state.detach(state)",
     ),
     "TT202": (
@@ -75,8 +78,32 @@ CODES: dict[str, tuple[str, str]] = {
     "TT207": (
         "a state is carried between batches that are not consecutive in time",
         (
-            "read in order: shuffle=False with lanes side by side, or tt.Stream(recordings,"
-            " lanes=..., chunk=...)"
+            "where batches are pieces of one recording, read them in order: shuffle=False, or"
+            " tt.Stream(recordings, lanes=..., chunk=...); where they are unrelated, such as"
+            " reviews, videos or shuffled windows, start every batch from a new zero state, made in"
+            " the loop"
+        ),
+    ),
+    "TT208": (
+        "the state at the end of the data enters their beginning in the next pass",
+        (
+            "a fresh state at the start of each pass: make it inside the loop over epochs, before"
+            " the loop over chunks"
+        ),
+    ),
+    "TT209": (
+        "batch and time are exchanged: the layer takes lanes for steps and steps for lanes",
+        "batch_first=True in the layer for inputs (batch, time, features), otherwise without it",
+    ),
+    "TT210": (
+        "the state is carried, but every call reads the same inputs again",
+        "pass one step at a time, x[t : t + 1] instead of x; or all steps in one call, no loop",
+    ),
+    "TT211": (
+        "the state has other lanes than the chunk",
+        (
+            "as many lanes in both: h = h[:, lanes], DataLoader(..., drop_last=True), or a new"
+            " state for each batch"
         ),
     ),
     "TT301": (

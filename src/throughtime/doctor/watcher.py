@@ -47,6 +47,7 @@ from throughtime.errors import DiagnosisError
 
 # Operations by name. Those that select rows, that take a part, that cast or copy:
 ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
+SELECTIONS = ROWS | {"select"}
 SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
 CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
 DETACHES = frozenset(["detach", "data", "detach_"])
@@ -92,7 +93,8 @@ EDITS = frozenset(
         "index_fill",
     ]
 )
-GETTERS = {"data", "T", "mT", "H"}
+MASKS = EDITS - {"add", "__add__", "index_copy", "index_fill"}
+GETTERS = {"data", "grad", "T", "mT", "H"}
 MAX_OPERATIONS = 20_000  # operations watched without a break
 PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
 MAX_LINEAGE = 400  # instructions in a lineage
@@ -121,6 +123,37 @@ def is_in_place(name: str) -> bool:
 def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
     """The union; `a` itself if that is all, as in most steps of a loop."""
     return a if b is a or b <= a else a | b
+
+
+def _has_mask(op: Operation) -> bool:
+    """Whether an operation masks a result by data."""
+    if op.name not in MASKS or all(r is None or not r.learned for r in op.records):
+        return False
+    return any(
+        t.dim() > 0 and not t.requires_grad and (r is None or not r.learned) for t, r in op.pairs()
+    )
+
+
+def _selection(op: Operation, source: Tensor, dim: int) -> tuple[list[int], int | None]:
+    """The indices that a selection takes along a dimension, and that dimension in its result.
+
+    The same selection is applied to numbers that vary along this dimension only.
+    """
+    shape = [1] * source.dim()
+    shape[dim] = -1
+    numbers = torch.arange(source.shape[dim]).view(shape).expand(source.shape)
+    taken = op.func(numbers, *op.args[1:], **op.kwargs)
+    if not taken.numel():
+        return [], None
+    if base_of(taken) is None:  # a copy
+        varies = [bool((taken != taken.narrow(d, 0, 1)).any()) for d in range(taken.dim())]
+        dims = [d for d, differs in enumerate(varies) if differs] or [dim][: taken.dim() > dim]
+    else:
+        dims = [d for d, stride in enumerate(taken.stride()) if stride]
+    if not dims:
+        return taken.reshape(-1)[:1].tolist(), None
+    first = taken.movedim(dims[0], 0).reshape(taken.shape[dims[0]], -1)[:, 0]
+    return first.tolist(), dims[0]
 
 
 class LayerOutputs:
@@ -172,6 +205,7 @@ class Watcher(TorchFunctionMode):
         on_operation: called with an operation that depends on parameters and the record of its
             results.
         on_detach: called with a detach and the record of the detached tensor.
+        on_error: called with an error, the inputs of the operation that raises it, their records.
     """
 
     def __init__(
@@ -179,9 +213,11 @@ class Watcher(TorchFunctionMode):
         clock: Clock,
         on_operation: Callable[[Operation, TensorRecord], None],
         on_detach: Callable[[DetachRecord, TensorRecord], object],
+        on_error: Callable[[RuntimeError, list[Tensor], list[TensorRecord | None]], object],
     ) -> None:
         super().__init__()
         self.clock, self.on_operation, self.on_detach = clock, on_operation, on_detach
+        self.on_error = on_error
         self.records: dict[int, TensorRecord] = {}  # by the id of the tensor
         self.node_numbers: list[int] = []  # sequence numbers of nodes, ascending
         self.node_instructions: list[Instruction | None] = []  # where they were created
@@ -198,6 +234,7 @@ class Watcher(TorchFunctionMode):
         # of states
         self.lost_detaches: dict[int, Instruction] = {}
         self.lost_states: set[Instruction] = set()
+        self.used_gradients: set[Instruction] = set()  # detaches whose gradient the loop uses
         self.layers = LayerOutputs()
         self.busy = False  # the doctor itself is at work
         self.closed = False  # after the doctor; on a user's stack it then only passes on
@@ -239,7 +276,13 @@ class Watcher(TorchFunctionMode):
         iterates = func is Tensor.__iter__
         if iterates:
             func = torch.unbind
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if not self.busy:
+                inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
+                self.on_error(error, inputs, [self.record_or_base(t) for t in inputs])
+            raise
         if (
             not self.busy
             and self.operations <= MAX_OPERATIONS
@@ -288,6 +331,20 @@ class Watcher(TorchFunctionMode):
         """The record of a state, also of one that was passed on while the watcher was off."""
         return self.record_or_base(tensor) or self.layers.record_of(tensor)
 
+    def pass_data_on(self, data: Any, result: Any) -> None:
+        """Record the data behind the outputs of a module that is called while this is off."""
+        frame = user_frame(current_frame(1))
+        if not isinstance(data, Tensor) or not isinstance(result, Tensor) or frame is None:
+            return
+        record = self.record_or_base(data)
+        if record is not None and record.learned:
+            data = record.data
+        if data is not None and not data.requires_grad:
+            instruction = self.instruction_at(frame)
+            self.records[id(result)] = TensorRecord(
+                self.clock.chunk, instruction, weakref.ref(result), learned=True, data=data
+            )
+
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
         position = bisect_left(self.node_numbers, number)
@@ -308,10 +365,13 @@ class Watcher(TorchFunctionMode):
         return instruction
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
+        name, instruction = operation_name(func), self.instruction_at(frame)
+        if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
+            self.note_gradients(args)
+            return
         self.operations += 1
         if self.operations % PURGE == 0:
             self._drop_freed()
-        name, instruction = operation_name(func), self.instruction_at(frame)
         inputs = tensors(args)
         if kwargs:
             inputs += tensors(tuple(kwargs.values()))
@@ -346,7 +406,9 @@ class Watcher(TorchFunctionMode):
                 and not out.requires_grad
                 and out is not op.args[0]
             ):
-                origin = CopyRecord(op.name, op.func, op.args, op.kwargs, out.shape)
+                origin = CopyRecord(
+                    op.name, op.func, op.args, op.kwargs, out.shape, self.clock.loading
+                )
                 self.records[id(out)] = TensorRecord(
                     self.clock.chunk, op.instruction, weakref.ref(out), origin=origin
                 )
@@ -357,7 +419,12 @@ class Watcher(TorchFunctionMode):
         name, instruction, first = op.name, op.instruction, op.outputs[0]
         # a choice, such as a sampled token, is data
         is_choice = not (first.is_floating_point() or first.is_complex())
-        if name in {"zero_", "fill_"} or is_choice or (first.is_leaf and first.requires_grad):
+        passes_on = name == "requires_grad_" and learned
+        if (
+            name in {"zero_", "fill_"}
+            or is_choice
+            or (first.is_leaf and first.requires_grad and not passes_on)
+        ):
             self.records.pop(id(first), None)
             return
         if instruction not in self.current:
@@ -388,14 +455,23 @@ class Watcher(TorchFunctionMode):
         if variables:
             self.carried[op.instruction] = variables
 
+    def note_gradients(self, leaves: Any) -> None:
+        """Note that the loop uses the gradients of tensors that were detached."""
+        for tensor in tensors(leaves):
+            record = self.record_of(tensor)
+            if record is not None and record.detach is not None:
+                self.used_gradients.add(record.detach.instruction)
+
     def _store(self, outputs: list[Tensor], result: TensorRecord) -> None:
         """Store the record of each output."""
-        lane_dims, data = result.lane_dim, result.data
+        lane_dims, time_dims, data = result.lane_dim, result.time_dim, result.data
         for i, out in enumerate(outputs):
             record = result if i == 0 else result.copy()
             record.ref = weakref.ref(out)
             if isinstance(lane_dims, list):
                 record.lane_dim = lane_dims[i]
+            if isinstance(time_dims, list):
+                record.time_dim = time_dims[i]
             if isinstance(data, (tuple, list)):
                 record.data = data[i] if i < len(data) else None
             self.records[id(out)] = record
@@ -424,6 +500,7 @@ class Watcher(TorchFunctionMode):
                 data = record.data
             source = source or record.source
             lineage = _union(lineage, record.lineage)
+            result.masked |= record.masked
             detach = record.detach
             if detach and (result.detach is None or detach.count > result.detach.count):
                 result.detach = detach
@@ -432,6 +509,7 @@ class Watcher(TorchFunctionMode):
                 result.repeated |= record.repeated or instruction in record.path
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
+        result.masked |= _has_mask(op)
         if len(lineage) < MAX_LINEAGE:
             lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
         result.lineage, result.path, result.data, result.source = lineage, path, data, source
@@ -455,16 +533,16 @@ class Watcher(TorchFunctionMode):
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
             result.path = record.path | {instruction}
         result.edited = record.edited or name in EDITS or name == "__setitem__"
+        result.masked |= _has_mask(op)
         if op.args and source is op.args[0]:
-            lane_dim = record.lane_dim
-            if name in ROWS and lane_dim is not None and lane_dim < source.dim():
-                self._select_rows(op, source, result)
+            if name in SELECTIONS:
+                self._select(op, source, result)
+            elif result.time_dim is not None and name not in DETACHES | CASTS:
+                result.time_dim = None
             if record.data is not None and name in SLICES:
                 result.data = self._sliced(op, source, record.data)
         if instruction not in record.lineage and len(record.lineage) < MAX_LINEAGE:
             result.lineage = record.lineage | {instruction}
-        if name == "__getitem__" and record.lane_dim == 1 and isinstance(op.args[1], int):
-            result.lane_dim = 0
         return result
 
     def _detached(
@@ -492,19 +570,24 @@ class Watcher(TorchFunctionMode):
             return None
 
     @staticmethod
-    def _select_rows(op: Operation, source: Tensor, result: TensorRecord) -> None:
-        """Record the lane that each selected row comes from, by selecting among lane numbers."""
-        lane, rows = result.lane_dim, result.rows
-        numbers = torch.tensor(rows) if rows is not None else torch.arange(source.shape[lane])
-        if len(numbers) != source.shape[lane]:
+    def _select(op: Operation, source: Tensor, result: TensorRecord) -> None:
+        """Record which lanes or which step a selection takes from a state."""
+        lane, time, dims = result.lane_dim, result.time_dim, source.dim()
+        result.time_dim = None
+        if time is not None and time < dims:
+            steps, new_dim = _selection(op, source, time)
+            if len(steps) == 1:
+                result.position = steps[0]
+            elif len(steps) == source.shape[time]:
+                result.time_dim = new_dim
+        if lane is None or lane >= dims:
+            return
+        rows = result.rows
+        if rows is not None and len(rows) != source.shape[lane]:
             result.rows, result.edited = None, True
             return
-        shape = [1] * source.dim()
-        shape[lane] = -1
-        selected = op.func(numbers.view(shape).expand(source.shape), *op.args[1:])
-        if selected.dim() > lane and selected.numel():
-            selected = selected.movedim(lane, 0).reshape(selected.shape[lane], -1)[:, 0]
-        result.rows = selected.reshape(-1).tolist()
+        taken, result.lane_dim = _selection(op, source, lane)
+        result.rows = taken if rows is None else [rows[i] for i in taken]
 
     def _drop_freed(self) -> None:
         """Drop the records of freed tensors."""

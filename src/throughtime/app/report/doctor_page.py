@@ -22,7 +22,7 @@ _CONTEXT = 4  # lines of code before and after the marked one
 _LIMITS = (
     "The doctor reports only what is certain. If chunks come from files, from workers or through"
     " NumPy, it cannot know that they follow one another. Then it may not report TT201, TT204,"
-    " TT206 and TT207. It skips the loops of throughtime itself."
+    " TT206, TT207 and TT208. It skips the loops of throughtime itself."
 )
 
 

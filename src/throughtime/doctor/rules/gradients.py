@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -43,17 +44,27 @@ MAX_STATES, MAX_LAYERS = 512, 4  # kept for one backward
 MAX_MEANS = 4096  # between two steps
 
 
+@dataclass
+class StepRecord:
+    """One step of a cell."""
+
+    state: Tensor  # its result
+    call: int  # of the model; 0 outside one
+    masked: Tensor | None  # the state that entered, if data masked it
+
+
 class CreditRule(Rule):
     """Keeps the states of a chunk until its backward and checks the gradients that arrive there."""
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.states: dict[Unit, list[tuple[Tensor, int]]] = {}  # with the call of the model
+        self.states: dict[Unit, list[StepRecord]] = {}
         self.layers: list[tuple[Operation, list[Tensor]]] = []  # with the gradient of the outputs
         self.norms: dict[Unit, list[float]] = {}
         self.handles: list[Any] = []
         self.repeats: dict[SourceLine, int] = {}
         self.detaches: dict[Instruction, int] = {}  # the longest series in this chunk
+        self.suspects: dict[Instruction, int] = {}  # such series of the last chunk
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         clock, out = self.clock, op.outputs[0]
@@ -73,7 +84,12 @@ class CreditRule(Rule):
         states = self.states.setdefault(unit, [])
         if len(states) < MAX_STATES:
             in_model = clock.depth > (op.name in CELLS)
-            states.append((out, clock.call if in_model else 0))
+            entered = [
+                (t, r) for t, r in op.loop_inputs or op.pairs() if r is not None and r.masked
+            ]
+            states.append(
+                StepRecord(out, clock.call if in_model else 0, entered[0][0] if entered else None)
+            )
 
     def on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
         key = detach.instruction
@@ -84,9 +100,10 @@ class CreditRule(Rule):
                 self.states.pop(unit, None)
 
     def before_backward(self, backward: BackwardCall) -> None:
-        for unit, pairs in self.states.items():
-            last_call = pairs[-1][1]
-            states = [state for state, call in pairs if call == last_call]
+        self._report_detaches()
+        for unit, steps in self.states.items():
+            last_call = steps[-1].call
+            states = [step.state for step in steps if step.call == last_call]
             if len(states) < MIN_STEPS:
                 continue
             # outside a model, a state without a gradient may be a warm-up, detached on purpose
@@ -114,8 +131,10 @@ class CreditRule(Rule):
             for op, grads in self.layers
             if grads
         ]
-        self.states, self.layers, self.norms, self.handles = {}, [], {}, []
         steps, line = max(silent, default=0), backward.line
+        if steps and steps <= max(map(_idle_steps, self.states.values()), default=0):
+            steps = 0  # padding: the state has not moved before
+        self.states, self.layers, self.norms, self.handles = {}, [], {}, []
         # states that are detached at every step are another fault
         if steps and max(self.detaches.values(), default=0) <= 1:
             self.repeats[line] = self.repeats.get(line, 0) + 1
@@ -126,9 +145,19 @@ class CreditRule(Rule):
     def after_backward(self, backward: BackwardCall) -> None:
         for instruction, count in self.detaches.items():
             if count >= MIN_DETACHES:
+                self.suspects[instruction] = count
+        self.detaches.clear()
+
+    def _report_detaches(self) -> None:
+        """Report the detaches of the last chunk, unless its gradients were passed on by hand."""
+        for instruction, count in self.suspects.items():
+            if instruction not in self.watcher.used_gradients:
                 detail = f"{count} detaches in one chunk, a single step between them."
                 self.findings.add("TT203", line_of(instruction), detail)
-        self.detaches.clear()
+        self.suspects.clear()
+
+    def close(self) -> None:
+        self._report_detaches()
 
 
 def _can_rerun(op: Operation) -> bool:
@@ -144,6 +173,16 @@ def _can_rerun(op: Operation) -> bool:
 
 def _store_norm(norms: list[float], step: int, grad: Tensor) -> None:
     norms[step] = float(grad.abs().max()) if grad.numel() else 0.0
+
+
+def _idle_steps(steps: list[StepRecord]) -> int:
+    """The number of first steps after which a mask kept the state where it was."""
+    entered = list(takewhile(lambda state: state is not None, (s.masked for s in steps[1:])))
+    return sum(1 for _ in takewhile(lambda state: _is_same(state, entered[0]), entered))
+
+
+def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
 
 
 def _silent_steps(norms: list[float], first_output_grad: Tensor | None = None) -> int:

@@ -34,6 +34,17 @@ class Rule:
     def after_module(self, module: nn.Module, result: Any) -> None:
         """Handle the outputs of such a layer or cell."""
 
+    def on_module_error(self, module: nn.Module) -> None:
+        """Handle a layer or cell that raises the exception that is handled now."""
+
+    def on_operation_error(
+        self, error: RuntimeError, inputs: list[Tensor], records: list[TensorRecord | None]
+    ) -> None:
+        """Handle an operation on these tensors that raises an error."""
+
+    def on_exit(self, error: BaseException) -> None:
+        """Handle an error that ends the loop."""
+
     def before_backward(self, backward: BackwardCall) -> None:
         """Handle a backward that begins."""
 

@@ -1,6 +1,6 @@
-"""Rules of the state: never carried, carried over a boundary, or carried with an endless graph.
+"""Rules of the state: carried over a boundary, or carried with an endless graph.
 
-Codes TT201, TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one unbroken
+Codes TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one unbroken
 sequence of data.
 """
 
@@ -10,15 +10,34 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
-from throughtime.doctor._provenance import MAX_LANES, lane_ends, relation
-from throughtime.doctor._records import Operation, TensorRecord, Unit, UnitCall, tensors
-from throughtime.doctor._torch_private import base_of, root_of
+from throughtime.doctor._order import ChunkOrder, remember
+from throughtime.doctor._provenance import difference, nonzero
+from throughtime.doctor._records import (
+    BackwardCall,
+    Operation,
+    TensorRecord,
+    Unit,
+    UnitCall,
+    tensors,
+)
+from throughtime.doctor._torch_private import root_of
 from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.passes import PassRule
 from throughtime.doctor.rules.rule import Rule
 from throughtime.doctor.watcher import Watcher
 
-MAX_ROOTS = 64  # recordings remembered, the lanes of some chunks
-FRESH_CHUNKS = 3  # adjacent chunks that start from zeros before it is reported
+# what to write for TT207
+FRESH = "start every batch from a new zero state, made in the loop as before the first batch"
+SHUFFLED = "read the pieces in order: DataLoader(..., shuffle=False), no random sampler"
+SIDE_BY_SIDE = (
+    "rows that go on from batch to batch: tt.Stream(recordings, lanes=..., chunk=...) has such;"
+    f" or, where windows are samples of their own, {FRESH}"
+)
+SELECT = "order the state like the inputs: h = h[:, lanes], for an LSTM both h and c"
+OVERLAPPING = (
+    "advance by the length of the window, so that windows do not overlap; or, where windows are"
+    f" samples of their own, {FRESH}"
+)
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
 LONG = 256  # steps before the only backward
@@ -30,11 +49,9 @@ class StateRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         self.last: dict[tuple[Unit, bool | None], UnitCall] = {}
-        # adjacent chunks from zeros: how many, the last one, the lengths of those before them
-        self.fresh: dict[Unit, tuple[int, Instruction, set[int]]] = {}
-        self.carried: set[Unit] = set()
+        self.order = ChunkOrder(watcher)
+        self.passes = PassRule(watcher, findings, self.order, self.last)
         self.recordings: dict[int, Tensor] = {}  # tensors of which two adjacent chunks were read
-        self.axes: dict[int, tuple[Tensor, int]] = {}  # dimension of time by tensor
         # tensors that a state of another recording entered, with line, name and chunks
         self.entered: dict[int, tuple[Tensor, SourceLine, str, tuple[int, int]]] = {}
         self.evaluations: dict[Unit, UnitCall] = {}  # the last call of a connected graph
@@ -45,6 +62,7 @@ class StateRule(Rule):
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         if not op.is_recurrent:
             self._hand_written(op, result)
+            self.passes.on_operation(op, result)
             return
         call = self._layer_or_cell(op, result)
         outputs = op.outputs[1:] if op.is_layer else op.outputs
@@ -61,7 +79,8 @@ class StateRule(Rule):
             return
         layer, now = isinstance(module, nn.RNNBase), (clock.chunk, clock.batch, clock.training)
         if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
-            call.data, call.lanes = data if call.data is not None else None, None
+            call.previous, call.lanes = call.data, None
+            call.data = data if call.data is not None else None
         elif frame is not None and data.dim() == (3 if layer else 2):
             call = self._module_call(module, inputs, data, frame)
         else:
@@ -72,11 +91,13 @@ class StateRule(Rule):
         self, module: nn.Module, inputs: Any, data: Tensor, frame: FrameType
     ) -> UnitCall:
         record = self.watcher.record_or_base(data)
-        is_data = not data.requires_grad and (record is None or not record.learned)
+        known = None if data.requires_grad else data
+        if record is not None and record.learned:
+            known = record.data
         call = self._new_call(
             id(next(module.parameters())),
             self.watcher.instruction_at(frame),
-            data if is_data else None,
+            known,
             *_dims(data, isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)),
         )
         # hooks of all modules do not receive a state that is passed by keyword
@@ -129,11 +150,14 @@ class StateRule(Rule):
         if packed:
             dims = len(args[1]), None, None
         result.lane_dim = 0 if not layer else None if inputs.dim() == 2 else [dims[1], 1, 1]
+        result.time_dim = [dims[2], None, None]
         result.repeated |= dims[0] > 1 or unit in result.path
         result.path, result.lineage = result.path | {unit}, result.lineage | {unit}
         record = op.records[0]
         data = inputs if record is None or not record.learned else record.data
-        leading = 2 if layer else 1
+        leading = inputs.dim() - 1
+        if dims[1] is not None and data is not None and layer and data.dim() == 1:
+            leading, dims = 1, (dims[0], None, 0)  # tokens of a single lane
         if data is not None and (packed or data.shape[:leading] != inputs.shape[:leading]):
             data = None
         call = self._new_call(unit, op.instruction, data, *dims)
@@ -154,8 +178,15 @@ class StateRule(Rule):
         states = [tensor for tensor, _ in op.loop_inputs]
         data, result.lane_dim = _data_of(op, states)
         if data is None:
+            if all(t.requires_grad or (r is not None and r.learned) for t, r in op.pairs()):
+                result.edited = any(r.edited for r in op.records if r is not None)  # no mask
             return
         call = self._new_call(key, key, data, lane_dim=result.lane_dim)
+        earlier = op.loop_inputs[0][1].data
+        if key not in self.passes.first and earlier is not None and earlier.shape == data.shape:
+            self.passes.first[key] = self._new_call(
+                key, key, earlier, lane_dim=result.lane_dim
+            )  # the first step
         self._compare(call, states)
         result.data, result.source, result.edited = data, call, False
 
@@ -173,7 +204,9 @@ class StateRule(Rule):
         if data is None:
             return
         call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
-        self._compare_start(call, [])
+        self.passes.first[call.unit] = call
+        if self._at_boundary(call, self.last[call.unit, call.training]):
+            self.passes.start(call, self.last[call.unit, call.training], [])
         self.last[call.unit, call.training] = call
         result.source, result.edited, result.data, result.lane_dim = call, False, data, lane_dim
 
@@ -181,22 +214,40 @@ class StateRule(Rule):
         """Compare a call with the one that its state comes from."""
         records = [r for r in map(self.watcher.record_of_state, states) if r and r.learned]
         state = next((r for r in records if r.source and r.source.unit == call.unit), None)
-        has_graph = any(t.requires_grad for t in states)
-        if state is not None and state.source is not None:
-            origin = state.source
+        # a state that is a leaf with a record was detached, to read its gradient
+        record_of = self.watcher.record_of
+        has_graph = any(t.requires_grad and not (t.is_leaf and record_of(t)) for t in states)
+        origin = None if state is None else state.source
+        before = self.last.get((call.unit, call.training))
+        if state is not None and origin is not None:
             if origin.chunk != call.chunk:
                 self.clock.crossed.add(call.chunk)
             elif origin.call != call.call and call.steps > 1:
                 continued = self.clock.continued
                 continued[call.unit] = continued.get(call.unit, 0) + 1
             self._count_graph(call, origin, has_graph)
-            if self._at_boundary(call, origin):
+            if call.steps == origin.steps == 1:
+                call.previous = origin.data
+            repeats = self.passes.repeats(call, origin)
+            if not self._at_boundary(call, origin):
+                call.start = origin.start
+            elif not repeats and not self._starts_again(call, before, origin, states):
                 self._check_carried(call, origin, state)
         elif state_known and not records and not has_graph:
-            self._compare_start(call, states)
+            self.passes.first[call.unit] = call
+            if before is None or self._at_boundary(call, before):
+                self.passes.start(call, before, states)
+        elif not self.passes.first.get(call.unit):
+            self.passes.first[call.unit] = call
         self.last.pop((call.unit, call.training), None)
         self.last[call.unit, call.training] = call
         self.clock.recurrent = self.clock.units[call.unit] = call.instruction
+
+    def _starts_again(
+        self, call: UnitCall, before: UnitCall | None, origin: UnitCall, states: list[Tensor]
+    ) -> bool:
+        """Whether the state of an older chunk enters, as it entered the last one."""
+        return self.passes.start(call, None if before is origin else before, states)
 
     def _at_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
@@ -216,73 +267,68 @@ class StateRule(Rule):
             or root_of(call.data) is not root_of(origin.data)
         )
 
-    def _lanes(self, call: UnitCall) -> Any:
-        if call.lanes is None and call.data is not None:
-            record_of = self.watcher.record_of
-            call.lanes = lane_ends(call.data, call.lane_dim, call.time_dim, record_of) or ()
-        return call.lanes or None
-
-    def _relation(self, origin: UnitCall, call: UnitCall, rows: Any = None) -> str:
-        if rows is None and self._is_next_slice(origin, call):
-            return "next"
-        before, after = self._lanes(origin), self._lanes(call)
-        if not before or not after or (rows is None and len(before) != len(after)):
-            return ""
-        return relation(before, after, list(range(MAX_LANES)) if rows is None else rows)
-
-    def _is_next_slice(self, origin: UnitCall, call: UnitCall) -> bool:
-        """Whether a chunk is the next slice along the known dimension of time: cheap and usual."""
-        a, b = origin.data, call.data
-        if a is None or b is None or a.stride() != b.stride() or a.shape != b.shape:
-            return False
-        root = base_of(a)
-        base, dim = self.axes.get(id(root), (None, 0))
-        if base is None or base is not root or base_of(b) is not root:
-            return False
-        stride, steps = base.stride(dim), 1 if origin.time_dim is None else a.shape[origin.time_dim]
-        moved = b.storage_offset() - a.storage_offset()
-        index = int(b.storage_offset() - base.storage_offset()) // stride % base.shape[dim]
-        return moved == steps * stride and index >= steps
-
-    def _learn_axis(self, call: UnitCall, origin: UnitCall) -> None:
-        """Remember the dimension of a tensor along which its chunks follow one another."""
-        before, after = origin.lanes, call.lanes
-        base = base_of(call.data) if call.data is not None else None
-        if not before or not after or base is None or base is not after[0].first.root:
-            return
-        pairs = enumerate(zip(before[0].last.index, after[0].first.index, strict=True))
-        _remember(self.axes, id(base), (base, next(dim for dim, (i, k) in pairs if i != k)))
-
     def _check_carried(self, call: UnitCall, origin: UnitCall, state: TensorRecord) -> None:
-        order = self._relation(origin, call, state.rows)
+        order, line = self.order.relation(origin, call, state), line_of(call.instruction)
         if order == "next":
-            self.carried.add(call.unit)
+            self.passes.goes_on(call.unit)
             if origin.lanes:
                 self._add_recording(origin)
-                self._learn_axis(call, origin)
+                self.order.learn_axis(call, origin)
             return
         if state.edited and order != "rows":
             return
-        line, new_phase = line_of(call.instruction), call.training != origin.training
-        new_batch = call.batch != origin.batch
+        name = self._name(call, state)
+        if call.training != origin.training or not self.passes.begins_again(
+            call, origin, order, line, name
+        ):
+            code, source, detail, fix = self._fault(call, origin, state, order, line)
+            if code == "TT207":
+                self.passes.jumps_to(call.unit)
+            if code:
+                chunks = origin.chunk, call.chunk
+                self.findings.add(code, source, detail, name, chunks, fix)
+
+    def _fault(
+        self, call: UnitCall, origin: UnitCall, state: TensorRecord, order: str, line: SourceLine
+    ) -> tuple[str, SourceLine | None, str, str]:
+        """The code of a state that does not go on in time, its line, a detail and what to write."""
+        detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
         starts = order == "start" and self._is_recording(origin)
-        code, source, detail = "", line, f"The state enters at {line}."
-        if new_phase or (call.grad != origin.grad and starts):
+        if call.training != origin.training or (call.grad != origin.grad and starts):
+            new_phase = call.training != origin.training
             trains = call.training if new_phase else call.grad
             direction = "validation to training" if trains else "training to validation"
-            code, detail = "TT205", f"It goes from {direction}."
-        elif new_batch and call.batch[0] == origin.batch[0] and self.clock.random:
-            code, source = "TT207", self.clock.loader
-        elif order == "rows" and not state.edited:
-            code, detail = "TT206", ""
-        elif order == "jump" and call.chunk != origin.chunk:
-            code = "TT207"
-            source = (self.clock.loader if new_batch else enclosing_loop(line)) or line
-        elif starts:
+            return "TT205", line, f"It goes from {direction}.", ""
+        if new_batch and call.batch[0] == origin.batch[0] and self.clock.random:
+            return "TT207", self.clock.loader, detail, self._fix_of_order(call, origin)
+        if order == "rows" and not state.edited:
+            return "TT206", line, "", SELECT if call.time_dim is not None else ""
+        if order == "jump" and call.chunk != origin.chunk:
+            source = self.clock.loader if new_batch else enclosing_loop(line)
+            return "TT207", source or line, detail, self._fix_of_order(call, origin)
+        if starts:
             self._enter_recording(call, origin, state, line)
-        if code:
-            chunks = origin.chunk, call.chunk
-            self.findings.add(code, source, detail, self._name(call, state), chunks)
+        return "", None, "", ""
+
+    def _fix_of_order(self, call: UnitCall, origin: UnitCall) -> str:
+        """What to write for TT207; the fix of the code where the data does not tell."""
+        before, after = self.order.lanes(origin), self.order.lanes(call)
+        if not before or not after:
+            return ""
+        last, lane = before[0], after[0]
+        gap, dims = difference(last.last, lane.first), last.time_dims | lane.time_dims
+        if len(dims) != 1 or not gap or nonzero(gap) - dims:
+            return FRESH  # other sequences
+        (dim,), steps = dims, max(origin.steps, origin.graph_steps)
+        step = (last.step or lane.step or (1,) * len(gap))[dim]
+        length, ahead = abs(step) * steps, gap[dim] * (1 if step > 0 else -1)
+        if call.batch == origin.batch:
+            overlaps = -length < ahead <= 0
+            return OVERLAPPING if overlaps else "visit the chunks in the order of time"
+        tiled = not lane.first.index[dim] % length and not (last.last.index[dim] + step) % length
+        if len(after) == 1 and tiled and self.clock.random:
+            return SHUFFLED
+        return FRESH if self.clock.random else SIDE_BY_SIDE
 
     def _name(self, call: UnitCall, state: TensorRecord) -> str:
         tensor = state.ref()
@@ -297,7 +343,7 @@ class StateRule(Rule):
         name = self._name(call, state)
         for lane in call.lanes:
             root = lane.first.root
-            _remember(self.entered, id(root), (root, line, name, (origin.chunk, call.chunk)))
+            remember(self.entered, id(root), (root, line, name, (origin.chunk, call.chunk)))
         if self._is_recording(call):
             self._add_recording(call)
 
@@ -308,34 +354,13 @@ class StateRule(Rule):
         """
         for lane in call.lanes:
             root = lane.last.root
-            _remember(self.recordings, id(root), root)
+            remember(self.recordings, id(root), root)
             if id(root) in self.entered:
                 _, line, name, chunks = self.entered.pop(id(root))
                 self.findings.add("TT204", line, "", name, chunks)
 
     def _is_recording(self, call: UnitCall) -> bool:
         return any(id(lane.last.root) in self.recordings for lane in call.lanes)
-
-    def _compare_start(self, call: UnitCall, states: list[Tensor]) -> None:
-        """Compare a call that starts from zeros with the last one of its unit."""
-        before = self.last.get((call.unit, call.training))
-        if before is None or not call.grad or call.training is False:
-            return
-        if not self._at_boundary(call, before) or any(bool(t.any()) for t in states):
-            return
-        if self._relation(before, call) != "next":
-            return
-        count, _, lengths = self.fresh.get(call.unit, (0, None, set[int]()))
-        self.fresh[call.unit] = count + 1, call.instruction, lengths | {before.steps}
-        if count + 1 == FRESH_CHUNKS:
-            self._report_never_carried(call.unit)
-
-    def _report_never_carried(self, unit: Unit) -> None:
-        # slices of unequal length are independent sequences
-        count, instruction, lengths = self.fresh[unit]
-        if unit not in self.carried and len(lengths) == 1:
-            detail = f"{count} times the inputs continued and the state started from zeros."
-            self.findings.add("TT201", line_of(instruction), detail)
 
     def _count_graph(self, call: UnitCall, origin: UnitCall, has_graph: bool) -> None:
         """Count the steps connected in one graph that no backward has freed."""
@@ -359,10 +384,11 @@ class StateRule(Rule):
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
             self.findings.add("TT202", line_of(call.instruction), detail)
 
+    def before_backward(self, backward: BackwardCall) -> None:
+        self.passes.before_backward(backward)
+
     def close(self) -> None:
-        for unit, (count, *_) in self.fresh.items():
-            if count >= FRESH_CHUNKS - 1:
-                self._report_never_carried(unit)
+        self.passes.close()
         for call in self.evaluations.values():
             self._report_connected(call)
         longest = self.longest
@@ -373,14 +399,6 @@ class StateRule(Rule):
         if longest.graph_steps >= LONG and several:
             detail = f"{longest.graph_steps} steps were kept for the only backward."
             self.findings.add("TT202", line_of(longest.instruction), detail)
-
-
-def _remember(table: dict[int, Any], key: int, value: Any) -> None:
-    """Store a value and drop the oldest: a finished recording need not stay in memory."""
-    table.pop(key, None)
-    table[key] = value
-    if len(table) > MAX_ROOTS:
-        del table[next(iter(table))]
 
 
 def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int | None]:

@@ -1,0 +1,74 @@
+"""How the chunks that a recurrent unit reads one after the other lie in time."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from throughtime.doctor._provenance import MAX_LANES, LaneEnds, lane_ends, relation
+from throughtime.doctor._records import TensorRecord, UnitCall
+from throughtime.doctor._torch_private import base_of
+from throughtime.doctor.watcher import Watcher
+
+MAX_ROOTS = 64  # recordings remembered, the lanes of some chunks
+
+
+class ChunkOrder:
+    """Compares the data of two calls of a recurrent unit; no value is read."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+        self.axes: dict[int, tuple[Tensor, int]] = {}  # dimension of time by tensor
+
+    def lanes(self, call: UnitCall) -> list[LaneEnds] | None:
+        """Where each lane of the data begins and ends; `None` if unknown."""
+        if call.lanes is None and call.data is not None:
+            record_of = self.watcher.record_of
+            dims = call.lane_dim, call.time_dim
+            call.lanes = lane_ends(call.data, *dims, record_of, call.previous) or ()
+        return call.lanes or None
+
+    def relation(self, origin: UnitCall, call: UnitCall, state: TensorRecord | None = None) -> str:
+        """How a call lies after the one that its state comes from: see `_provenance.relation`."""
+        rows = None if state is None else state.rows
+        position, time = None if state is None else state.position, origin.time_dim
+        if position is not None and time is not None and origin.data is not None:
+            # the state is not the last one of the chunk
+            origin = replace(origin, data=origin.data.narrow(time, 0, position + 1), lanes=None)
+        if rows is None and self._is_next_slice(origin, call):
+            return "next"
+        before, after = self.lanes(origin), self.lanes(call)
+        if not before or not after or (rows is None and len(before) != len(after)):
+            return ""
+        return relation(before, after, list(range(MAX_LANES)) if rows is None else rows)
+
+    def _is_next_slice(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether a chunk is the next slice along the known dimension of time: cheap and usual."""
+        a, b = origin.data, call.data
+        if a is None or b is None or a.stride() != b.stride() or a.shape != b.shape:
+            return False
+        root = base_of(a)
+        base, dim = self.axes.get(id(root), (None, 0))
+        if base is None or base is not root or base_of(b) is not root:
+            return False
+        stride, steps = base.stride(dim), 1 if origin.time_dim is None else a.shape[origin.time_dim]
+        moved = b.storage_offset() - a.storage_offset()
+        index = int(b.storage_offset() - base.storage_offset()) // stride % base.shape[dim]
+        return moved == steps * stride and index >= steps
+
+    def learn_axis(self, call: UnitCall, origin: UnitCall) -> None:
+        """Remember the dimension of a tensor along which its chunks follow one another."""
+        before, after = origin.lanes, call.lanes
+        base = base_of(call.data) if call.data is not None else None
+        if not before or not after or base is None or base is not after[0].first.root:
+            return
+        pairs = enumerate(zip(before[0].last.index, after[0].first.index, strict=True))
+        remember(self.axes, id(base), (base, next(dim for dim, (i, k) in pairs if i != k)))
+
+
+def remember(table: dict[int, Any], key: int, value: Any) -> None:
+    """Store a value and drop the oldest: a finished recording need not stay in memory."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MAX_ROOTS:
+        del table[next(iter(table))]

@@ -1,0 +1,165 @@
+"""Rules of the layout: batch and time exchanged, and a state with other lanes than the chunk.
+
+Codes TT209 and TT211.
+"""
+
+import re
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from throughtime.doctor._frames import Instruction, SourceLine, current_line, line_of
+from throughtime.doctor._order import ChunkOrder
+from throughtime.doctor._provenance import difference, locate, nonzero, stacked_at_random
+from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, UnitCall, tensors
+from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.rule import Rule
+from throughtime.doctor.watcher import Watcher
+
+CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
+
+
+class LayoutRule(Rule):
+    """Compares the dimensions that a layer takes for time and lanes with what the data says."""
+
+    def __init__(self, watcher: Watcher, findings: FindingList) -> None:
+        super().__init__(watcher, findings)
+        self.order = ChunkOrder(watcher)
+        self.evidence: dict[Instruction, tuple[UnitCall, str]] = {}  # in this chunk
+        self.counts: dict[Instruction, int] = {}
+        # the last error over lanes, which the loop may handle, and the finding that explains it
+        self.failure: tuple[BaseException, str, SourceLine | None, str, str] | None = None
+
+    def on_operation(self, op: Operation, result: TensorRecord) -> None:
+        if op.is_layer and result.source is not None:
+            self._check_samples(result.source)
+        elif not op.is_recurrent:
+            for tensor, record in op.pairs():
+                call = record.source if record is not None and record.learned else None
+                if call is not None and record is not None and _has_two_dims(call):
+                    self._check_selection(tensor, record, call)
+                    self._check_targets(op, call)
+
+    def _check_samples(self, call: UnitCall) -> None:
+        data, lane, time = call.data, call.lane_dim, call.time_dim
+        if data is None or not _has_two_dims(call) or call.instruction in self.evidence:
+            return
+        record_of = self.watcher.record_of
+        if stacked_at_random(data, time, record_of) and not stacked_at_random(
+            data, lane, record_of
+        ):
+            detail = "The steps that the layer reads are samples that the loader drew at random."
+            self.evidence[call.instruction] = call, detail
+
+    def _check_selection(self, tensor: Tensor, record: TensorRecord, call: UnitCall) -> None:
+        """Find a result that is computed from the last lane alone, at every step."""
+        lanes, dims = _lanes(call), (record.time_dim, record.lane_dim)
+        if record.rows == [lanes - 1] and dims == (0, None) and len(tensor) == call.steps:
+            detail = f"The results are computed from the last of {lanes} lanes only."
+            self.evidence.setdefault(call.instruction, (call, detail))
+
+    def _check_targets(self, op: Operation, call: UnitCall) -> None:
+        """Find targets that are the next rows along what the layer takes for lanes."""
+        data, size = call.data, call.steps * _lanes(call)
+        if data is None or call.instruction in self.evidence:
+            return
+        for tensor, record in op.pairs():
+            if (record is None or not record.learned) and tensor.numel() >= size:
+                record_of = self.watcher.record_of
+                target = locate(tensor, (0,) * tensor.dim(), record_of)
+                lanes = self.order.lanes(call)
+                if target is None or not lanes or lanes[0].first.root is not target.root:
+                    continue
+                ahead = difference(lanes[0].first, target)
+                if ahead == difference(lanes[0].first, lanes[1].first) and not (
+                    nonzero(ahead) & lanes[0].time_dims
+                ):
+                    detail = "The targets are the inputs of the next lane, not of the next step."
+                    self.evidence[call.instruction] = call, detail
+
+    def before_backward(self, backward: BackwardCall) -> None:
+        for instruction, (call, detail) in self.evidence.items():
+            count = self.counts[instruction] = self.counts.get(instruction, 0) + 1
+            if count == CHUNKS:
+                batch_first = call.time_dim == 1
+                self.findings.add(
+                    "TT209", line_of(instruction), detail, fix=_layout_fix(batch_first)
+                )
+        self.evidence.clear()
+
+    def on_module_error(self, module: nn.Module) -> None:
+        """Compare the lanes of the state and of the inputs of a layer or cell that failed."""
+        error, trace = sys.exc_info()[1:]
+        values = dict[str, Any]()
+        while trace is not None:
+            names = trace.tb_frame.f_locals
+            if names.get("self") is module and "input" in names and "hx" in names:
+                values = names
+            trace = trace.tb_next
+        inputs, states = values.get("input"), list(tensors(values.get("hx")))
+        if not isinstance(inputs, Tensor) or not states or states[0].dim() < 2:
+            return
+        layer, batch_first = isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)
+        if inputs.dim() != (3 if layer else 2):
+            return
+        steps = inputs.shape[int(batch_first)] if layer else 0
+        lanes = inputs.shape[int(not batch_first)] if layer else len(inputs)
+        self._explain_lanes(error, (states[0].shape[-2], lanes, steps), batch_first, layer)
+
+    def on_operation_error(
+        self, error: RuntimeError, inputs: list[Tensor], records: list[TensorRecord | None]
+    ) -> None:
+        """The same for an operation of a cell by hand: its state has lane 0 first."""
+        pairs = [(t, r) for t, r in zip(inputs, records, strict=True) if t.dim() == 2]
+        states = [t for t, r in pairs if r is not None and r.learned and r.source is not None]
+        others = [t for t, r in pairs if r is None or not r.learned or r.source is None]
+        if len(states) == len(others) == 1 and not isinstance(others[0], nn.Parameter):
+            self._explain_lanes(error, (len(states[0]), len(others[0]), 0))
+
+    def _explain_lanes(
+        self,
+        error: BaseException | None,
+        sizes: tuple[int, int, int],
+        batch_first: bool = False,
+        layer: bool = False,
+    ) -> None:
+        """Note an error where a state and a chunk have unequal lanes; `steps` of a layer."""
+        state, lanes, steps = sizes
+        line, loader = current_line(), self.clock.loader
+        if error is None or state == lanes or not re.search("match|hidden", str(error)):
+            return
+        if state == steps:
+            detail = f"The state has {state} lanes, the layer takes {steps} for steps."
+            self.failure = error, "TT209", line, detail, _layout_fix(batch_first)
+            return
+        detail, fix = f"The state has {state} lanes, the chunk has {lanes}.", ""
+        if lanes < state:
+            rows = "h[:, lanes]" if layer else "h[lanes]"
+            fix = f"keep the lanes that go on, lanes = [...] of {lanes} numbers: h = {rows}"
+            if loader is not None and self.clock.batch[1]:
+                detail += f" The loader at {loader} ends with a smaller batch."
+                fix = "DataLoader(..., drop_last=True)"
+        self.failure = error, "TT211", line, detail, fix
+
+    def on_exit(self, error: BaseException) -> None:
+        if self.failure is not None and self.failure[0] is error:
+            _, code, line, detail, fix = self.failure
+            self.findings.add(code, line, detail, fix=fix)
+
+
+def _layout_fix(batch_first: bool) -> str:
+    if batch_first:
+        return "without batch_first=True: the inputs are (time, batch, features)"
+    return "batch_first=True in the layer: the inputs are (batch, time, features)"
+
+
+def _lanes(call: UnitCall) -> int:
+    return (
+        call.data.shape[call.lane_dim] if call.data is not None and call.lane_dim is not None else 1
+    )
+
+
+def _has_two_dims(call: UnitCall) -> bool:
+    """Whether a call has several steps of several lanes."""
+    return call.steps > 1 and _lanes(call) > 1

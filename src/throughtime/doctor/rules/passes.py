@@ -1,0 +1,246 @@
+"""Rules of the passes over the data: always from one state, into the next pass, on the same inputs.
+
+Codes TT201, TT208 and TT210.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from throughtime.doctor._frames import Instruction, SourceLine, current_frame, line_of, paths
+from throughtime.doctor._order import ChunkOrder, remember
+from throughtime.doctor._provenance import same_start
+from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, Unit, UnitCall
+from throughtime.doctor._torch_private import root_of
+from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.rule import Rule
+from throughtime.doctor.watcher import Watcher
+
+FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
+REPEATS = 3  # calls on the same inputs before it is reported
+
+
+@dataclass
+class SameStarts:
+    """Adjacent chunks that started from the same state, such as zeros."""
+
+    call: UnitCall
+    zeros: bool
+    names: tuple[str, str]  # of the state that entered and of the new one, empty if unknown
+    count: int = 0
+    lengths: set[int] = field(default_factory=set)  # of the chunks before them
+
+
+class PassRule(Rule):
+    """Follows the passes of a unit over its data. `StateRule` passes on its calls.
+
+    Args:
+        last: the last call by unit and mode.
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        findings: FindingList,
+        order: ChunkOrder,
+        last: dict[tuple[Unit, bool | None], UnitCall],
+    ) -> None:
+        super().__init__(watcher, findings)
+        self.order, self.last = order, last
+        self.first: dict[Unit, UnitCall] = {}  # the first call of the pass
+        # the first and the last call by unit, mode and recording
+        self.starts: dict[Any, UnitCall] = {}
+        self.ends: dict[Any, UnitCall] = {}
+        self.carried: set[Unit] = set()
+        self.samples: set[Unit] = set()  # units whose chunks are samples of their own
+        self.jumps: set[Unit] = set()  # units whose state jumped in time
+        self.fresh: dict[Unit, SameStarts] = {}
+        self.pending: list[tuple[UnitCall, int, bool, tuple[str, str]]] = []  # in this chunk
+        self.targets: dict[Instruction, int] = {}  # elements compared with results, by operation
+        self.wraps: dict[Unit, tuple[SourceLine, str, tuple[int, int]]] = {}
+        self.repeated: dict[Unit, UnitCall] = {}
+
+    def on_operation(self, op: Operation, result: TensorRecord) -> None:
+        """Count the elements that results are compared with, once a start is to be judged."""
+        if not self.pending or all(r is None or not t.dim() for t, r in op.pairs()):
+            return
+        for tensor, record in op.pairs():
+            if (record is None or not record.learned) and not tensor.requires_grad:
+                key = op.instruction
+                self.targets[key] = self.targets.pop(key, 0) + tensor.numel()
+                return
+
+    def start(self, call: UnitCall, before: UnitCall | None, states: list[Tensor]) -> bool:
+        """Handle a state that is not that of the chunk before.
+
+        Returns:
+            Whether the same state started that chunk too, and this one goes on from it in time.
+        """
+        call.start = [state.detach().clone() for state in states]
+        if before is not None:
+            before = self._on_recording(call, before)
+        if before is None or not call.grad or call.training is False:
+            return False
+        zeros = not any(bool(state.any()) for state in call.start)
+        if not (zeros or _equal(call.start, before.start)):
+            return False
+        order = self.order.relation(before, call)
+        first = self.starts.get(self._key(call))
+        if order == "jump" or (
+            order == "again" and first is not None and not self._same(first, call)
+        ):
+            self.samples.add(call.unit)
+        drawn = self.clock.random and call.batch != before.batch
+        if order != "next" or drawn or call.unit in self.samples:
+            return False
+        names = paths(
+            lambda value: any(value is state for state in states),
+            lambda value: self._is_new_state(value, before, call.start),
+            current_frame(),
+        )
+        self.pending.append((call, before.steps, zeros, names))
+        return True
+
+    def _key(self, call: UnitCall) -> tuple[Unit, bool | None, int]:
+        return call.unit, call.training, id(root_of(call.data)) if call.data is not None else 0
+
+    def _on_recording(self, call: UnitCall, before: UnitCall) -> UnitCall:
+        """The last call on the same recording, which may be older than the last call."""
+        remember(self.ends, self._key(before), before)
+        if self._key(call) not in self.starts:
+            remember(self.starts, self._key(call), call)
+        last = self.ends.get(self._key(call), before)
+        return last if last.data is not None and last.chunk < call.chunk else before
+
+    def _same(self, first: UnitCall, call: UnitCall) -> bool:
+        """Whether two calls begin at the same element."""
+        a, b = self.order.lanes(first), self.order.lanes(call)
+        return bool(a and b) and same_start(a, b)
+
+    def _is_new_state(self, value: Any, before: UnitCall, start: list[Tensor]) -> bool:
+        """Whether a value is the state that the chunk before ended with."""
+        if not isinstance(value, Tensor) or (start and value.shape != start[0].shape):
+            return False
+        record = self.watcher.record_of(value)
+        return record is not None and record.source is before and not record.edited
+
+    def before_backward(self, backward: BackwardCall) -> None:
+        for call, length, zeros, names in self.pending:
+            self._count_start(call, length, zeros, names)
+        for call in self.repeated.values():
+            if call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
+                self._report_repeats(call)
+        self.pending.clear()
+        self.targets.clear()
+        self.repeated.clear()
+
+    def _count_start(
+        self, call: UnitCall, length: int, zeros: bool, names: tuple[str, str]
+    ) -> None:
+        last = self.last.get((call.unit, call.training), call)
+        steps = last.graph_steps if last.chunk == call.chunk else call.steps
+        lanes = 1 if call.lane_dim is None or call.data is None else call.data.shape[call.lane_dim]
+        compared = next(reversed(self.targets.values()), 0)
+        if 0 < compared < steps * lanes:  # one target for a window, which is a sample of its own
+            self.samples.add(call.unit)
+        if call.unit in self.samples:
+            return
+        starts = self.fresh.setdefault(call.unit, SameStarts(call, zeros, names))
+        starts.call, starts.names, starts.count = call, names, starts.count + 1
+        starts.lengths.add(length)
+        if starts.count == FRESH_CHUNKS:
+            self._report_starts(starts)
+
+    def _report_starts(self, starts: SameStarts) -> None:
+        # slices of unequal length are independent sequences
+        if (starts.zeros and starts.call.unit in self.carried) or len(starts.lengths) > 1:
+            return
+        origin = "from zeros" if starts.zeros else "from the same state as before"
+        detail = f"{starts.count} times the inputs continued and the state started {origin}."
+        entered, new = starts.names
+        fix = ""
+        if entered and new:
+            detail += f" It starts from {entered}; the new state is in {new}."
+            fix = f"{entered} = tt.state.detach({new}) after each chunk"
+        line = line_of(starts.call.instruction)
+        self.findings.add("TT201", line, detail, entered, fix=fix)
+
+    def goes_on(self, unit: Unit) -> None:
+        """Handle a state that enters the next chunk in time."""
+        self.carried.add(unit)
+        if unit in self.fresh and not self.fresh[unit].zeros:
+            del self.fresh[unit]
+        self._report_wrap(unit)
+
+    def begins_again(
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
+    ) -> bool:
+        """Whether a state enters the beginning of the pass that it comes from.
+
+        It is reported if the next chunk shows that chunks are in order, or at the end.
+        """
+        first = self.first.get(call.unit)
+        again = order == "again" or (first is not None and self._same(first, call))
+        if not again or call.chunk == origin.chunk or not (call.grad and origin.grad):
+            return False
+        self._report_wrap(call.unit)
+        self.wraps[call.unit] = line, name, (origin.chunk, call.chunk)
+        return True
+
+    def jumps_to(self, unit: Unit) -> None:
+        """Handle a state that enters a chunk elsewhere."""
+        self.jumps.add(unit)
+        self.wraps.pop(unit, None)
+
+    def _report_wrap(self, unit: Unit) -> None:
+        wrap = self.wraps.pop(unit, None)
+        if wrap is not None and unit not in self.jumps:
+            line, name, chunks = wrap
+            self.findings.add("TT208", line, f"The state enters at {line}.", name, chunks)
+
+    def repeats(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether the state of a call enters a call on the same inputs within one batch."""
+        a, b = origin.data, call.data
+        if call.steps == 1 or a is None or b is None or not _same_memory(a, b):
+            return False
+        root = root_of(b)
+        in_batch = call.batch == origin.batch and any(r() is root for r in self.clock.contents)
+        if call.chunk != origin.chunk and not in_batch:
+            return False
+        call.repeats = origin.repeats + 1
+        if call.grad:
+            self.repeated[call.unit] = call
+        return True
+
+    def _report_repeats(self, call: UnitCall) -> None:
+        step = "x[:, t : t + 1]" if call.time_dim == 1 else "x[t : t + 1]"
+        detail = f"{call.repeats + 1} calls in a row read the same {call.steps} steps."
+        fix = f"pass one step at a time, {step} instead of x; or all steps in one call, no loop"
+        self.findings.add("TT210", line_of(call.instruction), detail, fix=fix)
+
+    def close(self) -> None:
+        for starts in self.fresh.values():
+            if starts.count >= FRESH_CHUNKS - 1:
+                self._report_starts(starts)
+        for unit in list(self.wraps):
+            self._report_wrap(unit)
+
+
+def _equal(states: list[Tensor], others: list[Tensor] | None) -> bool:
+    """Whether two chunks started from the same values."""
+    return (
+        bool(states and others)
+        and len(states) == len(others or ())
+        and all(
+            a.shape == b.shape and bool((a == b).all())
+            for a, b in zip(states, others or (), strict=True)
+        )
+    )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or (
+        root_of(a) is root_of(b)
+        and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+    )

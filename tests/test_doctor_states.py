@@ -1,0 +1,804 @@
+"""What a chunk covers of its data, and where its state comes from: loops with a fault, and sound
+ones that resemble them.
+"""
+
+import contextlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from throughtime.doctor import Finding, doctor
+
+MARK = re.compile(r"# <- (TT\d{3})$", re.MULTILINE)
+Loop = Callable[[], None]
+FAULTS: list[Loop] = []
+SOUND: list[Loop] = []
+
+
+def fault(loop: Loop) -> Loop:
+    FAULTS.append(loop)
+    return loop
+
+
+def sound(loop: Loop) -> Loop:
+    SOUND.append(loop)
+    return loop
+
+
+def name_of(loop: Loop) -> str:
+    return loop.__name__
+
+
+def diagnose(loop: Loop) -> tuple[Finding, ...]:
+    torch.manual_seed(0)
+    with contextlib.suppress(RuntimeError), doctor() as d:
+        loop()
+    assert d.internal_error is None
+    return d.findings
+
+
+def series(steps: int, *shape: int) -> Tensor:
+    return torch.randn(steps, *shape).cumsum(0) / 10
+
+
+def learn(net: nn.Module, loss: Tensor) -> None:
+    net.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.grad is not None:
+                p.sub_(0.01 * p.grad)
+
+
+def mse(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(y, target)
+
+
+class Net(nn.Module):
+    """A layer and a head."""
+
+    def __init__(self, features: int = 3, outputs: int = 1, batch_first: bool = False) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(features, 8, batch_first=batch_first)
+        self.head = nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.rnn(x, h)
+        return self.head(y), h
+
+
+class Cells(nn.Module):
+    """A loop over the steps of a chunk, by a cell."""
+
+    def __init__(self, features: int = 3) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(features, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        ys: list[Tensor] = []
+        for x_t in x:
+            state = self.cell(x_t, state)  # <- TT201 TT208
+            ys.append(self.head(state[0]))
+        return torch.stack(ys), tuple(part.detach() for part in state)
+
+
+# --- what a chunk covers: strides, directions, gaps
+
+
+def strided(net: nn.Module) -> None:
+    x, state = series(800, 2, 3), None
+    for i in range(0, 720, 80):
+        y, state = net(x[i : i + 80 : 4], state)
+        state = state.detach() if isinstance(state, Tensor) else state
+        learn(net, mse(y, x[i + 4 : i + 84 : 4, :, :1]))
+
+
+@sound
+def a_layer_reads_every_fourth_step() -> None:
+    strided(Net())
+
+
+@sound
+def cells_read_every_fourth_step() -> None:
+    strided(Cells())
+
+
+@sound
+def single_steps_with_a_stride() -> None:
+    x, net, h = series(300, 2, 3), nn.GRUCell(3, 1), torch.zeros(2, 1)
+    for i in range(0, 80, 5):
+        h = net(x[i], h.detach())
+        learn(net, mse(h, x[i + 5, :, :1]))
+
+
+@sound
+def a_dilated_phase_after_another_each_from_zero() -> None:
+    x, net = series(402, 2, 3), Net()
+    for phase in range(4):
+        h = None
+        for i in range(phase, 400, 80):
+            y, h = net(x[i : i + 80 : 4], h)
+            h = h.detach()
+            learn(net, mse(y, x[i : i + 80 : 4, :, :1]))
+
+
+@sound
+def read_from_the_end_with_flips() -> None:
+    x, net, h = series(120, 2, 3), Net(), None
+    for end in range(120, 0, -10):
+        chunk = x[end - 10 : end].flip(0)
+        y, h = net(chunk, h)
+        h = h.detach()
+        learn(net, mse(y, chunk[..., :1]))
+
+
+@sound
+def the_whole_stream_flipped_first() -> None:
+    x, net, h = series(120, 2, 3).flip(0), Net(), None
+    for chunk in x.split(10):
+        y, h = net(chunk, h)
+        h = h.detach()
+        learn(net, mse(y, chunk[..., :1]))
+
+
+@sound
+def cells_count_down() -> None:
+    x, cell, head, h = series(120, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
+    net = nn.ModuleList([cell, head])
+    for end in range(120, 0, -10):
+        h, loss = h.detach(), torch.zeros(())
+        for t in range(end - 1, end - 11, -1):
+            h = cell(x[t], h)
+            loss = loss + mse(head(h), x[t, :, :1])
+        learn(net, loss)
+
+
+@sound
+def forwards_with_a_state_and_backwards_from_zero() -> None:
+    x, ahead, back, head = series(120, 2, 3), nn.GRU(3, 4), nn.GRU(3, 4), nn.Linear(8, 1)
+    net, h = nn.ModuleList([ahead, back, head]), None
+    for chunk in x.split(10):
+        a, h = ahead(chunk, h)
+        b, _ = back(chunk.flip(0))
+        h = h.detach()
+        learn(net, mse(head(torch.cat([a, b.flip(0)], -1)), chunk[..., :1]))
+
+
+@fault
+def backwards_chunk_after_chunk_forwards_inside() -> None:
+    x, net, h = series(120, 2, 3), Net(), None
+    for end in range(120, 0, -10):  # <- TT207
+        y, h = net(x[end - 10 : end], h)  # <- TT207
+        h = h.detach()
+        learn(net, mse(y, x[end - 10 : end, :, :1]))
+
+
+@fault
+def every_second_chunk_of_a_strided_read() -> None:
+    x, net, h = series(1600, 2, 3), Net(), None
+    for i in range(0, 1600, 160):  # <- TT207
+        y, h = net(x[i : i + 80 : 4], h)  # <- TT207
+        h = h.detach()
+        learn(net, mse(y, x[i : i + 80 : 4, :, :1]))
+
+
+@fault
+def overlapping_windows_with_the_last_state() -> None:
+    x, net, h = series(160, 2, 3), Net(), None
+    for i in range(0, 140, 5):  # <- TT207
+        y, h = net(x[i : i + 20], h)  # <- TT207
+        h = h.detach()
+        learn(net, mse(y, x[i + 1 : i + 21, :, :1]))
+
+
+@sound
+def overlapping_windows_from_the_state_at_their_start() -> None:
+    x, rnn, head, h = series(160, 2, 3), nn.GRU(3, 8), nn.Linear(8, 1), torch.zeros(1, 2, 8)
+    net = nn.ModuleList([rnn, head])
+    for i in range(0, 140, 5):
+        y, _ = rnn(x[i : i + 20], h)
+        h = y[4].detach().unsqueeze(0)
+        learn(net, mse(head(y), x[i + 1 : i + 21, :, :1]))
+
+
+@sound
+def overlapping_windows_each_from_zero() -> None:
+    x, net = series(160, 2, 3), Net()
+    for i in range(0, 140, 5):
+        y, _ = net(x[i : i + 20])
+        learn(net, mse(y, x[i + 1 : i + 21, :, :1]))
+
+
+# --- windows as samples
+
+
+def windows_in_order(net: Any, read: Callable[[Tensor], Tensor]) -> None:
+    x, labels = series(200, 1, 3), torch.randint(0, 2, (20,))
+    head = nn.Linear(8, 2)
+    for i in range(20):
+        y, _ = net(x[10 * i : 10 * i + 10])
+        loss = nn.functional.cross_entropy(head(read(y)), labels[i : i + 1])
+        learn(nn.ModuleList([net, head]), loss)
+
+
+@sound
+def one_label_a_window_from_its_last_step() -> None:
+    windows_in_order(nn.GRU(3, 8), lambda y: y[-1])
+
+
+@sound
+def one_label_a_window_from_the_mean() -> None:
+    windows_in_order(nn.GRU(3, 8), lambda y: y.mean(0))
+
+
+@sound
+def one_label_a_window_by_cells() -> None:
+    x, labels, cell, head = (
+        series(200, 1, 3),
+        torch.randint(0, 2, (20,)),
+        nn.GRUCell(3, 8),
+        nn.Linear(8, 2),
+    )
+    net = nn.ModuleList([cell, head])
+    for i in range(20):
+        h = torch.zeros(1, 8)
+        for x_t in x[10 * i : 10 * i + 10]:
+            h = cell(x_t, h)
+        learn(net, nn.functional.cross_entropy(head(h), labels[i : i + 1]))
+
+
+@sound
+def windows_of_one_series_that_random_order_sometimes_leaves_adjacent() -> None:
+    x, net = series(41, 1, 3), Net()
+    for _ in range(12):
+        for i in torch.randperm(4).tolist():
+            y, _ = net(x[10 * i : 10 * i + 10])
+            learn(net, mse(y, x[10 * i + 1 : 10 * i + 11, :, :1]))
+
+
+@sound
+def a_shuffled_loader_of_adjacent_windows() -> None:
+    x, net = series(41, 3), Net(batch_first=True)
+    windows = TensorDataset(x[:40].view(4, 10, 3), x[1:, :1].reshape(4, 10, 1))
+    for _ in range(12):
+        for a, b in DataLoader(windows, batch_size=1, shuffle=True):
+            learn(net, mse(net(a)[0], b))
+
+
+# --- the same old state at every chunk
+
+
+@fault
+def the_first_state_at_every_chunk() -> None:
+    x, net = series(201, 2, 3), Net()
+    with torch.no_grad():
+        _, start = net(x[:10])
+    for i in range(10, 200, 10):
+        y, _ = net(x[i : i + 10], start)  # <- TT201
+        learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def one_random_state_at_every_chunk() -> None:
+    x, cells, h0 = series(121, 2, 3), Cells(), (torch.randn(2, 8), torch.randn(2, 8))
+    for i in range(0, 120, 10):
+        y, _ = cells(x[i : i + 10], h0)  # <- TT201
+        learn(cells, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 8), nn.Linear(8, 1)
+        self.hidden, self.h = torch.randn(1, 2, 8), torch.zeros(1, 2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.rnn(x, self.hidden)  # <- TT201
+        self.h = h.detach()
+        return self.head(y)
+
+
+@fault
+def a_state_stored_under_another_name() -> None:
+    x, net = series(121, 2, 3), TwoNames()
+    for i in range(0, 120, 10):
+        learn(net, mse(net(x[i : i + 10]), x[i + 1 : i + 11, :, :1]))  # <- TT201
+
+
+@sound
+def a_buffer_that_is_updated_in_place() -> None:
+    x, rnn, head = series(121, 2, 3), nn.GRU(3, 8), nn.Linear(8, 1)
+    net, h = nn.ModuleList([rnn, head]), torch.zeros(1, 2, 8)
+    for i in range(0, 120, 10):
+        y, new = rnn(x[i : i + 10], h.clone())
+        learn(net, mse(head(y), x[i + 1 : i + 11, :, :1]))
+        h.data.copy_(new.data)
+
+
+@sound
+def a_constant_state_starts_each_recording() -> None:
+    h0, net = torch.randn(1, 1, 8), Net()
+    for recording in series(240, 4, 3).unbind(1):
+        h = h0
+        for chunk in recording.unsqueeze(1).split(20):
+            y, h = net(chunk, h)
+            h = h.detach()
+            learn(net, mse(y, chunk[..., :1]))
+
+
+# --- the end of a series enters its start
+
+
+@fault
+def epochs_over_one_series() -> None:
+    x, net, h = series(121, 2, 3), Net(), None
+    for _ in range(3):
+        for i in range(0, 120, 10):
+            y, h = net(x[i : i + 10], h)  # <- TT208
+            h = h.detach()
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def epochs_over_one_series_by_cells() -> None:
+    x, net, state = series(61, 2, 3), Cells(), None
+    for _ in range(3):
+        for i in range(0, 60, 10):
+            y, state = net(x[i : i + 10], state)  # <- TT208
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def epochs_over_one_tensor() -> None:
+    x, net, h = series(31, 1, 3), Net(), torch.zeros(1, 1, 8)
+    for _ in range(12):
+        y, h = net(x[:-1], h.detach())  # <- TT208
+        learn(net, mse(y, x[1:, :, :1]))
+
+
+@fault
+def epochs_over_a_text_in_lanes() -> None:
+    text = torch.randint(0, 11, (420,))
+    lanes = text.view(4, 105).t().contiguous()
+    table, net, h = nn.Embedding(11, 3), Net(3, 11), None
+    for _ in range(3):
+        for i in range(0, 100, 10):
+            y, h = net(table(lanes[i : i + 10]), h)  # <- TT208
+            h = h.detach()
+            target = lanes[i + 1 : i + 11].reshape(-1)
+            learn(net, nn.functional.cross_entropy(y.flatten(0, 1), target))
+
+
+@fault
+def epochs_over_a_loader_in_order() -> None:
+    x, net, h = series(121, 3), Net(batch_first=True), None
+    data = TensorDataset(x[:-1].view(12, 10, 3), x[1:].view(12, 10, 3)[..., :1])
+    for _ in range(3):
+        for a, b in DataLoader(data, batch_size=1, shuffle=False):
+            y, h = net(a, h)  # <- TT208
+            h = h.detach()
+            learn(net, mse(y, b))
+
+
+@fault
+def epochs_over_the_training_part_by_hand() -> None:
+    x, h = series(200, 2, 3)[50:81], torch.zeros(2, 4)
+    w, u = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        for i in range(0, 30, 10):
+            h, loss = h.detach(), torch.zeros(())
+            for t in range(i, i + 10):
+                h = torch.tanh(x[t] @ w + h @ u)  # <- TT208
+                loss = loss + mse(h.mean(1, keepdim=True), x[t + 1, :, :1])
+            loss.backward()
+
+
+@sound
+def epochs_from_a_fresh_state() -> None:
+    x, net = series(121, 2, 3), Net()
+    for _ in range(3):
+        h = None
+        for i in range(0, 120, 10):
+            y, h = net(x[i : i + 10], h)
+            h = h.detach()
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@sound
+def several_updates_on_a_chunk_from_the_same_state() -> None:
+    x, net, h = series(121, 2, 3), Net(), torch.zeros(1, 2, 8)
+    for i in range(0, 120, 10):
+        new = h
+        for _ in range(3):
+            y, new = net(x[i : i + 10], h)
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+        h = new.detach()
+
+
+@sound
+def an_evaluation_of_the_same_series_in_between() -> None:
+    x, net = series(121, 2, 3), Net()
+    for _ in range(3):
+        h = None
+        for i in range(0, 120, 10):
+            y, h = net(x[i : i + 10], h)
+            h = h.detach()
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+        net.eval()
+        with torch.no_grad():
+            state = None
+            for i in range(0, 120, 10):
+                _, state = net(x[i : i + 10], state)
+        net.train()
+
+
+# --- the same inputs at every step
+
+
+@fault
+def the_batch_instead_of_the_step() -> None:
+    sequences, net = torch.randn(24, 6, 3), Net(batch_first=True)
+    targets = torch.randn(24, 6, 6, 1)
+    for i in range(0, 24, 4):
+        x, h, loss = sequences[i : i + 4], None, torch.zeros(())
+        for t in range(6):
+            y, h = net(x, h)  # <- TT210
+            loss = loss + mse(y, targets[i : i + 4, t])
+        learn(net, loss)
+
+
+@fault
+def the_batch_instead_of_the_step_with_a_backward_each() -> None:
+    data = TensorDataset(torch.randn(24, 6, 3), torch.randn(24, 6, 1))
+    net = Net(batch_first=True)
+    for x, target in DataLoader(data, batch_size=4, shuffle=True):
+        h = None
+        for t in range(x.size(1)):
+            y, h = net(x, h)  # <- TT210
+            h = h.detach()
+            learn(net, mse(y, target[:, t : t + 1].expand(-1, 6, -1)))
+
+
+@sound
+def a_sequence_read_twice() -> None:
+    sequences, net = torch.randn(24, 6, 3), Net(batch_first=True)
+    for i in range(0, 24, 4):
+        _, h = net(sequences[i : i + 4])
+        y, _ = net(sequences[i : i + 4], h)
+        learn(net, mse(y, torch.zeros(4, 6, 1)))
+
+
+@sound
+def a_cell_that_ponders_on_one_input() -> None:
+    x, cell, head = torch.randn(40, 3), nn.GRUCell(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([cell, head])
+    for i in range(0, 40, 4):
+        h = torch.zeros(4, 8)
+        for _ in range(4):
+            h = cell(x[i : i + 4], h)
+        learn(net, mse(head(h), x[i : i + 4, :1]))
+
+
+# --- batch and time exchanged
+
+
+@fault
+def a_state_of_as_many_lanes_as_the_chunk_has_steps() -> None:
+    x, net, h = series(121, 4, 3), Net(batch_first=True), torch.zeros(1, 4, 8)
+    for i in range(0, 120, 10):
+        y, h = net(x[i : i + 10], h)
+        h = h.detach()
+        learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def next_steps_as_targets_along_the_lanes() -> None:
+    x, rnn, head, h = series(121, 4, 3), nn.GRU(3, 8, batch_first=True), nn.Linear(8, 1), None
+    net = nn.ModuleList([rnn, head])
+    for i in range(0, 120, 10):
+        y, h = rnn(x[i : i + 10], h)  # <- TT209
+        h = h.detach()
+        learn(net, mse(head(y), x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def shuffled_samples_along_the_time_of_the_layer() -> None:
+    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
+    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([rnn, head])
+    for x, target in DataLoader(data, batch_size=5, shuffle=True):
+        y, _ = rnn(x)  # <- TT209
+        learn(net, mse(head(y.mean(1)), target))
+
+
+@fault
+def the_last_lane_taken_for_the_last_step() -> None:
+    x, labels = torch.randn(40, 7, 3), torch.randn(40, 1)
+    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([rnn, head])
+    for i in range(0, 40, 5):
+        y, _ = rnn(x[i : i + 5])  # <- TT209
+        learn(net, mse(head(y[:, -1]), labels[i : i + 5]))
+
+
+@sound
+def shuffled_samples_along_the_lanes() -> None:
+    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
+    rnn, head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 1)
+    net = nn.ModuleList([rnn, head])
+    for x, target in DataLoader(data, batch_size=5, shuffle=True):
+        y, _ = rnn(x)
+        learn(net, mse(head(y[:, -1]), target))
+
+
+@sound
+def shuffled_samples_transposed() -> None:
+    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
+    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([rnn, head])
+    for x, target in DataLoader(data, batch_size=5, shuffle=True):
+        y, _ = rnn(x.transpose(0, 1))
+        learn(net, mse(head(y[-1]), target))
+
+
+@sound
+def a_stream_as_the_rows_of_a_loader() -> None:
+    x, net, h = series(121, 4, 3), Net(), None
+    data = TensorDataset(x[:-1], x[1:, :, :1])
+    for a, b in DataLoader(data, batch_size=10):
+        y, h = net(a, h)
+        h = h.detach()
+        learn(net, mse(y, b))
+
+
+@sound
+def rollouts_stacked_over_time() -> None:
+    net = Net()
+    for _ in range(6):
+        x = torch.stack([torch.randn(4, 3) for _ in range(10)])
+        y, _ = net(x)
+        learn(net, mse(y, torch.zeros(10, 4, 1)))
+
+
+@sound
+def the_neighbour_lane_is_the_next_step() -> None:
+    hankel, net, h = series(140, 3).unfold(0, 20, 1).permute(0, 2, 1), Net(), None
+    for i in range(0, 120, 10):
+        y, h = net(hankel[i : i + 10], h)
+        h = h.detach()
+        learn(net, mse(y, hankel[i + 1 : i + 11, :, :1]))
+
+
+# --- lanes that differ
+
+
+@fault
+def a_smaller_last_batch() -> None:
+    data = TensorDataset(torch.randn(18, 7, 3), torch.randn(18, 7, 1))
+    net, h = Net(batch_first=True), torch.zeros(1, 4, 8)
+    for x, target in DataLoader(data, batch_size=4):
+        y, h = net(x, h)
+        h = h.detach()
+        learn(net, mse(y, target))
+
+
+@fault
+def a_lane_that_ends_by_hand() -> None:
+    x, h = series(100, 4, 3), torch.zeros(4, 5)
+    w, u = torch.randn(3, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+    for i in range(0, 100, 10):
+        h, loss = h.detach(), torch.zeros(())
+        for t in range(i, i + 10):
+            step = x[t] if i < 60 else x[t, :3]
+            h = torch.tanh(step @ w + h @ u)  # <- TT211
+            loss = loss + h.square().mean()
+        loss.backward()
+
+
+# --- masks, gradients by hand
+
+
+@sound
+def left_padding_with_a_mask_on_the_state() -> None:
+    cell, head = nn.GRUCell(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([cell, head])
+    for _ in range(6):
+        x, mask = torch.randn(12, 4, 3), torch.ones(12, 4, 1)
+        for lane, pad in enumerate((3, 5, 4, 7)):
+            mask[:pad, lane], x[:pad, lane] = 0, 0
+        h = torch.zeros(4, 8)
+        for x_t, m in zip(x, mask, strict=True):
+            h = cell(x_t, h) * m
+        learn(net, mse(head(h), torch.ones(4, 1)))
+
+
+@sound
+def left_padding_that_keeps_the_state() -> None:
+    cell, head = nn.GRUCell(3, 8), nn.Linear(8, 1)
+    net = nn.ModuleList([cell, head])
+    for _ in range(6):
+        x, live = torch.randn(12, 4, 3), torch.ones(12, 4, 1, dtype=torch.bool)
+        for lane, pad in enumerate((3, 5, 4, 7)):
+            live[:pad, lane], x[:pad, lane] = False, 0
+        h = torch.zeros(4, 8)
+        for x_t, m in zip(x, live, strict=True):
+            h = torch.where(m, cell(x_t, h), h)
+        learn(net, mse(head(h), torch.ones(4, 1)))
+
+
+@sound
+def left_padding_with_a_mask_by_hand() -> None:
+    w, u = torch.randn(3, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+    for _ in range(6):
+        x, mask = torch.randn(12, 4, 3), torch.ones(12, 4, 1)
+        for lane, pad in enumerate((3, 5, 4, 7)):
+            mask[:pad, lane], x[:pad, lane] = 0, 0
+        h = torch.zeros(4, 5)
+        for x_t, m in zip(x, mask, strict=True):
+            h = m * torch.tanh(x_t @ w + h @ u) + (1 - m) * h
+        h.square().mean().backward()
+
+
+def truncated_by_hand(pass_on: bool, k1: int = 4, k2: int = 8) -> None:
+    """The gradient of a state is passed on to the step before it, `k2` steps back."""
+    x, cell, head = series(81, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.01)
+    states: list[tuple[Any, Tensor]] = [(None, torch.zeros(2, 8))]
+    for t in range(80):
+        state = states[-1][1].detach()  # <- TT203
+        state.requires_grad = True
+        new = cell(x[t], state)
+        states = [*states[1 - k2 :], (state, new)]
+        if (t + 1) % k1 == 0:
+            loss = mse(head(new), x[t + 1, :, :1])
+            optimizer.zero_grad()
+            loss.backward(retain_graph=pass_on)
+            for i in range(k2 - 1 if pass_on else 0):
+                if len(states) < i + 2 or states[-i - 2][0] is None:
+                    break
+                states[-i - 2][1].backward(states[-i - 1][0].grad, retain_graph=True)
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.data.sub_(0.01 * p.grad)
+
+
+@sound
+def the_gradient_is_passed_on_by_hand() -> None:
+    truncated_by_hand(pass_on=True)
+
+
+# --- states by key, several nets
+
+
+@sound
+def a_state_for_each_user() -> None:
+    users = {name: series(60, 1, 3) for name in "abc"}
+    net, states = Net(), dict[str, Tensor]()
+    for i in range(0, 60, 10):
+        for name, x in users.items():
+            y, h = net(x[i : i + 10], states.get(name))
+            states[name] = h.detach()
+            learn(net, mse(y, x[i : i + 10, :, :1]))
+
+
+@sound
+def an_ensemble_on_one_stream() -> None:
+    x, nets = series(121, 2, 3), [Net() for _ in range(3)]
+    states: list[Any] = [None] * 3
+    for i in range(0, 120, 10):
+        for k, net in enumerate(nets):
+            y, h = net(x[i : i + 10], states[k])
+            states[k] = h.detach()
+            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+REFUSED = {
+    "a_state_of_as_many_lanes_as_the_chunk_has_steps": "TT209",
+    "a_smaller_last_batch": "TT211",
+}
+
+
+def expected(loop: Loop) -> str:
+    """The code of a loop with a fault: marked in it, unless the call in `Net` is refused."""
+    source = inspect.getsource(TwoNames if "another_name" in loop.__name__ else loop)
+    marked = set(MARK.findall(source)) or {REFUSED[loop.__name__]}
+    (code,) = marked
+    return code
+
+
+def lines_of(code: str) -> set[int]:
+    """The lines of this file that are marked with a code, and the call in `Net`."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    return {
+        i
+        for i, line in enumerate(lines, 1)
+        if ("# <-" in line and code in line) or "self.rnn(x, h)" in line
+    }
+
+
+@pytest.mark.parametrize("loop", FAULTS, ids=name_of)
+def test_a_fault_is_named_with_its_code_at_a_line_that_is_marked(loop: Loop) -> None:
+    (finding,) = diagnose(loop)
+    assert finding.code == expected(loop)
+    assert finding.line in lines_of(finding.code)
+
+
+@pytest.mark.parametrize("loop", SOUND, ids=name_of)
+def test_a_sound_loop_has_no_finding(loop: Loop) -> None:
+    assert diagnose(loop) == ()
+
+
+def test_a_detach_at_every_step_whose_gradient_is_not_used_is_a_fault() -> None:
+    findings = diagnose(lambda: truncated_by_hand(pass_on=False))
+    assert [f.code for f in findings] == ["TT203"]
+
+
+def test_a_state_under_another_name_is_named_with_both() -> None:
+    (finding,) = diagnose(a_state_stored_under_another_name)
+    assert finding.tensor == "self.hidden"
+    assert finding.fix == "self.hidden = tt.state.detach(self.h) after each chunk"
+    (finding,) = diagnose(the_first_state_at_every_chunk)
+    assert finding.fix == "start = tt.state.detach(_) after each chunk"
+
+
+class Pieces(Dataset[Tensor]):
+    """Pieces of one recording, or sequences of their own."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.pieces[index]
+
+
+def carry_between_batches(pieces: list[Tensor], **options: Any) -> Finding:
+    def loop() -> None:
+        net, h = Net(batch_first=True), None
+        for x in DataLoader(Pieces(pieces), **options):
+            y, h = net(x, h)
+            h = h.detach()
+            learn(net, mse(y, x[..., :1]))
+
+    (finding,) = diagnose(loop)
+    assert finding.code == "TT207"
+    return finding
+
+
+def test_the_fix_of_batches_out_of_order_fits_what_they_are() -> None:
+    recording = series(160, 3)
+    pieces = list(recording.split(10))
+    shuffled = carry_between_batches(pieces, batch_size=1, shuffle=True).fix
+    assert "shuffle=False" in shuffled
+    assert "zero state" not in shuffled
+    windows = [recording[i : i + 10] for i in range(0, 150, 3)]
+    for data, lanes in (([torch.randn(10, 3) for _ in range(16)], 1), (windows, 4)):
+        fresh = carry_between_batches(data, batch_size=lanes, shuffle=True, drop_last=True).fix
+        assert "zero state" in fresh
+        assert "shuffle=False" not in fresh
+    beside = carry_between_batches(pieces, batch_size=4).fix
+    assert "tt.Stream" in beside
+    assert "shuffle=False" not in beside
+    overlapping = diagnose(overlapping_windows_with_the_last_state)[0].fix
+    assert "overlap" in overlapping
+
+
+def test_the_fix_of_a_smaller_last_batch_is_to_drop_it_and_of_an_ended_lane_to_select() -> None:
+    (finding,) = diagnose(a_smaller_last_batch)
+    assert "drop_last=True" in finding.fix
+    (finding,) = diagnose(a_lane_that_ends_by_hand)
+    assert "h[lanes]" in finding.fix
+
+
+def test_the_fix_of_exchanged_dimensions_says_which_order_the_data_has() -> None:
+    assert "without batch_first" in diagnose(next_steps_as_targets_along_the_lanes)[0].fix
+    assert "batch_first=True" in diagnose(shuffled_samples_along_the_time_of_the_layer)[0].fix
