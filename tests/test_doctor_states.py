@@ -69,7 +69,7 @@ class Net(nn.Module):
         self.rnn = nn.GRU(features, 8, batch_first=batch_first)
         self.head = nn.Linear(8, outputs)
 
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, h: Any = None) -> tuple[Tensor, Tensor]:
         y, h = self.rnn(x, h)
         return self.head(y), h
 
@@ -675,6 +675,43 @@ def the_gradient_is_passed_on_by_hand() -> None:
 
 
 # --- states by key, several nets
+
+
+@fault
+def states_by_key_in_another_order() -> None:
+    users = {name: series(61, 3) for name in ("dora", "abe", "carl", "bea")}
+    states, net = {name: torch.zeros(8) for name in users}, Net()
+    for i in range(0, 60, 10):
+        x = torch.stack([users[name][i : i + 11] for name in users], 1)
+        h = torch.stack([states[name] for name in sorted(users)])
+        y, h = net(x[:-1], h.unsqueeze(0))  # <- TT206
+        states.update(zip(users, h[0].detach(), strict=True))
+        learn(net, mse(y, x[1:, :, :1]))
+
+
+@sound
+def states_by_key_in_the_order_of_the_inputs() -> None:
+    users = {name: series(61, 3) for name in ("dora", "abe", "carl", "bea")}
+    states, net = {name: torch.zeros(8) for name in users}, Net()
+    for i in range(0, 60, 10):
+        names = list(users) if i % 20 else sorted(users)
+        x = torch.stack([users[name][i : i + 11] for name in names], 1)
+        h = torch.stack([states[name] for name in names])
+        y, h = net(x[:-1], h.unsqueeze(0))
+        states.update(zip(names, h[0].detach(), strict=True))
+        learn(net, mse(y, x[1:, :, :1]))
+
+
+@fault
+def clips_by_a_convolutional_cell_without_a_new_state() -> None:
+    net, h = nn.Conv2d(6, 4, 3, padding=1), torch.zeros(1, 4, 5, 5)
+    for clip in [series(16, 1, 2, 5, 5) for _ in range(4)]:
+        for t in range(0, 16, 8):
+            h, loss = h.detach(), torch.zeros(())
+            for x in clip[t : t + 8]:
+                h = torch.tanh(net(torch.cat([x, h], 1)))  # <- TT204
+                loss = loss + h.square().mean()
+            learn(net, loss)
 
 
 @sound

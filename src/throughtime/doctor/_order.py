@@ -66,7 +66,7 @@ class ChunkOrder:
         remember(self.axes, id(base), (base, next(dim for dim, (i, k) in pairs if i != k)))
 
 
-def remember(table: dict[int, Any], key: int, value: Any) -> None:
+def remember(table: dict[Any, Any], key: object, value: Any) -> None:
     """Store a value and drop the oldest: a finished recording need not stay in memory."""
     table.pop(key, None)
     table[key] = value

@@ -10,6 +10,7 @@ Shapes: `T` steps, `B` lanes (rows of the batch).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,7 +262,7 @@ def stacked_at_random(data: Tensor, dim: int | None, record_of: Lookup) -> bool:
             return False
         if record.origin.name == "stack":
             return record.origin.random and dim == 0
-        source: Tensor = record.origin.args[0]
+        source: Any = record.origin.args[0]
         if not isinstance(source, Tensor) or source.shape != data.shape:
             return False
         data = source

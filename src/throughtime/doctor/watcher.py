@@ -125,6 +125,12 @@ def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
     return a if b is a or b <= a else a | b
 
 
+def _dim_of(op: Operation) -> int:
+    """The dimension along which an operation stacks or takes apart."""
+    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+    return dim if isinstance(dim, int) else -1
+
+
 def _has_mask(op: Operation) -> bool:
     """Whether an operation masks a result by data."""
     if op.name not in MASKS or all(r is None or not r.learned for r in op.records):
@@ -438,7 +444,10 @@ class Watcher(TorchFunctionMode):
         else:
             result = self._computed(op)
             self.on_operation(op, result)
-        self._store(op.outputs, result)
+        separate = name == "unbind" and result.lane_dim == _dim_of(op)
+        if result.rows is not None and separate and len(result.rows) != len(op.outputs):
+            separate, result.edited = False, True
+        self._store(op.outputs, result, separate)
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
@@ -462,11 +471,14 @@ class Watcher(TorchFunctionMode):
             if record is not None and record.detach is not None:
                 self.used_gradients.add(record.detach.instruction)
 
-    def _store(self, outputs: list[Tensor], result: TensorRecord) -> None:
-        """Store the record of each output."""
+    def _store(self, outputs: list[Tensor], result: TensorRecord, separate: bool) -> None:
+        """Store the record of each output; they may be the separate lanes of a state."""
         lane_dims, time_dims, data = result.lane_dim, result.time_dim, result.data
+        lanes = result.rows
         for i, out in enumerate(outputs):
             record = result if i == 0 else result.copy()
+            if separate:
+                record.rows, record.lane_dim = [i if lanes is None else lanes[i]], None
             record.ref = weakref.ref(out)
             if isinstance(lane_dims, list):
                 record.lane_dim = lane_dims[i]
@@ -510,10 +522,22 @@ class Watcher(TorchFunctionMode):
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
         result.masked |= _has_mask(op)
+        if op.name == "stack":
+            self._stack_lanes(op, result)
         if len(lineage) < MAX_LINEAGE:
             lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
         result.lineage, result.path, result.data, result.source = lineage, path, data, source
         return result
+
+    @staticmethod
+    def _stack_lanes(op: Operation, result: TensorRecord) -> None:
+        """Record a state that was put together from lanes of one state."""
+        first = op.records[0]
+        lanes = [r.rows for r in op.records if r is not None and r.rows and r.lane_dim is None]
+        sources = {id(r.source) if r is not None and not r.edited else 0 for r in op.records}
+        if first is not None and len(lanes) == len(op.records) and len(sources) == 1:
+            result.rows, result.edited = [rows[0] for rows in lanes], first.edited
+            result.lane_dim = _dim_of(op)
 
     def _passed_on(self, op: Operation, record: TensorRecord) -> TensorRecord:
         """The record of the same state in another form: detached, copied, masked, rows selected."""

@@ -116,7 +116,7 @@ class PassRule(Rule):
     def _same(self, first: UnitCall, call: UnitCall) -> bool:
         """Whether two calls begin at the same element."""
         a, b = self.order.lanes(first), self.order.lanes(call)
-        return bool(a and b) and same_start(a, b)
+        return a is not None and b is not None and same_start(a, b)
 
     def _is_new_state(self, value: Any, before: UnitCall, start: list[Tensor]) -> bool:
         """Whether a value is the state that the chunk before ended with."""

@@ -40,6 +40,7 @@ OVERLAPPING = (
 )
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
+STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 LONG = 256  # steps before the only backward
 
 
@@ -168,7 +169,7 @@ class StateRule(Rule):
     def _hand_written(self, op: Operation, result: TensorRecord) -> None:
         """Any other operation; it is a recurrent unit if it takes in a result of its own."""
         out, key = op.outputs[0], op.instruction
-        is_state = out.dim() in {1, 2} and out.numel() > 1
+        is_state = out.dim() in STATE_DIMS and out.numel() > 1
         if not op.loop_inputs and is_state and (key, self.clock.training) in self.last:
             self._hand_written_start(op, result)
             return
@@ -413,9 +414,10 @@ def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int 
         is_weight = tensor.is_leaf and tensor.requires_grad
         if data is not None and not is_weight and all(tensor is not t for t in excluded):
             candidates.append(data)
+    lead = min(1, len(shape) - 1)
     for data in candidates:
         are_ids = data.shape == shape[:-1] and not data.is_floating_point()
-        if are_ids or (data.dim() == len(shape) and data.shape[:-1] == shape[:-1]):
+        if are_ids or (data.dim() == len(shape) and data.shape[:lead] == shape[:lead]):
             return data, 0 if len(shape) > 1 else None
     columns = (d for d in candidates if d.dim() == 2 and d.shape[1] == shape[-1] == 1)
     return next(columns, None), 1
