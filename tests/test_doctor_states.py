@@ -412,6 +412,18 @@ def epochs_from_a_fresh_state() -> None:
 
 
 @sound
+def one_context_at_every_step() -> None:
+    context, cell, head = torch.randn(2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1)
+    net, h = nn.ModuleList([cell, head]), torch.zeros(2, 8)
+    for _ in range(6):
+        h, loss = h.detach(), torch.zeros(())
+        for t in range(5):
+            h = cell(context, h)
+            loss = loss + (head(h) - t).square().mean()
+        learn(net, loss)
+
+
+@sound
 def several_updates_on_a_chunk_from_the_same_state() -> None:
     x, net, h = series(121, 2, 3), Net(), torch.zeros(1, 2, 8)
     for i in range(0, 120, 10):

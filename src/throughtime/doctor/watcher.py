@@ -423,8 +423,9 @@ class Watcher(TorchFunctionMode):
 
     def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
         name, instruction, first = op.name, op.instruction, op.outputs[0]
-        # a choice, such as a sampled token, is data
+        # a choice, such as a sampled token, is data, and so is a gradient
         is_choice = not (first.is_floating_point() or first.is_complex())
+        is_choice |= op.func is torch.autograd.grad and not first.requires_grad
         passes_on = name == "requires_grad_" and learned
         if (
             name in {"zero_", "fill_"}

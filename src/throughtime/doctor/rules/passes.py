@@ -182,6 +182,8 @@ class PassRule(Rule):
         """
         first = self.first.get(call.unit)
         again = order == "again" or (first is not None and self._same(first, call))
+        if call.steps == 1 and _same_memory(origin.data, call.data):
+            again = False  # the same input at every step
         if not again or call.chunk == origin.chunk or not (call.grad and origin.grad):
             return False
         self._report_wrap(call.unit)
@@ -201,10 +203,10 @@ class PassRule(Rule):
 
     def repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs within one batch."""
-        a, b = origin.data, call.data
-        if call.steps == 1 or a is None or b is None or not _same_memory(a, b):
+        data = call.data
+        if call.steps == 1 or data is None or not _same_memory(origin.data, data):
             return False
-        root = root_of(b)
+        root = root_of(data)
         in_batch = call.batch == origin.batch and any(r() is root for r in self.clock.contents)
         if call.chunk != origin.chunk and not in_batch:
             return False
@@ -239,8 +241,11 @@ def _equal(states: list[Tensor], others: list[Tensor] | None) -> bool:
     )
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        root_of(a) is root_of(b)
-        and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return root_of(a) is root_of(b) and (a.shape, a.stride(), a.storage_offset()) == (
+        b.shape,
+        b.stride(),
+        b.storage_offset(),
     )
