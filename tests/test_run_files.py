@@ -111,6 +111,11 @@ def grow_tensor(tensors: dict[str, Any], _: dict[str, Any]) -> None:
     tensors[name] = torch.zeros(tensors[name].shape[0] + 1, *tensors[name].shape[1:])
 
 
+def halve_precision(tensors: dict[str, Any], _: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.half() if tensor.ndim == 2 else tensor
+
+
 def forget_description(_: dict[str, Any], holder: dict[str, Any]) -> None:
     holder["description"] = None
 
@@ -123,6 +128,7 @@ FOREIGN = {
     "missing tensor": drop_tensor,
     "extra tensor": add_tensor,
     "other size": grow_tensor,
+    "other type": halve_precision,
     "null": forget_description,
     "list": list_description,
 }
@@ -515,6 +521,19 @@ def test_a_full_disk_is_named_with_the_file(folder: RunFolder, tmp_path: Path) -
     )
     assert code == 2
     assert errors == f"error: [Errno 28] No space left on device: '{tmp_path / 's'}'\n"
+
+
+def test_a_full_standard_output_is_named(finished: RunFolder) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = subprocess.run(
+            command("eval", str(finished.path), "--split", "valid"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert process.returncode == 2
+    assert process.stderr == "error: [Errno 28] No space left on device: 'standard output'\n"
 
 
 def test_several_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:

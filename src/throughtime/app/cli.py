@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
+from errno import ENOSPC
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -65,6 +66,8 @@ def main() -> None:
     except (ThroughtimeError, OSError) as error:
         from throughtime.app.distributed import print_start_error
 
+        if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:
+            error.filename = "standard output"  # writes to files name them
         print_start_error(error)
         sys.exit(2)
 

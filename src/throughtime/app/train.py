@@ -45,6 +45,7 @@ from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError, ThroughtimeError
 from throughtime.gradient import Update
 from throughtime.metrics import Metrics
+from throughtime.state import differences, leaves
 from throughtime.stream.manifest import join_faults
 from throughtime.updates import Updates, updates
 
@@ -418,11 +419,7 @@ class Training:
             ) from error
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        """Take over the content of a checkpoint.
-
-        Raises:
-            RunError, DataError: it is not one of this run, of these ranks or of these data.
-        """
+        """Take over a checkpoint; refuse one of another run, other ranks or other data."""
         try:
             self._take(saved)
         except ThroughtimeError:
@@ -442,12 +439,14 @@ class Training:
                 f"the data of {self.folder.path} have changed since the run was started: "
                 + join_faults(faults)
             )
+        _check_layout(saved["net"], self.net.module.state_dict())
         self.net.load_state_dict(saved["net"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for weight, moments in self.optimizer.state.items():
-            shapes = {value.shape for value in moments.values() if value.ndim}
-            if shapes - {weight.shape}:
-                raise ValueError(f"moments of {shapes} for a weight of {weight.shape}")
+        moments = saved["optimizer"]["state"]  # its settings are those of the run
+        weights = list(self.net.parameters())
+        for i, values in moments.items():
+            sized = {name: value for name, value in values.items() if value.ndim}
+            _check_layout(sized, dict.fromkeys(sized, weights[i]))
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.count, self.rows, self.frames, self._loss_steps = saved["counts"]
         self.seconds, self._overhead = saved["seconds"]
         self._loss_sum.copy_(saved["loss_sum"])
@@ -457,6 +456,9 @@ class Training:
         if position["updates"] is not None:
             self._updates = self._new_updates()
             self._updates.load_state_dict(position["updates"])
+            if self._updates.state is not None:
+                initial = self.net.initial_state(self.stream.lanes)
+                _check_layout(dict(leaves(self._updates.state)), dict(leaves(initial)))
         torch.set_rng_state(position["random"])
 
     def _position_in(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,6 +472,11 @@ class Training:
                 f" many as before (strategy, devices and nodes in {self.folder.config})"
             )
         return positions[self.team.rank]
+
+
+def _check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    if faults := differences(values, expected, "tensor"):
+        raise ValueError(join_faults(faults))
 
 
 def _shared_settings(config: Config) -> dict[str, object]:
