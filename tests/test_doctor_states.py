@@ -738,6 +738,60 @@ def a_state_for_each_user() -> None:
 
 
 @sound
+def events_of_several_users_in_one_table() -> None:
+    events, users = series(80, 3), torch.randint(0, 3, (80,)).tolist()
+    cell, head, states = nn.GRUCell(3, 8), nn.Linear(8, 1), dict[int, Tensor]()
+    net = nn.ModuleList([cell, head])
+    for t, user in enumerate(users):
+        h = cell(events[t : t + 1], states.get(user, torch.zeros(1, 8)))
+        states[user] = h.detach()
+        learn(net, head(h).square().mean())
+
+
+@sound
+def replayed_windows_from_stored_states() -> None:
+    x, rnn, head, states = series(400, 1, 3), nn.GRU(3, 8), nn.Linear(8, 1), [torch.zeros(1, 1, 8)]
+    net = nn.ModuleList([rnn, head])
+    with torch.no_grad():
+        for chunk in x.split(10):
+            states.append(rnn(chunk, states[-1])[1])
+    for _ in range(20):
+        starts = torch.randint(0, 38, (4,)).tolist()
+        windows = torch.cat([x[10 * i : 10 * i + 20] for i in starts], 1)
+        h = torch.cat([states[i] for i in starts], 1)
+        with torch.no_grad():
+            _, h = rnn(windows[:5], h)
+        y, _ = rnn(windows[5:], h)
+        learn(net, mse(head(y), windows[5:, :, :1]))
+
+
+@sound
+def lanes_shuffled_together_with_their_states() -> None:
+    x, net, h, order = series(120, 4, 3), Net(), torch.zeros(1, 4, 8), torch.arange(4)
+    for i in range(0, 120, 10):
+        permutation = torch.randperm(4)
+        order, h = order[permutation], h[:, permutation]
+        y, h = net(x[i : i + 10, order], h)
+        h = h.detach()
+        learn(net, mse(y, x[i : i + 10, order, :1]))
+
+
+@sound
+def the_last_output_as_the_state() -> None:
+    x, rnn, head, h = (
+        series(240, 3).view(2, 120, 3),
+        nn.GRU(3, 8, batch_first=True),
+        nn.Linear(8, 1),
+        None,
+    )
+    net = nn.ModuleList([rnn, head])
+    for i in range(0, 120, 10):
+        y, _ = rnn(x[:, i : i + 10], h)
+        h = y[:, -1:].detach().transpose(0, 1).contiguous()
+        learn(net, mse(head(y), x[:, i : i + 10, :1]))
+
+
+@sound
 def an_ensemble_on_one_stream() -> None:
     x, nets = series(121, 2, 3), [Net() for _ in range(3)]
     states: list[Any] = [None] * 3
@@ -792,9 +846,12 @@ def test_a_detach_at_every_step_whose_gradient_is_not_used_is_a_fault() -> None:
 def test_a_state_under_another_name_is_named_with_both() -> None:
     (finding,) = diagnose(a_state_stored_under_another_name)
     assert finding.tensor == "self.hidden"
-    assert finding.fix == "self.hidden = tt.state.detach(self.h) after each chunk"
+    assert (
+        finding.fix
+        == "self.hidden = tt.state.detach(self.h) after each chunk; nothing else sets self.hidden"
+    )
     (finding,) = diagnose(the_first_state_at_every_chunk)
-    assert finding.fix == "start = tt.state.detach(_) after each chunk"
+    assert finding.fix == "start = tt.state.detach(_) after each chunk; nothing else sets start"
 
 
 class Pieces(Dataset[Tensor]):

@@ -18,7 +18,7 @@ from throughtime.doctor.rules.rule import Rule
 from throughtime.doctor.watcher import Watcher
 
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
-REPEATS = 3  # calls on the same inputs before it is reported
+REPEATS = 4  # calls on the same inputs before it is reported
 
 
 @dataclass
@@ -162,7 +162,9 @@ class PassRule(Rule):
         fix = ""
         if entered and new:
             detail += f" It starts from {entered}; the new state is in {new}."
-            fix = f"{entered} = tt.state.detach({new}) after each chunk"
+            fix = (
+                f"{entered} = tt.state.detach({new}) after each chunk; nothing else sets {entered}"
+            )
         line = line_of(starts.call.instruction)
         self.findings.add("TT201", line, detail, entered, fix=fix)
 

@@ -180,7 +180,7 @@ class StateRule(Rule):
         data, result.lane_dim = _data_of(op, states)
         if data is None:
             if all(t.requires_grad or (r is not None and r.learned) for t, r in op.pairs()):
-                result.edited = any(r.edited for r in op.records if r is not None)  # no mask
+                self._keep_source(op, result)  # no data, thus no mask
             return
         call = self._new_call(key, key, data, lane_dim=result.lane_dim)
         earlier = op.loop_inputs[0][1].data
@@ -190,6 +190,13 @@ class StateRule(Rule):
             )  # the first step
         self._compare(call, states)
         result.data, result.source, result.edited = data, call, False
+
+    def _keep_source(self, op: Operation, result: TensorRecord) -> None:
+        """Record a value within a step as the state of the unit that ran last in it."""
+        for record in op.records:
+            source = record.source if record is not None and not record.edited else None
+            if source is not None and self.last.get((source.unit, source.training)) is source:
+                result.source, result.edited = source, False
 
     def _hand_written_start(self, op: Operation, result: TensorRecord) -> None:
         """An operation that took in its own result before and now does not.
@@ -304,7 +311,9 @@ class StateRule(Rule):
             return "TT207", self.clock.loader, detail, self._fix_of_order(call, origin)
         if order == "rows" and not state.edited:
             return "TT206", line, "", SELECT if call.time_dim is not None else ""
-        if order == "jump" and call.chunk != origin.chunk:
+        # what lies between may belong to other states, such as those of other users
+        only = self.last.get((call.unit, call.training)) is origin
+        if order == "jump" and only and call.chunk != origin.chunk:
             source = self.clock.loader if new_batch else enclosing_loop(line)
             return "TT207", source or line, detail, self._fix_of_order(call, origin)
         if starts:
