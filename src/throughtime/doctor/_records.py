@@ -10,6 +10,7 @@ from throughtime.doctor._frames import Instruction, SourceLine
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+RECURRENT = LAYERS | CELLS
 EMPTY: frozenset[Any] = frozenset()
 
 Unit = Any
@@ -143,7 +144,7 @@ class Operation:
     @property
     def is_recurrent(self) -> bool:
         """Whether it is a recurrent layer or cell of torch."""
-        return self.name in LAYERS or self.name in CELLS
+        return self.name in RECURRENT
 
     def pairs(self) -> Iterator[tuple[Tensor, TensorRecord | None]]:
         """The inputs with their records."""

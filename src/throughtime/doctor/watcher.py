@@ -39,6 +39,7 @@ from throughtime.doctor._torch_private import (
     base_of,
     current_mode,
     mode_depth,
+    next_sequence,
     sequence,
     storage_of,
     version_of,
@@ -248,7 +249,6 @@ class Watcher(TorchFunctionMode):
         self.internal_error: Exception | None = None
         self.grad_reads = 0  # the user's reads of `.grad`
         self.operations = 0  # recorded since it was last switched on
-        self._leaf = torch.zeros(1, requires_grad=True)
         self._depth = mode_depth()
 
     def on(self) -> None:
@@ -261,13 +261,8 @@ class Watcher(TorchFunctionMode):
     def _mark_gap(self) -> None:
         """Record a node of no instruction: those created while the watcher was off end there."""
         if self.node_numbers:
-            self.node_numbers.append(self.new_number())
+            self.node_numbers.append(next_sequence() - 1)
             self.node_instructions.append(None)
-
-    def new_number(self) -> int:
-        """A sequence number above those of all nodes so far."""
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            return sequence((self._leaf * 1).grad_fn)
 
     def off(self) -> None:
         """Stop being the current mode, unless another is above it."""
@@ -620,7 +615,7 @@ class Watcher(TorchFunctionMode):
 
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
-        self.boundary = self.new_number()
+        self.boundary = next_sequence() - 1
         self.layers.release_graphs()
         self._drop_freed()
         self.earlier |= self.current

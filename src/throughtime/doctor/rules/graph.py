@@ -45,7 +45,7 @@ from throughtime.doctor._frames import (
     line_of,
 )
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord
-from throughtime.doctor._torch_private import sequence
+from throughtime.doctor._torch_private import next_sequence, sequence
 from throughtime.doctor.findings import (
     BACKWARD_FIRST,
     NO_GRAD,
@@ -276,7 +276,7 @@ class PastBackward:
 class PastStep:
     """An optimizer step."""
 
-    number: int  # above the sequence numbers of all nodes before it
+    number: int  # the largest sequence number before it
     chunk: int
     line: SourceLine | None
     parameters: frozenset[int]  # their ids
@@ -292,7 +292,7 @@ class AutogradErrorRule(Rule):
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
         parameters = frozenset(map(id, parameters_of(optimizer)))
-        step = PastStep(self.watcher.new_number(), self.clock.chunk, line, parameters)
+        step = PastStep(next_sequence() - 1, self.clock.chunk, line, parameters)
         self.steps.append(step)
 
     def after_backward(self, backward: BackwardCall) -> None:
@@ -333,7 +333,7 @@ class AutogradErrorRule(Rule):
     ) -> SourceLine | None:
         """The line of the optimizer step or operation that changed a tensor in place."""
         for step in self.steps:
-            if parameter is not None and step.number > number and id(parameter) in step.parameters:
+            if parameter is not None and step.number >= number and id(parameter) in step.parameters:
                 return step.line
         shape, now, expected = changed_shape(parts), int(parts[2]), int(parts[3])
         later = [
