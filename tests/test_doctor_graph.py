@@ -446,6 +446,7 @@ def cleared_at_every_part() -> None:
     for i, x in enumerate(torch.randn(12, 10, 2, 3)):
         optimizer.zero_grad()  # <- TT302
         mse_loss(head(gru(x)[0]), x).backward()
+        nn.utils.clip_grad_norm_(gru.parameters(), 1.0)  # which only a library reads
         if i % 4 == 3:
             optimizer.step()
 
@@ -536,6 +537,66 @@ def sharpness_aware() -> None:
                 for p, step in zip(parameters, steps, strict=True):
                     p.add_(step, alpha=sign)
         optimizer.step()
+
+
+LIBRARY = """
+def ascend(parameters):
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(p.grad, alpha=0.01)
+"""
+
+
+def sharpness_aware_by_a_library() -> None:
+    (gru, head), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 3))
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(LIBRARY, "site-packages/sharpness.py", "exec"), names)
+    for x in torch.randn(6, 10, 2, 3):
+        for first in (True, False):
+            optimizer.zero_grad()
+            mse_loss(head(gru(x)[0]), x).backward()
+            if first:
+                names["ascend"]([*gru.parameters(), *head.parameters()])
+        optimizer.step()
+
+
+def gradients_of_each_part_logged() -> None:
+    (net,), optimizer = models((nn.Linear, 3, 2))
+    for x in torch.randn(6, 8, 3):
+        y = net(x)
+        for part in (y[:, 0].square().mean(), y[:, 1].abs().mean(), y.square().mean()):
+            optimizer.zero_grad()
+            part.backward(retain_graph=True)
+        optimizer.step()
+
+
+def horizon_of_three_chunks() -> None:
+    (gru, head), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 3))
+    h = torch.zeros(1, 2, 4)
+    for i, x in enumerate(STREAM[:120].split(10)):
+        y, h = gru(x, h)
+        mse_loss(head(y), x).backward(retain_graph=True)
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            h = h.detach()
+
+
+def measure_summed_for_a_log() -> None:
+    (cell, head, other), optimizer = models(
+        (nn.GRUCell, 3, 4), (nn.Linear, 4, 3), (nn.Linear, 4, 1)
+    )
+    h = torch.zeros(2, 4)
+    for chunk in STREAM[:80].split(10):
+        h, loss, measure = h.detach(), torch.zeros(()), torch.zeros(())
+        for x in chunk:
+            h = cell(x, h)
+            loss = loss + mse_loss(head(h), x)
+            measure = measure + other(h).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        measure.item()
 
 
 def gradients_combined() -> None:
@@ -650,6 +711,10 @@ def detached_for_a_log() -> None:
         adversarial,
         actor_and_critic,
         sharpness_aware,
+        sharpness_aware_by_a_library,
+        gradients_of_each_part_logged,
+        horizon_of_three_chunks,
+        measure_summed_for_a_log,
         gradients_combined,
         accumulated,
         gradients_set_by_hand,
