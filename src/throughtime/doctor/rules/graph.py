@@ -194,11 +194,8 @@ class GrowthRule(Rule):
         out = op.outputs[0]
         if op.is_recurrent or out.grad_fn is None or (out.numel() > 1 and op.name != "stack"):
             return
-        terms = [
-            (tensor, record)
-            for tensor, record in op.pairs()
-            if record is not None and record.learned and tensor.numel() == 1 and tensor.grad_fn
-        ]
+        known = ((t, r) for t, r in op.pairs() if r is not None and r.learned)
+        terms = [(t, r) for t, r in known if t.numel() == 1 and t.grad_fn is not None]
         sums = [record for _, record in op.loop_inputs if any(record is r for _, r in terms)]
         self._count_chunks(op, result, sums)
         self._count_passes(op, result, sums, [pair for pair in terms if pair[1] not in sums])
@@ -224,11 +221,12 @@ class GrowthRule(Rule):
         before = max((max(r.passes, 1) for r in sums), default=0)
         passes = before + len(calls - {r.call for r in sums})
         result.passes, result.call = passes, max(calls, default=result.call)
-        if not sums and op.instruction in self.unsent:
+        if passes < MIN_UNSENT or not terms:
+            return
+        if before < MIN_UNSENT and op.instruction in self.unsent:
             self._restart(op.instruction)
-        if passes >= MIN_UNSENT and terms and op.instruction not in self.sent:
-            nodes = op.outputs[0].grad_fn, terms[-1][0].grad_fn
-            numbers = tuple(map(sequence, nodes))
+        if op.instruction not in self.sent:
+            numbers = sequence(op.outputs[0].grad_fn), sequence(terms[-1][0].grad_fn)
             self.unsent[op.instruction] = UnsentSum(numbers, passes, self.clock.chunk)
 
     def _find_sent(self, root: Any) -> None:
