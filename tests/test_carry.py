@@ -33,7 +33,7 @@ from strategies import (
     start,
     states_apart,
 )
-from throughtime.errors import StateError
+from throughtime.errors import ModelError, StateError
 from throughtime.testing import check_carry
 
 EXACT = 1e-12
@@ -354,3 +354,27 @@ def test_every_kind_of_state_is_a_row() -> None:
     kinds = {type(start(row.net(), inputs(2, 2))).__name__ for row in NETS}
     assert kinds >= {"Tensor", "tuple", "dict", "Pair", "Memory", "list"}
     assert isinstance(named("learnt-start").module(), LearntStart)
+
+
+def test_a_call_without_a_state_says_what_to_write() -> None:
+    net = tt.carry(nn.GRU(3, 8))
+    with pytest.raises(StateError, match=r"y, state = net\(x, net\.initial_state\(lanes=2\)\)"):
+        net(torch.zeros(5, 2, 3))
+
+
+def test_a_wrong_number_of_features_is_no_matter_of_the_state_or_of_batch_first() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, state: object = None) -> object:
+            return self.lstm(x, state)
+
+    for module in (Tagger(), nn.GRU(3, 8), nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 1))):
+        net = tt.carry(module)
+        with pytest.raises((ModelError, RuntimeError), match="Expected 3, got 4") as error:
+            net(torch.zeros(5, 2, 4), net.initial_state(2))
+        text = str(error.value) + str(getattr(error.value, "__notes__", ""))
+        assert "batch_first" not in text
+        assert "initial_state" not in text

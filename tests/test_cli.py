@@ -601,3 +601,94 @@ def test_predict_names_the_row_and_column_or_leaves_the_step_out(
             rows = list(csv.DictReader(file))
         assert [row["step"] for row in rows if not row["class"]] == ["204"]
         assert len(rows) == STEPS
+
+
+def csv_file(folder: Path, header: str, *, encoding: str = "utf-8", rows: int = 300) -> Path:
+    random, path = np.random.default_rng(0), folder / "data.csv"
+    width = header.count(",") + 1
+    lines = [",".join(f"{v:.3f}" for v in random.normal(size=width)) for _ in range(rows)]
+    path.write_text("\n".join([header, *lines]), encoding=encoding)
+    return path
+
+
+def train_on(path: Path, out: Path, *more: str, ok: bool = False) -> str:
+    few = ("--updates", "2", "--lanes", "1", "--stride", "20")
+    small = () if "--hidden" in more else ("--hidden", "4")
+    return run("train", path, "--task", "regress", *few, *small, *more, "--out", out, ok=ok)
+
+
+def test_a_target_that_is_an_input_of_the_same_step_is_refused(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "u,v")
+    for inputs in ("u", "u,v"):
+        said = train_on(path, tmp_path / "run", "--inputs", inputs, "--targets", "u")
+        assert "['u'] are inputs and targets of the same step" in said
+        assert "--allow-target-as-input" in said
+    names = ("--inputs", "u,v", "--targets", "u")
+    train_on(path, tmp_path / "run", *names, "--allow-target-as-input", ok=True)
+    run("eval", tmp_path / "run")
+    manifest = tmp_path / "list.csv"
+    manifest.write_text("id,inputs,targets\na,data.csv,data.csv\n", encoding="utf-8")
+    assert "of the same step" in train_on(manifest, tmp_path / "other")
+    train_on(manifest, tmp_path / "other", "--inputs", "v", "--targets", "u", ok=True)
+
+
+@pytest.mark.parametrize("flag", ["--inputs", "--targets"])
+def test_a_column_named_twice_is_refused(tmp_path: Path, flag: str) -> None:
+    path = csv_file(tmp_path, "u,v,w")
+    names = {"--inputs": "u", "--targets": "v"} | {flag: "w,w"}
+    words = [word for item in names.items() for word in item]
+    assert "name ['w'] twice" in train_on(path, tmp_path / "run", *words)
+
+
+def test_messages_about_very_many_columns_stay_short(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, ",".join(f"c{i}" for i in range(20_000)), rows=3)
+    for more in ((), ("--targets", "x"), ("--inputs", "x", "--targets", "c1")):
+        said = train_on(path, tmp_path / "run", *more)
+        assert said.startswith("error: ")
+        assert "19,992 more" in said
+        assert len(said) < 1000
+
+
+def test_messages_about_very_many_classes_stay_short(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    lines = [f"{i % 7},class{i % 900 if i < 4000 else 'new'}" for i in range(5000)]
+    path.write_text("\n".join(["u,y", *lines]), encoding="utf-8")
+    names = ("--inputs", "u", "--targets", "y", "--task", "classify", "--updates", "1")
+    said = run("train", path, *names, "--out", tmp_path / "run", ok=False)
+    assert "unknown class 'classnew'" in said
+    assert "892 more" in said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize("hidden", ["100000000", "999999999999999999999"])
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(
+    tmp_path: Path, hidden: str
+) -> None:
+    path = csv_file(tmp_path, "u,y")
+    arguments = ("--inputs", "u", "--targets", "y", "--hidden", hidden)
+    said = train_on(path, tmp_path / "run", *arguments)
+    assert f"--hidden {hidden}: " in said
+    assert "GB" in said
+    assert said.count("\n") <= 3
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: can't allocate memory: 8 TB")])
+def test_no_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def build(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("throughtime.app.train.build_model", build)
+    path = csv_file(tmp_path, "u,y")
+    said = train_on(path, tmp_path / "run", "--inputs", "u", "--targets", "y")
+    assert said.startswith("error: out of memory")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_another_encoding_is_named_with_what_to_do(tmp_path: Path, encoding: str) -> None:
+    path = csv_file(tmp_path, "u,y", encoding=encoding)
+    said = train_on(path, tmp_path / "run", "--inputs", "u", "--targets", "y")
+    assert f"it is {encoding.upper()}, as its byte order mark says" in said
+    assert f"iconv -f {encoding.upper()} -t UTF-8 data.csv" in said

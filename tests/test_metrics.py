@@ -1,7 +1,7 @@
 """Scores against the formulas written out, on pieces of any size."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import throughtime as tt
 from strategies import seeds
 from throughtime.errors import ConfigError, DataError
-from throughtime.metrics import Classification, Regression
+from throughtime.metrics import Classification, Regression, as_metric
 
 pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
 
@@ -193,3 +193,26 @@ def test_collection_of_torchmetrics_gives_every_value_by_name() -> None:
 def test_what_is_no_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"metrics is a dict, expected tt\.metrics"):
         _evaluated({})
+
+
+def test_classes_may_be_given_by_their_number() -> None:
+    for classes in (2, cast("int", np.int64(2))):
+        metric = tt.metrics.Classification(classes)
+        metric.update(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+        assert metric.compute().keys() == {"accuracy", "macro_f1", "f1[0]", "f1[1]"}
+        assert metric.new().compute().keys() == metric.compute().keys()
+    for wrong in (0, -1, True, "ab", None, 2.0):
+        with pytest.raises(ConfigError, match=r"Classification\(2\) or .*\['rest', 'beat'\]"):
+            tt.metrics.Classification(wrong)  # type: ignore[arg-type]
+
+
+def test_a_class_of_metrics_is_told_apart_from_its_objects() -> None:
+    with pytest.raises(ConfigError, match="metrics is the class Classification, expected"):
+        as_metric(tt.metrics.Classification)  # type: ignore[arg-type]
+
+
+def test_many_classes_are_listed_in_part() -> None:
+    metric = tt.metrics.Classification([f"c{i}" for i in range(100_000 // 100)])
+    with pytest.raises(DataError, match="'c7' and 992 more") as error:
+        metric.update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))
+    assert len(str(error.value)) < 300

@@ -216,3 +216,20 @@ def test_offset_that_leaves_a_step_for_every_lane_serves_every_epoch() -> None:
     for _ in range(40):
         assert int(stream.read(0, 1).resets.sum()) == 7
         list(stream)
+
+
+def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("u,label\n1,0\n2,1\n", encoding="utf-8")
+    link = tmp_path / "b.csv"
+    link.symlink_to(path)
+    for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):
+        with pytest.raises(DataError, match=r"Its columns are u, label; choose: .*\['y'\]"):
+            tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
+
+
+def test_messages_name_a_few_of_very_many_keys() -> None:
+    source = {f"k{i}": 0 for i in range(100_000)}
+    with pytest.raises(DataError, match="99,992 more") as error:
+        tt.Stream(source, lanes=1, chunk=2)
+    assert len(str(error.value)) < 400

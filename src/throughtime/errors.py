@@ -13,6 +13,29 @@ loop
 └── LawError            (AssertionError) a law of `throughtime.testing` that a module breaks
 """
 
+from collections.abc import Iterable
+
+_SHOWN = 8  # names of a list in a message, each of at most _LONGEST characters
+_LONGEST = 80
+
+
+def listed(names: Iterable[object], *, quoted: bool = False) -> str:
+    """The first few names of a list for a message, and how many there are more.
+
+    With `quoted` they are in quotes and brackets, as Python writes a list.
+
+    Example:
+        >>> from throughtime.errors import listed
+        >>> listed(range(10_000))
+        '0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more'
+    """
+    every = [*names]
+    texts = [repr(name) if quoted else str(name) for name in every[:_SHOWN]]
+    texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in texts]
+    rest = len(every) - len(texts)
+    text = ", ".join(texts) + (f" and {rest:,} more" if rest else "")
+    return f"[{text}]" if quoted else text
+
 
 class ThroughtimeError(Exception):
     """The root: `except ThroughtimeError` catches whatever throughtime raises on purpose."""

@@ -4,14 +4,15 @@ Shapes: `N` valid steps, `C` classes or output columns.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError, DataError, listed
 
 Metrics: TypeAlias = dict[str, float]
 
@@ -96,14 +97,15 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     Raises:
         ConfigError: it is neither.
     """
-    if callable(getattr(metric, "new", None)):
+    if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
         return cast("Metric", metric)
     if all(callable(getattr(metric, name, None)) for name in ("update", "compute", "clone")):
         return TorchMetricAdapter(cast("TorchMetric", metric))
+    is_class = isinstance(metric, type)
+    got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"
     raise ConfigError(
-        f"metrics is a {type(metric).__name__}, expected tt.metrics.Classification(classes),"
-        " tt.metrics.Regression(), a torchmetrics.Metric, or an object with new(), update(outputs,"
-        " targets) and compute()"
+        f"metrics is {got}, expected tt.metrics.Classification(classes), tt.metrics.Regression(), a"
+        " torchmetrics.Metric, or an object with new(), update(outputs, targets) and compute()"
     )
 
 
@@ -114,7 +116,11 @@ class Classification:
     A class that neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
 
     Args:
-        classes: their names, in the order of the outputs.
+        classes: their names, in the order of the outputs, or their number: then the names are "0",
+            "1" and so on.
+
+    Raises:
+        ConfigError: neither, or no class.
 
     Example:
         >>> import torch
@@ -125,26 +131,36 @@ class Classification:
         0.5
     """
 
-    classes: tuple[str, ...]
+    classes: Sequence[str] | int
+    names: tuple[str, ...] = field(init=False)
     confusion: Tensor = field(init=False)  # (true, predicted) counts
 
     def __post_init__(self) -> None:
-        self.confusion = torch.zeros(len(self.classes), len(self.classes), dtype=torch.long)
+        classes: Any = self.classes  # checked here
+        if isinstance(classes, (int, np.integer)) and not isinstance(classes, bool):
+            classes = [*map(str, range(int(classes)))]
+        if isinstance(classes, (str, bool)) or not isinstance(classes, Sequence) or not classes:
+            raise ConfigError(
+                f"classes={self.classes!r}, expected their number or their names:"
+                " tt.metrics.Classification(2) or tt.metrics.Classification(['rest', 'beat'])"
+            )
+        self.names = tuple(classes)
+        self.confusion = torch.zeros(len(classes), len(classes), dtype=torch.long)
 
     def new(self) -> "Classification":
-        return Classification(self.classes)
+        return Classification(self.names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        n = len(self.classes)
+        n = len(self.names)
         if outputs.shape[-1] != n:
             raise DataError(
                 f"the outputs have {outputs.shape[-1]} columns, expected one for each of the"
-                f" classes {list(self.classes)}"
+                f" classes {listed(self.names, quoted=True)}"
             )
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < n:
             raise DataError(
                 f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to"
-                f" {n - 1} for {list(self.classes)}"
+                f" {n - 1} for {listed(self.names, quoted=True)}"
             )
         if bool(outputs.isnan().any()):
             raise DataError("the outputs hold NaN: the model diverged; a NaN has no class")
@@ -159,7 +175,7 @@ class Classification:
         return {
             "accuracy": (right.sum() / occurs.sum()).item(),
             "macro_f1": sum(seen) / len(seen) if seen else math.nan,
-            **{f"f1[{name}]": value for name, value in zip(self.classes, f1, strict=True)},
+            **{f"f1[{name}]": value for name, value in zip(self.names, f1, strict=True)},
         }
 
 

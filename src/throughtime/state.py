@@ -17,7 +17,7 @@ from torch import Tensor
 
 from throughtime import _safetensors
 from throughtime._files import write_atomically
-from throughtime.errors import StateError
+from throughtime.errors import StateError, listed
 
 State: TypeAlias = (
     Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
@@ -141,8 +141,9 @@ def _aligned(branches: list[tuple[str, State]], other: State, path: str) -> list
         pairs = [(name, by_name[name]) for name, _ in branches]
     if [name for name, _ in pairs] != [name for name, _ in branches]:
         raise StateError(
-            f"two states differ at '{path or 'the root'}': {[n for n, _ in branches]} and"
-            f" {[n for n, _ in pairs]}"
+            f"two states differ at '{path or 'the root'}': "
+            f"{listed((n for n, _ in branches), quoted=True)} and"
+            f" {listed((n for n, _ in pairs), quoted=True)}"
         )
     return pairs
 

@@ -18,7 +18,7 @@ import typer
 
 from throughtime import __version__
 from throughtime.app.config import Config, make_config, named_numbers, read_toml
-from throughtime.errors import ConfigError, ThroughtimeError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
 _SYNONYMS = {
@@ -57,6 +57,9 @@ _Missing = Annotated[
 ]
 
 
+_NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
+
+
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
@@ -69,6 +72,16 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:
             error.filename = "standard output"  # writes to files name them
         print_start_error(error)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        from throughtime.app.distributed import print_start_error
+
+        reason = str(error).splitlines()[0] if str(error) else "no memory"
+        print_start_error(
+            RunError(f"out of memory ({reason[:200]}); take fewer --lanes, or smaller --hidden")
+        )
         sys.exit(2)
 
 

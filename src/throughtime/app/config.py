@@ -59,6 +59,11 @@ class Config:
         (),
         unset="'targets', or all of a targets file",
     )
+    allow_target_as_input: bool = _setting(
+        "Data",
+        "Take a target column as an input of the same step, too: a net can copy it.",
+        False,
+    )
     static: tuple[str, ...] = _setting(
         "Data",
         "Columns of the manifest with numbers of a whole recording, separated by commas. The net"

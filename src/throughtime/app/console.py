@@ -21,6 +21,7 @@ from throughtime.app.report.page import DataTable
 from throughtime.app.report.run_page import scores_table, write_report
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
+from throughtime.errors import listed
 
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
@@ -159,13 +160,11 @@ def _print_start(training: Training) -> None:
         f" {len(dataset.valid)} held out; " + "; ".join(dataset.remarks)
     )
     layout, lanes = spec.layout, training.stream.lanes
-    inputs = ", ".join((*layout.inputs, *layout.static))
+    inputs = listed((*layout.inputs, *layout.static))
     if layout.frame_size > 1:
         inputs += f", {layout.frame_size} rows a step"
     outputs = (
-        f"classes {', '.join(spec.classes)}"
-        if spec.classes
-        else f"targets {', '.join(layout.targets)}"
+        f"classes {listed(spec.classes)}" if spec.classes else f"targets {listed(layout.targets)}"
     )
     ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
     out.print(

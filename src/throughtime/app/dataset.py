@@ -28,11 +28,11 @@ from throughtime.app.recordings import (
     SourceRecording,
     open_recordings,
 )
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
-from throughtime.stream.manifest import ManifestEntry, find_recordings
+from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
 from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableRecording
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
@@ -112,7 +112,7 @@ class NumericRecording:
         raise DataError(
             f"{rows.source}: the {role} hold text, such as {text!r} at step {start + step},"
             f" expected numbers; choose columns with --{role} (the file has"
-            f" {', '.join(_columns_of(rows))})"
+            f" {listed(_columns_of(rows))})"
         )
 
 
@@ -164,7 +164,7 @@ class ClassRecording:
             step = start + int(np.argmax(targets == wrong))
             raise DataError(
                 f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step}; the"
-                f" training split has {', '.join(self.classes)}"
+                f" training split has {listed(self.classes)}"
             )
         return codes[inverse]
 
@@ -286,7 +286,7 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
     """
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
-        counts = ", ".join(f"{k} ({len(v)})" for k, v in splits.items())
+        counts = listed(f"{k} ({len(v)})" for k, v in splits.items())
         hint = (
             "; write train into the column 'split' of those to train on" if name == "train" else ""
         )
@@ -349,7 +349,7 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     ]
     if faults:
         raise DataError(
-            "; ".join(faults) + ". Clean the files, or mask steps without inputs: --missing mask"
+            join_faults(faults) + ". Clean the files, or mask steps without inputs: --missing mask"
         )
 
 
@@ -365,11 +365,11 @@ def _classes(statistics: Statistics) -> tuple[str, ...]:
     )
 
 
-def _split_counts(listed: Sequence[ManifestEntry]) -> str:
-    counts = Counter(entry.split for entry in listed)
+def _split_counts(entries: Sequence[ManifestEntry]) -> str:
+    counts = Counter(entry.split for entry in entries)
     if len(counts) < 2:
         return ""
-    return f" ({', '.join(f'{name} {count}' for name, count in counts.items())})"
+    return f" ({listed(f'{name} {count}' for name, count in counts.items())})"
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:
@@ -395,7 +395,7 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     clocks = [name for name, rises in names if rises]
     if clocks:
         remarks.append(
-            f"input {', '.join(clocks)} only ever rises: a clock? name the inputs with --inputs to"
+            f"input {listed(clocks)} only ever rises: a clock? name the inputs with --inputs to"
             " leave it out"
         )
     if statistics.missing:

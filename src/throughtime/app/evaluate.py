@@ -34,7 +34,7 @@ from throughtime.app.recordings import (
 )
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError, DataError, listed
 from throughtime.predict import Evaluation, Evaluator, OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
@@ -220,8 +220,8 @@ def open_recording(
     if set(features) != set(expected):
         flag = ",".join(f"{name}=NUMBER" for name in expected)
         raise DataError(
-            f"the model was trained on the static features {', '.join(expected) or 'none'}, got"
-            f" {', '.join(features) or 'none'}; "
+            f"the model was trained on the static features {listed(expected) or 'none'}, got"
+            f" {listed(features) or 'none'}; "
             + (f"write --static {flag}" if flag else "leave out --static")
         )
     tables = [open_table(path, spec.layout) for path in paths]
@@ -236,7 +236,7 @@ def open_recording(
     if width != spec.features:
         raise DataError(
             f"{name}: has {width} input columns, the model was trained on {spec.features}"
-            f" ({', '.join(spec.layout.inputs)})"
+            f" ({listed(spec.layout.inputs)})"
         )
     return recording
 

@@ -9,6 +9,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 
 import os
 import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from throughtime.app.config import Config, weights_by_class
 from throughtime.app.recordings import DataLayout, SourceRecording
 from throughtime.app.run_folder import from_plain, load_tensors, one_line
 from throughtime.carry.carried import Carried, carry
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError, listed
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.predict import predict
@@ -312,6 +313,34 @@ def build_model(spec: ModelSpec) -> Carried:
     return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
 
 
+def check_memory(spec: ModelSpec, device: str) -> None:
+    """Refuse a model that cannot be trained in the memory of this machine, before it is made.
+
+    Raises:
+        ConfigError: weights, gradients and the two moments of Adam take more than there is.
+    """
+    gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
+    first = gates * hidden * (spec.features + hidden + 2)
+    rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
+    weights = first + rest + (hidden + 1) * spec.outputs
+    needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"hidden={hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
+            f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
+            f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
+        )
+
+
+def _memory(device: str) -> int | None:
+    """Bytes of a GPU, or of this machine; None where the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def set_statistics(net: Carried, statistics: Statistics) -> None:
     """Copy the means and deviations of the training split into the net."""
     parts = dict(net.module.named_children())
@@ -378,7 +407,7 @@ def class_weights(
     if unknown:
         raise ConfigError(
             f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split has"
-            f" {', '.join(classes)}"
+            f" {listed(classes)}"
         )
     return torch.tensor([weights.get(name, 1.0) for name in classes], dtype=torch.float64)
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from throughtime.app.config import Config
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array, RowSource, is_number
@@ -77,6 +77,7 @@ class DataLayout:
         task: classes or numbers.
         inputs: columns; empty: all that are not targets.
         targets: columns; empty: `targets`, or the whole targets file.
+        allow_target_as_input: whether a step may have its own target as an input.
         static: columns of the manifest.
         frame_size: rows of a file that form one step.
         csv: whether time runs down the columns of a CSV file, or along its rows.
@@ -89,6 +90,7 @@ class DataLayout:
     task: Literal["classify", "regress"]
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
     csv: Literal["columns", "rows"] = "columns"
@@ -233,6 +235,7 @@ class SourceRecording:
         rates: rows per second of those of its files that have a rate.
         left_out: rows at the end that fill no frame.
         lost: intervals shorter than a frame.
+        copied: inputs that are the target of the same step, and must not be.
     """
 
     split: str
@@ -240,6 +243,7 @@ class SourceRecording:
     rates: tuple[Rate, ...] = ()
     left_out: int = 0
     lost: int = 0
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,7 @@ def open_recordings(entries: Iterable[ManifestEntry], layout: DataLayout) -> lis
         except DataError as error:
             faults.append(str(error))
     faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
-    faults += _column_faults(opened)
+    faults += _column_faults(opened) + _copy_faults(opened)
     if faults:
         raise DataError(join_faults(faults))
     return opened
@@ -347,8 +351,8 @@ def _column_faults(opened: Sequence[SourceRecording]) -> list[str]:
     for role in ("input", "target"):
         named = [(one.recording.name, getattr(one.recording, f"{role}_columns")) for one in opened]
         faults += [
-            f"recording '{name}' has the {role} columns {', '.join(names)}, '{named[0][0]}' has"
-            f" {', '.join(named[0][1])}; name them with --{role}s, or rename them"
+            f"recording '{name}' has the {role} columns {listed(names)}, '{named[0][0]}' has"
+            f" {listed(named[0][1])}; name them with --{role}s, or rename them"
             for name, names in named
             if names != named[0][1]
         ]
@@ -365,9 +369,14 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
     )
     if not inputs:
         raise DataError(
-            f"{table.path}: no column is left for the inputs, {', '.join(targets.columns)} being"
+            f"{table.path}: no column is left for the inputs, {listed(targets.columns)} being"
             " the targets; name them with --inputs"
         )
+    one_file = not separate or any(
+        entry.targets is not None and path.resolve() == entry.targets.resolve()
+        for path in entry.inputs
+    )
+    copied = one_file and not layout.allow_target_as_input
     recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
     return SourceRecording(
         entry.split,
@@ -375,7 +384,20 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         rates_of(tables) + targets.rates,
         len(table) % layout.frame_size,
         targets.lost,
+        tuple(name for name in inputs if copied and name in targets.columns),
     )
+
+
+def _copy_faults(opened: Sequence[SourceRecording]) -> list[str]:
+    """Inputs that hold the target of the same step: the net would learn to copy it."""
+    return [
+        f"recording '{one.recording.name}': {listed(one.copied, quoted=True)} are inputs and"
+        " targets of the same step, so the net would only learn to copy them; name the other"
+        f" columns with --inputs (it has {listed(one.recording.input_columns)}), or write"
+        " --allow-target-as-input if it is meant"
+        for one in opened
+        if one.copied
+    ]
 
 
 def open_table(path: Path, layout: DataLayout) -> Table:
@@ -437,7 +459,7 @@ def _row_targets(
     )
     if not chosen:
         raise DataError(
-            f"{table.path}: which columns are the targets? The file has {', '.join(table.columns)};"
+            f"{table.path}: which columns are the targets? The file has {listed(table.columns)};"
             " name them with --targets"
         )
     source = table if file is None else file

@@ -30,6 +30,7 @@ from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.model import (
     build_model,
     check_device,
+    check_memory,
     make_loss,
     model_bytes,
     set_statistics,
@@ -86,6 +87,7 @@ class Training:
     ) -> None:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         torch.manual_seed(config.seed)
+        check_memory(dataset.spec, config.device)
         self.net = build_model(dataset.spec)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)

@@ -231,6 +231,11 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
             f"{name} cannot be tried: {NOT_FINITE}, for inputs like the examples and for smaller"
             " weights too. Look at its weights, and at the first step that is not finite."
         )
+    if "input.size(-1) must be equal to input_size" in str(error):  # torch's recurrent layers
+        return ModelError(
+            f"{name}.forward does not take these inputs: {_first_line(error)}. Give it the features"
+            " that its layer was built for, last: (T, B, features)"
+        )
     if failure is not None and failure.convention is not None:
         source = failure.convention.source
         if isinstance(source, ArgumentState) and any(map(names_state, source.names)):

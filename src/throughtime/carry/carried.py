@@ -143,7 +143,7 @@ class Carried(nn.Module):
         return self.adapter.leaf_names(state)
 
     def forward(
-        self, x: Tensor, state: State, resets: Tensor | None = None
+        self, x: Tensor, state: State = None, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Outputs for every step, and the state after the last one.
 
@@ -171,7 +171,8 @@ class Carried(nn.Module):
         if state is None:
             raise StateError(
                 "the state is None; the first chunk is not special: start from"
-                f" net.initial_state(lanes={lanes})"
+                f" net.initial_state(lanes={lanes}). Write y, state = net(x,"
+                f" net.initial_state(lanes={lanes})), then net(x, state)"
             )
         for leaf in trees.tensors(state):
             if not leaf.dim() or leaf.shape[0] != lanes:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from throughtime.diagnose._trace_record import History, Track, TrackRecord, is_batched
 from throughtime.diagnose._traced_call import PackedLayout, TracedCall
-from throughtime.errors import ConfigError, ModelError
+from throughtime.errors import ConfigError, ModelError, listed
 from throughtime.kernels.cells import CELLS, Cell, Weights
 from throughtime.kernels.dispatch import autocast_applies, product_type
 from throughtime.kernels.reference import States
@@ -334,7 +334,8 @@ def _run_named_cell(
     if len(tensors) != len(leaves):
         raise ModelError(
             f"'{track.name}' returns {len(tensors)} tensors, names has {len(leaves)}:"
-            f" {list(leaves)}. Name each, in order, with '_' for one that is not traced"
+            f" {listed(leaves, quoted=True)}. Name each, in order, with '_' for one that is not"
+            " traced"
         )
     returned = {leaf: tensor for leaf, tensor in zip(leaves, tensors, strict=True) if leaf != "_"}
     if not _needs_grad(*returned.values()):

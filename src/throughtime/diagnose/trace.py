@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from throughtime.carry.carried import Carried
 from throughtime.diagnose._trace_record import BackwardRecord, History, PassSampler
 from throughtime.diagnose._traced_layers import TracedForward, traced_module
-from throughtime.errors import ConfigError, ModelError, RunError
+from throughtime.errors import ConfigError, ModelError, RunError, listed
 from throughtime.gradient.schedule import check_whole
 
 __all__ = ["BackwardRecord", "Trace", "TraceSummary", "trace", "traced_update"]
@@ -132,8 +132,8 @@ def _traced_parts(
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ModelError(
-            f"names has '{unknown[0]}', the net only {sorted(modules)}; give the path that"
-            " net.named_modules() has"
+            f"names has '{unknown[0]}', the net only {listed(sorted(modules), quoted=True)};"
+            " give the path that net.named_modules() has"
         )
     own = {name for name, part in modules.items() if isinstance(part, (nn.RNNBase, nn.RNNCellBase))}
     if not own and not names:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
-from throughtime.errors import ConfigError, StateError
+from throughtime.errors import ConfigError, StateError, listed
 from throughtime.gradient import schedule
 from throughtime.gradient.objective import Objective
 from throughtime.gradient.schedule import GraphSize
@@ -207,10 +207,11 @@ class BoundaryStates:
             self._rows = [self._allocate(leaf) for leaf in trees.tensors(state)]
         leaves = list(trees.leaves(state))
         if len(leaves) != len(self._rows):
+            now = listed((name for name, _ in leaves), quoted=True)
+            before = listed((name for name, _ in trees.leaves(self._like)), quoted=True)
             raise StateError(
-                f"the state has the leaves {[name for name, _ in leaves]} now and had"
-                f" {[name for name, _ in trees.leaves(self._like)]} at the start: it must keep its"
-                " structure from step to step"
+                f"the state has the leaves {now} now and had {before} at the start: it must keep"
+                " its structure from step to step"
             )
         for rows, (name, leaf) in zip(self._rows, leaves, strict=True):
             if rows.shape[1:] != leaf.shape or rows.dtype != leaf.dtype:

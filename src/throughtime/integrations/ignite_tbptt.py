@@ -18,7 +18,7 @@ from ignite.engine import Engine, EventEnum, Events
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError, DataError, listed
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.state import map_tensors
 
@@ -53,7 +53,7 @@ def prepare_batch(
         pair = batch[0], batch[1]
     else:
         got = (
-            f"the keys {list(batch)}"
+            f"the keys {listed(batch, quoted=True)}"
             if isinstance(batch, Mapping)
             else f"{type(batch).__name__} of {len(_tensors(batch))} tensors"
         )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from throughtime.errors import ConfigError, MissingExtraError
+from throughtime.errors import ConfigError, MissingExtraError, listed
 
 try:
     import lightning.pytorch as pl
@@ -164,8 +164,8 @@ def _count_steps(batch: Any, whole: Collection[int | str]) -> int:
     items = dict(_items(batch))
     if unknown := [name for name in whole if name not in items]:
         raise TBPTTError(
-            f"tbptt_whole names {unknown}, the batch has {list(items)}. Name keys of a mapping, or"
-            " positions of a list."
+            f"tbptt_whole names {unknown}, the batch has {listed(items, quoted=True)}. Name keys of"
+            " a mapping, or positions of a list."
         )
     lengths = {name: _lengths(item) for name, item in items.items() if name not in whole}
     timed = {name: sorted(several) for name, several in lengths.items() if several}

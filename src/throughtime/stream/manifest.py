@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.table import column_names, is_number
+from throughtime.stream.formats.table import column_names, is_number, other_encoding
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
@@ -147,8 +147,9 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
                     )
                 rows.append(dict(zip(columns, map(str.strip, fields), strict=True)))
     except (UnicodeDecodeError, csv.Error) as error:
+        reason = other_encoding(error, path) or error
         raise DataError(
-            f"{path}: not a readable CSV file ({error}); expected UTF-8 text with a header line"
+            f"{path}: not a readable CSV file ({reason}); expected UTF-8 text with a header line"
         ) from error
     return columns, rows
 
@@ -163,7 +164,7 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
             else f"there is no column '{absent[0]}'"
         )
         raise DataError(
-            f"{path}: static={','.join(static)}, but {what}; its columns are {', '.join(columns)}"
+            f"{path}: static={','.join(static)}, but {what}; its columns are {listed(columns)}"
         )
     unknown = [c for c in columns if c not in {*COLUMNS, *static}]
     if unknown or not {"id", "inputs"} <= set(columns):
@@ -175,7 +176,7 @@ def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) ->
         )
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional); got {', '.join(columns)}{hint}"
+            f" optional); got {listed(columns)}{hint}"
         )
 
 
@@ -231,7 +232,7 @@ def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
         if owner.name != entry.name:
             files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))
             faults.append(
-                f"'{owner.name}' and '{entry.name}' are the same recording, {', '.join(files)}:"
+                f"'{owner.name}' and '{entry.name}' are the same recording, {listed(files)}:"
                 " keep one of them, in one split"
             )
     return faults

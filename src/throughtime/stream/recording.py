@@ -5,6 +5,7 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 
 import difflib
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream import formats
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IntervalLabels, interval_labels, periodic_labels
@@ -293,15 +294,17 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
         hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else ""
         raise DataError(
-            f"recording '{name}' has the keys {sorted(source)}, expected 'inputs' and optionally"
-            f" {', '.join(_KEYS[1:])}{hint}"
+            f"recording '{name}' has the keys {listed(sorted(map(str, source)), quoted=True)},"
+            f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}{hint}"
         )
     if "targets" in values and "intervals" in values:
         raise DataError(
             f"recording '{name}' has targets and intervals, expected one of them: a step has one"
             " target"
         )
-    inputs = concat_rows(name, [_rows(part, name, "inputs") for part in _several(values["inputs"])])
+    parts = _several(values["inputs"])
+    inputs = concat_rows(name, [_rows(part, name, "inputs") for part in parts])
+    _check_separate_files(name, parts, values.get("targets"))
     return TableRecording(
         name,
         inputs,
@@ -309,6 +312,21 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         _static(values.get("static"), name),
         inputs.columns if isinstance(inputs, ColumnRows) else (),
     )
+
+
+def _check_separate_files(name: str, inputs: Sequence[Any], targets: Any) -> None:
+    """Refuse one file as inputs and targets: each step would have its target as an input."""
+    if not isinstance(targets, (str, Path)):
+        return
+    for part in inputs:
+        if isinstance(part, (str, Path)) and Path(part).resolve() == Path(targets).resolve():
+            table = formats.open_table(Path(part))
+            raise DataError(
+                f"recording '{name}': inputs and targets are all columns of {part}, so each step"
+                f" has its target as an input. Its columns are {listed(table.columns)}; choose:"
+                " table = throughtime.stream.formats.open_table(path), then {'inputs': table.read("
+                "0, len(table), ['a', 'b']), 'targets': table.read(0, len(table), ['y'])[:, 0]}"
+            )
 
 
 def _several(inputs: Any) -> Sequence[Any]:
@@ -484,6 +502,11 @@ def columns(
 
 
 def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
+        )
     missing = [c for c in names if c not in table.columns]
     if not missing and names:
         return
@@ -492,5 +515,6 @@ def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> Non
     if len(table.columns) == 1 and ";" in table.columns[0]:
         hint = "; its fields seem to be separated by ';', expected ','"
     raise DataError(
-        f"{table.path}: {role} {list(names)} asked for, the file has {list(table.columns)}{hint}"
+        f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
+        f" {listed(table.columns, quoted=True)}{hint}"
     )

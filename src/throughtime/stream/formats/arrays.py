@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.netcdf_classic import expected_size
 from throughtime.stream.formats.table import (
     Array,
@@ -39,7 +39,7 @@ def _longest(path: Path, arrays: dict[str, FileArray]) -> dict[str, FileArray]:
     }
     if not numeric:
         contents = (
-            ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+            listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
             or "no array"
         )
         raise DataError(

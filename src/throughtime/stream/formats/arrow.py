@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import (
     BLOCK_CACHE,
     Array,
@@ -90,7 +90,9 @@ class ArrowFile(TableFile):
 def distinct_columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
     """The names of columns, refused where two are the same."""
     if len(set(names)) < len(names):
-        raise DataError(f"{path}: has the columns {list(names)}, expected distinct names")
+        raise DataError(
+            f"{path}: has the columns {listed(names, quoted=True)}, expected distinct names"
+        )
     return tuple(names)
 
 

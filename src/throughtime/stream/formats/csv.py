@@ -25,6 +25,7 @@ from throughtime.stream.formats.table import (
     column_names,
     concat_blocks,
     is_number,
+    other_encoding,
 )
 
 BLOCK = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
@@ -281,7 +282,8 @@ class _Scan(CsvScan):
 
     def _refuse(self, error: Exception, line: int) -> NoReturn:
         raise DataError(
-            f"{self.path}: not a readable CSV file (line {line}: {error}); expected UTF-8 text with"
+            f"{self.path}: not a readable CSV file (line {line}:"
+            f" {other_encoding(error, self.path) or error}); expected UTF-8 text with"
             " a header line"
         ) from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import Array, TableFile, import_extra, unreadable
 
 _UNREADABLE = (
@@ -67,7 +67,7 @@ class EdfFile(TableFile):
         ]
         if others:
             raise DataError(
-                f"{self.path}: {', '.join(others)}, the first signal '{self.columns[0]}'"
+                f"{self.path}: {listed(others)}, the first signal '{self.columns[0]}'"
                 f" {self.rate:g}; choose columns of one rate, or resample it"
             )
         return np.stack([_physical(self._signals[name], start, stop) for name in columns], axis=1)

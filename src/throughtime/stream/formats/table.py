@@ -4,6 +4,7 @@ Open files and decoded blocks are bounded in number and size. Both are safe afte
 pickling.
 """
 
+import codecs
 import contextlib
 import importlib
 import mmap
@@ -214,6 +215,26 @@ _FORMATS = {
 }
 _CSV_ROWS = _Format("csv_rows", "CsvRowsFile")
 SUFFIXES = tuple(_FORMATS)
+
+
+# The longer ones first: that of UTF-32 begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+
+def other_encoding(error: Exception, path: Path) -> str | None:
+    """The encoding of a text that is not UTF-8 and what to do, if its byte order mark says it."""
+    if not isinstance(error, UnicodeDecodeError) or error.start:
+        return None
+    name = next((n for mark, n in _MARKS.items() if error.object.startswith(mark)), None)
+    return name and (
+        f"it is {name}, as its byte order mark says: save it as UTF-8, or convert it: iconv -f"
+        f" {name} -t UTF-8 {path.name} > utf8-{path.name}"
+    )
 
 
 def open_table(path: Path, *, rows: bool = False) -> FileTable:

@@ -18,6 +18,7 @@ from throughtime.stream.formats.table import (
     Handle,
     MappedFile,
     block_slices,
+    other_encoding,
     rows_between,
 )
 from throughtime.stream.labels import IGNORE_INDEX
@@ -165,9 +166,10 @@ def _characters(handle: Handle[MappedFile]) -> Characters:
         try:
             decoded = decoder.decode(content.read(begin, end).tobytes(), final=end == size)
         except UnicodeDecodeError as error:
+            reason = other_encoding(error, handle.path) or error.reason
             raise DataError(
-                f"{handle.path}: is not UTF-8 between the bytes {begin} and {end}"
-                f" ({error.reason}), expected text; or take unit='bytes'"
+                f"{handle.path}: is not UTF-8 between the bytes {begin} and {end} ({reason}),"
+                " expected text; or take unit='bytes'"
             ) from error
         distinct.update(decoded)
         starts.append(starts[-1] + len(decoded))

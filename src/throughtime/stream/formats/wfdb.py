@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import Array, TableFile, import_extra, unreadable
 
 _DAMAGED = (
@@ -41,8 +41,8 @@ class WfdbFile(TableFile):
                 length, rate = header.sig_len, float(header.fs)
         if not names or not length or len(set(names)) < len(names):
             raise DataError(
-                f"{path}: its header has the signals {list(names)} of {length} samples, expected"
-                " distinct names and a length"
+                f"{path}: its header has the signals {listed(names, quoted=True)} of {length}"
+                " samples, expected distinct names and a length"
             )
         if frames != {1}:
             raise DataError(
