@@ -21,8 +21,8 @@ from test_run import (
     settings,
     write_recordings,
 )
-from throughtime.app.cli import merge_settings
 from throughtime.app.config import make_config, read_toml
+from throughtime.app.flags import merge_settings
 from throughtime.app.model import load_model
 from throughtime.app.policy import make_policy, resolve_gradient
 from throughtime.app.run_folder import RunFolder

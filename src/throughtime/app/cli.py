@@ -3,36 +3,21 @@
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
 
-import inspect
 import re
 import sys
-import tomllib
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
 from errno import ENOSPC
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
 from throughtime import __version__
-from throughtime.app.config import Config, make_config, named_numbers, read_toml
+from throughtime.app.config import make_config, named_numbers, read_toml
+from throughtime.app.flags import check_options, merge_settings, to_settings, train_signature
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
-_SYNONYMS = {
-    "learning-rate": "lr",
-    "batch-size": "lanes",
-    "hidden-size": "hidden",
-    "num-layers": "layers",
-    "k1": "stride",
-    "k2": "horizon",
-    "max-grad-norm": "max-norm",
-    "num-workers": "workers",
-    "exact": "gradient exact",
-}
-"""Names of other libraries, each with ours."""
 app = typer.Typer(
     name="throughtime",
     help=_HELP,
@@ -64,8 +49,9 @@ def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
     try:
-        _check_synonyms(sys.argv[1:])
-        app(prog_name="throughtime")
+        commands = _commands()
+        check_options(commands, sys.argv[1:])
+        commands(prog_name="throughtime")
     except (ThroughtimeError, OSError) as error:
         from throughtime.app.distributed import print_start_error
 
@@ -95,32 +81,16 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _check_synonyms(arguments: list[str]) -> None:
-    """Refuse an option of `train` that has another name here."""
-    for argument in arguments if arguments[:1] == ["train"] else ():
-        name = argument.removeprefix("--").partition("=")[0]
-        if argument.startswith("--") and name in _SYNONYMS:
-            raise ConfigError(f"--{name}: no such option; write --{_SYNONYMS[name]}")
+def _commands() -> Any:
+    """All commands, with plain defaults of the options before a command.
 
-
-def as_flags(message: str, arguments: Sequence[str]) -> str:
-    """The message with settings written as flags, unless the command line names a file of settings.
-
-    Example:
-        >>> as_flags("lanes=0: expected at least 1", ["train", "--lanes", "0"])
-        '--lanes 0: expected at least 1'
+    Typer gives `--help` and those of shell completion `None`, and imports pydantic to convert it: a
+    third of the time of `throughtime train --help`.
     """
-    if any(argument.startswith(("--config", "--resume")) for argument in arguments):
-        return message
-    settings = [f.name for f in fields(Config)] + ["horizons", "max_lag", "steps", "tolerance"]
-    names = "|".join(settings)
-
-    def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
-        return words if match[2] else f"{words} "
-
-    return re.sub(rf"\b({names})=(True\b)?|'({names})' (?=is missing)", flag, message)
+    commands: Any = typer.main.get_command(app)
+    for parameter in commands.get_params(typer.Context(commands, **commands.context_settings)):
+        parameter.default = False
+    return commands
 
 
 def _print_version(requested: bool) -> None:
@@ -144,7 +114,7 @@ def root(
 def train(context: typer.Context, **options: Any) -> None:
     """Train a model on recordings."""
     config, resume = options.pop("config"), options.pop("resume")
-    flags = _settings(
+    flags = to_settings(
         {
             name: value
             for name, value in options.items()
@@ -183,95 +153,7 @@ def train(context: typer.Context, **options: Any) -> None:
             run_training(training, display)
 
 
-def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file with the flags over them; arguments of another policy are dropped."""
-    merged = {**base, **flags}
-    same = merged.get("gradient") == base.get("gradient")
-    sources = (base, flags) if same else (flags,)
-    arguments = [source.get("gradient_args") or {} for source in sources]
-    return {**merged, "gradient_args": {k: v for part in arguments for k, v in part.items()}}
-
-
-def _settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags as settings: paths as text, column names apart, numbers of workers as numbers."""
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
-    for name in ("inputs", "targets", "static"):
-        if name in settings:
-            settings[name] = tuple(name.strip() for name in settings[name].split(","))
-    if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
-        settings["workers"] = int(settings["workers"])
-    if arguments := settings.pop("gradient_args", None):
-        settings["gradient_args"] = dict(map(parse_argument, arguments))
-    return settings
-
-
-def parse_argument(text: str) -> tuple[str, Any]:
-    """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
-
-    Example:
-        >>> [parse_argument(text) for text in ("min=20", "memory=2GiB", "graphs=auto")]
-        [('min', 20), ('memory', '2GiB'), ('graphs', 'auto')]
-    """
-    name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not re.fullmatch(r"\w+", name):
-        raise ConfigError(f"--gradient-arg {text}: expected NAME=VALUE, such as tolerance=0.1")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
-
-
-def _parameter(name: str, annotation: Any, default: Any, info: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[annotation, info])
-
-
-def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
-    """A flag of `train`, or its argument, from a field of `Config`."""
-    name, about, default, names = setting.name, setting.metadata, setting.default, list[str]()
-    if name == "data":
-        return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
-    if name == "gradient_args":
-        annotation, names = list[str] | None, ["--gradient-arg"]
-    elif name in {"inputs", "targets", "static", "workers"}:
-        annotation = str | None
-    if default is MISSING or default == ():
-        default, annotation = None, annotation | None
-    elif name == "workers":
-        default = str(default)
-    option = typer.Option(
-        *names,
-        help=about["help"],
-        rich_help_panel=about["panel"],
-        case_sensitive=False,
-        show_default=about.get("unset", default is not None),
-    )
-    return _parameter(name, annotation, default, option)
-
-
-def _train_signature() -> inspect.Signature:
-    """The flags of `train`: one for each field of `Config`, and those that name a file."""
-    annotations = get_type_hints(Config)
-    files = {
-        "config": "A TOML file with the same settings as keys; flags win.",
-        "resume": "Go on with the run in this folder, from its last checkpoint.",
-    }
-    context = inspect.Parameter(
-        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-    )
-    return inspect.Signature(
-        [
-            context,
-            *(_flag(setting, annotations[setting.name]) for setting in fields(Config)),
-            *(
-                _parameter(name, Path | None, None, typer.Option(help=text, rich_help_panel="Run"))
-                for name, text in files.items()
-            ),
-        ]
-    )
-
-
-_signature = _train_signature()
+_signature = train_signature()
 setattr(train, "__signature__", _signature)  # noqa: B010 (typer reads the flags from it)
 train.__annotations__ = {name: p.annotation for name, p in _signature.parameters.items()}
 app.command()(train)

@@ -29,8 +29,8 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
     """A field of `Config`: the heading of its group in the help, what it sets, its default.
 
-    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, and `unset="..."`, what
-    `None` means.
+    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, `unset="..."`, what
+    `None` means, and `words=...`, the values of a text that a shell completes.
     """
     return field(default=default, metadata={"panel": panel, "help": help_, **checks})
 
@@ -48,7 +48,9 @@ class Config:
         "A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets"
         " or label).",
     )
-    task: Literal["classify", "regress"] = _setting("Data", "What the targets are.")
+    task: Literal["classify", "regress"] = _setting(
+        "Data", "What the targets are.", unset="none: it is required"
+    )
     out: str = _setting("Run", "The run folder.", unset="runs/NAME-OF-DATA")
     inputs: tuple[str, ...] = _setting(
         "Data", "Input columns, separated by commas.", (), unset="all that are not targets"
@@ -109,6 +111,7 @@ class Config:
         "Gradient",
         f"How credit flows back: {', '.join(POLICY_NAMES)}, or your own policy as FILE.py:Class.",
         "truncated",
+        words=POLICY_NAMES,
     )
     gradient_args: Mapping[str, Any] = _setting(
         "Gradient", "An argument of the gradient policy, NAME=VALUE; repeat for more.", None
@@ -154,7 +157,7 @@ class Config:
         "Stream", "A part of a recording starts from the final state of the part before it.", False
     )
     workers: int | Literal["thread"] = _setting(
-        "Stream", "Processes that read ahead, or 'thread'.", 0
+        "Stream", "Processes that read ahead, or 'thread'.", 0, words=("thread",)
     )
     updates: int | None = _setting("Training", "Stop after this many updates.", None, minimum=1)
     epochs: int | None = _setting(
@@ -167,9 +170,12 @@ class Config:
         "Weights of the classes in the loss: none, balanced (by the inverse frequency), or numbers"
         " such as pvc=5,beat=2 (others 1).",
         "none",
+        words=("none", "balanced"),
     )
     seed: int = _setting("Training", "Seed of the weights and of the order.", 0, minimum=0)
-    device: str = _setting("Training", "Where to compute: cpu, cuda, ...", "cpu")
+    device: str = _setting(
+        "Training", "Where to compute: cpu, cuda, ...", "cpu", words=("cpu", "cuda", "mps")
+    )
     valid_every: int | None = _setting(
         "Run",
         "Updates between two validations; 0: only at the end.",
@@ -269,7 +275,9 @@ class Config:
         own = ".py:" in self.gradient
         if not own and self.gradient not in POLICY_NAMES:
             names = ", ".join(POLICY_NAMES)
-            yield f"gradient={self.gradient!r}: expected {names}, or FILE.py:Class"
+            near = difflib.get_close_matches(self.gradient.lower(), POLICY_NAMES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"gradient={self.gradient!r}: expected {names}, or FILE.py:Class{hint}"
             return
         for name, policies in _SHORT.items():
             value = getattr(self, name)

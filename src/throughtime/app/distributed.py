@@ -421,6 +421,6 @@ def print_start_error(error: BaseException) -> None:
 
 def print_error(message: str) -> None:
     """Print one message to the terminal, its settings written as flags."""
-    from throughtime.app.cli import as_flags
+    from throughtime.app.flags import as_flags
 
     print(f"error: {as_flags(message, sys.argv)}", file=sys.stderr, flush=True)

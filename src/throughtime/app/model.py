@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
 import numpy as np
@@ -416,14 +417,14 @@ def check_device(device: str) -> None:
     """Refuse a device on which nothing can be computed.
 
     Raises:
-        ConfigError: torch refuses it; the first sentence of its message is quoted.
+        ConfigError: torch refuses it; the start of its message is quoted, in one line.
     """
     if device == "meta":
         raise ConfigError("device=meta: holds no numbers; take --device cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = shorten(str(error).splitlines()[0].partition(". ")[0], 80)
         raise ConfigError(
             f"device={device}: cannot be used on this machine ({reason}); take --device cpu"
         ) from error
