@@ -252,7 +252,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_bad_line_of_the_log_is_named(folder: RunFolder, line: str) -> None:
-    number = len(line) % 3 + 1
+    number, before = len(line) % 3 + 1, folder.checkpoint.read_bytes()
     lines = folder.metrics.read_bytes().split(b"\n")
     lines[number - 1] = LINES[line]
     folder.metrics.write_bytes(b"\n".join(lines))
@@ -263,6 +263,7 @@ def test_a_bad_line_of_the_log_is_named(folder: RunFolder, line: str) -> None:
     else:
         hints = f"line {number} is damaged", "put back a copy"
         assert_refused(folder, "metrics.jsonl", *hints, most=3 if line == "list" else 1)
+    assert folder.checkpoint.read_bytes() == before  # refused before it trained
 
 
 def test_lost_lines_of_the_log_are_named_and_a_new_log_is_begun(folder: RunFolder) -> None:

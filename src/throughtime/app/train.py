@@ -444,10 +444,10 @@ class Training:
         _check_layout(saved["net"], self.net.module.state_dict())
         self.net.load_state_dict(saved["net"])
         moments = saved["optimizer"]["state"]  # its settings are those of the run
-        weights = list(self.net.parameters())
+        parameters = list(self.net.parameters())
         for i, values in moments.items():
             sized = {name: value for name, value in values.items() if value.ndim}
-            _check_layout(sized, dict.fromkeys(sized, weights[i]))
+            _check_layout(sized, {name: parameters[i] for name in sized})
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.count, self.rows, self.frames, self._loss_steps = saved["counts"]
         self.seconds, self._overhead = saved["seconds"]
