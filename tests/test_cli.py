@@ -692,3 +692,13 @@ def test_another_encoding_is_named_with_what_to_do(tmp_path: Path, encoding: str
     said = train_on(path, tmp_path / "run", "--inputs", "u", "--targets", "y")
     assert f"it is {encoding.upper()}, as its byte order mark says" in said
     assert f"iconv -f {encoding.upper()} -t UTF-8 data.csv" in said
+
+
+def test_the_input_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, ",".join(f"c{i}" for i in range(30)))
+    inputs = ",".join(f"c{i}" for i in range(20))
+    train_on(path, tmp_path / "run", "--inputs", inputs, "--targets", "c29", ok=True)
+    (tmp_path / "other").mkdir()
+    other = csv_file(tmp_path / "other", ",".join(f"c{i}" for i in range(30) if i != 17))
+    out = tmp_path / "p.csv"
+    assert "['c17'] missing" in run("predict", tmp_path / "run", other, "--out", out, ok=False)

@@ -376,7 +376,8 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         entry.targets is not None and path.resolve() == entry.targets.resolve()
         for path in entry.inputs
     )
-    copied = one_file and not layout.allow_target_as_input
+    may_copy = one_file and not layout.allow_target_as_input
+    copied = set(targets.columns) if may_copy else set[str]()
     recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
     return SourceRecording(
         entry.split,
@@ -384,7 +385,7 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         rates_of(tables) + targets.rates,
         len(table) % layout.frame_size,
         targets.lost,
-        tuple(name for name in inputs if copied and name in targets.columns),
+        tuple(name for name in inputs if name in copied),
     )
 
 

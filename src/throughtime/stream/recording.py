@@ -507,11 +507,13 @@ def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> Non
         raise DataError(
             f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
         )
-    missing = [c for c in names if c not in table.columns]
+    available = set(table.columns)  # there may be a million
+    missing = [c for c in names if c not in available]
     if not missing and names:
         return
     near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    absent = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
+    hint = f"{absent}; did you mean '{near[0]}'?" if near else absent
     if len(table.columns) == 1 and ";" in table.columns[0]:
         hint = "; its fields seem to be separated by ';', expected ','"
     raise DataError(
