@@ -4,7 +4,8 @@ going on after an error.
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -253,3 +254,55 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
     assert first.adjoint_stats is not None
     assert second.adjoint_stats is not None
     assert torch.allclose(first.adjoint_stats.adjoints, second.adjoint_stats.adjoints)
+
+
+NONFINITE_LOSS: dict[str, Callable[[], Policy]] = {
+    **{name: lambda policy=policy: policy for name, policy in POLICIES.items()},
+    "whole": tt.Exact,
+    "adaptive": lambda: tt.Adaptive(0.5, min=5, max=10, probe=20),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layer", [nn.GRU, tt.nn.GRU], ids=["graph", "fused"])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    # the updates of Randomized are not means, and are not accumulated
+    [(name, n) for name in NONFINITE_LOSS for n in (1, 2) if (name, n) != ("randomized", 2)],
+)
+def test_loss_that_is_not_finite_is_refused_before_the_step(
+    name: str, layer: Any, dtype: torch.dtype, accumulate: int
+) -> None:
+    """The square of a huge target is infinite, its gradient is not."""
+    data = recordings([40, 40], outputs=1)
+    for recording in data:
+        recording["inputs"], recording["targets"] = (
+            torch.tensor(recording[key], dtype=dtype) for key in ("inputs", "targets")
+        )
+    data[1]["targets"][23] = torch.finfo(dtype).max ** 0.5 * 100
+    net = tt.carry(nn.Sequential(layer(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1)).to(dtype))
+    optimizer, before = torch.optim.SGD(net.parameters(), 0.01), weights(net)
+    updates = tt.updates(
+        net,
+        tt.Stream(data, 2, 8, seed=None),
+        nn.MSELoss(),
+        gradient=NONFINITE_LOSS[name](),
+        accumulate=accumulate,
+    )
+
+    def train() -> None:
+        for _ in updates:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(RunError) as refusal:
+        train()
+    assert apart(weights(net), before) < 1  # no step of the huge gradient
+    message = str(refusal.value)
+    ((first, last, recording),) = re.findall(
+        r"steps (\d+) to (\d+) .*\(recording ([\d, ]+)\)", message
+    )
+    assert message.startswith("the loss is not finite")
+    assert "whose part of the loss is inf" in message
+    assert int(first) <= 23 <= int(last)
+    assert recording == "1"

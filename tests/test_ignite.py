@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events, State
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError, MissingExtraError, RunError
 from throughtime.integrations.ignite import (
     Tbptt_Events,
     _detach_hidden,
@@ -501,3 +501,20 @@ def test_a_plain_script_needs_no_attribute_in_an_old_checkpoint() -> None:
     trainer.run(batches(3))
     mine.load_state_dict(trainer.state_dict())
     assert mine.run(batches(3)).iteration == 3
+
+
+@pytest.mark.parametrize("horizon", [None, 6], ids=["model", "updates"])
+def test_loss_that_is_not_finite_ends_the_run_before_the_step(horizon: int | None) -> None:
+    """The square of a huge target is infinite, its gradient is not."""
+    model = Leaky()
+    x, y = torch.randn(9, 2, 3), torch.randn(9, 2, 2)
+    y[4, 1, 0] = torch.finfo(y.dtype).max ** 0.5 * 100
+    steps = list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trainer = create_supervised_tbptt_trainer(
+        model, optimizer, nn.functional.mse_loss, 3, horizon=horizon
+    )
+    with pytest.raises(RunError, match=r"steps 3 to 5 of the (batch|epoch)"):
+        trainer.run([(x, y)])
+    assert len(steps) == 1

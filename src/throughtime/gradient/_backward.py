@@ -29,7 +29,7 @@ from throughtime.gradient._segments import (
     no_autocast,
     wide,
 )
-from throughtime.gradient.objective import Objective, first_nonfinite, nonfinite_message
+from throughtime.gradient.objective import Objective, first_nonfinite, is_finite
 
 # called with the cotangents of the state between two segments, on their way back
 BoundaryHook: TypeAlias = Callable[[Cotangents], Cotangents]
@@ -120,6 +120,12 @@ class GradientAccumulator:
             None if s is None else s.to(w.dtype)
             for w, s in zip(self.weights, self.sums, strict=True)
         ]
+
+    def is_nonfinite(self, loss: Tensor) -> bool:
+        """Whether a gradient, or their loss, is not finite."""
+        return not is_finite(loss, self.sums) and (
+            self.nonfinite() is not None or not bool(loss.isfinite())
+        )
 
     def nonfinite(self) -> str | None:
         """The name of the first weight whose gradient is not finite."""
@@ -253,9 +259,7 @@ class LossPass:
         for step in self._steps(objective, at_boundary, grads, scale):
             total = total + step.loss
         objective.check_depends(grads.sums)
-        if objective.scaler is None and (
-            grads.nonfinite() is not None or not bool(total.isfinite())
-        ):
+        if objective.scaler is None and grads.is_nonfinite(total):
             self._locate_nonfinite(objective, at_boundary, begin)
         grads.deliver()
         return total
@@ -278,7 +282,8 @@ class LossPass:
             loss = losses[0].detach() if losses else torch.zeros((), device=self.outputs.device)
             roots = [(objective.scaled(loss), None) for loss in losses]
             product = flow.through(segment, roots, scale=scale)
-            step = _SegmentGradient(segment.index, segment.chunk, loss, product.weights)
+            outputs = segment.outputs.detach()
+            step = _SegmentGradient(segment.index, segment.chunk, loss, outputs, product.weights)
             del losses, roots, segment  # their graph is released before the next one is built
             yield step
             if step.index and flow.cotangents is not None:
@@ -298,7 +303,8 @@ class LossPass:
             finite = bool(step.loss.isfinite())
             if not finite or (name is not None and message is None):
                 start = begin + self.checkpoints.bounds[step.index]
-                message = nonfinite_message(name or "loss_fn", step.chunk, start, step.loss)
+                result = step.loss, step.outputs
+                message = objective.nonfinite_message(name, result, step.chunk, start)
         raise RunError(
             message
             or "the gradient is not finite, though that of every chunk is: their sum is too large"
@@ -313,6 +319,7 @@ class _SegmentGradient:
     index: int
     chunk: Chunk
     loss: Tensor
+    outputs: Tensor
     gradients: Sequence[Tensor | None]
 
 
@@ -379,24 +386,27 @@ def take_segments(source: Source, bounds: Sequence[int]) -> Iterator[Chunk]:
 
 
 def deliver(
-    grads: GradientAccumulator, objective: Objective, loss: Tensor, chunk: Chunk, start: int
+    grads: GradientAccumulator,
+    objective: Objective,
+    result: tuple[Tensor, Tensor],
+    chunk: Chunk,
+    start: int,
 ) -> None:
     """Check the gradient of one chunk's loss and add it to `.grad`.
 
     Args:
         grads: the gradient.
         objective: the loss.
-        loss: its value, for messages.
+        result: its value, and the outputs.
         chunk: the steps of the loss.
         start: the first of them in the epoch.
 
     Raises:
-        RunError: a gradient is not finite; nothing is added.
+        RunError: loss or gradient are not finite; nothing is added.
     """
     objective.check_depends(grads.sums)
-    name = grads.nonfinite() if objective.scaler is None else None
-    if name is not None:
-        raise RunError(nonfinite_message(name, chunk, start, loss))
+    if objective.scaler is None and grads.is_nonfinite(result[0]):
+        raise RunError(objective.nonfinite_message(grads.nonfinite(), result, chunk, start))
     grads.deliver()
 
 

@@ -122,7 +122,7 @@ def _backward(
     for segment in reversed(_within(net, segments, horizon)):
         part = next(parts, None)
         flow.through(segment, [] if part is None else [(segment.outputs, part)], retain=True)
-    deliver(flow.grads, objective, loss, chunk, begin)
+    deliver(flow.grads, objective, (loss, outputs), chunk, begin)
     return loss.detach()
 
 

@@ -160,6 +160,53 @@ class Objective:
         """The loss times the scaler's scale: the start of the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def nonfinite_message(
+        self,
+        name: str | None,
+        result: tuple[Tensor, Tensor],
+        chunk: Chunk,
+        start: int,
+        *,
+        written: bool = False,
+    ) -> str:
+        """The message for a gradient, or a loss, that is not finite.
+
+        Args:
+            name: of the weight; `None` if all gradients are finite.
+            result: the loss of the chunk, and its outputs.
+            chunk: the steps.
+            start: the first of them in the epoch.
+            written: whether the gradient is in `.grad` already.
+        """
+        loss = result[0].item()
+        recordings = self._nonfinite_recordings(result[1], chunk)
+        listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
+        untouched = (
+            "The weights are unchanged; call zero_grad() before you go on"
+            if written
+            else "`.grad` and the weights are unchanged"
+        )
+        subject = "the loss" if name is None else f"the gradient of '{name}'"
+        return (
+            f"{subject} is not finite (NaN or infinite) in the chunk of steps {start} to"
+            f" {start + chunk.steps - 1} of the epoch (recording {listed}), whose part of the loss"
+            f" is {loss:.6g}. {untouched}. Check the inputs and targets of these steps. If they"
+            " are sound, the net or its gradient explodes: lower the learning rate, or cut or clip"
+            " the credit (a shorter horizon, clip_grad_norm_, or tt.Exact with clip_adjoint)."
+        )
+
+    def _nonfinite_recordings(self, outputs: Tensor, chunk: Chunk) -> list[int]:
+        """The recordings whose own loss is not finite; if there are none, all of the chunk."""
+        rows, targets = chunk.valid_pairs(outputs.detach())
+        owners = chunk.recording[chunk.mask]
+        with torch.no_grad():
+            at_fault = [
+                index
+                for index in owners.unique().tolist()
+                if not self.loss_fn(rows[owners == index], targets[owners == index]).isfinite()
+            ]
+        return at_fault or sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
+
 
 @dataclass(frozen=True)
 class GradientEnds:
@@ -201,33 +248,53 @@ class GradientEnds:
 
 
 def check_finite(
-    net: Carried, chunk: Chunk, start: int, loss: Tensor, *, everywhere: bool = False
+    net: Carried,
+    objective: Objective,
+    result: tuple[Tensor, Tensor],
+    chunk: Chunk,
+    start: int,
+    *,
+    everywhere: bool = False,
 ) -> None:
-    """Refuse a `.grad` that is not finite.
+    """Refuse a loss, or a `.grad`, that is not finite.
 
-    Reads the first and the last parameter, at 2 to 4 microseconds each. A value that is not finite
-    spreads to all layers before it, and the layers next to the inputs are at one of the two ends.
-    All parameters are read if one of these is not finite, or with `everywhere`.
+    Reads the loss, and the first and the last parameter, at 2 to 4 microseconds each. A value that
+    is not finite spreads to all layers before it, and the layers next to the inputs are at one of
+    the two ends. All parameters are read if one of these is not finite, or with `everywhere`.
+
+    Args:
+        net: made by `tt.carry`.
+        objective: the loss.
+        result: its value, and the outputs.
+        chunk: the steps of the loss.
+        start: the first of them in the epoch.
+        everywhere: whether to read all parameters.
 
     Raises:
-        RunError: a gradient is not finite; parameter and steps are named.
+        RunError: loss or gradient are not finite; parameter and steps are named.
     """
     ends = net._gradient_ends
     if not isinstance(ends, GradientEnds) or not ends.hold():
         ends = net._gradient_ends = GradientEnds.of(net)
-    if not everywhere:
-        for weight in ends.weights:
-            grad = weight.grad
-            if grad is not None and not cmath.isfinite(grad.sum().item()):
-                break
-        else:
-            return
+    if not everywhere and is_finite(result[0], [weight.grad for weight in ends.weights]):
+        return
     named = ((name, w.grad) for name, w in net.named_parameters() if w.requires_grad)
     name = first_nonfinite(named)
-    if name is not None:
-        raise RunError(
-            nonfinite_message(name.removeprefix("module."), chunk, start, loss, written=True)
-        )
+    if name is not None or not bool(result[0].isfinite()):
+        name = None if name is None else name.removeprefix("module.")
+        raise RunError(objective.nonfinite_message(name, result, chunk, start, written=True))
+
+
+def is_finite(loss: Tensor, gradients: Iterable[Tensor | None]) -> bool:
+    """Whether loss and gradients are finite; false as well if the sum of a gradient is not.
+
+    Waits for a device once.
+    """
+    values = [loss, *(gradient.sum() for gradient in gradients if gradient is not None)]
+    if loss.is_cpu or any(type(value) is not Tensor for value in values):
+        return all(cmath.isfinite(value.item()) for value in values)
+    moved = [value.detach().abs().to(loss.device, torch.float32) for value in values]
+    return bool(torch.stack(moved).isfinite().all())
 
 
 def first_nonfinite(gradients: Iterable[tuple[str, Tensor | None]]) -> str | None:
@@ -239,23 +306,3 @@ def first_nonfinite(gradients: Iterable[tuple[str, Tensor | None]]) -> str | Non
         if not bool(values.isfinite().all()):
             return name
     return None
-
-
-def nonfinite_message(
-    name: str, chunk: Chunk, start: int, loss: Tensor, *, written: bool = False
-) -> str:
-    """The message for a gradient that is not finite; `written` if it is in `.grad` already."""
-    recordings = sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
-    listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
-    untouched = (
-        "The weights are unchanged; call zero_grad() before you go on"
-        if written
-        else "`.grad` and the weights are unchanged"
-    )
-    return (
-        f"the gradient of '{name}' is not finite (NaN or infinite) in the chunk of steps {start} to"
-        f" {start + chunk.steps - 1} of the epoch (recording {listed}), whose part of the loss is"
-        f" {loss.item():.6g}. {untouched}. Check the inputs and targets of these steps. If they are"
-        " sound, the gradient explodes: lower the learning rate, or cut or clip the credit (a"
-        " shorter horizon, clip_grad_norm_, or tt.Exact with clip_adjoint)."
-    )

@@ -181,7 +181,7 @@ class RTRL:
         )
         past = torch.einsum("bn,bnp->p", cotangents, influence)
         flow.grads.add(_like(flow.grads.weights, past))
-        deliver(flow.grads, objective, loss, segment.chunk, begin)
+        deliver(flow.grads, objective, (loss, segment.outputs), segment.chunk, begin)
         return loss.detach()
 
 

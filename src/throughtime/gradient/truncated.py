@@ -275,7 +275,8 @@ class Truncated:
             outputs, after = outputs.detach(), trees.detach(after)
         if not finite and objective.scaler is None:
             begin = source.position - chunk.steps
-            check_finite(net, chunk, begin, loss, everywhere=finite is False)
+            result = loss, outputs
+            check_finite(net, objective, result, chunk, begin, everywhere=finite is False)
         weight = None if objective.reducer is None else objective.loss_weight(chunk)
         update = Update(loss, chunk.valid_steps, after, outputs, chunk, None, weight)
         return update, self._next_state(state, steps, window, after, boundary)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry.carried import device_of
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, RunError
+from throughtime.gradient.objective import is_finite
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,30 @@ class OptimizerStep:
         """Run the backward pass of a loss with a graph."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+    def check_finite(self, loss: Tensor, start: int, stop: int) -> None:
+        """Refuse a loss or a gradient that is not finite, before the step; a scaler skips it.
+
+        Raises:
+            RunError: one is not; it names the steps of the batch.
+        """
+        if self.scaler is None and not is_finite(loss, [w.grad for w in self._weights]):
+            raise RunError(
+                f"the loss of steps {start} to {stop - 1} of the batch is {loss.item():.6g}, or its"
+                " gradient is not finite (NaN or infinite). The weights are unchanged. Check the"
+                " inputs and targets of these steps. If they are sound, the gradient explodes:"
+                " lower the learning rate, or clip the gradient with max_norm=1.0"
+            )
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
     def clip(self) -> None:
         """Unscale the gradient and clip it to `max_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
-            groups = self.optimizer.param_groups
-            weights = [weight for group in groups for weight in group["params"]]
-            nn.utils.clip_grad_norm_(weights, self.max_norm)
+            nn.utils.clip_grad_norm_(self._weights, self.max_norm)
 
     def step(self) -> None:
         """Step the optimizer."""

@@ -206,6 +206,7 @@ class _ModelMode:
 
     def run(self, batch: Batch, hidden: Any, begin: Callable[[], None]) -> Iterator[_ChunkResult]:
         """Train on chunk after chunk, from `hidden`; `begin` is called before each forward pass."""
+        start = 0
         for chunk, steps in _cut(batch, self.steps, self.dim, self.static):
             x, y = self.prepare(chunk)
             begin()
@@ -216,9 +217,11 @@ class _ModelMode:
                 outputs, hidden = self.model(x) if hidden is None else self.model(x, hidden)
                 loss = self.loss_fn(outputs, y)
             self.step.backward(loss)
+            self.step.check_finite(loss, start, start + steps)
             self.step.clip()
             self.step.step()
             yield _ChunkResult(loss.item(), steps, hidden)
+            start += steps
 
 
 @dataclass(frozen=True)

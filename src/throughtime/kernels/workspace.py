@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, is_
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from throughtime.kernels import recurrent
 from throughtime.kernels.cells import Cell
 from throughtime.kernels.recurrent import (
     INVALID_TARGET,
+    NON_FINITE,
     TYPES,
     Call,
     FusedStep,
@@ -109,7 +111,7 @@ class Workspace:
                 self._module_state(name, module, self._each[first : first + module.layers])
             )
         self._each[-1].dy = self._pin(torch.empty_like(self._outputs[-1]))
-        self._mean = ctypes.c_double()
+        self._mean, self._largest = ctypes.c_double(), torch.finfo(self._dtype).max
         classes, weights = readout
         self._step = FusedStep(
             self._calls, len(self._calls), classes=classes, mean=ctypes.pointer(self._mean)
@@ -301,7 +303,17 @@ class Workspace:
                 weight.grad = grad
         else:
             _assign(parameters, targets)
-        return code, self._like.new_full((), self._mean.value), after
+        return *self._read_mean(code), after
+
+    def _read_mean(self, code: int) -> tuple[int, Tensor]:
+        """The result of `fused_step`, and the mean loss: infinite if it is too large for the type.
+
+        The kernel adds in double precision.
+        """
+        mean = self._mean.value
+        if not abs(mean) <= self._largest:
+            code, mean = NON_FINITE, mean * math.inf
+        return code, self._like.new_full((), mean)
 
     def _run_around(self, tail: Callable[[Tensor], Tensor]) -> int:
         """The forward passes of all layers, the tail, and their backward passes."""
