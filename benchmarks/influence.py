@@ -80,7 +80,7 @@ ROWS = {
         for k, e in ((50, "-0.16654"), (100, "-0.16665"))
     },
     "exact, segments of 3,000": Row(
-        lambda: tt.Exact(segment=3_000, chunk=500), 90_000, 0.02, "-1/6"
+        lambda: tt.Exact(cut_every=3_000, chunk=500), 90_000, 0.02, "-1/6"
     ),
     "online": Row(lambda: tt.RTRL(1), 6_000, 1e-4, "-1/6"),
     "randomized, mean horizon 16": Row(

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import throughtime as tt
 
-POLICIES = {"truncated": tt.Truncated(stride=20, horizon=50), "exact": tt.Exact(segment=60)}
+POLICIES = {"truncated": tt.Truncated(stride=20, horizon=50), "exact": tt.Exact(cut_every=60)}
 LANES = 4  # of all ranks together
 
 

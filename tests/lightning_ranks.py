@@ -20,7 +20,7 @@ LANES = 4  # of all ranks
 LENGTHS = (150, 90, 205, 33, 160, 7)
 POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(10, 25),
-    "exact": tt.Exact(segment=15),
+    "exact": tt.Exact(cut_every=15),
     "accumulated": tt.Truncated(5),
 }
 

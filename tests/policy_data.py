@@ -210,7 +210,7 @@ def exact_updates(
 
 POLICIES: dict[str, Policy] = {
     "exact": tt.Exact(chunk=4),
-    "segments": tt.Exact(chunk=4, segment=10),
+    "segments": tt.Exact(chunk=4, cut_every=10),
     "truncated": tt.Truncated(10),
     "overlapping": tt.Truncated(10, 15),
     "retained": tt.Truncated(10, 15, graphs="retain"),

@@ -19,7 +19,7 @@ from throughtime.gradient import Policy
 STRIDE = 7
 POLICIES = pytest.mark.parametrize(
     "policy",
-    [tt.Truncated(STRIDE), tt.Truncated(STRIDE, 16), tt.Exact(segment=STRIDE), tt.RTRL(STRIDE)],
+    [tt.Truncated(STRIDE), tt.Truncated(STRIDE, 16), tt.Exact(cut_every=STRIDE), tt.RTRL(STRIDE)],
     ids=["stride", "horizon", "exact", "rtrl"],
 )
 

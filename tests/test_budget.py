@@ -114,8 +114,8 @@ def test_edges_kept_elsewhere_need_no_memory() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"the states at the chunks' edges 10 kB each.*offload='cpu' or offload=FOLDER .*, or a"
-            r" segment"
+            r"the states at the chunks' edges 10 kB each.*offload='cpu' or offload=FOLDER .*, or"
+            r" cut_every=STEPS"
         ),
     ):
         best_chunk(10_000, size, 150_000)
@@ -435,7 +435,7 @@ RUNS: dict[str, Callable[[tt.Carried], object]] = {
         tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7))
     ),
     "segment": lambda net: next(
-        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, segment=15))
+        tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.Exact(chunk=7, cut_every=15))
     ),
     "rtrl": lambda net: list(tt.updates(net, short_stream(), nn.MSELoss(), gradient=tt.RTRL(7))),
     "rollout": lambda net: rolled(net, back=True),

@@ -258,7 +258,7 @@ BROKEN: dict[str, Change] = {
     "runs a piece from the edge before": starts_one_piece_early,
 }
 OTHER: dict[str, Policy] = {
-    "cuts credit at every chunk": tt.Exact(chunk=7, segment=7),
+    "cuts credit at every chunk": tt.Exact(chunk=7, cut_every=7),
     "truncates": tt.Truncated(29, 29),
     "ignores resets": Marked(tt.Exact(chunk=7), no_resets),
     "forgets the state": Marked(tt.Exact(chunk=7), every_stride_resets),
@@ -308,9 +308,9 @@ def test_other_policy_is_not_plain_autograd(row: Row, mutant: Policy) -> None:
 
 def test_gradients_add_up_until_they_are_zeroed() -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    each = policy_gradients(net, [data.chunk], tt.Exact(chunk=4, segment=9))
+    each = policy_gradients(net, [data.chunk], tt.Exact(chunk=4, cut_every=9))
     assert len(each) == 4
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, segment=9)):
+    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=9)):
         pass
     assert (
         apart(
@@ -516,13 +516,13 @@ def test_segments_cut_credit_and_carry_the_state(
 ) -> None:
     net = row.net()
     data = data_for(net, steps, lanes, seed, resets, masked)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, segment=segment))
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, cut_every=segment))
     assert deviation(results, plain(net, data, [*range(0, steps, segment), steps])) < EXACT
 
 
-def test_segment_is_the_truncation_of_the_same_stride() -> None:
+def test_cut_every_is_the_truncation_of_the_same_stride() -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, resets=0.1)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=2, segment=5))
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=2, cut_every=5))
     assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
     assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5, 6))) > 1e-6
 
@@ -533,7 +533,7 @@ def test_stretch_without_valid_step_yields_nothing_but_carries_the_state() -> No
     mask[9, 1] = mask[22] = True
     chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     _, end = net(data.x, start(net, data.x))
-    for policy in (tt.Exact(chunk=2, segment=3), tt.Exact(segment=3)):
+    for policy in (tt.Exact(chunk=2, cut_every=3), tt.Exact(cut_every=3)):
         run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
         assert [update.steps for update in run] == [1, 2]
         assert states_apart(run.state, end) < EXACT
@@ -578,8 +578,8 @@ class Training:
     [
         (tt.Exact(chunk=3), 1),
         (tt.Exact(), 1),
-        (tt.Exact(chunk=3, segment=7), 2),
-        (tt.Exact(segment=7, clip_adjoint=0.01, chunk=2), 2),
+        (tt.Exact(chunk=3, cut_every=7), 2),
+        (tt.Exact(cut_every=7, clip_adjoint=0.01, chunk=2), 2),
     ],
     ids=["recordings", "auto", "segments", "clipped"],
 )
@@ -624,6 +624,6 @@ def test_settings_are_described() -> None:
         " back through all of it"
     )
     assert (
-        tt.Exact(segment=500).describe()
-        == "an update every 500 steps, credit back through all of them"
+        tt.Exact(cut_every=500).describe()
+        == "an update every 500 steps, credit cut there: back through at most 500 steps"
     )

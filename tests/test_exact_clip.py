@@ -197,7 +197,7 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Exact(chunk=5), tt.Exact(chunk=5, segment=20), tt.Exact(chunk=5, clip_adjoint=1e-9)],
+    [tt.Exact(chunk=5), tt.Exact(chunk=5, cut_every=20), tt.Exact(chunk=5, clip_adjoint=1e-9)],
     ids=repr,
 )
 @some_nets("hides-layer", "learnt-start")
@@ -205,7 +205,7 @@ def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(
     row: Row, policy: tt.Exact
 ) -> None:
     """What reaches the start of a stretch goes no further: it crosses nothing."""
-    stream = tt.Stream(recordings([40] if policy.segment else [20, 20]), 1, 5, seed=None)
+    stream = tt.Stream(recordings([40] if policy.cut_every else [20, 20]), 1, 5, seed=None)
     shapes = list[tuple[int, ...]]()
     for update in tt.updates(row.net(), stream, nn.MSELoss(), gradient=policy):
         assert update.adjoint_stats is not None

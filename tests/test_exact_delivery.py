@@ -140,10 +140,12 @@ def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
     for p in fused.parameters():
         p.register_post_accumulate_grad_hook(step)
     optimizer = torch.optim.SGD(usual.parameters(), lr=0.1)
-    for _ in tt.updates(usual, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, segment=10)):
+    for _ in tt.updates(
+        usual, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=10)
+    ):
         optimizer.step()
         optimizer.zero_grad()
-    exact_updates(fused, data, tt.Exact(chunk=4, segment=10))
+    exact_updates(fused, data, tt.Exact(chunk=4, cut_every=10))
     assert apart(weights(fused), weights(usual)) < EXACT
 
 

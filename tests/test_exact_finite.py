@@ -58,7 +58,7 @@ def faulty(
     [
         (tt.Exact(chunk=4), "24 to 27", 1, 1),
         (tt.Exact(), "20 to 34", 1, 1),
-        (tt.Exact(chunk=4, segment=10), "24 to 27", 1, 2),
+        (tt.Exact(chunk=4, cut_every=10), "24 to 27", 1, 2),
         (tt.Exact(chunk=4, offload="cpu", verify="all"), "24 to 27", 1, 1),
     ],
     ids=repr,
@@ -179,14 +179,14 @@ ENDED = (
 def test_nobody_goes_on_from_a_state_that_stayed_behind() -> None:
     """After a refusal the stream has moved on, and the state has not."""
     net = tt.carry(remembering(Roots()))
-    updates = tt.updates(net, rootless(7), nn.MSELoss(), gradient=tt.Exact(chunk=4, segment=10))
+    updates = tt.updates(net, rootless(7), nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=10))
     with pytest.raises(RunError, match="in the chunk of steps 4 to 7"):
         next(updates)
     for _ in range(2):
         with pytest.raises(RunError, match=ENDED):
             next(updates)
     with pytest.raises(RunError, match="in the chunk of steps 4 to 7"):
-        list(tt.updates(net, rootless(7), nn.MSELoss(), gradient=tt.Exact(chunk=4, segment=10)))
+        list(tt.updates(net, rootless(7), nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=10)))
 
 
 @every_policy

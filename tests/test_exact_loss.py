@@ -129,7 +129,7 @@ def some_chunks() -> list[tt.Chunk]:
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Exact(), tt.Exact(chunk=4), tt.Exact(segment=10), tt.Exact(segment=10, chunk=4)],
+    [tt.Exact(), tt.Exact(chunk=4), tt.Exact(cut_every=10), tt.Exact(cut_every=10, chunk=4)],
     ids=repr,
 )
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_list_of_chunks_is_as_good_as_the_stream() -> None:
     for policy in (
         tt.Exact(),
         tt.Exact(chunk=4),
-        tt.Exact(segment=10),
-        tt.Exact(segment=10, chunk=4),
+        tt.Exact(cut_every=10),
+        tt.Exact(cut_every=10, chunk=4),
     ):
         stream = tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None)
         for chunks in (some_chunks(), tuple(some_chunks())):
@@ -181,8 +181,8 @@ def test_list_of_chunks_is_as_good_as_the_stream() -> None:
         ({"chunk": 0}, "chunk=0: expected a whole number of at least 1"),
         ({"chunk": 10.0}, r"chunk=10\.0: expected a whole number"),
         ({"chunk": "all"}, "chunk='all': expected a whole number"),
-        ({"segment": 0}, "segment=0: expected a whole number of at least 1"),
-        ({"segment": True}, "segment=True: expected a whole number"),
+        ({"cut_every": 0}, "cut_every=0: expected a whole number of at least 1"),
+        ({"cut_every": True}, "cut_every=True: expected a whole number"),
         ({"memory": "much"}, "memory='much': expected an amount like '512MB'"),
         ({"memory": -1}, "memory=-1: expected an amount"),
         ({"verify": "some"}, "verify='some': expected 'first', 'all' or 'off'"),

@@ -33,7 +33,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "stride": lambda: tt.Truncated(7),
     "horizon": lambda: tt.Truncated(7, 15),
     "retained": lambda: tt.Truncated(7, 15, graphs="retain"),
-    "exact": lambda: tt.Exact(segment=20, chunk=7),
+    "exact": lambda: tt.Exact(cut_every=20, chunk=7),
     "randomized": lambda: tt.Randomized(20),
     "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=2),
     "rtrl": lambda: tt.RTRL(10),

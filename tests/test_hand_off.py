@@ -137,7 +137,7 @@ POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(6, 15),
     "retained": tt.Truncated(6, 15, graphs="retain"),
     "exact": tt.Exact(chunk=10),
-    "segment": tt.Exact(segment=9, chunk=4),
+    "segment": tt.Exact(cut_every=9, chunk=4),
     "randomized": tt.Randomized(8),
     "rtrl": tt.RTRL(5),
 }
@@ -161,7 +161,7 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Truncated(15), tt.Exact(chunk=4), tt.Exact(segment=15)],
+    [tt.Truncated(15), tt.Exact(chunk=4), tt.Exact(cut_every=15)],
     ids=["truncated", "exact", "segment"],
 )
 def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(policy: Policy) -> None:

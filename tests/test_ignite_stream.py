@@ -64,7 +64,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "truncated": lambda: tt.Truncated(stride=10),
     "odd-stride": lambda: tt.Truncated(stride=7),
     "horizon": lambda: tt.Truncated(stride=10, horizon=25),
-    "exact": lambda: tt.Exact(memory="1MB", segment=40),
+    "exact": lambda: tt.Exact(memory="1MB", cut_every=40),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=5, max=20),
     "randomized": lambda: tt.Randomized(mean_horizon=8),
     "online": lambda: tt.RTRL(stride=15),

@@ -52,7 +52,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "stride": lambda: tt.Truncated(10),
     "horizon": lambda: tt.Truncated(7, 25),
     "exact": tt.Exact,
-    "segment": lambda: tt.Exact(segment=20),
+    "segment": lambda: tt.Exact(cut_every=20),
     "randomized": lambda: tt.Randomized(20),
     "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=4),
 }

@@ -63,7 +63,7 @@ SETTINGS = (
     Setting("truncated-auto", lambda: tt.Truncated(5, LONG, graphs="auto")),
     Setting("exact", tt.Exact, reads_again=True),
     Setting("exact-in-chunks", lambda: tt.Exact(chunk=7), reads_again=True),
-    Setting("exact-segment", lambda: tt.Exact(chunk=7, segment=LONG), reads_again=True),
+    Setting("exact-segment", lambda: tt.Exact(chunk=7, cut_every=LONG), reads_again=True),
     Setting(
         "randomized-no-cut",
         lambda: tt.Randomized(LONG, grain=LONG),
@@ -120,7 +120,7 @@ CUTTING = (
     Setting("short-truncated", lambda: tt.Truncated(5, 11)),
     Setting("short-truncated-one-window", lambda: tt.Truncated(5)),
     Setting("short-truncated-retained", lambda: tt.Truncated(5, 11, graphs="retain")),
-    Setting("short-exact-segment", lambda: tt.Exact(segment=11)),
+    Setting("short-exact-segment", lambda: tt.Exact(cut_every=11)),
     Setting("short-randomized", lambda: tt.Randomized(3, grain=3)),
     Setting("short-adaptive", lambda: tt.Adaptive(0.1, 4, 11)),
 )

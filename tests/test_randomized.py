@@ -537,3 +537,13 @@ def test_no_targets_means_no_valid_step() -> None:
     chunk = tt.Chunk.from_tensors(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
     with pytest.raises(DataError, match="have no targets"):
         policy_gradients(net, [chunk], tt.Randomized(3))
+
+
+def test_calls_of_the_net_have_few_lengths() -> None:
+    """oneDNN keeps kernels for each: stretches of all lengths took 5 to 15 MB in 2,000 updates."""
+    net, lengths = tt.carry(nn.LSTM(3, 4).double()), set[int]()
+    net.module.register_forward_hook(lambda _, args, __: lengths.add(len(args[0])))
+    stream = tt.Stream(recordings([2000], outputs=4, features=3), lanes=1, chunk=100)
+    for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Randomized(20, grain=1)):
+        pass
+    assert lengths == {1, 16, 48}  # from cut to cut, and the two of a measurement

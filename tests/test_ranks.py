@@ -128,7 +128,7 @@ def weighted() -> nn.Module:
 
 
 UNEQUAL = (150, 9, 4, 20, 7)
-SEGMENT = tt.Exact(segment=20, chunk=7)
+SEGMENT = tt.Exact(cut_every=20, chunk=7)
 CASES: dict[str, Case] = {
     "stride": Case(lambda: tt.Truncated(7)),
     "horizon": Case(lambda: tt.Truncated(7, 15)),

@@ -33,7 +33,7 @@ torch.manual_seed(0)
 stream = tt.Stream({"inputs": torch.randn(400, 3), "targets": torch.randn(400)}, lanes=2, chunk=20)
 net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.Adam(net.parameters())
-for policy in (tt.Truncated(20), tt.Truncated(20, 50), tt.Exact(segment=40)):
+for policy in (tt.Truncated(20), tt.Truncated(20, 50), tt.Exact(cut_every=40)):
     for update in tt.updates(net, stream, torch.nn.MSELoss(), gradient=policy):
         optimizer.step()
         optimizer.zero_grad()

@@ -115,7 +115,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "stride": {},
     "horizon": {"horizon": 35},
     "warm-up": {"warm_up": 7, "stride": 130},
-    "segment": {"gradient": "exact", "stride": None, "segment": 90, "updates": 4},
+    "segment": {"gradient": "exact", "stride": None, "cut_every": 90, "updates": 4},
     "exact": {"gradient": "exact", "stride": None, "updates": 3},
     "windows": {"train_on": "windows", "stride": 64},
 }
@@ -188,7 +188,7 @@ def test_plan_fits_the_recording_and_truncates_as_the_run(
 ) -> None:
     values = {"data": "d", "task": "classify", "out": "o"}
     own = (
-        {"gradient": "exact", "segment": segment}
+        {"gradient": "exact", "cut_every": segment}
         if exact
         else {"stride": stride, "horizon": stride + more}
     )

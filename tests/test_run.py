@@ -245,7 +245,7 @@ RESUMED = [
     {"train_on": "stream", "horizon": 25, "model": "gru", "layers": 2},
     {"train_on": "windows", "updates": 90},
     {"epochs": 3, "updates": None, "warm_up": 5, "dtype": "float64"},
-    {"gradient": "exact", "segment": 25, "stride": None},
+    {"gradient": "exact", "cut_every": 25, "stride": None},
 ]
 
 

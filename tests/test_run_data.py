@@ -486,7 +486,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"horizon": 30}, {"gradient": "exact", "segment": 30, "stride": None}],
+    [{"horizon": 30}, {"gradient": "exact", "cut_every": 30, "stride": None}],
     ids=["truncated", "exact"],
 )
 @pytest.mark.parametrize("stop_at", [1, 8, 9, 10, 14])

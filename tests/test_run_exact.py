@@ -47,7 +47,7 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
     more = {
         "gradient": "exact",
         "stride": None,
-        "segment": 500,
+        "cut_every": 500,
         "lanes": 32,
         "hidden": 128,
         "updates": 3,
@@ -73,7 +73,7 @@ def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: 
 def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
     more = {
         "gradient": "exact",
-        "segment": 150,
+        "cut_every": 150,
         "stride": None,
         "updates": 3,
         "max_norm": 1e3,
@@ -90,7 +90,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
             net,
             training_stream(training.dataset, training.config, 1),
             torch.nn.CrossEntropyLoss(),
-            gradient=Exact(segment=150),
+            gradient=Exact(cut_every=150),
         ),
         strict=False,
     ):
@@ -114,10 +114,10 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         ),
         (
             {"gradient": "exact", "stride": 20},
-            "gradient='exact' and stride=20 are both given.*segment=N makes",
+            "gradient='exact' and stride=20 are both given.*cut_every=N makes",
         ),
-        ({"segment": 20}, r"segment=20 belongs to gradient=exact \(such as --gradient exact\)"),
-        ({"gradient": "exact", "stride": None, "segment": 0}, "segment=0: expected at least 1"),
+        ({"cut_every": 20}, r"cut_every=20 belongs to gradient=exact \(such as --gradient exact\)"),
+        ({"gradient": "exact", "stride": None, "cut_every": 0}, "cut_every=0: expected at least 1"),
         ({"gradient": "exactly"}, "gradient='exactly': expected truncated, exact, adaptive"),
     ],
 )
@@ -130,7 +130,7 @@ def test_what_does_not_go_with_the_exact_gradient_is_refused(
 
 def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
     config = make_config(
-        {**settings(Path("d"), Path("o")), "stride": None, "gradient": "exact", "segment": 50}
+        {**settings(Path("d"), Path("o")), "stride": None, "gradient": "exact", "cut_every": 50}
     )
     assert "stride" not in config.to_toml()
     assert make_config(tomllib.loads(config.to_toml())) == config
@@ -141,7 +141,7 @@ def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
     [
         (1, {"gradient": "exact"}, 2),
         (2, {"gradient": "exact"}, 1),
-        (2, {"gradient": "exact", "segment": 90}, 5),
+        (2, {"gradient": "exact", "cut_every": 90}, 5),
         (2, {"stride": 90}, 5),
     ],
 )
@@ -162,12 +162,12 @@ def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) ->
         write_recordings(tmp_path / "data"),
         tmp_path / "run",
         gradient="exact",
-        segment=200,
+        cut_every=200,
         stride=None,
         updates=4,
     )
     write_report(folder := finish(values))
     page = folder.report.read_text(encoding="utf-8")
-    assert "Gradient: an update every 200 steps, credit back through all of them." in page
+    assert "Gradient: an update every 200 steps, credit cut there: back through at most 200" in page
     assert "the last chunk of an update" in page
     assert ">stride<" not in page

@@ -185,7 +185,7 @@ def test_arguments_are_typed_by_the_policy_and_flags_win_over_toml(
         ({}, tt.Truncated(100)),
         ({"stride": 20, "horizon": 50}, tt.Truncated(20, 50)),
         ({"gradient_args": {"graphs": "auto"}}, tt.Truncated(100, graphs="auto")),
-        ({"gradient": "exact", "segment": 7}, tt.Exact(segment=7)),
+        ({"gradient": "exact", "cut_every": 7}, tt.Exact(cut_every=7)),
         ({"gradient": "exact", "gradient_args": {"memory": "2GiB"}}, tt.Exact(memory="2GiB")),
         ({"gradient": "rtrl"}, tt.RTRL(100)),
         ({"gradient": "randomized", "gradient_args": {"mean_horizon": 9}}, tt.Randomized(9)),

@@ -36,7 +36,7 @@ PATIENCE = 180.0  # seconds; nothing waits for them but a test that fails
 VARIANTS: dict[str, dict[str, Any]] = {
     "horizon": {"horizon": 25, "updates": 40},
     "hand-off": {"hand_off": True, "updates": None, "epochs": 3},
-    "exact": {"gradient": "exact", "segment": 25, "stride": None, "updates": 30},
+    "exact": {"gradient": "exact", "cut_every": 25, "stride": None, "updates": 30},
 }
 
 

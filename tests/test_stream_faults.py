@@ -76,7 +76,7 @@ def test_a_copy_of_a_stream_starts_cold(twin: Any) -> None:
         tt.Truncated(5, 12),
         tt.Truncated(5, 12, graphs="retain"),
         tt.RTRL(5),
-        tt.Exact(segment=5),
+        tt.Exact(cut_every=5),
     ],
     ids=str,
 )

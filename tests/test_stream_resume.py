@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(6, 15),
-    "segment": tt.Exact(segment=9, chunk=4),
+    "segment": tt.Exact(cut_every=9, chunk=4),
     "rtrl": tt.RTRL(7),
 }
 settings_of = pytest.mark.parametrize(

@@ -358,7 +358,7 @@ POLICIES: dict[str, Policy] = {
     "stride": tt.Truncated(7),
     "horizon": tt.Truncated(7, 15),
     "exact": tt.Exact(chunk=5),
-    "segment": tt.Exact(segment=20, chunk=5),
+    "segment": tt.Exact(cut_every=20, chunk=5),
 }
 
 

@@ -21,7 +21,7 @@ POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
 _SHORT = {
     "stride": {"truncated", "adaptive", "rtrl"},
     "horizon": {"truncated"},
-    "segment": {"exact"},
+    "cut_every": {"exact"},
 }
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -129,7 +129,7 @@ class Config:
         None,
         unset="the stride",
     )
-    segment: int | None = _setting(
+    cut_every: int | None = _setting(
         "Gradient",
         "Exact: steps between two updates; credit is cut there.",
         None,
@@ -223,7 +223,7 @@ class Config:
     def update_steps(self) -> int | None:
         """Steps between two updates (k1); `None` if the policy or the data decide."""
         arguments = self.policy_arguments()
-        return arguments.get("segment" if self.gradient == "exact" else "stride")
+        return arguments.get("cut_every" if self.gradient == "exact" else "stride")
 
     def credit_steps(self) -> int | None:
         """Steps that credit flows back (k2); `None` if no fixed number limits them."""
@@ -285,10 +285,10 @@ class Config:
                 continue
             if name in self.gradient_args:
                 yield f"{name}={value} is given again among the arguments of the gradient"
-            if self.gradient == "exact" and name != "segment":
+            if self.gradient == "exact" and name != "cut_every":
                 yield (
                     f"gradient='exact' and {name}={value} are both given: the exact gradient cuts"
-                    f" no credit, so it has no {name}. Leave one of them out; segment=N makes an"
+                    f" no credit, so it has no {name}. Leave one of them out; cut_every=N makes an"
                     " update every N steps"
                 )
             elif not own and self.gradient not in policies:

@@ -174,7 +174,7 @@ def _print_start(training: Training) -> None:
     if config.gradient == "exact" and config.update_steps() is None:
         count = training.epoch_updates
         out.print(
-            f"about {counted(count, 'update')} an epoch; --segment N makes one every"
+            f"about {counted(count, 'update')} an epoch; --cut-every N makes one every"
             " N steps, credit cut between them"
         )
     if training.count:

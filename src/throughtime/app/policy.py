@@ -153,7 +153,7 @@ def with_fixed_chunk(policy: Policy, net: Carried, stream: Stream, loss_fn: Loss
     device = next(net.parameters()).device
     first = stream.read(0, 1).to(device)
     state = trees.detach(net.initial_state(first.lanes, like=first.inputs))
-    steps = min(policy.segment or stream.steps, stream.steps)
+    steps = min(policy.cut_every or stream.steps, stream.steps)
     budget = MemoryBudget(policy.memory, policy.chunk, policy.offload)
     chunk = budget.segment_steps(
         net,
@@ -167,11 +167,11 @@ def with_fixed_chunk(policy: Policy, net: Carried, stream: Stream, loss_fn: Loss
 
 def updates_per_epoch(policy: Policy, stream: Stream, ranks: int) -> int:
     """The number of updates in an epoch; an estimate if the data or the policy decide."""
-    if isinstance(policy, Exact) and policy.segment is None:
+    if isinstance(policy, Exact) and policy.cut_every is None:
         if stream.lanes * ranks == 1:
             return len(stream.recordings)
         return max(1, round(stream.steps / stream.steps_to_common_reset()))
-    names = ("segment", "stride", "mean_horizon", "min")
+    names = ("cut_every", "stride", "mean_horizon", "min")
     steps = (getattr(policy, name, None) for name in names)
     stride = next((n for n in steps if isinstance(n, int) and n > 0), DEFAULT_STRIDE)
     return math.ceil(stream.steps / stride)

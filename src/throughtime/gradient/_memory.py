@@ -25,7 +25,7 @@ from throughtime.gradient.schedule import GraphSize
 from throughtime.state import State
 
 Offload: TypeAlias = str | Path | None  # "cpu", or a folder
-TRIAL_STEPS = 48  # at most; the difference to a third of them excludes what every graph has
+TRIAL_STEPS = 48  # the difference to a third of them excludes what every graph has
 # What a process grows by for a node of a graph, besides the numbers in its tensors: the node, the
 # objects of saved tensors, and autograd's notes on the way back. 1.1 to 1.5 kB in loops over 12
 # cells, 2.2 kB in nn.RNN. A count, unlike resident memory, is the same in every run: a resumed run
@@ -99,7 +99,7 @@ _sizes: "WeakKeyDictionary[Carried, dict[tuple[Any, ...], GraphSize]]" = WeakKey
 def measure_graph(
     net: Carried, first: Callable[[int], Chunk], state: State, objective: Objective | None
 ) -> GraphSize:
-    """Bytes that a pass needs; measured once for each net, mode and shape of chunk.
+    """Bytes that a pass needs; measured once for each net, mode and shape of a step.
 
     Args:
         net: made by `tt.carry`.
@@ -110,11 +110,12 @@ def measure_graph(
     Saved tensors are counted by storage, the objects of Python and autograd by the nodes of the
     graph. Memory that a custom autograd function or a module keeps elsewhere is not counted.
     """
-    chunk = first(TRIAL_STEPS)
+    # always as many steps: oneDNN caches kernels for every length that a layer is called with
+    chunk = _repeat(first(TRIAL_STEPS), TRIAL_STEPS)
     autocast = torch.is_autocast_enabled(chunk.inputs.device.type)
     weights = tuple((weight.dtype, weight.requires_grad) for weight in net.parameters())
     key = (
-        chunk.inputs.shape,
+        chunk.inputs.shape[1:],
         chunk.inputs.dtype,
         net.training,
         autocast,
@@ -127,11 +128,19 @@ def measure_graph(
     return sizes[key]
 
 
+def _repeat(chunk: Chunk, steps: int) -> Chunk:
+    """The first steps of a chunk, as often as needed.
+
+    Without metadata, which differs along the stream: a resumed run must measure the same.
+    """
+    rows = torch.arange(steps, device=chunk.inputs.device) % chunk.steps
+    targets = None if chunk.targets is None else chunk.targets[rows]
+    return Chunk.from_tensors(chunk.inputs[rows], targets)
+
+
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> GraphSize:
     if state is None:
         state = trees.detach(net.initial_state(long.lanes, like=long.inputs))
-    # without metadata, which differs along the stream: a resumed run must measure the same
-    long = Chunk.from_tensors(long.inputs, long.targets)
     short = long[0 : -(-long.steps // 3)]
     with preserve_rng_and_buffers(net, short.inputs.device):
         snapshots = RngSnapshots(net, short.inputs.device)
@@ -139,8 +148,6 @@ def _measure(net: Carried, long: Chunk, state: State, objective: Objective | Non
         less, few = _graph_bytes(net, short, state, objective)
         snapshots.take()
         edge = sum(leaf.nbytes for leaf in trees.tensors(state)) + snapshots.growth()
-        if long.steps == short.steps:
-            return GraphSize(less / short.steps, 0, edge, few / short.steps)
         more, many = _graph_bytes(net, long, state, objective)
     step = (more - less) / (long.steps - short.steps)
     return GraphSize(

@@ -38,11 +38,12 @@ from throughtime.gradient.policy import (
 
 @dataclass(frozen=True)
 class Exact(MemorylessPolicy):
-    """The full gradient of each recording, or segment, in bounded memory.
+    """The full gradient of each recording, in bounded memory.
 
     An update at every step at which all lanes start a recording. With one lane that is one for
-    every recording; with several one for the epoch, unless recordings end together. With `segment`
-    it is one every so many steps.
+    every recording; with several one for the epoch, unless recordings end together. `cut_every`
+    makes one every so many steps, and no longer the exact gradient: that of `Truncated(cut_every)`,
+    in the memory of one chunk.
 
     Use it where rare events matter long after they happen, to know what a truncation costs
     (`tt.audit`), or wherever an update per recording is enough. `Truncated` makes more updates of
@@ -54,7 +55,7 @@ class Exact(MemorylessPolicy):
             node of the graph, counted on a few steps.
         chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It
             changes no gradient.
-        segment: steps per update; credit is cut between segments, the state is carried.
+        cut_every: steps per update; credit is cut between them, the state is carried.
         offload: where the states between chunks are stored: `None` on their device, "cpu", or a
             folder, for a temporary file that is mapped into memory.
         verify: which of the recomputed states are compared with those of the forward pass; "first"
@@ -85,7 +86,7 @@ class Exact(MemorylessPolicy):
 
     memory: str | int | float = "512MB"
     chunk: int | Literal["auto"] = "auto"
-    segment: int | None = None
+    cut_every: int | None = None
     offload: Offload = None
     verify: Verify = "first"
     clip_adjoint: float | None = None
@@ -93,8 +94,8 @@ class Exact(MemorylessPolicy):
     def __post_init__(self) -> None:
         self._budget.check()
         check_verify(self.verify)
-        if self.segment is not None:
-            schedule.check_whole("segment", self.segment, 1)
+        if self.cut_every is not None:
+            schedule.check_whole("cut_every", self.cut_every, 1)
         if self.clip_adjoint is not None and not self.clip_adjoint > 0:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
         if self.clip_adjoint is not None and self.chunk == "auto":
@@ -109,8 +110,11 @@ class Exact(MemorylessPolicy):
 
     def describe(self) -> str:
         """The setting in words."""
-        if self.segment is not None:
-            return f"an update every {self.segment} steps, credit back through all of them"
+        if self.cut_every is not None:
+            return (
+                f"an update every {self.cut_every} steps, credit cut there: back through at most"
+                f" {self.cut_every} steps"
+            )
         return (
             "an update for every recording (with several lanes, where all of them start one),"
             " credit back through all of it"
@@ -119,11 +123,11 @@ class Exact(MemorylessPolicy):
     def update(
         self, net: Carried, source: Source, objective: Objective, state: CarriedState
     ) -> tuple[Update | None, CarriedState]:
-        """The update of the next recording or segment with a valid step."""
+        """The update of the next steps, up to a start or a cut, of which one is valid."""
         while (
             steps := source.steps_to_common_reset()
-            if self.segment is None
-            else source.remaining(self.segment)
+            if self.cut_every is None
+            else source.remaining(self.cut_every)
         ):
             update, state = self._update_segment(net, source, objective, state, steps)
             if update is not None:

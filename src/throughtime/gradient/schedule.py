@@ -248,7 +248,7 @@ def _too_small(steps: int, leanest: int, size: GraphSize, budget: float, stored:
     least = size.total(steps, leanest, stored=stored)
     edges = f", the states at the chunks' edges {in_bytes(size.edge)} each" if stored else ""
     instead = (
-        "offload='cpu' or offload=FOLDER for the edge states, or a segment"
+        "offload='cpu' or offload=FOLDER for the edge states, or cut_every=STEPS"
         if stored
         else "fewer lanes"
     )
