@@ -204,7 +204,7 @@ class Trainer:
         (self.net,), self.optimizer = models((LetterNet,))
         self.state = torch.zeros(2, 5)
 
-    def update(self, x: Tensor) -> None:
+    def __call__(self, x: Tensor) -> None:
         y, self.state = self.net(x, self.state)
         self.optimizer.zero_grad()
         (mse_loss(y, x) + self.state.square().mean()).backward()
@@ -214,7 +214,7 @@ class Trainer:
 def kept_by_a_trainer() -> None:
     trainer = Trainer()
     for x in STREAM:
-        trainer.update(x)
+        trainer(x)
 
 
 def one_number() -> None:
@@ -357,7 +357,7 @@ def test_a_state_with_its_graph_is_found_by_name_where_the_loop_passes_it_on(
 
 def test_a_state_that_an_object_keeps_is_named_where_the_object_passes_it_on() -> None:
     (finding,) = examine(kept_by_a_trainer, "second time").findings
-    assert finding.line == Trainer.update.__code__.co_firstlineno + 1
+    assert finding.line == Trainer.__call__.__code__.co_firstlineno + 1
     assert finding.fix.endswith("self.state = self.state.detach()")
 
 
@@ -705,9 +705,20 @@ def detached_for_a_log() -> None:
         y.square().mean().backward()
 
 
+def detached_a_second_time() -> None:
+    (gru,), _ = models((nn.GRU, 3, 4))
+    h = torch.zeros(1, 2, 4)
+    for x in STREAM[:160].split(20):
+        y, h = gru(x, h)
+        y.square().mean().backward()
+        h.detach()
+        h = tt.state.detach(h)
+
+
 @pytest.mark.parametrize(
     "loop",
     [
+        detached_a_second_time,
         adversarial,
         actor_and_critic,
         sharpness_aware,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ _RESOLVED_LIBRARY_DIRS = tuple(
     {*_LIBRARY_DIRS, *(str(Path(folder).resolve()) for folder in _LIBRARY_DIRS)}
 )
 _MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of nn.Module.__call__
+NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
@@ -310,9 +311,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         names.pop("_buffers", None)
         yield from ((f".{key}", item) for key, item in names.items() if not key.startswith("__"))
         return
-    elif (
-        hasattr(value, "__dict__") and not isinstance(value, (type, Tensor)) and not callable(value)
-    ):
+    elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
         items = ((f".{key}", item) for key, item in vars(value).items())
     else:
         return

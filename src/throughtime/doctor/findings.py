@@ -1,5 +1,6 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
+import linecache
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -163,12 +164,17 @@ def release_fix(path: str) -> str:
     return f"empty {whole} after each backward, or keep values only: {whole}.append(y.detach())"
 
 
-def detach_fix(paths: Iterable[str], *, retained: bool) -> str:
-    """The fix for states that are carried with their graph; empty if no path is known."""
+def detach_fix(paths: Iterable[str], line: SourceLine, *, retained: bool) -> str:
+    """The fix for states that are carried with their graph; empty if no path is known.
+
+    `line` is that of the backward. Where a library calls it, the user has the step only.
+    """
     statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
     if not statements:
         return ""
-    fix = f"between chunks, after each backward: {statements}"
+    has_call = "backward" in linecache.getline(line.file, line.line)
+    moment = "between chunks, after each backward" if has_call else "at the start of each step"
+    fix = f"{moment}: {statements}"
     return f"{fix}; and loss.backward() without retain_graph=True" if retained else fix
 
 

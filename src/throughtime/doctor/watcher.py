@@ -544,10 +544,13 @@ class Watcher(TorchFunctionMode):
         source = next((t for t in op.inputs if self.record_or_base(t) is record), op.inputs[0])
         if name in DETACHES and source.requires_grad and not isinstance(source, nn.Parameter):
             result.detach = self._detached(instruction, record, source)
-            if name == "detach" and is_lost_detach(instruction) and source.grad_fn is not None:
-                self.lost_detaches[sequence(source.grad_fn)] = instruction
+            number = LEAF if source.grad_fn is None else sequence(source.grad_fn)
+            if name == "detach" and is_lost_detach(instruction):
+                self.lost_detaches[number] = instruction
                 if record.source is not None or record.repeated:
                     self.lost_states.add(instruction)
+            else:  # another detach of the same tensor is not lost
+                self.lost_states.discard(self.lost_detaches.get(number, instruction))
             result.path, result.repeated = EMPTY, False
             self.on_detach(result.detach, record)
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:

@@ -166,7 +166,7 @@ class GrowthRule(Rule):
         detail = f"It reaches {sizes[-1].reach} chunks back. Per chunk: {growth}."
         paths = [v.path for entered in self.watcher.carried.values() for v in entered if v.path]
         name = paths[0] if paths else ""
-        self.findings.add("TT102", line, detail, name, fix=detach_fix(paths, retained=True))
+        self.findings.add("TT102", line, detail, name, fix=detach_fix(paths, line, retained=True))
 
     def _check_kept(self) -> None:
         """Report tensors of several chunks that still exist, although their graphs were used."""
@@ -420,7 +420,7 @@ class AutogradErrorRule(Rule):
         at = at or (line_of(entry) if entry else line)
         past = self.backwards[self._position(old)].call
         retained = past.retain and change != ""
-        fix = detach_fix(paths, retained=retained)
+        fix = detach_fix(paths, line, retained=retained)
         details = [change or "A backward has freed that graph."]
         created = self.watcher.instruction_of(sequence(old))
         if created and not retained and created != entry:
