@@ -50,7 +50,7 @@ def series(steps: int, *shape: int) -> Tensor:
 
 def learn(net: nn.Module, loss: Tensor) -> None:
     net.zero_grad()
-    loss.backward()
+    loss.backward()  # <- TT303 here
     with torch.no_grad():
         for p in net.parameters():
             if p.grad is not None:
@@ -187,6 +187,17 @@ def every_second_chunk_of_a_strided_read() -> None:
         y, h = net(x[i : i + 80 : 4], h)  # <- TT207
         h = h.detach()
         learn(net, mse(y, x[i : i + 80 : 4, :, :1]))
+
+
+@fault
+def recordings_from_their_ends_with_one_state() -> None:
+    net, h = Net(), None
+    for recording in [series(23, 1, 3) for _ in range(3)]:
+        backwards = recording.flip(0)
+        for i in range(0, 20, 10):
+            y, h = net(backwards[i : i + 10], h)  # <- TT204
+            h = h.detach()
+            learn(net, mse(y, backwards[i + 1 : i + 11, :, :1]))
 
 
 @fault
@@ -658,6 +669,18 @@ def left_padding_with_a_mask_by_hand() -> None:
         h.square().mean().backward()
 
 
+@fault
+def a_mask_in_the_middle() -> None:
+    x, cell, head, h = series(120, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
+    net, mask = nn.ModuleList([cell, head]), torch.ones(10, 1, 1)
+    mask[5] = 0
+    for chunk in x.split(10):
+        h = h.detach()
+        for x_t, m in zip(chunk, mask, strict=True):
+            h = cell(x_t, h) * m
+        learn(net, mse(head(h), chunk[-1, :, :1]))  # <- TT303
+
+
 def truncated_by_hand(pass_on: bool, k1: int = 4, k2: int = 8) -> None:
     """The gradient of a state is passed on to the step before it, `k2` steps back."""
     x, cell, head = series(81, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1)
@@ -712,6 +735,17 @@ def states_by_key_in_the_order_of_the_inputs() -> None:
         y, h = net(x[:-1], h.unsqueeze(0))
         states.update(zip(names, h[0].detach(), strict=True))
         learn(net, mse(y, x[1:, :, :1]))
+
+
+@fault
+def states_that_are_stored_under_another_key() -> None:
+    users, states = {name: series(60, 1, 3) for name in "abc"}, dict[str, Tensor]()
+    net = Net()
+    for i in range(0, 60, 10):
+        for name, x in users.items():
+            y, h = net(x[i : i + 10], states.get(name))  # <- TT201
+            states[f"user {name}"] = h.detach()
+            learn(net, mse(y, x[i : i + 10, :, :1]))
 
 
 @fault

@@ -34,7 +34,7 @@ class LayoutRule(Rule):
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         if op.is_layer and result.source is not None:
             self._check_samples(result.source)
-        elif not op.is_recurrent:
+        elif not (op.is_recurrent or op.loop_inputs):
             for tensor, record in op.pairs():
                 call = record.source if record is not None and record.learned else None
                 if call is not None and record is not None and _has_two_dims(call):
