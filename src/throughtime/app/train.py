@@ -446,8 +446,8 @@ class Training:
         moments = saved["optimizer"]["state"]  # its settings are those of the run
         parameters = list(self.net.parameters())
         for i, values in moments.items():
-            sized: dict[str, Tensor] = {name: value for name, value in values.items() if value.ndim}
-            _check_layout(sized, dict.fromkeys(sized, parameters[i]))
+            for name in (name for name, value in values.items() if value.ndim):
+                _check_layout({name: values[name]}, {name: parameters[i]})
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.count, self.rows, self.frames, self._loss_steps = saved["counts"]
         self.seconds, self._overhead = saved["seconds"]
