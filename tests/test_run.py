@@ -273,7 +273,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
 
 
 def _lines(folder: RunFolder) -> list[dict[str, Any]]:
-    timing = {"seconds", "waiting", "peak_memory"}
+    timing = {"seconds", "training_seconds", "waiting", "peak_memory"}
     return [{k: v for k, v in row.items() if k not in timing} for row in folder.read_metrics()]
 
 

@@ -236,7 +236,9 @@ def test_files_without_a_checksum_are_read(folder: RunFolder) -> None:
     assert ended("eval", folder.path, "--split", "valid")[0] == 0
 
 
-GOOD = {"kind": "train", "update": 3, "frames": 60, "seconds": 0.1, "peak_memory": None}
+GOOD = {"kind": "train", "update": 3, "frames": 60, "seconds": 0.1, "peak_memory": None} | {
+    "training_seconds": 0.1
+}
 LINES = {
     "cut": b'{"kind": "train", "upd',
     "not utf-8": b'{"kind": "tr\xe1in"}',

@@ -7,6 +7,8 @@ weights. The results, with the advice that follows from them, are kept in a file
 import json
 import math
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from throughtime.app.model import (
     make_loss,
     one_thread,
 )
+from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, from_plain
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, audit, reach
@@ -268,22 +271,29 @@ class AuditJob:
             f" traced back through at most {min(options.max_lag, self.steps):,} steps"
         )
 
-    def run(self) -> AuditReport:
-        """Measure: seconds to minutes."""
+    def run(self, on_phase: OnPhase = lambda *_: None) -> AuditReport:
+        """Measure: seconds to minutes.
+
+        Args:
+            on_phase: called as each of the three parts begins and ends.
+        """
         net, stream, loss_fn, options = self.net, self.stream, self.loss_fn, self.options
         with one_thread(when=self.spec.is_small(stream.lanes)):
-            costs = audit(
-                net, stream, loss_fn, self.horizons, stride=options.stride, steps=self.steps
-            )
-            decay = reach(
-                net,
-                stream,
-                loss_fn,
-                max_lag=options.max_lag,
-                anchors=min(ANCHORS, _MAX_PASSES * stream.lanes),
-                steps=self.steps,
-            )
-            steps = trace_run(net, self.spec, self.first, loss_fn, self.config)
+            with _shown(on_phase, "comparing horizons"):
+                costs = audit(
+                    net, stream, loss_fn, self.horizons, stride=options.stride, steps=self.steps
+                )
+            with _shown(on_phase, "tracing losses back"):
+                decay = reach(
+                    net,
+                    stream,
+                    loss_fn,
+                    max_lag=options.max_lag,
+                    anchors=min(ANCHORS, _MAX_PASSES * stream.lanes),
+                    steps=self.steps,
+                )
+            with _shown(on_phase, "tracing updates"):
+                steps = trace_run(net, self.spec, self.first, loss_fn, self.config)
         return AuditReport(
             self.split,
             str(self.data),
@@ -294,6 +304,14 @@ class AuditJob:
             decay,
             steps,
         )
+
+
+@contextmanager
+def _shown(on_phase: OnPhase, name: str) -> Generator[None]:
+    """A phase of unknown length."""
+    on_phase(name, 0, 0)
+    yield
+    on_phase(name, 1, 1)
 
 
 def _horizons(options: AuditOptions, config: Config, stream: Stream) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
 
+import json
 import re
 import sys
 from contextlib import suppress
@@ -42,6 +43,9 @@ _Missing = Annotated[
 ]
 
 
+_Json = Annotated[
+    bool, _option("Print one JSON object on standard output, and nothing else.", flag="--json")
+]
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
 
@@ -141,16 +145,14 @@ def train(context: typer.Context, **options: Any) -> None:
     from throughtime.app.distributed import started_team
     from throughtime.app.train import Training
 
-    with started_team(settings) as team:
-        display = ProgressDisplay(enabled=team.is_first)
-        with display.bars:
-            shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
-            training = (
-                Training.begin(settings, **shared)
-                if resume is None
-                else Training.resume(resume, **flags, **shared)
-            )
-            run_training(training, display)
+    with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
+        shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
+        training = (
+            Training.begin(settings, **shared)
+            if resume is None
+            else Training.resume(resume, **flags, **shared)
+        )
+        run_training(training, display)
 
 
 _signature = train_signature()
@@ -167,18 +169,24 @@ def evaluate(
         str | None, _option(_SPLIT, "test; without named splits valid, or all of other data")
     ] = None,
     missing: _Missing = None,
+    as_json: _Json = False,
 ) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    from throughtime.app.console import out, print_scores
+    from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run
     from throughtime.app.report.run_page import write_report
     from throughtime.app.run_folder import RunFolder
 
     folder = RunFolder(run)
-    split, scores = evaluate_run(folder, data, split, missing)
-    print_scores(split, scores.metrics, scores.recordings, folder.scores(split))
-    out.print(f"{scores.steps:,} frames scored; {folder.scores(split)} written")
+    with ProgressDisplay(enabled=not as_json) as display:
+        split, scores = evaluate_run(folder, data, split, missing, display.phase)
+    path = folder.scores(split)
     write_report(folder)
+    if as_json:
+        print_json(json.loads(path.read_text(encoding="utf-8")))
+        return
+    print_scores(split, scores.metrics, scores.recordings, path)
+    out.print(f"{scores.steps:,} frames scored; {path} written")
 
 
 @app.command()
@@ -215,7 +223,7 @@ def predict(
 ) -> None:
     """Run a trained model over one whole recording, in memory that does not grow with it."""
     from throughtime import state as trees
-    from throughtime.app.console import out
+    from throughtime.app.console import ProgressDisplay, out
     from throughtime.app.evaluate import initial_state, open_recording, predict_to_file
     from throughtime.app.model import load_model, one_thread
     from throughtime.app.run_folder import RunFolder
@@ -227,9 +235,16 @@ def predict(
     net, spec = load_model(RunFolder(run).model)
     source = open_recording(paths, spec, None if static is None else _static_features(static))
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
-    with one_thread(when=spec.is_small(lanes=1)):
+    with one_thread(when=spec.is_small(lanes=1)), ProgressDisplay() as display:
         after, skipped = predict_to_file(
-            net, spec, source, to, state=state, missing=missing, on_nan=on_nan
+            net,
+            spec,
+            source,
+            to,
+            state=state,
+            missing=missing,
+            on_nan=on_nan,
+            on_phase=display.phase,
         )
     if state_out is not None:
         trees.save(after, state_out)
@@ -277,10 +292,11 @@ def audit(
     tolerance: Annotated[float, _option("Largest acceptable relative bias.")] = 0.1,
     missing: _Missing = None,
     device: Annotated[str | None, _option("Where to compute: cpu, cuda, ...", "cpu")] = None,
+    as_json: _Json = False,
 ) -> None:
     """Measure what truncating the gradient costs a trained model, and update its report."""
     from throughtime.app.audit import AuditJob, AuditOptions
-    from throughtime.app.console import out, print_audit
+    from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
     from throughtime.app.report.run_page import write_report
     from throughtime.app.run_folder import RunFolder
 
@@ -294,12 +310,17 @@ def audit(
                 " such as 50,200,800"
             ) from error
     options = AuditOptions(numbers, stride, steps, lanes, max_lag, tolerance)
-    job = AuditJob(folder, options, data, split, device, missing)
-    out.print(job.describe())
-    report = job.run()
+    with ProgressDisplay(enabled=not as_json) as display:
+        job = AuditJob(folder, options, data, split, device, missing)
+        if not as_json:
+            out.print(job.describe())
+        report = job.run(display.phase)
     report.write(folder.audit)
-    print_audit(report, folder.read_config())
     write_report(folder)
+    if as_json:
+        print_json(report.facts())
+        return
+    print_audit(report, folder.read_config())
     out.print(f"{folder.audit} and {folder.report} written")
 
 
@@ -327,6 +348,7 @@ def doctor(
         Path | None,
         _option("Write the findings to a page, too: a file that ends in .html."),
     ] = None,
+    as_json: _Json = False,
 ) -> None:
     """Run a training script unchanged and name what is wrong with its loop.
 
@@ -336,7 +358,9 @@ def doctor(
     from throughtime.app.script import watch_script
 
     codes = ignore.split(",") if ignore else ()
-    code = watch_script(script, context.args, codes, module=module, strict=strict, report=report)
+    code = watch_script(
+        script, context.args, codes, module=module, strict=strict, report=report, as_json=as_json
+    )
     raise typer.Exit(code)
 
 

@@ -1,13 +1,15 @@
 """What the commands print: progress, a training run from start to end, tables of results."""
 
+import json
 import math
 import signal
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -20,6 +22,7 @@ from throughtime.app.policy import describe_policy
 from throughtime.app.report.page import DataTable
 from throughtime.app.report.run_page import scores_table, write_report
 from throughtime.app.train import Training, TrainProgress
+from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.reach import within
 from throughtime.errors import listed
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
     from throughtime.diagnose import Reach
 
+_BAR = 10  # characters
 _MAX_ROWS = 40  # recordings in a table of scores
 _PLAIN_EVERY = 10.0  # seconds between two plain lines
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
@@ -34,62 +38,76 @@ out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns
 
 
 class ProgressDisplay:
-    """Bars for each phase on a terminal, a plain line every ten seconds elsewhere.
+    """A line for each phase on a terminal, with a bar; elsewhere plain lines every ten seconds.
 
-    The bars are visible inside `with display.bars`.
+    The bars are visible inside `with ProgressDisplay() as display`.
 
     Args:
         enabled: `False` prints nothing, as on all ranks but the first.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
-        text = TextColumn("{task.fields[text]}", table_column=Column(ratio=1, overflow="fold"))
-        columns = (TextColumn("{task.description}"), BarColumn(20), text)
+        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
+        columns = (TextColumn("{task.description}"), BarColumn(_BAR), text)
         self._enabled, self._live = enabled, enabled and out.is_terminal
-        self.bars = Progress(*columns, console=out, expand=True, disable=not self._live)
+        self._bars = Progress(*columns, console=out, disable=not self._live)
         self._tasks: dict[str, TaskID] = {}
         self._printed, self._phase_printed = -math.inf, time.monotonic()
 
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
     def phase(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` steps of a phase are finished."""
+        """Show that `done` of `total` parts of a phase are finished; of 0, that it has begun."""
         if self._live:
-            self._update(name, done, total, f"{done:,}/{total:,} steps")
-            if done >= total:
-                self.bars.remove_task(self._tasks.pop(name))
-        elif self._enabled and time.monotonic() - self._phase_printed >= _PLAIN_EVERY:
+            self._update(name, done, total, f"{done:,}/{total:,}" if total else "")
+            if total and done >= total:
+                self._bars.remove_task(self._tasks.pop(name))
+        elif self._enabled and (
+            not total or time.monotonic() - self._phase_printed >= _PLAIN_EVERY
+        ):
             self._phase_printed = time.monotonic()
-            self._print(f"{name}: {done / total:.0%}")
+            self._print(f"{name}: {done / total:.0%}" if total else f"{name} ...")
 
     def train(self, progress: TrainProgress) -> None:
         """Show a line of the log: the last one always."""
-        line = progress_line(progress)
         if self._live:
+            room = out.width - len("training") - _BAR - 2
+            line = progress_line(progress, room)
             self._update("training", progress.update, progress.updates, line)
         elif self._enabled and (
             progress.update >= progress.updates or time.monotonic() - self._printed >= _PLAIN_EVERY
         ):
             self._printed = self._phase_printed = time.monotonic()
-            self._print(line)
+            self._print(progress_line(progress))
 
     def _update(self, name: str, done: int, total: int, text: str) -> None:
         if name not in self._tasks:
-            self._tasks[name] = self.bars.add_task(name, total=total, text="")
-        self.bars.update(self._tasks[name], completed=done, total=total, text=text)
+            self._tasks[name] = self._bars.add_task(name, total=None, text="")
+        self._bars.update(self._tasks[name], completed=done, total=total or None, text=text)
 
     def _print(self, line: str) -> None:
         out.print(line)
         sys.stdout.flush()
 
 
-def progress_line(progress: TrainProgress) -> str:
+def progress_line(progress: TrainProgress, width: int | None = None) -> str:
     r"""Update, loss, metrics, speed, time left, memory, and the share of time waiting for data.
+
+    Args:
+        progress: of the run.
+        width: the most characters, if any; what is less important is left out.
 
     Example:
         >>> from throughtime.app.train import TrainProgress
-        >>> line = progress_line(
-        ...     TrainProgress(50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03)
+        >>> progress = TrainProgress(
+        ...     50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03
         ... )
-        >>> print(line.replace("  ", "\n"))
+        >>> print(progress_line(progress).replace("  ", "\n"))
         update 50/200
         loss 0.2500
         accuracy 0.500
@@ -97,15 +115,24 @@ def progress_line(progress: TrainProgress) -> str:
         1m15s left
         300 MB peak
         waiting for data 3%
+        >>> progress_line(progress, 55)
+        'update 50/200  loss 0.2500  12.5k frames/s  1m15s left'
     """
-    parts = [f"update {progress.update}/{progress.updates}", f"loss {progress.loss:.4f}"]
-    parts += [f"{name} {value:.3f}" for name, value in list(progress.metrics.items())[:2]]
     rate = progress.frames_per_second
-    parts.append(f"{rate / 1e3:.1f}k frames/s" if rate >= 1e3 else f"{rate:.0f} frames/s")
-    parts.append(f"{duration(progress.remaining_seconds)} left")
+    parts = [(0, f"update {progress.update}/{progress.updates}"), (1, f"loss {progress.loss:.4f}")]
+    parts += [(4, f"{name} {value:.3f}") for name, value in list(progress.metrics.items())[:2]]
+    parts.append((3, f"{rate / 1e3:.1f}k frames/s" if rate >= 1e3 else f"{rate:.0f} frames/s"))
+    parts.append((2, f"{duration(progress.remaining_seconds)} left"))
     if progress.peak_memory is not None:
-        parts.append(f"{progress.peak_memory / 1e6:.0f} MB peak")
-    return "  ".join([*parts, f"waiting for data {progress.waiting:.0%}"])
+        parts.append((6, f"{progress.peak_memory / 1e6:.0f} MB peak"))
+    parts.append((5, f"waiting for data {progress.waiting:.0%}"))
+    while width is not None and len(_joined(parts)) > width and len(parts) > 1:
+        parts.remove(max(reversed(parts), key=itemgetter(0)))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[tuple[int, str]]) -> str:
+    return "  ".join(text for _, text in parts)
 
 
 def duration(seconds: float) -> str:
@@ -255,6 +282,11 @@ def print_audit(report: "AuditReport", config: Config) -> None:
     )
     out.print(report.advice(config))
     out.print(report.warning())
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print an object, with `null` for numbers that are not finite."""
+    print(json.dumps(json_safe(facts), indent=1, allow_nan=False), flush=True)
 
 
 def print_table(title: str, content: DataTable) -> None:

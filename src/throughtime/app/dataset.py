@@ -4,7 +4,7 @@ Shapes: `T` steps, `C` target columns.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from throughtime.app.model import (
 )
 from throughtime.app.recordings import (
     DataLayout,
+    OnPhase,
     RowsView,
     SourceRecording,
     open_recordings,
@@ -38,8 +39,6 @@ from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableReco
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
 _MAX_COPIES = 3  # named in the remarks
-OnPhase = Callable[[str, int, int], None]
-"""Called with a phase of the work, what is done of it, and all of it."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +173,14 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 
     Args:
         config: the settings of the run.
-        on_phase: called as recordings are read.
+        on_phase: called as recordings are opened and read.
 
     Raises:
         DataError: every fault of the files, or else every fault of the values.
     """
     listed = find_recordings(Path(config.data), config.static)
     layout = DataLayout.from_config(config)
-    sources = open_recordings(entries_of(listed, ("train", "valid")), layout)
+    sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
     splits, remark = split_recordings(_numeric(sources, layout), config.holdout)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
@@ -220,7 +219,9 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     return Dataset(list(train), list(valid), statistics, held_out, spec, remarks)
 
 
-def recordings_for(spec: ModelSpec, data: Path, split: str, holdout: float) -> list[Recording]:
+def recordings_for(
+    spec: ModelSpec, data: Path, split: str, holdout: float, on_phase: OnPhase | None = None
+) -> list[Recording]:
     """The recordings of a split with the columns and classes of a model.
 
     Raises:
@@ -228,7 +229,7 @@ def recordings_for(spec: ModelSpec, data: Path, split: str, holdout: float) -> l
     """
     listed = find_recordings(data, spec.layout.static)
     chosen = listed if split == "all" else entries_of(listed, (split,))
-    numeric = _numeric(open_recordings(chosen, spec.layout), spec.layout)
+    numeric = _numeric(open_recordings(chosen, spec.layout, on_phase), spec.layout)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
     recordings = choose_split(splits, split)
     if not spec.classes:

@@ -17,7 +17,7 @@ import torch
 from throughtime import state as trees
 from throughtime._files import named_errors, write_atomically
 from throughtime.app.config import Config
-from throughtime.app.dataset import OnPhase, recordings_for
+from throughtime.app.dataset import recordings_for
 from throughtime.app.model import (
     ModelSpec,
     check_device,
@@ -26,6 +26,7 @@ from throughtime.app.model import (
     unbroken_stream,
 )
 from throughtime.app.recordings import (
+    OnPhase,
     concat_tables,
     input_recording,
     open_table,
@@ -73,6 +74,7 @@ def open_run(
     split: str | None,
     missing: Missing | None,
     device: str = "cpu",
+    on_phase: OnPhase | None = None,
 ) -> RunOnData:
     """Open the model and the recordings of a run, or other recordings.
 
@@ -83,6 +85,7 @@ def open_run(
             out, or all of other data.
         missing: how to treat inputs that are not finite; default: as in training.
         device: where to compute.
+        on_phase: called as recordings are opened.
 
     Raises:
         RunError: the folder holds no run that reached a checkpoint.
@@ -97,7 +100,7 @@ def open_run(
     if split is None and any(entry.split for entry in find_recordings(path, config.static)):
         split = "test"
     split = split or ("valid" if data is None else "all")
-    recordings = recordings_for(spec, path, split, config.holdout)
+    recordings = recordings_for(spec, path, split, config.holdout, on_phase)
     return RunOnData(net.to(device), spec, config, path, split, recordings)
 
 
@@ -120,16 +123,22 @@ def evaluate_recordings(
 
 
 def evaluate_run(
-    folder: RunFolder, data: Path | None, split: str | None, missing: Missing | None
+    folder: RunFolder,
+    data: Path | None,
+    split: str | None,
+    missing: Missing | None,
+    on_phase: OnPhase | None = None,
 ) -> tuple[str, Evaluation]:
     """Compute the metrics of a run on a split and write `scores-SPLIT.json`; see `open_run`.
 
     Returns:
         The name of the split, and the metrics.
     """
-    net, spec, config, data, split, recordings = open_run(folder, data, split, missing)
+    net, spec, config, data, split, recordings = open_run(
+        folder, data, split, missing, on_phase=on_phase
+    )
     with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
-        scores = evaluate_recordings(net, spec, recordings, config)
+        scores = evaluate_recordings(net, spec, recordings, config, on_phase)
     content = {
         "split": split,
         "data": str(data),
@@ -195,6 +204,17 @@ def _without_answer(outputs: Array) -> int:
     return int(np.isnan(outputs).any(axis=1).sum())
 
 
+class _Shown:
+    """Rows whose progress is shown as they are written."""
+
+    def __init__(self, rows: _NpyWriter | _CsvWriter, steps: int, on_phase: OnPhase) -> None:
+        self._rows, self._steps, self._on_phase = rows, steps, on_phase
+
+    def __setitem__(self, steps: slice, values: Array) -> None:
+        self._rows[steps] = values
+        self._on_phase("predicting", min(steps.stop, self._steps), self._steps)
+
+
 _TEXT = {"mode": "w", "newline": "", "encoding": "utf-8"}
 _WRITERS: dict[str, tuple[type[_NpyWriter | _CsvWriter], dict[str, Any]]] = {
     ".npy": (_NpyWriter, {"mode": "wb"}),
@@ -250,6 +270,7 @@ def predict_to_file(
     state: State = None,
     missing: Missing = "error",
     on_nan: OnNaN = "raise",
+    on_phase: OnPhase | None = None,
 ) -> tuple[State, int]:
     """Run the net over the recording and write its outputs.
 
@@ -274,12 +295,13 @@ def predict_to_file(
     try:
         with named_errors(out), temporary.open(**mode) as file:
             rows = writer(file, len(recording), spec)
+            shown = rows if on_phase is None else _Shown(rows, len(recording), on_phase)
             _, after = predict(
                 net,
                 recording,
                 chunk=_CHUNK,
                 state=state,
-                out=rows,
+                out=shown,
                 dtype=spec.torch_dtype,
                 missing=missing,
                 on_nan=on_nan,

@@ -11,11 +11,11 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from throughtime.stream.recording import (
     interval_columns,
 )
 
+OnPhase: TypeAlias = Callable[[str, int, int], None]
+"""Called with a phase of the work, what is done of it, and all of it; 0 if that is unknown."""
 _CLOSE = 1e-6  # relative: a rate computed from time stamps is not exact
 _BELONGS = {
     "target_every": "a targets file with fewer rows",
@@ -307,8 +309,15 @@ def concat_tables(name: str, tables: Sequence[Table]) -> Table:
     return ConcatTable(tuple(tables), dict(sources))
 
 
-def open_recordings(entries: Iterable[ManifestEntry], layout: DataLayout) -> list[SourceRecording]:
+def open_recordings(
+    entries: Sequence[ManifestEntry], layout: DataLayout, on_phase: OnPhase | None = None
+) -> list[SourceRecording]:
     """Open every recording with the columns and targets of the layout, in order.
+
+    Args:
+        entries: of the manifest.
+        layout: of the data.
+        on_phase: called after each recording.
 
     Raises:
         DataError: missing columns, targets of another length, an empty recording, an unreadable
@@ -316,11 +325,13 @@ def open_recordings(entries: Iterable[ManifestEntry], layout: DataLayout) -> lis
     """
     opened: list[SourceRecording] = []
     faults: list[str] = []
-    for entry in entries:
+    for count, entry in enumerate(entries, start=1):
         try:
             opened.append(_open(entry, layout))
         except DataError as error:
             faults.append(str(error))
+        if on_phase is not None:
+            on_phase("opening recordings", count, len(entries))
     faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
     faults += _column_faults(opened) + _copy_faults(opened)
     if faults:

@@ -35,7 +35,13 @@ _NO_CHECKPOINT = (
 )
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _NUMBER = (int, float)
-_COMMON = {"update": int, "frames": int, "seconds": _NUMBER, "peak_memory": (int, NoneType)}
+_COMMON = {
+    "update": int,
+    "frames": int,
+    "seconds": _NUMBER,
+    "training_seconds": _NUMBER,
+    "peak_memory": (int, NoneType),
+}
 _LINES: dict[str, dict[str, Any]] = {
     "data": {"train": int, "valid": int, "steps": int, "remarks": list},
     "train": {"epoch": int, "loss": _NUMBER},

@@ -1,10 +1,15 @@
 """A training script run under the doctor, as `throughtime doctor train.py` does."""
 
+import json
+import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from throughtime.app.report.doctor_page import write_report
 from throughtime.doctor import Doctor
@@ -24,6 +29,7 @@ def watch_script(
     module: bool = False,
     strict: bool,
     report: Path | None,
+    as_json: bool = False,
 ) -> int:
     """Run a script as Python would, and print the findings, then the traceback if it failed.
 
@@ -34,6 +40,7 @@ def watch_script(
         module: run it as `python -m` does.
         strict: stop at the first finding.
         report: the page to write, if any.
+        as_json: print the result as an object; what the script prints goes to standard error.
 
     Returns:
         The exit code of the script, if that is not 0. Otherwise 1 if there are findings; 2 if there
@@ -56,21 +63,49 @@ def watch_script(
     # resolved before the script changes folders
     page, base = None if report is None else report.resolve(), Path.cwd()
     doctor = open_doctor(ignore=ignore, strict=strict)
-    error = _run(doctor, script, arguments, module)
-    sys.stdout.flush()
-    print(doctor, flush=True)
+    with _output_to_stderr() if as_json else nullcontext():
+        error = _run(doctor, script, arguments, module)
+        sys.stdout.flush()
+    print(json.dumps(_facts(doctor), indent=1) if as_json else doctor, flush=True)
+    messages = sys.stderr if as_json else sys.stdout
     if page is not None:
         write_report(doctor, page, of=script if module else Path(script).name, base=base)
-        print(f"{report} written", flush=True)
+        print(f"{report} written", file=messages, flush=True)
     stopped = strict and isinstance(error, DiagnosisError) and doctor.findings
     if stopped and str(error) == str(doctor.findings[-1]):
-        print("Stopped at the first finding, as --strict says.")
+        print("Stopped at the first finding, as --strict says.", file=messages)
         return 1
     if doctor.ended and error is not None:
         return _report_failure(error)
     if doctor.findings:
         return 1
     return 2 if doctor.internal_error is not None or not doctor.coverage.recurrences else 0
+
+
+@contextmanager
+def _output_to_stderr() -> Generator[None]:
+    """Standard output goes to standard error, that of processes that the script starts too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _facts(doctor: Doctor) -> dict[str, Any]:
+    """The result as plain values."""
+    error = doctor.internal_error
+    return {
+        "verdict": doctor.verdict,
+        "findings": [asdict(finding) for finding in doctor.findings],
+        "watched": asdict(doctor.coverage),
+        "ended": doctor.ended,
+        "internal_error": None if error is None else f"{type(error).__name__}: {error}",
+    }
 
 
 def _run(

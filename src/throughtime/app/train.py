@@ -19,7 +19,6 @@ from throughtime._files import write_atomically, write_together
 from throughtime.app.config import Config, counted
 from throughtime.app.dataset import (
     Dataset,
-    OnPhase,
     changed_data,
     idle_remarks,
     open_dataset,
@@ -41,6 +40,7 @@ from throughtime.app.policy import (
     updates_per_epoch,
     with_fixed_chunk,
 )
+from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, one_line
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError, ThroughtimeError
@@ -206,6 +206,11 @@ class Training:
         """The share of the time so far that was spent waiting for data."""
         return (self._waited + self.stream.wait_seconds) / self.seconds if self.seconds else 0.0
 
+    @property
+    def training_seconds(self) -> float:
+        """The time so far without validation and checkpoints."""
+        return self.seconds - self._overhead
+
     def stop(self) -> None:
         """Make `run` save and return after the current update; safe in a signal handler."""
         self.stopping = True
@@ -316,7 +321,7 @@ class Training:
         metrics = self.dataset.spec.metrics()
         for outputs, targets in pairs:
             metrics.update(outputs.cpu(), targets.cpu())
-        training = self.seconds - self._overhead
+        training = self.training_seconds
         progress = TrainProgress(
             self.count,
             self.total,
@@ -348,6 +353,7 @@ class Training:
                 "update": self.count,
                 **values,
                 "seconds": round(self.seconds, 3),
+                "training_seconds": round(self.training_seconds, 3),
                 "waiting": round(self.waiting, 4),
                 "peak_memory": peak_memory(),
                 "frames": self.frames,
@@ -361,7 +367,8 @@ class Training:
         try:
             yield
         finally:
-            self._overhead += time.monotonic() - started
+            passed = time.monotonic() - started
+            self.seconds, self._overhead = self.seconds + passed, self._overhead + passed
 
     def _diverged(self, update: int, what: str) -> RunError:
         exists = self.folder.checkpoint.is_file()

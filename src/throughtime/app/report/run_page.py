@@ -78,8 +78,8 @@ def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
         [
             ("updates", f"{last['update']:,}"),
             ("frames trained on", f"{last['frames']:,}"),
-            ("frames per second", f"{last['frames'] / max(last['seconds'], 1e-9):,.0f}"),
-            ("training time", f"{last['seconds']:.0f} s"),
+            ("frames per second", f"{last['frames'] / max(last['training_seconds'], 1e-9):,.0f}"),
+            ("training time", f"{last['training_seconds']:.0f} s"),
             ("peak memory", "not measured" if memory is None else f"{memory / 1e6:.0f} MB"),
             ("lanes", f"{config.lanes}"),
             ("waiting for data", f"{last.get('waiting', 0.0):.0%}"),
@@ -274,7 +274,7 @@ def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Sec
 
 def _speed_sections(rows: Sequence[Row]) -> list[Section]:
     """Throughput and memory over the run; none for the first log lines."""
-    pairs = [(before, row) for before, row in pairwise(rows) if row["kind"] == "train"]
+    pairs = list(pairwise(row for row in rows if row["kind"] != "valid"))
     if len(pairs) < _FEWEST_LOG_LINES:
         return []
     rates = [_frames_per_second(before, row) for before, row in pairs]
@@ -292,7 +292,7 @@ def _speed_sections(rows: Sequence[Row]) -> list[Section]:
     )
     waiting = rows[-1].get("waiting", 0.0)
     caption = (
-        "Frames of all lanes between two log lines without a validation between them. Training"
+        "Frames of all lanes between two log lines, without the time of validations. Training"
         f" waited for data {waiting:.0%} of the time."
     )
     figures = [Figure(speed, caption)]
@@ -303,8 +303,8 @@ def _speed_sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _frames_per_second(before: Row, row: Row) -> float:
-    """NaN after a validation, whose time the clock includes."""
-    seconds = row["seconds"] - before["seconds"]
+    """Validation and checkpoints left out; NaN for the first line, which warms up."""
+    seconds = row["training_seconds"] - before["training_seconds"]
     if before["kind"] != "train" or seconds <= 0:
         return math.nan
     return (row["frames"] - before["frames"]) / seconds
