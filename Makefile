@@ -32,10 +32,11 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTEST) -m "slow or not slow"
 
-# The adapters on the oldest supported versions, in a folder before the environment.
+# Adapters, formats and command line on the oldest supported versions, in a folder before the environment.
+OLDEST := lightning_* ignite* accelerate* cli config console csv* formats* package predict report* run_audit run_files state
 test-oldest: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest --requirement oldest.txt
-	PYTHONPATH=$(abspath $(VENV))/oldest $(PYTEST) $(wildcard tests/test_lightning_*.py tests/test_ignite*.py tests/test_accelerate*.py)
+	PYTHONPATH=$(abspath $(VENV))/oldest $(PYTEST) $(wildcard $(OLDEST:%=tests/test_%.py))
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

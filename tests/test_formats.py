@@ -153,10 +153,10 @@ def test_file_of_another_kind_is_refused_by_name(
 EXTRAS = {
     ".h5": ("h5py", "hdf5"),
     ".zarr": ("zarr", "zarr"),
-    ".nc": ("netCDF4", "zarr"),
+    ".nc": ("netCDF4", "netcdf"),
     ".wav": ("soundfile", "audio"),
-    ".edf": ("edfio", "bio"),
-    ".hea": ("wfdb", "bio"),
+    ".edf": ("edfio", "edf"),
+    ".hea": ("wfdb", "wfdb"),
 }
 
 

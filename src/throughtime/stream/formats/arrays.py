@@ -131,7 +131,7 @@ def open_netcdf(path: Path) -> ArraysFile:
         MissingExtraError: netCDF4 is not installed.
         DataError: the file is no netCDF file, cut short, or holds no such variable.
     """
-    netcdf = import_extra("netCDF4", path, "netCDF", "zarr")
+    netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
     what = f"{path}: not a readable netCDF file"
     with path.open("rb") as file:
         if file.read(3) != b"CDF":

@@ -34,7 +34,7 @@ class EdfFile(TableFile):
     """
 
     def __init__(self, path: Path) -> None:
-        edfio = import_extra("edfio", path, "EDF", "bio")
+        edfio = import_extra("edfio", path, "EDF", "edf")
         with (
             unreadable(f"{path}: not a readable EDF file", _UNREADABLE),
             warnings.catch_warnings(),

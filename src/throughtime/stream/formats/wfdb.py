@@ -33,7 +33,7 @@ class WfdbFile(TableFile):
 
     def __init__(self, path: Path) -> None:
         with _quiet():
-            self._library = import_extra("wfdb", path, "WFDB", "bio")
+            self._library = import_extra("wfdb", path, "WFDB", "wfdb")
             with unreadable(f"{path}: not a readable WFDB header", _DAMAGED):
                 header: Any = self._library.rdheader(str(path.with_suffix("")))
                 names = tuple(header.sig_name or ())
