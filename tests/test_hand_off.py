@@ -232,6 +232,7 @@ def test_recordings_that_are_not_cut_are_read_as_without_hand_off(
         assert losses[0] == losses[1]
 
 
+@pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested
 def test_evaluation_with_a_handing_stream_starts_cold() -> None:
     net, source = named("tensor-state").net(), recordings([59])
     stream = tt.Stream(source, 4, 50, hand_off=True)

@@ -615,6 +615,14 @@ def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing() -> None:
         trainer.run(mine)
 
 
+def test_an_evaluation_of_cut_recordings_warns() -> None:
+    evaluator = StreamEvaluator(net_of(), {"mse": MeanSquaredError()})
+    with pytest.warns(UserWarning, match=r"^lanes=7 for 5 recordings .* lanes=5\)") as record:
+        evaluator.run(stream(lanes=7))
+    assert len(record) == 1
+    evaluator.run(stream(lanes=5))
+
+
 def test_an_evaluation_is_one_epoch_of_a_stream_with_targets() -> None:
     evaluator = StreamEvaluator(net_of())
     with pytest.raises(DataError, match=r"expected a tt\.Stream"):

@@ -140,6 +140,15 @@ def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) ->
         )
 
 
+def test_validation_of_cut_recordings_warns(tmp_path: Path) -> None:
+    trainer, count = trainer_of(tmp_path), len(LENGTHS)
+    with pytest.warns(UserWarning, match="cuts recordings") as record:
+        trainer.test(Module(), Loader(stream_of(count + 1, seed=4), 1), verbose=False)
+    texts = [str(warning.message) for warning in record]  # Lightning has warnings of its own
+    assert sum(f"tt.Stream(..., lanes={count}), or" in text for text in texts) == 1
+    trainer.test(Module(), Loader(stream_of(count, seed=4), 1), verbose=False)
+
+
 def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, limit_val_batches=2, val_check_interval=3)
     module = Module()

@@ -152,7 +152,7 @@ def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
     assert score.compute()["rmse"] == 1.0
 
 
-def _evaluated(metrics: Any) -> tt.Evaluation:
+def _evaluated(metrics: Any) -> tt.Evaluation[None]:
     torch.manual_seed(0)
     net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))
     recordings = [

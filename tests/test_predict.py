@@ -34,6 +34,7 @@ from strategies import (
     weights,
 )
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
+from throughtime.predict import warn_of_cuts
 from throughtime.stream.recording import as_recording, windows
 
 LONG = 5000
@@ -337,16 +338,96 @@ def test_classification_by_recording() -> None:
 
 def test_recording_cut_into_parts_counts_as_one() -> None:
     net, sources = named("hides-layer").net(), recordings([40])
-    result = tt.evaluate(net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression())
+    with pytest.warns(UserWarning, match="cuts recordings into parts"):
+        result = tt.evaluate(
+            net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression()
+        )
     assert list(result.recordings) == ["r0"]
     assert result.recordings["r0"] == pytest.approx(result.metrics)
-    assert math.isnan(result.loss)
     assert result.steps == 40
 
 
-def test_nothing_asked_and_nothing_valid_give_nan() -> None:
+def by_evaluator(net: tt.Carried, stream: tt.Stream, *, checked: bool) -> None:
+    evaluator = tt.Evaluator(net, nn.MSELoss())
+    if checked:
+        evaluator.check(stream)
+    for chunk in stream:
+        evaluator.add(chunk)
+    evaluator.result(stream)
+
+
+EVALUATIONS: dict[str, Callable[[tt.Carried, tt.Stream], object]] = {
+    "evaluate": lambda net, stream: tt.evaluate(net, stream, nn.MSELoss()),
+    "evaluator": lambda net, stream: by_evaluator(net, stream, checked=False),
+    "checked-evaluator": lambda net, stream: by_evaluator(net, stream, checked=True),
+}
+
+
+@pytest.mark.parametrize("run", EVALUATIONS.values(), ids=EVALUATIONS)
+def test_recordings_that_a_stream_cuts_are_named_once(
+    run: Callable[[tt.Carried, tt.Stream], object],
+) -> None:
+    net, sources = named("hides-layer").net(), recordings([40, 12])
+    with pytest.warns(UserWarning, match="cuts recordings") as record:
+        run(net, tt.Stream(sources, lanes=5, chunk=6))
+    (warning,) = record
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert text.startswith("lanes=5 for 2 recordings (r0, r1): ")
+    assert "3 of the parts start from the initial state" in text
+    assert "write tt.Stream(..., lanes=2), or" in text
+    run(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
+
+
+def test_more_lanes_than_recordings_that_are_not_cut_give_no_warning() -> None:
+    net, sources = named("hides-layer").net(), recordings([5, 5, 5])
+    handing = tt.Stream(sources, lanes=4, chunk=6, hand_off=True)  # one lane has nothing to play
+    whole = tt.evaluate(net, tt.Stream(sources, lanes=3, chunk=6), nn.MSELoss()).loss.item()
+    assert tt.evaluate(net, handing, nn.MSELoss()).loss == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("count", "lanes"), [(7, "lanes=2"), (2, "lanes=2, rank=0, ranks=1")], ids=["many", "few"]
+)
+def test_cuts_are_counted_over_the_lanes_of_all_ranks(count: int, lanes: str) -> None:
+    sources = recordings([9] * count)
+    with pytest.warns(UserWarning, match=r"^lanes=4 on each of 3 ranks for") as record:
+        warn_of_cuts(tt.Stream(sources, 4, 5, rank=1, ranks=3))
+    text = str(record[0].message)
+    assert f"{12 - count} of the parts" in text
+    assert f"tt.Stream(..., {lanes}), or" in text
+    warn_of_cuts(tt.Stream(sources * 6, 4, 5, rank=1, ranks=3))
+
+
+@pytest.mark.parametrize("lengths", [(40,), (31, 7, 20, 13), (3,) * 70])
+def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...]) -> None:
+    net, sources = named("hides-layer").net(), with_gaps(list(lengths))
+    data = sources[0] if len(sources) == 1 else sources
+    result = tt.evaluate(net, data, nn.MSELoss(), metrics=tt.metrics.Regression())
+    pairs = [direct(net, source) for source in sources]
+    y, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    assert result.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
+    assert result.steps == len(targets)
+    assert len(result.recordings) == len(sources)
+
+
+def test_an_evaluation_of_no_recordings_is_refused() -> None:
+    with pytest.raises(DataError, match="no recordings: expected at least one"):
+        tt.evaluate(named("hides-layer").net(), [])
+
+
+def test_a_loss_exists_only_where_a_loss_function_is_given() -> None:
     net, source = named("hides-layer").net(), recordings([9])[0]
-    assert math.isnan(tt.evaluate(net, tt.Stream(source, 1, 4)).loss)
+    assert tt.evaluate(net, source).loss is None
+    assert tt.evaluate(net, source, metrics=tt.metrics.Regression()).loss is None
+    evaluator, stream = tt.Evaluator(net), tt.Stream(source, 1, 4)
+    for chunk in stream:
+        evaluator.add(chunk)
+    assert evaluator.result(stream).loss is None
+
+
+def test_nothing_valid_gives_nan() -> None:
+    net, source = named("hides-layer").net(), recordings([9])[0]
     nothing = source | {"targets": np.full((9, 2), np.nan)}
     result = tt.evaluate(
         net, tt.Stream(nothing, 1, 4), nn.MSELoss(), metrics=tt.metrics.Regression()

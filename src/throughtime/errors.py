@@ -13,6 +13,8 @@ loop
 └── LawError            (AssertionError) a law of `throughtime.testing` that a module breaks
 """
 
+import inspect
+import warnings
 from collections.abc import Iterable
 
 _SHOWN = 8  # names of a list in a message, each of at most _LONGEST characters
@@ -35,6 +37,14 @@ def listed(names: Iterable[object], *, quoted: bool = False) -> str:
     rest = len(every) - len(texts)
     text = ", ".join(texts) + (f" and {rest:,} more" if rest else "")
     return f"[{text}]" if quoted else text
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the innermost line of the call stack that is outside of the package."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("throughtime."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class ThroughtimeError(Exception):

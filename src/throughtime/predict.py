@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -22,72 +22,105 @@ from throughtime import state as trees
 from throughtime.carry.carried import Carried, device_of, require_carried
 from throughtime.chunk import Chunk
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
-from throughtime.errors import ConfigError, DataError, RunError, StateError
+from throughtime.errors import ConfigError, DataError, RunError, StateError, listed, warn_caller
 from throughtime.gradient import LossFn, Objective
 from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import as_recording
+from throughtime.stream.recording import Recordings, as_recording, as_sources
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
 ON_NAN = ("raise", "hold", "reset")
+_LANES, _CHUNK = 64, 512  # of an evaluation whose recordings are no stream
+
+L = TypeVar("L", Tensor, None)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Generic[L]):
     """The result of `tt.evaluate`.
 
     Attributes:
-        loss: mean over all valid steps, a scalar tensor as in `tt.Update`; NaN without a `loss_fn`.
+        loss: mean over all valid steps, a scalar tensor as in `tt.Update`, NaN where no step is
+            valid; `None` without a `loss_fn`.
         steps: number of valid steps.
         metrics: over all recordings together; empty without `metrics`.
         recordings: metrics by recording's name; a recording cut into parts counts as one.
     """
 
-    loss: Tensor
+    loss: L
     steps: int
     metrics: Metrics
     recordings: dict[str, Metrics]
 
 
+@overload
 def evaluate(
     net: Carried,
-    stream: Stream,
+    data: Stream | Recordings,
+    loss_fn: None = None,
+    *,
+    metrics: Metric | TorchMetric | None = ...,
+) -> Evaluation[None]: ...
+
+
+@overload
+def evaluate(
+    net: Carried,
+    data: Stream | Recordings,
+    loss_fn: LossFn,
+    *,
+    metrics: Metric | TorchMetric | None = ...,
+) -> Evaluation[Tensor]: ...
+
+
+def evaluate(
+    net: Carried,
+    data: Stream | Recordings,
     loss_fn: LossFn | None = None,
     *,
     metrics: Metric | TorchMetric | None = None,
-) -> Evaluation:
-    """Loss and metrics of one epoch of the stream, with the state carried as in training.
+) -> Evaluation[Any]:
+    """Loss and metrics of whole recordings, with the state carried as in training.
 
     The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training
-    in progress is a value elsewhere and cannot be disturbed. Give as many lanes as there are
-    recordings at most: a recording cut into parts starts each part from the initial state.
+    in progress is a value elsewhere and cannot be disturbed.
 
-    On several ranks each plays its share, and all return the loss over all of them.
+    A stream with more lanes than recordings cuts recordings, and each part starts from the initial
+    state: a warning says so. On several ranks each plays its share of a stream, and all return the
+    loss over all of them.
 
     Args:
         net: made by `tt.carry`.
-        stream: a stream of its own, not the one that training iterates.
+        data: recordings, as for `tt.Stream`: whole ones are played, up to 64 side by side, all of
+            them on every rank. Or one epoch of a `tt.Stream`, which sets lanes, chunk, dtype and
+            more; not the one that training iterates.
         loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
             of classes by the weights of the classes, so that the cut into chunks changes nothing.
         metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
             `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
 
     Raises:
-        DataError: the stream has no targets, or it plays only a rank's share and `metrics` are
-            given.
+        DataError: the recordings have no targets, or a stream plays only a rank's share and
+            `metrics` are given.
+
+    Warns:
+        UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
 
     Cost: one forward pass; memory for one chunk.
 
     Example:
         >>> import torch, throughtime as tt
         >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
-        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> tt.evaluate(net, stream, torch.nn.MSELoss()).steps
+        >>> tt.evaluate(net, recording, torch.nn.MSELoss()).steps
         50
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> tt.evaluate(net, stream, metrics=tt.metrics.Regression()).loss is None
+        True
     """
+    stream = data if isinstance(data, Stream) else _whole(data)
     evaluator = Evaluator(net, loss_fn, metrics=metrics)
     evaluator.check(stream)
     for chunk in stream:
@@ -95,7 +128,31 @@ def evaluate(
     return evaluator.result(stream)
 
 
-class Evaluator:
+def _whole(recordings: Recordings) -> Stream:
+    """A stream that cuts none of the recordings."""
+    sources = as_sources(recordings)
+    lanes = min(max(1, len(sources)), _LANES)
+    return Stream(sources, lanes, _CHUNK, seed=None, rank=0, ranks=1)
+
+
+def warn_of_cuts(stream: Stream) -> None:
+    """Warn where the stream cuts recordings: an evaluation starts each part from the start."""
+    stream._sync_ranks()
+    if not (cuts := stream._schedule.cuts):
+        return
+    count, ranks = len(stream.recordings), stream._shard.ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
+    warn_caller(
+        f"lanes={stream.lanes}{each} for {count} recording{'s' * (count > 1)}"
+        f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into parts,"
+        f" and {cuts} of the parts start from the initial state instead of the state that the"
+        f" steps before them leave. To evaluate whole recordings write tt.Stream(..., {lanes}), or"
+        " give the recordings themselves to tt.evaluate"
+    )
+
+
+class Evaluator(Generic[L]):
     """An evaluation chunk by chunk, for loops of one's own.
 
     `tt.evaluate` evaluates a whole stream.
@@ -119,6 +176,24 @@ class Evaluator:
         50
     """
 
+    @overload
+    def __init__(
+        self: "Evaluator[None]",
+        net: Carried,
+        loss_fn: None = None,
+        *,
+        metrics: Metric | TorchMetric | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Evaluator[Tensor]",
+        net: Carried,
+        loss_fn: LossFn,
+        *,
+        metrics: Metric | TorchMetric | None = ...,
+    ) -> None: ...
+
     def __init__(
         self,
         net: Carried,
@@ -131,13 +206,21 @@ class Evaluator:
         self._metric = None if metrics is None else as_metric(metrics).new()
         self._by_recording: dict[int, Metric] = {}
         self._loss = self._weight = self._steps = 0.0
+        self._checked: Stream | None = None
 
     def check(self, stream: Stream) -> None:
-        """Refuse metrics where the stream plays only a rank's share.
+        """Refuse metrics where the stream plays only a rank's share; warn where it cuts recordings.
+
+        `result` checks a stream that has not been checked before.
 
         Raises:
-            DataError: it does, and there are metrics.
+            DataError: the stream plays a rank's share, and there are metrics.
+
+        Warns:
+            UserWarning: as for `tt.evaluate`.
         """
+        self._checked = stream
+        warn_of_cuts(stream)
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1 and self._metric is not None:
             raise DataError(
@@ -180,14 +263,16 @@ class Evaluator:
             metric = self._by_recording.setdefault(index, kind.new())
             metric.update(rows[own], targets[own])
 
-    def result(self, stream: Stream) -> Evaluation:
+    def result(self, stream: Stream) -> Evaluation[L]:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
-        self.check(stream)
+        if stream is not self._checked:
+            self.check(stream)
         total, weight, steps = self._loss, self._weight, self._steps
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1:
             total, weight, steps = ranks.total([total, weight, steps])
-        loss = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
+        mean = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
+        loss = cast("L", None if self._objective is None else mean)
         names = Counter(recording.name for recording in stream.recordings)
         by_name = {
             _unique(stream.recordings[i].name, i, names): self._by_recording[i].compute()

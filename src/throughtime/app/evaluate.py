@@ -110,7 +110,7 @@ def evaluate_recordings(
     recordings: list[Recording],
     config: Config,
     on_phase: OnPhase | None = None,
-) -> Evaluation:
+) -> Evaluation[None]:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
     lanes = min(len(recordings), _LANES)
     stream = unbroken_stream(recordings, spec, config, lanes, _EVALUATION_CHUNK)
@@ -128,7 +128,7 @@ def evaluate_run(
     split: str | None,
     missing: Missing | None,
     on_phase: OnPhase | None = None,
-) -> tuple[str, Evaluation]:
+) -> tuple[str, Evaluation[None]]:
     """Compute the metrics of a run on a split and write `scores-SPLIT.json`; see `open_run`.
 
     Returns:

@@ -20,6 +20,7 @@ from throughtime.errors import ConfigError, DataError, MissingExtraError
 from throughtime.gradient import LossFn, Policy, generators, set_generators
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
+from throughtime.predict import warn_of_cuts
 
 try:
     from ignite.engine import Engine, EventEnum, Events, State
@@ -291,6 +292,9 @@ class StreamEvaluator(Engine):
         Raises:
             DataError: `data` is no stream, or has no targets.
             ConfigError: more epochs than one, or a part of one.
+
+        Warns:
+            UserWarning: the stream cuts recordings; see `tt.evaluate`.
         """
         if not isinstance(data, tt.Stream):
             raise DataError(
@@ -302,6 +306,7 @@ class StreamEvaluator(Engine):
                 f"max_epochs={max_epochs}, {limits}: an evaluation is one whole epoch:"
                 " evaluator.run(stream)"
             )
+        warn_of_cuts(data)
         # the number of chunks that have a valid step may differ from run to run
         self.state.epoch_length = None
         return super().run(_scored_chunks(self._net, data), 1)

@@ -117,7 +117,7 @@ class StreamModule(AttachedModule):
         self._epoch_over = self._optimizer_stepped = True
         self._loaded_positions: list[dict[str, Any]] | None = None
         self._training_stream: tt.Stream | None = None
-        self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator]] = {}
+        self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator[Tensor]]] = {}
         self._predictors: dict[int, tt.Predictor] = {}
 
     def _install(self, trainer: pl.Trainer) -> None:

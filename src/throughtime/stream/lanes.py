@@ -209,6 +209,12 @@ class LaneSchedule:
         )
 
     @property
+    def cuts(self) -> int:
+        """Spans that begin where another span of the same recording ends, over all ranks."""
+        recordings = [span.recording for row in self.spans for span in row]
+        return len(recordings) - len(set(recordings))
+
+    @property
     def idle_steps(self) -> int:
         """Steps in which a lane of this rank has nothing left to play, over the whole epoch."""
         return sum(self.steps - self.starts[lane][-1] for lane in self.own_lanes)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -70,6 +70,9 @@ class Recording(Protocol):
     def read(self, start: int, stop: int) -> StepArrays:
         """The steps from `start` to before `stop`."""
         ...
+
+
+Recordings: TypeAlias = Sequence[Any] | Mapping[str, Any] | Recording | str | Path
 
 
 def sample_checksum(recording: Recording) -> str:
@@ -450,6 +453,12 @@ def _from_path(path: Path) -> Recording:
     else:
         inputs, targets = table.columns, ()
     return columns(path.name, table, inputs, table if targets else None, targets)
+
+
+def as_sources(recordings: Recordings) -> Sequence[Any]:
+    """The recordings as a sequence, where there may be a single one."""
+    single = isinstance(recordings, (Mapping, str, Path, Recording))
+    return [recordings] if single else recordings
 
 
 def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:

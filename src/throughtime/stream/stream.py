@@ -11,7 +11,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Never
 
 import torch
@@ -23,7 +22,14 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
 from throughtime.stream._prefetch import ProcessReader, Reader, ThreadReader, Workers
 from throughtime.stream.lanes import LaneSchedule
-from throughtime.stream.recording import Recording, as_recording, sample_checksum, with_one_kind
+from throughtime.stream.recording import (
+    Recording,
+    Recordings,
+    as_recording,
+    as_sources,
+    sample_checksum,
+    with_one_kind,
+)
 
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
@@ -122,7 +128,7 @@ class Stream:
 
     def __init__(
         self,
-        recordings: Sequence[Any] | Mapping[str, Any] | Recording | str | Path,
+        recordings: Recordings,
         lanes: int,
         chunk: int,
         *,
@@ -144,16 +150,13 @@ class Stream:
                 f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1,"
                 " warm_up >= 0, missing 'error' or 'mask'"
             )
-        sources: Sequence[Any] = (
-            [recordings] if isinstance(recordings, (Mapping, str, Path, Recording)) else recordings
-        )
         if dtype is not None and dtype not in DTYPES:
             raise DataError(
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
                 " use torch.autocast"
             )
         self.recordings: tuple[Recording, ...] = with_one_kind(
-            [as_recording(source, i) for i, source in enumerate(sources)]
+            [as_recording(source, i) for i, source in enumerate(as_sources(recordings))]
         )
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
