@@ -1,5 +1,6 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
+import ast
 import linecache
 import re
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "TT104": (
         "losses or outputs of several chunks are kept together with their graphs",
-        "keep the value only: total += loss.item(), or outputs.append(y.detach())",
+        "keep values without their graph: total += loss.detach(), or outputs.append(y.detach())",
     ),
     "TT105": (
         "one graph is sent back twice",
@@ -48,33 +49,46 @@ CODES: dict[str, tuple[str, str]] = {
             "every chunk starts from a zero state, or from one that stays the same, although it"
             " continues the previous chunk"
         ),
-        "pass the state on: y, state = net(x, state), then state = tt.state.detach(state)",
+        (
+            "return the state with the outputs and pass it to the next chunk: y, state = net(x,"
+            " state), then state = tt.state.detach(state)"
+        ),
     ),
     "TT202": (
         "the state is carried with its graph and nothing frees it: the graph grows with the stream",
         (
-            "with torch.no_grad(): around an evaluation; in training one backward per chunk, then"
-            " state = tt.state.detach(state)"
+            "with torch.no_grad(): around an evaluation or the sampling of a text; in training a"
+            " backward for each chunk, then state = tt.state.detach(state); where one loss at the"
+            " end of a long stream is all there is, tt.Exact"
         ),
     ),
     "TT203": (
         "the state is detached at every step, so gradients flow back a single step",
-        "move the detach out of the loop over time, to the boundary between chunks",
+        (
+            "pass the state itself from step to step, and detach it (or copy it by .data or NumPy)"
+            " only between chunks, outside the loop over time"
+        ),
     ),
     "TT204": (
         "the state of one recording enters the next",
         (
-            "start each recording from a new state: state = None (or net.initial_state(lanes)); for"
-            " single lanes tt.state.reset(state, initial, where)"
+            "before each recording, set the state to what it was before the first one, such as"
+            " zeros; where single lanes begin, state = tt.state.reset(state, initial, where)"
         ),
     ),
     "TT205": (
         "the state goes from training into validation, or back",
-        "keep two: validate with a separate state, and restore the training state afterwards",
+        (
+            "start validation from a state of its own, such as zeros, and go on afterwards with"
+            " the one at which training stopped"
+        ),
     ),
     "TT206": (
         "the rows of the state are not in the order of the rows of the inputs",
-        "order the state like the inputs: state = tt.state.select(state, lanes)",
+        (
+            "keep h in one order of all lanes; for the rows of a chunk, a tensor of indices,"
+            " y, new = net(x, h[rows]), then h = h.index_copy(0, rows, new.detach())"
+        ),
     ),
     "TT207": (
         "a state is carried between batches that are not consecutive in time",
@@ -89,7 +103,7 @@ CODES: dict[str, tuple[str, str]] = {
         "the state at the end of the data enters their beginning in the next pass",
         (
             "a fresh state at the start of each pass: make it inside the loop over epochs, before"
-            " the loop over chunks"
+            " the loop over chunks, or where the position goes back to the beginning"
         ),
     ),
     "TT209": (
@@ -110,17 +124,23 @@ CODES: dict[str, tuple[str, str]] = {
     "TT301": (
         "means over chunks of unequal length are summed into one step without weights",
         (
-            "weight each mean by its steps: (loss * steps / total_steps).backward(), or"
-            " sum(loss * steps) / total_steps"
+            "weight each mean by its steps, and do not divide by the number of chunks:"
+            " (loss * steps / total_steps).backward(), or sum(loss * steps) / total_steps"
         ),
     ),
     "TT302": (
         "gradients are cleared in the wrong place, or never",
-        "for each chunk: optimizer.zero_grad(); loss.backward(); optimizer.step()",
+        (
+            "in this order, with each optimizer: optimizer.zero_grad(); loss.backward();"
+            " optimizer.step()"
+        ),
     ),
     "TT303": (
         "the gradient is exactly zero before some step of the chunk: earlier steps get no credit",
-        "remove what masks, saturates or detaches the state at that step",
+        (
+            "at the last step without a gradient, remove what cuts the state: a detach, a mask of"
+            " zeros, a saturated clamp or ReLU, sign or round"
+        ),
     ),
     "TT304": (
         "optimizer.step() without a backward before it: nothing is trained",
@@ -129,10 +149,6 @@ CODES: dict[str, tuple[str, str]] = {
 }
 
 # Fixes of special cases.
-ONE_BACKWARD = (
-    "one backward for the sum of the losses, (loss1 + loss2).backward(); or retain_graph=True in"
-    " every backward through this graph but the last"
-)
 RETAIN_IN_GRAD = (
     "torch.autograd.grad(..., retain_graph=True), or create_graph=True where its result goes into"
     " a loss"
@@ -140,9 +156,9 @@ RETAIN_IN_GRAD = (
 BACKWARD_FIRST = "loss.backward() before optimizer.step() or any other change of the parameters"
 OWN_LOSS = (
     "loss.backward() for the loss of this chunk alone; of the sum keep only the value:"
-    " total += loss.item()"
+    " total += loss.detach()"
 )
-NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.item()"
+NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.detach()"
 INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 CLEAR_AFTER_STEP = (
     "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
@@ -161,7 +177,10 @@ def release_fix(path: str) -> str:
     whole = re.sub(INDICES, "", path)
     if not path or whole == path:
         return path and f"after each backward: {detached(path)}"
-    return f"empty {whole} after each backward, or keep values only: {whole}.append(y.detach())"
+    return (
+        f"after each backward: {whole}.clear(), also for lists that are filled with it; or, where"
+        f" later losses only read the values, {whole}.append(y.detach())"
+    )
 
 
 def detach_fix(paths: Iterable[str], line: SourceLine, *, retained: bool) -> str:
@@ -176,6 +195,73 @@ def detach_fix(paths: Iterable[str], line: SourceLine, *, retained: bool) -> str
     moment = "between chunks, after each backward" if has_call else "at the start of each step"
     fix = f"{moment}: {statements}"
     return f"{fix}; and loss.backward() without retain_graph=True" if retained else fix
+
+
+def one_backward(first: SourceLine, second: SourceLine) -> str:
+    """The fix for two losses of one graph, with the names at their backwards."""
+    sent = [re.search(r"([\w.]+)\.backward\(", text_of(line)) for line in (first, second)]
+    names = [call[1] if call else f"loss{i}" for i, call in enumerate(sent, 1)]
+    if names[0] == names[1]:
+        names = ["loss1", "loss2"]
+    return (
+        f"one backward for the sum of the losses, ({' + '.join(names)}).backward(); or"
+        " retain_graph=True in every backward through this graph but the last"
+    )
+
+
+def text_of(line: SourceLine) -> str:
+    """The text of a source line, stripped."""
+    return linecache.getline(line.file, line.line).strip()
+
+
+def rewritten(code: str, line: SourceLine) -> str:
+    """The user's own line without the fault; empty where it is no simple statement."""
+    try:
+        (statement,) = ast.parse(text_of(line)).body
+    except (SyntaxError, ValueError):
+        return ""
+    if code == "TT103":
+        return _out_of_place(statement)
+    return _without_graph(statement) if code == "TT104" else ""
+
+
+def _out_of_place(statement: ast.stmt) -> str:
+    """A statement that changes a tensor in place, as one that makes a new tensor."""
+    match statement:
+        case ast.AugAssign(target=(ast.Name() | ast.Attribute()) as target, op=op, value=value):
+            name = ast.unparse(target)
+            left = ast.Name(name, ast.Load())
+            return f"{name} = {ast.unparse(ast.BinOp(left, op, value))}"
+        case (
+            ast.AugAssign(target=ast.Subscript(value=target))
+            | ast.Assign(targets=[ast.Subscript(value=target)])
+        ):
+            name = ast.unparse(target)
+            return (
+                f"{name} = {name}.clone() before this line; or, where every step writes a row of"
+                f" its own, a list and torch.stack"
+            )
+        case _:
+            return ""
+
+
+def _without_graph(statement: ast.stmt) -> str:
+    """A statement that keeps a tensor, as one that keeps its value only."""
+    match statement:
+        case ast.AugAssign(target=target, op=ast.Add(), value=value):
+            return f"{ast.unparse(target)} += {_detached_value(value)}"
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append") as func, args=[value])):
+            if not isinstance(value, (ast.Tuple, ast.List, ast.Dict)):
+                return f"{ast.unparse(func)}({_detached_value(value)})"
+        case _:
+            pass
+    return ""
+
+
+def _detached_value(value: ast.expr) -> str:
+    simple = isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
+    text = ast.unparse(value)
+    return f"{text}.detach()" if simple else f"({text}).detach()"
 
 
 @dataclass(frozen=True)
@@ -273,7 +359,11 @@ class FindingList:
         created, used = (chunks[0] + 1, chunks[1] + 1) if chunks else (None, None)
         text = f"{message}. {detail}" if detail else message
         page = f"{PAGES_URL}/{code}.md"
-        fix = fix or usual_fix
+        fix = fix or rewritten(code, line) or usual_fix
+        if re.search(r"\btt\.", fix) and "throughtime as tt" not in "".join(
+            linecache.getlines(line.file)
+        ):
+            fix += " (import throughtime as tt)"
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)
         if self.strict:

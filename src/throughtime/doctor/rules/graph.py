@@ -49,13 +49,13 @@ from throughtime.doctor._torch_private import next_sequence, sequence
 from throughtime.doctor.findings import (
     BACKWARD_FIRST,
     NO_GRAD,
-    ONE_BACKWARD,
     OWN_LOSS,
     RETAIN_IN_GRAD,
     Finding,
     FindingList,
     detach_fix,
     detached,
+    one_backward,
     release_fix,
 )
 from throughtime.doctor.rules.rule import Rule, parameters_of
@@ -456,7 +456,7 @@ class AutogradErrorRule(Rule):
         elif any(number == each.root for each in self.backwards[position:]):
             fix = "one backward for each forward pass: compute the loss anew before each backward"
         elif not stepped:
-            fix = ONE_BACKWARD
+            fix = one_backward(past.line, call.line)
         elif past.site == call.site:
             fix = (
                 f"compute {what} anew before each backward, inside the loop; or one backward for"

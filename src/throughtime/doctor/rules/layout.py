@@ -135,8 +135,11 @@ class LayoutRule(Rule):
             return
         detail, fix = f"The state has {state} lanes, the chunk has {lanes}.", ""
         if lanes < state:
-            rows = "h[:, lanes]" if layer else "h[lanes]"
-            fix = f"keep the lanes that go on, lanes = [...] of {lanes} numbers: h = {rows}"
+            rows, dim = ("h[:, rows]", 1) if layer else ("h[rows]", 0)
+            fix = (
+                f"keep h for all lanes; for rows, a tensor of the {lanes} indices of this chunk,"
+                f" y, new = net(x, {rows}), then h = h.index_copy({dim}, rows, new.detach())"
+            )
             if loader is not None and self.clock.batch[1]:
                 detail += f" The loader at {loader} ends with a smaller batch."
                 fix = "DataLoader(..., drop_last=True)"

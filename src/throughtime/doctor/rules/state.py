@@ -28,12 +28,16 @@ from throughtime.doctor.watcher import Watcher
 
 # what to write for TT207
 FRESH = "start every batch from a new zero state, made in the loop as before the first batch"
+IN_ORDER = f"visit the chunks in the order of time; or, where they are unrelated, {FRESH}"
 SHUFFLED = "read the pieces in order: DataLoader(..., shuffle=False), no random sampler"
 SIDE_BY_SIDE = (
     "rows that go on from batch to batch: tt.Stream(recordings, lanes=..., chunk=...) has such;"
     f" or, where windows are samples of their own, {FRESH}"
 )
-SELECT = "order the state like the inputs: h = h[:, lanes], for an LSTM both h and c"
+SELECT = (  # for a layer, whose states have lanes in dimension 1
+    "keep h in one order of all lanes; for the rows of a chunk, a tensor of indices, y, new ="
+    " net(x, h[:, rows]), then h = h.index_copy(1, rows, new.detach()); for an LSTM both h and c"
+)
 OVERLAPPING = (
     "advance by the length of the window, so that windows do not overlap; or, where windows are"
     f" samples of their own, {FRESH}"
@@ -334,7 +338,7 @@ class StateRule(Rule):
         length, ahead = abs(step) * steps, gap[dim] * (1 if step > 0 else -1)
         if call.batch == origin.batch:
             overlaps = -length < ahead <= 0
-            return OVERLAPPING if overlaps else "visit the chunks in the order of time"
+            return OVERLAPPING if overlaps else IN_ORDER
         tiled = not lane.first.index[dim] % length and not (last.last.index[dim] + step) % length
         if len(after) == 1 and tiled and self.clock.random:
             return SHUFFLED
