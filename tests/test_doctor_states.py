@@ -883,9 +883,13 @@ def test_a_state_under_another_name_is_named_with_both() -> None:
     assert (
         finding.fix
         == "self.hidden = tt.state.detach(self.h) after each chunk; nothing else sets self.hidden"
+        " (import throughtime as tt)"
     )
     (finding,) = diagnose(the_first_state_at_every_chunk)
-    assert finding.fix == "start = tt.state.detach(_) after each chunk; nothing else sets start"
+    assert finding.fix == (
+        "start = tt.state.detach(_) after each chunk; nothing else sets start"
+        " (import throughtime as tt)"
+    )
 
 
 class Pieces(Dataset[Tensor]):
@@ -936,7 +940,7 @@ def test_the_fix_of_a_smaller_last_batch_is_to_drop_it_and_of_an_ended_lane_to_s
     (finding,) = diagnose(a_smaller_last_batch)
     assert "drop_last=True" in finding.fix
     (finding,) = diagnose(a_lane_that_ends_by_hand)
-    assert "h[lanes]" in finding.fix
+    assert "h[rows]" in finding.fix
 
 
 def test_the_fix_of_exchanged_dimensions_says_which_order_the_data_has() -> None:

@@ -231,7 +231,8 @@ def _out_of_place(statement: ast.stmt) -> str:
         case ast.AugAssign(target=(ast.Name() | ast.Attribute()) as target, op=op, value=value):
             name = ast.unparse(target)
             left = ast.Name(name, ast.Load())
-            return f"{name} = {ast.unparse(ast.BinOp(left, op, value))}"
+            new = ast.unparse(ast.BinOp(left, op, value))
+            return f"{name} = {new}  # and so for every change of {name} in place"
         case (
             ast.AugAssign(target=ast.Subscript(value=target))
             | ast.Assign(targets=[ast.Subscript(value=target)])
@@ -360,9 +361,8 @@ class FindingList:
         text = f"{message}. {detail}" if detail else message
         page = f"{PAGES_URL}/{code}.md"
         fix = fix or rewritten(code, line) or usual_fix
-        if re.search(r"\btt\.", fix) and "throughtime as tt" not in "".join(
-            linecache.getlines(line.file)
-        ):
+        imports = re.compile(r"\s*import throughtime as tt\b")
+        if re.search(r"\btt\.", fix) and not any(map(imports.match, linecache.getlines(line.file))):
             fix += " (import throughtime as tt)"
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)

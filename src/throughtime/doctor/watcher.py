@@ -126,6 +126,15 @@ def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
     return a if b is a or b <= a else a | b
 
 
+def _puts_lanes_back(op: Operation) -> bool:
+    """Whether lanes chosen by a tensor or list of indices are written into a state of all lanes."""
+    if op.name != "__setitem__" or len(op.args) != 3:
+        return op.name == "index_copy"
+    key, value = op.args[1:]
+    parts = key if isinstance(key, tuple) else (key,)
+    return isinstance(value, Tensor) and any(isinstance(part, (Tensor, list)) for part in parts)
+
+
 def _dim_of(op: Operation) -> int:
     """The dimension along which an operation stacks or takes apart."""
     dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
@@ -435,8 +444,14 @@ class Watcher(TorchFunctionMode):
         self._record_nodes(op)
         if instruction not in self.carried and any(r.chunk < self.clock.chunk for r in learned):
             self._record_carried(op)
-        if (name in COPY_OR_VIEW or name in EDITS) and len(set(map(id, learned))) == 1:
+        one = len(set(map(id, learned))) == 1 and (
+            name != "index_copy" or self.record_or_base(first) is learned[0]
+        )
+        if one and (name in COPY_OR_VIEW or name in EDITS):
             result = self._passed_on(op, learned[0])
+        elif _puts_lanes_back(op):  # the result has states of several calls
+            result = self._computed(op)
+            result.source = None
         else:
             result = self._computed(op)
             self.on_operation(op, result)

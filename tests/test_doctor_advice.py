@@ -1,0 +1,158 @@
+"""The doctor's advice, followed literally: the loop runs, and the fault is gone."""
+
+import linecache
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import throughtime as tt
+from throughtime.doctor import Doctor
+from throughtime.doctor._frames import SourceLine
+from throughtime.doctor.findings import CODES, FindingList, rewritten
+
+BROKEN = Path(__file__).parent / "cases" / "broken"
+AFTER_BACKWARD = "between chunks, after each backward: "
+WITH_IMPORT = " (import throughtime as tt)"
+
+
+def diagnosed(script: Path) -> tuple[Doctor, str]:
+    """The doctor after a run of a script, and the error of the run."""
+    error, doctor = "", tt.doctor()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with doctor:
+                runpy.run_path(str(script), run_name="__main__")
+        except RuntimeError as raised:
+            error = str(raised)
+    return doctor, error
+
+
+def follow(script: Path, line: int, fix: str) -> str:
+    """The text of a script with the advice of a finding put in, word by word."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    statement = fix.removesuffix(WITH_IMPORT)
+    if statement.startswith(AFTER_BACKWARD):
+        statement = statement.removeprefix(AFTER_BACKWARD)
+        at = next(i for i, text in enumerate(lines) if ".backward(" in text)
+        indent = lines[at][: -len(lines[at].lstrip())]
+        lines.insert(at + 1, indent + statement)
+    else:
+        text = lines[line - 1]
+        lines[line - 1] = text[: -len(text.lstrip())] + statement
+    if fix != statement and fix.endswith(WITH_IMPORT):
+        at = lines.index("import torch")
+        lines.insert(at, "import throughtime as tt")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "running_loss_with_graph",
+        "outputs_kept_for_the_accuracy",
+        "membrane_decays_in_place",
+        "detach_result_thrown_away",
+        "detach_as_a_statement",
+        "cloned_instead_of_detached",
+        "matrices_by_hand",
+        "fed_back_prediction",
+        "memory_with_graph",
+        "rollouts_in_one_chain",
+        "second_layer_not_detached",
+        "detached_lazily",
+    ],
+)
+def test_a_script_that_follows_the_advice_runs_without_a_finding(name: str, tmp_path: Path) -> None:
+    script, repaired = BROKEN / f"{name}.py", tmp_path / f"{name}.py"
+    rounds = 2 if name == "membrane_decays_in_place" else 1  # lines at fault
+    for _ in range(rounds):
+        doctor, _ = diagnosed(script)
+        finding = doctor.findings[0]
+        repaired.write_text(follow(script, finding.line, finding.fix), encoding="utf-8")
+        script = repaired
+        linecache.checkcache()
+    again, error = diagnosed(repaired)
+    assert not error
+    assert not again.findings
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "after"),
+    [
+        ("TT104", "total += loss  # of all", "total += loss.detach()"),
+        ("TT104", "total += a + b", "total += (a + b).detach()"),
+        ("TT104", "self.losses.append(loss)", "self.losses.append(loss.detach())"),
+        ("TT104", "kept[name].append(f(x)[0])", "kept[name].append(f(x)[0].detach())"),
+        ("TT104", "kept.append((loss, y))", ""),
+        ("TT104", "mean = 0.9 * mean + loss", ""),
+        ("TT103", "v *= a + b", "v = v * (a + b)  # and so for every change of v in place"),
+        (
+            "TT103",
+            "self.v -= x @ w",
+            "self.v = self.v - x @ w  # and so for every change of self.v in place",
+        ),
+        ("TT103", "for v in x:", ""),
+        ("TT101", "total += loss", ""),
+    ],
+)
+def test_a_simple_line_is_rewritten(code: str, before: str, after: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"    {before}\n", encoding="utf-8")
+    assert rewritten(code, SourceLine(str(script), 1)) == after
+    compile(after, "fix", "exec")
+
+
+def test_a_row_is_written_into_a_copy(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("self.h[ended] = 0.0\n", encoding="utf-8")
+    fix = rewritten("TT103", SourceLine(str(script), 1))
+    assert fix.startswith("self.h = self.h.clone() before this line")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_advice_that_uses_tt_says_how_to_import_it(known: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    head = "import throughtime as tt" if known else "import torch"
+    script.write_text(f"{head}\n", encoding="utf-8")
+    found = FindingList.from_options((), strict=False).add("TT201", SourceLine(str(script), 1))
+    assert found is not None
+    assert found.fix.removesuffix(WITH_IMPORT) == CODES["TT201"][1]
+    assert found.fix.endswith(WITH_IMPORT) is not known
+
+
+@pytest.mark.parametrize("assigned", [True, False])
+@pytest.mark.parametrize("layer", [True, False])
+def test_rows_that_are_selected_and_put_back_are_in_order(layer: bool, assigned: bool) -> None:
+    torch.manual_seed(0)
+    stream, dim = torch.randn(101, 5, 2).cumsum(0), int(layer)
+    unit = nn.GRU(2, 8) if layer else nn.GRUCell(2, 8)
+    head = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD([*unit.parameters(), *head.parameters()], lr=0.1)
+    h = torch.zeros(1, 5, 8) if layer else torch.zeros(5, 8)
+    with tt.doctor() as doctor:
+        for start in range(0, 100, 10):
+            rows = torch.randperm(5)[: 5 if start % 20 else 4]
+            new, outputs = h.index_select(dim, rows), list[torch.Tensor]()
+            x, y = stream[start : start + 10, rows], stream[start + 1 : start + 11, rows]
+            if layer:
+                out, new = unit(x, new)
+            else:
+                for x_t in x:
+                    new = unit(x_t, new)
+                    outputs.append(new)
+                out = torch.stack(outputs)
+            if not assigned:
+                h = h.index_copy(dim, rows, new.detach())
+            elif layer:
+                h[:, rows] = new.detach()
+            else:
+                h[rows] = new.detach()
+            optimizer.zero_grad()
+            nn.functional.mse_loss(head(out), y).backward()
+            optimizer.step()
+    assert not doctor.findings
