@@ -73,6 +73,19 @@ def test_each_phase_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         assert len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip()) <= 80, line
 
 
+def test_a_validation_leaves_room_for_the_line_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=72, soft_wrap=True)
+    monkeypatch.setattr(console, "out", terminal)
+    with ProgressDisplay() as display:
+        display.train(LATE)
+        display.phase("evaluating", 1, 2)
+        display._bars.refresh()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
+    last = next(line.rstrip() for line in reversed(lines) if "training" in line)
+    assert last.endswith("━ " + progress_line(LATE, 50))
+
+
 def test_every_long_phase_is_shown_elsewhere_in_plain_lines(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

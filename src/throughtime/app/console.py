@@ -76,7 +76,7 @@ class ProgressDisplay:
     def train(self, progress: TrainProgress) -> None:
         """Show a line of the log: the last one always."""
         if self._live:
-            room = out.width - len("training") - _BAR - 2
+            room = out.width - len("evaluating") - _BAR - 2  # the wider of two at a time
             line = progress_line(progress, room)
             self._update("training", progress.update, progress.updates, line)
         elif self._enabled and (

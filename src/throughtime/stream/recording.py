@@ -517,7 +517,8 @@ def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> Non
             f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
         )
     available = set(table.columns)  # there may be a million
-    missing = [c for c in names if c not in available]
+    # lines of a CSV file are also named from the last one, which only the table knows
+    missing = [c for c in names if c not in available and c not in table.columns]
     if not missing and names:
         return
     near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
