@@ -387,10 +387,10 @@ class KeepsMask(nn.Module):
         self.mask: Tensor | None = None
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = self.layer(x, h)
+        y, last = self.layer(x, h)
         if self.mask is None:
             self.mask = torch.eye(len(x))
-        return torch.einsum("st,tbh->sbh", self.mask, y), h
+        return torch.einsum("st,tbh->sbh", self.mask, y), last
 
 
 def test_what_a_call_leaves_for_one_of_another_length_is_tried() -> None:
@@ -401,6 +401,37 @@ def test_what_a_call_leaves_for_one_of_another_length_is_tried() -> None:
     net = tt.carry(module, x)
     y, _ = in_chunks(net, x, (3, 4))
     torch.testing.assert_close(y, expected)
+
+
+class Branching(nn.Module):
+    """Computes otherwise where gradients are on, as layers with a fast path for inference do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_grad_enabled() else x
+
+
+class BranchingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.layer = Branching(), nn.GRU(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.layer(self.front(x), h)
+
+
+@pytest.mark.parametrize(
+    "module_of",
+    [lambda: nn.Sequential(Branching(), nn.GRU(FEATURES, HIDDEN)), BranchingNet],
+    ids=["chain", "class"],
+)
+def test_a_module_that_computes_otherwise_with_gradients_is_carried(
+    module_of: Callable[[], nn.Module],
+) -> None:
+    x, net = inputs(7, 2), tt.carry(module_of().double())
+    y, _ = net(x, net.initial_state(2))
+    assert (in_chunks(net, x, (3, 4))[0] - y).abs().max() < EXACT
+    layer = next(part for part in net.modules() if isinstance(part, nn.GRU))
+    assert (layer(2 * x)[0] - y).abs().max() < EXACT
 
 
 def test_a_chain_that_picks_the_outputs_of_a_layer_is_called_as_its_author_wrote_it() -> None:

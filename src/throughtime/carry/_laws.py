@@ -147,8 +147,9 @@ class Laboratory:
             laws += [("memory", self._memory), ("credit", self._credit)]
         else:
             laws.append(("credit", self._credit_in_training))
-        with torch.no_grad():
+        with self._gradients():
             y, state = self.run(self.x)
+        y, state = y.detach(), trees.detach(state)
         if training is None:
             self.evaluated = y, state
         elif self.evaluated is not None and _equal((y, state), self.evaluated):
@@ -159,11 +160,16 @@ class Laboratory:
         self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         for name, law in laws:
             try:
-                deviation, error = law(), ""
+                with self._gradients():
+                    deviation, error = law(), ""
             except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as raised:
                 deviation, error = float("nan"), str(raised).split("\n")[0]
             tolerance = 0.0 if name in ("value", "inputs", "memory") else self.tolerance
             yield Law(prefix + name, deviation, tolerance, error)
+
+    def _gradients(self) -> torch.set_grad_enabled:
+        """Gradients as in use: a module may compute otherwise with them, so all runs agree."""
+        return torch.set_grad_enabled(self.training is not None)
 
     def run(
         self, x: Tensor, *chunks: int, state: State = (), restore: bool = True
@@ -196,18 +202,16 @@ class Laboratory:
         with ConstantRandomness():
             return self.adapter.run(x, state)
 
-    @torch.no_grad()
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
         y, state = self.run(self.x, restore=self.training is not None)
         return max(difference(y, self._y), state_difference(state, self._end))
 
-    @torch.no_grad()
     def _inputs(self) -> float:
         steps, lanes = self.x.shape[:2]
         self._changed_at = steps // 2, lanes - 1
         y, _ = self.run(changed_inputs(self.x, *self._changed_at))
-        self._moved = (y - self._y).abs().reshape(steps, lanes, -1).amax(2)
+        self._moved = (y.detach() - self._y).abs().reshape(steps, lanes, -1).amax(2)
         step, lane = self._changed_at
         return max(0.0, self._needed - float(self._moved[step:, lane].max()))
 
@@ -215,7 +219,6 @@ class Laboratory:
         step, lane = self._changed_at
         return float(self._moved[:step, lane].max())
 
-    @torch.no_grad()
     def _lanes(self) -> float:
         lanes = self.x.shape[1]
         if lanes == 1:
@@ -235,15 +238,13 @@ class Laboratory:
         deviation = self._whole_in_chunks()
         if not deviation <= self.tolerance:
             return deviation
-        with torch.no_grad():
-            y, state = self.run(self.x, *[1] * len(self.x))
+        y, state = self.run(self.x, *[1] * len(self.x))
         return max(deviation, difference(y, self._y), state_difference(state, self._end))
 
     def _whole_in_chunks(self) -> float:
         first, _, _, second, end = self._parts
         if not self.leaves_nothing and self.training is None:  # that must not matter either
-            with torch.no_grad():
-                y, end = self.run(self.x, *self._lengths())
+            y, end = self.run(self.x, *self._lengths())
         else:
             y = torch.cat([first, second])
         return max(difference(y, self._y), state_difference(end, self._end))
@@ -260,12 +261,11 @@ class Laboratory:
 
     def _in_parts(self) -> "_Parts":
         cut, *lengths = self._lengths()
-        with torch.set_grad_enabled(self.training is not None):  # credit is measured there
-            first, state = self.run(self.x[:cut])
-            if self.training is None:
-                self.leaves_nothing = self._snapshot.holds()
-            before = trees.map_leaves(torch.clone, trees.detach(state))
-            second, end = self.run(self.x[cut:], *lengths, state=state)
+        first, state = self.run(self.x[:cut])
+        if self.training is None:
+            self.leaves_nothing = self._snapshot.holds()
+        before = trees.map_leaves(torch.clone, trees.detach(state))
+        second, end = self.run(self.x[cut:], *lengths, state=state)
         return _Parts(first, before, state, second, end)
 
     @torch.no_grad()
@@ -281,7 +281,6 @@ class Laboratory:
         chunks, _ = self.run(x, middle, len(x) - middle)
         return Law("long", difference(whole, chunks), 10 * self.tolerance)
 
-    @torch.no_grad()
     def _memory(self) -> float:
         cut = self.bounds[1]
         y, _ = self.run(self.x[cut:])
@@ -290,6 +289,7 @@ class Laboratory:
     def _value(self) -> float:
         return state_difference(self._parts.state, self._parts.before)
 
+    @torch.enable_grad()
     def _credit(self) -> float:
         """The difference of two gradients of the outputs: in one call and in chunks.
 
