@@ -509,6 +509,77 @@ def a_cell_that_ponders_on_one_input() -> None:
         learn(net, mse(head(h), x[i : i + 4, :1]))
 
 
+@fault
+def several_updates_on_a_batch_each_from_the_last_state() -> None:
+    x, net, h = series(121, 2, 3), Net(), None
+    for a, b in DataLoader(TensorDataset(x[:-1], x[1:, :, :1]), batch_size=20):
+        for _ in range(2):
+            y, h = net(a, h)  # <- TT210
+            h = h.detach()
+            learn(net, mse(y, b))
+
+
+@fault
+def several_updates_on_a_chunk_by_cells() -> None:
+    x, cell, head, h = series(121, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
+    net = nn.ModuleList([cell, head])
+    for i in range(0, 120, 10):
+        for _ in range(4):
+            h, loss = h.detach(), torch.zeros(())
+            for t in range(i, i + 10):
+                h = cell(x[t], h)  # <- TT210
+                loss = loss + mse(head(h), x[t + 1, :, :1])
+            learn(net, loss)
+
+
+@fault
+def several_updates_on_each_of_the_chunks_of_a_list() -> None:
+    net, h = Net(), None
+    for x in [torch.randn(12, 2, 3) for _ in range(8)]:
+        n = 0
+        while n < 2:
+            y, h = net(x[:-1], h)  # <- TT210
+            h, n = h.detach(), n + 1
+            learn(net, mse(y, x[1:, :, :1]))
+
+
+@fault
+def updates_on_one_sequence_with_an_evaluation_after_each() -> None:
+    x, net, h = series(31, 2, 3), Net(), None
+    for _ in range(6):
+        y, h = net(x[:-1], h)  # <- TT208
+        h = h.detach()
+        learn(net, mse(y, x[1:, :, :1]))
+        net.eval()
+        with torch.no_grad():
+            net(x[:-1])
+        net.train()
+
+
+@sound
+def estimates_refined_from_a_new_state_for_each_window() -> None:
+    x, net = series(121, 1, 3), Net()
+    for i in range(0, 120, 20):
+        h = torch.zeros(1, 1, 8)
+        for _ in range(5):
+            y, h = net(x[i : i + 20], h)
+            h = h.detach()
+            learn(net, mse(y[-1], x[i, :, :1]))
+
+
+@sound
+def estimates_refined_for_each_batch_and_a_look_at_the_last() -> None:
+    data, net = TensorDataset(torch.randn(40, 9, 3), torch.randn(40, 1)), Net(batch_first=True)
+    for x, target in DataLoader(data, batch_size=8):
+        h = None
+        for _ in range(3):
+            y, h = net(x, h)
+            h = h.detach()
+            learn(net, mse(y[:, -1], target))
+        with torch.no_grad():
+            net(x, h)
+
+
 # --- batch and time exchanged
 
 
@@ -529,6 +600,39 @@ def next_steps_as_targets_along_the_lanes() -> None:
         y, h = rnn(x[i : i + 10], h)  # <- TT209
         h = h.detach()
         learn(net, mse(head(y), x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def tags_of_steps_that_the_layer_takes_for_lanes() -> None:
+    ids, rnn = torch.randint(12, (3, 160)), nn.LSTM(6, 8)
+    embedding, head, state = nn.Embedding(12, 6), nn.Linear(8, 4), None
+    net = nn.ModuleList([embedding, rnn, head])
+    for x, tags in zip(ids.split(20, 1), (ids % 4).split(20, 1), strict=True):
+        y, state = rnn(embedding(x), state)  # <- TT209
+        state = state[0].detach(), state[1].detach()
+        learn(net, nn.functional.cross_entropy(head(y).reshape(-1, 4), tags.reshape(-1)))
+
+
+@fault
+def signals_stacked_as_steps() -> None:
+    time, rnn, head, h = torch.arange(120) / 5, nn.GRU(1, 8), nn.Linear(8, 1), None
+    x = torch.stack([torch.sin(time + k) for k in range(4)]).unsqueeze(-1)
+    y, net = x.roll(-1, 1).tanh(), nn.ModuleList([rnn, head])
+    for i in range(0, 120, 12):
+        out, h = rnn(x[:, i : i + 12], h)  # <- TT209
+        h = h.detach()
+        learn(net, mse(head(out), y[:, i : i + 12]))
+
+
+def test_samples_with_one_label_each_are_not_taken_for_steps() -> None:
+    def loop() -> None:
+        x, labels, net, h = torch.randn(40, 7, 3), torch.randn(40, 1), Net(batch_first=True), None
+        for i in range(0, 40, 8):
+            y, h = net(x[i : i + 8], h)
+            h = h.detach()
+            learn(net, mse(y[:, -1], labels[i : i + 8]))
+
+    assert not [f for f in diagnose(loop) if f.code == "TT209"]
 
 
 @fault

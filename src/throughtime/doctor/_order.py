@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from throughtime.doctor._provenance import MAX_LANES, LaneEnds, lane_ends, relation
+from throughtime.doctor._provenance import MAX_LANES, LaneEnds, follows, lane_ends, relation
 from throughtime.doctor._records import TensorRecord, UnitCall
 from throughtime.doctor._torch_private import base_of
 from throughtime.doctor.watcher import Watcher
@@ -41,6 +41,20 @@ class ChunkOrder:
         if not before or not after or (rows is None and len(before) != len(after)):
             return ""
         return relation(before, after, list(range(MAX_LANES)) if rows is None else rows)
+
+    def goes_on_along_lanes(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
+        if origin.data is None or call.data is None:
+            return False
+        record_of, lanes = self.watcher.record_of, self.lanes(call)
+        before = lane_ends(origin.data, origin.time_dim, origin.lane_dim, record_of)
+        after = lane_ends(call.data, call.time_dim, call.lane_dim, record_of)
+        if not before or not after or not lanes or len(before) != len(after):
+            return False
+        return all(
+            len(b.time_dims) == 1 and not b.time_dims & lanes[0].time_dims and follows(a, b)
+            for a, b in zip(before, after, strict=True)
+        )
 
     def _is_next_slice(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a chunk is the next slice along the known dimension of time: cheap and usual."""

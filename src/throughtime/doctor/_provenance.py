@@ -246,11 +246,11 @@ def same_start(before: list[LaneEnds], after: list[LaneEnds]) -> bool:
     )
 
 
-def stacked_at_random(data: Tensor, dim: int | None, record_of: Lookup) -> bool:
-    """Whether a dimension of `data` consists of samples that a loader drew at random."""
+def stack_along(data: Tensor, dim: int | None, record_of: Lookup) -> CopyRecord | None:
+    """The stacking of samples that a dimension of `data` comes from."""
     for _ in range(MAX_DEPTH):
         if dim is None or data.shape[dim] < 2:
-            return False
+            return None
         base = base_of(data)
         if base is not None:
             shape, stride = data.shape[dim], data.stride(dim)
@@ -259,11 +259,11 @@ def stacked_at_random(data: Tensor, dim: int | None, record_of: Lookup) -> bool:
             continue
         record = record_of(data)
         if record is None or record.origin is None:
-            return False
+            return None
         if record.origin.name == "stack":
-            return record.origin.random and dim == 0
+            return record.origin if dim == 0 else None
         source: Any = record.origin.args[0]
         if not isinstance(source, Tensor) or source.shape != data.shape:
-            return False
+            return None
         data = source
-    return False
+    return None

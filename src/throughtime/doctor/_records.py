@@ -59,7 +59,8 @@ class UnitCall:
     lanes: Any = None  # where each lane of the data begins and ends
     previous: Tensor | None = None  # of single steps, the data of the one before
     start: Any = None  # copies of the states from which its chunk started
-    repeats: int = 0  # calls before it, one after the other, that read the same data
+    begin: "UnitCall | None" = None  # the first call in its chunk, if it is another one
+    repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from throughtime.doctor._frames import Instruction, SourceLine, current_line, line_of
 from throughtime.doctor._order import ChunkOrder
-from throughtime.doctor._provenance import difference, locate, nonzero, stacked_at_random
+from throughtime.doctor._provenance import TensorElement, difference, locate, nonzero, stack_along
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, UnitCall, tensors
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.rule import Rule
@@ -28,12 +28,15 @@ class LayoutRule(Rule):
         self.order = ChunkOrder(watcher)
         self.evidence: dict[Instruction, tuple[UnitCall, str]] = {}  # in this chunk
         self.counts: dict[Instruction, int] = {}
+        # the last call whose state ended the inputs beside its own
+        self.beside: dict[Instruction, UnitCall] = {}
         # the last error over lanes, which the loop may handle, and the finding that explains it
         self.failure: tuple[BaseException, str, SourceLine | None, str, str] | None = None
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         if op.is_layer and result.source is not None:
             self._check_samples(result.source)
+            self._check_chunks(op, result.source)
         elif not (op.is_recurrent or op.loop_inputs):
             for tensor, record in op.pairs():
                 call = record.source if record is not None and record.learned else None
@@ -45,12 +48,28 @@ class LayoutRule(Rule):
         data, lane, time = call.data, call.lane_dim, call.time_dim
         if data is None or not _has_two_dims(call) or call.instruction in self.evidence:
             return
-        record_of = self.watcher.record_of
-        if stacked_at_random(data, time, record_of) and not stacked_at_random(
-            data, lane, record_of
-        ):
+        stacks = [stack_along(data, dim, self.watcher.record_of) for dim in (time, lane)]
+        of_steps, of_lanes = (stack is not None and stack.random for stack in stacks)
+        if of_steps and not of_lanes:
             detail = "The steps that the layer reads are samples that the loader drew at random."
             self.evidence[call.instruction] = call, detail
+
+    def _check_chunks(self, op: Operation, call: UnitCall) -> None:
+        """Find a state that enters the inputs beside those that it comes from.
+
+        Targets at every step show that these inputs are no samples with a label each.
+        """
+        states = [r for r in op.records[1:] if r is not None and r.source is not None]
+        origin = next((r.source for r in states if not r.edited and r.rows is None), None)
+        if origin is None or origin.unit != call.unit or origin.chunk == call.chunk:
+            return
+        if not (_has_two_dims(call) and self.order.goes_on_along_lanes(origin, call)):
+            return
+        samples = call.data is not None and stack_along(
+            call.data, call.lane_dim, self.watcher.record_of
+        )
+        if not samples or call.batch == origin.batch:
+            self.beside[call.instruction] = call
 
     def _check_selection(self, tensor: Tensor, record: TensorRecord, call: UnitCall) -> None:
         """Find a result that is computed from the last lane alone, at every step."""
@@ -61,22 +80,28 @@ class LayoutRule(Rule):
 
     def _check_targets(self, op: Operation, call: UnitCall) -> None:
         """Find targets that are the next rows along what the layer takes for lanes."""
-        data, size = call.data, call.steps * _lanes(call)
-        if data is None or call.instruction in self.evidence:
+        size = call.steps * _lanes(call)
+        if call.instruction in self.evidence:
             return
         for tensor, record in op.pairs():
-            if (record is None or not record.learned) and tensor.numel() >= size:
-                record_of = self.watcher.record_of
-                target = locate(tensor, (0,) * tensor.dim(), record_of)
-                lanes = self.order.lanes(call)
-                if target is None or not lanes or lanes[0].first.root is not target.root:
-                    continue
-                ahead = difference(lanes[0].first, target)
-                if ahead == difference(lanes[0].first, lanes[1].first) and not (
-                    nonzero(ahead) & lanes[0].time_dims
-                ):
-                    detail = "The targets are the inputs of the next lane, not of the next step."
-                    self.evidence[call.instruction] = call, detail
+            known = record is None or not record.learned
+            if not known or tensor.requires_grad or tensor.numel() < size:
+                continue
+            if not (lanes := self.order.lanes(call)):
+                return
+            first, target = lanes[0].first, self._first_element(tensor)
+            ahead = () if target is None else difference(first, target)
+            if nonzero(ahead) & lanes[0].time_dims:
+                continue
+            if any(ahead) and ahead == difference(first, lanes[1].first):
+                detail = "The targets are the inputs of the next lane, not of the next step."
+                self.evidence[call.instruction] = call, detail
+            elif self.beside.get(call.instruction) is call:
+                detail = "Each chunk goes on where the last lane ended, not where the steps ended."
+                self.evidence[call.instruction] = call, detail
+
+    def _first_element(self, tensor: Tensor) -> TensorElement | None:
+        return locate(tensor, (0,) * tensor.dim(), self.watcher.record_of)
 
     def before_backward(self, backward: BackwardCall) -> None:
         for instruction, (call, detail) in self.evidence.items():

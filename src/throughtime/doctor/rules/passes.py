@@ -19,6 +19,10 @@ from throughtime.doctor.watcher import Watcher
 
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
 REPEATS = 4  # calls on the same inputs before it is reported
+UPDATES = (
+    "start every update on a chunk from the state before the chunk: y, new = net(x, h), and"
+    " h = tt.state.detach(new) after the last of them"
+)
 
 
 @dataclass
@@ -30,6 +34,17 @@ class SameStarts:
     names: tuple[str, str]  # of the state that entered and of the new one, empty if unknown
     count: int = 0
     lengths: set[int] = field(default_factory=set)  # of the chunks before them
+
+
+@dataclass
+class Wrap:
+    """A state that enters the beginning of the pass that it comes from, or the same inputs."""
+
+    line: SourceLine
+    name: str
+    chunks: tuple[int, int]
+    repeats: int  # updates before it on the same inputs, one after the other
+    ends_pass: bool  # the inputs may be all of the data
 
 
 class PassRule(Rule):
@@ -58,7 +73,8 @@ class PassRule(Rule):
         self.fresh: dict[Unit, SameStarts] = {}
         self.pending: list[tuple[UnitCall, int, bool, tuple[str, str]]] = []  # in this chunk
         self.targets: dict[Instruction, int] = {}  # elements compared with results, by operation
-        self.wraps: dict[Unit, tuple[SourceLine, str, tuple[int, int]]] = {}
+        self.wraps: dict[Unit, Wrap] = {}
+        self.reread: set[Unit] = set()  # units that read each chunk several times
         self.repeated: dict[Unit, UnitCall] = {}
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
@@ -168,28 +184,50 @@ class PassRule(Rule):
         line = line_of(starts.call.instruction)
         self.findings.add("TT201", line, detail, entered, fix=fix)
 
+    def starts_fresh(self, call: UnitCall) -> None:
+        """Handle a new or a masked state: what was repeated before it is a sample of its own."""
+        wrap = self.wraps.get(call.unit)
+        if wrap is not None and wrap.repeats and call.grad and call.training is not False:
+            self.reread.add(call.unit)
+            del self.wraps[call.unit]
+
     def goes_on(self, unit: Unit) -> None:
         """Handle a state that enters the next chunk in time."""
         self.carried.add(unit)
         if unit in self.fresh and not self.fresh[unit].zeros:
             del self.fresh[unit]
+        self.moves_on(unit)
         self._report_wrap(unit)
+
+    def moves_on(self, unit: Unit) -> None:
+        """Handle a state that enters other inputs: those before were not all of the data."""
+        wrap = self.wraps.get(unit)
+        if wrap is not None and wrap.repeats:
+            wrap.ends_pass = False
+            self.reread.add(unit)
+            self._report_wrap(unit)
 
     def begins_again(
         self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
     ) -> bool:
-        """Whether a state enters the beginning of the pass that it comes from.
+        """Whether a state enters the inputs, or the beginning of the pass, that it comes from.
 
         It is reported if the next chunk shows that chunks are in order, or at the end.
         """
+        in_batch = self._in_batch(call, origin)
+        if call.chunk == origin.chunk or not (call.grad and origin.grad):
+            return in_batch and call.repeats > 0
         first = self.first.get(call.unit)
         again = order == "again" or (first is not None and self._same(first, call))
         if call.steps == 1 and _same_memory(origin.data, call.data):
             again = False  # the same input at every step
-        if not again or call.chunk == origin.chunk or not (call.grad and origin.grad):
+        if not (again or call.repeats):
             return False
-        self._report_wrap(call.unit)
-        self.wraps[call.unit] = line, name, (origin.chunk, call.chunk)
+        if not call.repeats:
+            self._report_wrap(call.unit)
+        ends_pass = again and not (call.repeats and (in_batch or call.unit in self.reread))
+        chunks = origin.chunk, call.chunk
+        self.wraps[call.unit] = Wrap(line, name, chunks, call.repeats, ends_pass)
         return True
 
     def jumps_to(self, unit: Unit) -> None:
@@ -199,23 +237,33 @@ class PassRule(Rule):
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap = self.wraps.pop(unit, None)
-        if wrap is not None and unit not in self.jumps:
-            line, name, chunks = wrap
-            self.findings.add("TT208", line, f"The state enters at {line}.", name, chunks)
+        if wrap is None or unit in self.jumps:
+            return
+        code, detail, fix = "TT208", f"The state enters at {wrap.line}.", ""
+        if not wrap.ends_pass:
+            code, fix = "TT210", UPDATES
+            detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
+        self.findings.add(code, wrap.line, detail, wrap.name, wrap.chunks, fix)
 
     def repeats(self, call: UnitCall, origin: UnitCall) -> bool:
-        """Whether the state of a call enters a call on the same inputs within one batch."""
-        data = call.data
-        if call.steps == 1 or data is None or not _same_memory(origin.data, data):
-            return False
-        root = root_of(data)
-        in_batch = call.batch == origin.batch and any(r() is root for r in self.clock.contents)
-        if call.chunk != origin.chunk and not in_batch:
+        """Whether the state of a call enters a call on the same inputs, with no update between.
+
+        A loader's batch is no pass over the data: any number of calls may read it.
+        """
+        at_once = call.chunk == origin.chunk
+        begin = origin if at_once else origin.begin or origin
+        each_step = call.steps == 1 and _same_memory(origin.data, call.data)
+        if call.data is None or each_step or not _same_memory(begin.data, call.data):
             return False
         call.repeats = origin.repeats + 1
-        if call.grad:
+        if call.grad and begin is origin and (at_once or self._in_batch(call, origin)):
             self.repeated[call.unit] = call
-        return True
+        return at_once
+
+    def _in_batch(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether two calls read the batch that a loader returned last."""
+        root = None if call.data is None else root_of(call.data)
+        return call.batch == origin.batch and any(r() is root for r in self.clock.contents)
 
     def _report_repeats(self, call: UnitCall) -> None:
         step = "x[:, t : t + 1]" if call.time_dim == 1 else "x[t : t + 1]"
@@ -227,8 +275,9 @@ class PassRule(Rule):
         for starts in self.fresh.values():
             if starts.count >= FRESH_CHUNKS - 1:
                 self._report_starts(starts)
-        for unit in list(self.wraps):
-            self._report_wrap(unit)
+        for unit, wrap in list(self.wraps.items()):
+            if wrap.ends_pass:
+                self._report_wrap(unit)
 
 
 def _equal(states: list[Tensor], others: list[Tensor] | None) -> bool:

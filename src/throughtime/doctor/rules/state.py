@@ -4,6 +4,7 @@ Codes TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one
 sequence of data.
 """
 
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -84,6 +85,7 @@ class StateRule(Rule):
             return
         layer, now = isinstance(module, nn.RNNBase), (clock.chunk, clock.batch, clock.training)
         if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
+            call.begin = call.begin or replace(call)
             call.previous, call.lanes = call.data, None
             call.data = data if call.data is not None else None
         elif frame is not None and data.dim() == (3 if layer else 2):
@@ -242,11 +244,13 @@ class StateRule(Rule):
                 call.previous = origin.data
             repeats = self.passes.repeats(call, origin)
             if not self._at_boundary(call, origin):
-                call.start = origin.start
+                call.start, call.begin = origin.start, origin.begin or origin
+                call.repeats = max(call.repeats, origin.repeats if call.steps == 1 else 0)
             elif not repeats and not self._starts_again(call, before, origin, states):
                 self._check_carried(call, origin, state)
         elif state_known and not records and not has_graph:
             self.passes.first[call.unit] = call
+            self.passes.starts_fresh(call)
             if before is None or self._at_boundary(call, before):
                 self.passes.start(call, before, states)
         elif not self.passes.first.get(call.unit):
@@ -288,17 +292,20 @@ class StateRule(Rule):
                 self.order.learn_axis(call, origin)
             return
         if state.edited and order != "rows":
+            self.passes.starts_fresh(call)
             return
         name = self._name(call, state)
-        if call.training != origin.training or not self.passes.begins_again(
+        if call.training == origin.training and self.passes.begins_again(
             call, origin, order, line, name
         ):
-            code, source, detail, fix = self._fault(call, origin, state, order, line)
-            if code == "TT207":
-                self.passes.jumps_to(call.unit)
-            if code:
-                chunks = origin.chunk, call.chunk
-                self.findings.add(code, source, detail, name, chunks, fix)
+            return
+        code, source, detail, fix = self._fault(call, origin, state, order, line)
+        if code == "TT207":
+            self.passes.jumps_to(call.unit)
+        elif not code and call.training == origin.training:
+            self.passes.moves_on(call.unit)
+        if code:
+            self.findings.add(code, source, detail, name, (origin.chunk, call.chunk), fix)
 
     def _fault(
         self, call: UnitCall, origin: UnitCall, state: TensorRecord, order: str, line: SourceLine
