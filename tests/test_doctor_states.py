@@ -864,6 +864,51 @@ def clips_by_a_convolutional_cell_without_a_new_state() -> None:
             learn(net, loss)
 
 
+@fault
+def users_in_turn_with_one_state_by_cells() -> None:
+    users, cell, head = [series(61, 2, 3) for _ in range(3)], nn.GRUCell(3, 8), nn.Linear(8, 3)
+    net, h = nn.ModuleList([cell, head]), torch.zeros(2, 8)
+    for i in range(0, 60, 12):
+        for x in users:
+            h, loss = h.detach(), torch.zeros(())
+            for t in range(i, i + 12):
+                h = cell(x[t], h)  # <- TT204
+                loss = loss + mse(head(h), x[t + 1])
+            learn(net, loss)
+
+
+@fault
+def places_of_recordings_drawn_with_the_last_state() -> None:
+    recordings, net, h = [series(25, 3) for _ in range(6)], Net(batch_first=True), None
+    for _ in range(12):
+        picks = torch.randint(6, (3,)).tolist()
+        starts = torch.randint(1, 16, (3,)).tolist()
+        x = torch.stack([recordings[k][i : i + 9] for k, i in zip(picks, starts, strict=True)])
+        y, h = net(x[:, :-1], h)  # <- TT207
+        h = h.detach()
+        learn(net, mse(y, x[:, 1:, :1]))
+
+
+@sound
+def each_chunk_from_the_clean_or_the_noisy_signal() -> None:
+    clean, net, h = series(121, 2, 3), Net(), None
+    forms = [clean, clean + torch.randn(121, 2, 3) / 9]
+    for i in range(0, 120, 10):
+        y, h = net(forms[int(torch.randint(2, ()))][i : i + 10], h)
+        h = h.detach()
+        learn(net, mse(y, clean[i + 1 : i + 11, :, :1]))
+
+
+@sound
+def question_and_answer_of_every_chunk_with_one_state() -> None:
+    questions, answers, net, h = series(120, 1, 3), series(120, 1, 3), Net(), None
+    for i in range(0, 120, 10):
+        _, h = net(questions[i : i + 10], h)
+        y, h = net(answers[i : i + 10], h)
+        learn(net, y.square().mean())
+        h = h.detach()
+
+
 @sound
 def a_state_for_each_user() -> None:
     users = {name: series(60, 1, 3) for name in "abc"}

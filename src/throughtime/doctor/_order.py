@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from throughtime.doctor._provenance import MAX_LANES, LaneEnds, follows, lane_ends, relation
-from throughtime.doctor._records import TensorRecord, UnitCall
+from throughtime.doctor._records import TensorRecord, Unit, UnitCall
 from throughtime.doctor._torch_private import base_of
 from throughtime.doctor.watcher import Watcher
 
@@ -19,6 +19,8 @@ class ChunkOrder:
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
         self.axes: dict[int, tuple[Tensor, int]] = {}  # dimension of time by tensor
+        # the last chunk of a tensor that a unit read, by both
+        self.read: dict[tuple[Unit, int], UnitCall] = {}
 
     def lanes(self, call: UnitCall) -> list[LaneEnds] | None:
         """Where each lane of the data begins and ends; `None` if unknown."""
@@ -35,12 +37,28 @@ class ChunkOrder:
         if position is not None and time is not None and origin.data is not None:
             # the state is not the last one of the chunk
             origin = replace(origin, data=origin.data.narrow(time, 0, position + 1), lanes=None)
-        if rows is None and self._is_next_slice(origin, call):
+        if rows is None and origin.data is not None and self._is_next_slice(origin, call):
+            self._remember_read(origin, [base_of(origin.data)])
             return "next"
         before, after = self.lanes(origin), self.lanes(call)
         if not before or not after or (rows is None and len(before) != len(after)):
             return ""
-        return relation(before, after, list(range(MAX_LANES)) if rows is None else rows)
+        self._remember_read(origin, [lane.last.root for lane in before])
+        rows = list(range(MAX_LANES)) if rows is None else rows
+        return relation(before, after, rows, {} if state is None else self._last_read(call, after))
+
+    def _remember_read(self, call: UnitCall, roots: list[Any]) -> None:
+        for root in roots:
+            remember(self.read, (call.unit, id(root)), call)
+
+    def _last_read(self, call: UnitCall, after: list[LaneEnds]) -> dict[int, list[LaneEnds]]:
+        """The lanes of the last chunk that the unit read from each tensor of a chunk."""
+        read: dict[int, list[LaneEnds]] = {}
+        for root in [lane.first.root for lane in after]:
+            last = self.read.get((call.unit, id(root)))
+            lanes = None if last is None else self.lanes(last)
+            read[id(root)] = [lane for lane in lanes or () if lane.last.root is root]
+        return read
 
     def goes_on_along_lanes(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""

@@ -9,7 +9,7 @@ Shapes: `T` steps, `B` lanes (rows of the batch).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -195,15 +195,22 @@ def _common_step(before: LaneEnds, after: LaneEnds) -> tuple[int, ...]:
     return step if any(step) else ()
 
 
-def relation(before: list[LaneEnds], after: list[LaneEnds], rows: list[int]) -> str:
+def relation(
+    before: list[LaneEnds],
+    after: list[LaneEnds],
+    rows: list[int],
+    read: dict[int, list[LaneEnds]],
+) -> str:
     """How two chunks lie in time, the state of the first in the second.
 
-    `rows[b]` is the lane of `before` whose state lane `b` of `after` has.
+    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read[id(root)]` are
+    the lanes of the last chunk that was read from a tensor, as far as known.
 
     Returns:
         "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
         at another position; "again": it goes back to the beginning; "start": it begins in other
-        data; "": uncertain.
+        data; "other": it goes on in other data, whose last chunk was read with another state;
+        "": uncertain.
     """
     pairs = [
         (before[row], lane) for row, lane in zip(rows, after, strict=False) if row < len(before)
@@ -214,19 +221,31 @@ def relation(before: list[LaneEnds], after: list[LaneEnds], rows: list[int]) -> 
         return "next"
     if all(follows(a, b) or any(follows(other, b) for other in before) for a, b in pairs):
         return "rows"
-    kinds = {_lane_relation(a, b, lane) for lane, (a, b) in enumerate(pairs)}
+    kinds = {_lane_relation(a, b, lane, read) for lane, (a, b) in enumerate(pairs)}
     if kinds <= {"start", "next"}:
         return "start"
+    if "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}:
+        return "jump"
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _lane_relation(before: LaneEnds, after: LaneEnds, lane: int) -> str:
-    """How the next chunk of one lane lies in time."""
+def _lane_relation(
+    before: LaneEnds, after: LaneEnds, lane: int, read: dict[int, list[LaneEnds]]
+) -> str:
+    """How the next chunk of one lane lies in time; "elsewhere" is a jump within other data."""
     if follows(before, after):
         return "next"
     a, b = before.last, after.first
     if a.root is not b.root:
-        return "start" if [i for i in b.index if i] in ([], [lane]) or after.begins else ""
+        if [i for i in b.index if i] in ([], [lane]) or after.begins:
+            return "start"
+        last = read.get(id(b.root), [])
+        if len(a.index) == len(b.index) and follows(
+            before, replace(after, first=TensorElement(a.root, b.index))
+        ):
+            return ""  # it may be another form of the same data
+        goes_on = any(follows(other, after) for other in last)
+        return "other" if goes_on else "elsewhere" if last else ""
     moved = nonzero(difference(a, b))
     along = before.time_dims | after.time_dims or {
         dim for dim in moved if len(moved) == 1 or b.index[dim] == 0

@@ -60,6 +60,7 @@ class StateRule(Rule):
         self.recordings: dict[int, Tensor] = {}  # tensors of which two adjacent chunks were read
         # tensors that a state of another recording entered, with line, name and chunks
         self.entered: dict[int, tuple[Tensor, SourceLine, str, tuple[int, int]]] = {}
+        self.mixed: set[Unit] = set()  # units that read several tensors within one chunk
         self.evaluations: dict[Unit, UnitCall] = {}  # the last call of a connected graph
         self.trained: dict[Unit, int] = {}  # the most calls connected before a backward
         self.longest: UnitCall | None = None
@@ -312,7 +313,7 @@ class StateRule(Rule):
     ) -> tuple[str, SourceLine | None, str, str]:
         """The code of a state that does not go on in time, its line, a detail and what to write."""
         detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
-        starts = order == "start" and self._is_recording(origin)
+        starts = order == "other" or (order == "start" and self._is_recording(origin))
         if call.training != origin.training or (call.grad != origin.grad and starts):
             new_phase = call.training != origin.training
             trains = call.training if new_phase else call.grad
@@ -327,7 +328,11 @@ class StateRule(Rule):
         if order == "jump" and only and call.chunk != origin.chunk:
             source = self.clock.loader if new_batch else enclosing_loop(line)
             return "TT207", source or line, detail, self._fix_of_order(call, origin)
-        if starts:
+        if call.chunk == origin.chunk and order in {"start", "other"}:
+            self.mixed.add(call.unit)
+        elif order == "other" and call.unit not in self.mixed:
+            return "TT204", line, "", ""
+        if order == "start" and starts:
             self._enter_recording(call, origin, state, line)
         return "", None, "", ""
 
