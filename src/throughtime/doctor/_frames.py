@@ -14,6 +14,7 @@ import os
 import re
 import site
 import sysconfig
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -47,6 +48,8 @@ _RESOLVED_LIBRARY_DIRS = tuple(
 )
 _MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of nn.Module.__call__
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
+CONTAINERS = {list, dict, set, deque, defaultdict}
+MAX_OWNERS = 3  # containers one around the other
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
@@ -319,27 +322,39 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_container(tensors: list[Tensor]) -> Any:
-    """The list or dict that holds many of these tensors, directly or inside tuples.
+    """The list, dict, set or deque that holds many of these tensors, or of the rows around them.
 
-    Scans all objects of the garbage collector, once or twice.
+    A row is a tuple, a dict, a list or an object, such as one for each chunk. A deque of limited
+    length does not count. Scans all objects of the garbage collector, at most three times.
     """
-    ids = {id(tensor) for tensor in tensors}
-    referrers = [c for c in gc.get_referrers(*tensors) if c is not tensors]
-    pairs = [c for c in referrers if type(c) is tuple]
-    ids |= {id(pair) for pair in pairs}
-    if pairs:
-        referrers += [c for c in gc.get_referrers(*pairs) if c is not pairs]
-    for container in referrers:
-        if type(container) in {list, dict} and container is not referrers:
-            items = list(container.values()) if isinstance(container, dict) else container
-            if sum(id(item) in ids for item in items) >= max(4, len(tensors) // 3):
-                return container
+    items: list[Any] = tensors
+    for _ in range(MAX_OWNERS):
+        ids, rows = {id(item) for item in items}, list[Any]()
+        for owner in gc.get_referrers(*items):
+            if owner is items or isinstance(owner, (FrameType, *NOT_SEARCHED)):
+                continue
+            kept = owner.values() if isinstance(owner, dict) else owner
+            if (
+                type(owner) in CONTAINERS
+                and (not isinstance(owner, deque) or owner.maxlen is None)
+                and sum(id(each) in ids for each in kept) >= max(4, len(tensors) // 3)
+            ):
+                return owner
+            rows.append(owner)
+        if not 4 <= len(rows) <= MAX_ITEMS * len(tensors):
+            break
+        items = rows
     return None
 
 
-def _names_of(container: Any) -> set[str]:
-    """The variables and attributes that refer to a container."""
-    names: set[str] = set()
+def _is_namespace(owner: Any) -> bool:
+    """Whether a dict holds the variables of a module."""
+    return isinstance(owner, dict) and "__name__" in owner
+
+
+def _names_of(container: Any, depth: int = MAX_OWNERS) -> list[str]:
+    """The variables and attributes that refer to a container, after those of one around it."""
+    names, outer = set[str](), list[str]()
     frame: FrameType | None = current_frame()
     while frame is not None:
         if file_owner(frame.f_code.co_filename) == USER:
@@ -353,14 +368,19 @@ def _names_of(container: Any) -> set[str]:
                 for key, value in list(attributes.items())
                 if value is container and isinstance(key, str)
             }
-    return names
+        if depth > 1 and type(owner) in CONTAINERS and not _is_namespace(owner):
+            outer += _names_of(owner, depth - 1)
+    return [*outer, *sorted(names)]
 
 
 def find_append_line(container: Any, files: set[str]) -> tuple[SourceLine, str] | None:
     """The first line of the files that adds to the container, and the container's name."""
-    for name in sorted(_names_of(container)):
+    for name in _names_of(container):
+        word = re.escape(name)
         pattern = re.compile(
-            rf"\b{re.escape(name)}(\.(append|extend|insert|add)\(|\s*\+=|\[.*\]\s*=)"
+            rf"\b{word}(\[[^\]]*\]|['\"]\])*"
+            r"(\.(append|appendleft|extend|insert|add|setdefault)\(|\s*\+=|\[.*\]\s*=(?!=)"
+            rf"|\s*=\s*(\[\*)?{word}\s*[,+])"
         )
         for file in sorted(files):
             try:

@@ -25,9 +25,7 @@ class ChunkOrder:
     def lanes(self, call: UnitCall) -> list[LaneEnds] | None:
         """Where each lane of the data begins and ends; `None` if unknown."""
         if call.lanes is None and call.data is not None:
-            record_of = self.watcher.record_of
-            dims = call.lane_dim, call.time_dim
-            call.lanes = lane_ends(call.data, *dims, record_of, call.previous) or ()
+            call.lanes = lane_ends(call, self.watcher.record_of) or ()
         return call.lanes or None
 
     def relation(self, origin: UnitCall, call: UnitCall, state: TensorRecord | None = None) -> str:

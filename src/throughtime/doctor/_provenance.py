@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.doctor._records import CopyRecord, TensorRecord
+from throughtime.doctor._records import CopyRecord, TensorRecord, UnitCall
 from throughtime.doctor._torch_private import base_of
 
 MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
@@ -108,14 +108,26 @@ def _source_element(
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(index)
         return _element_of_part(list(args[0]), dim, index, stacked=copied.name == "stack")
     source: Tensor = args[0]
-    if copied.name not in {"__getitem__", "index_select", "flip", "roll"}:
+    if copied.name == "pad_sequence":
+        batch_first = bool(args[1] if len(args) > 1 else kwargs.get("batch_first"))
+        lane, time = index[:2] if batch_first else index[1::-1]
+        part = args[0][lane]
+        return (part, (time, *index[2:])) if time < len(part) else None
+    if copied.name not in {
+        "__getitem__",
+        "index_select",
+        "flip",
+        "roll",
+        "_pack_padded_sequence",
+    }:
         same = source.shape == copied.shape[: source.dim()]
         return (source, index[: source.dim()]) if same else None
     if source.numel() > MAX_INDEXED:
         return None
     if copied.numbers is None:
         numbers = torch.arange(source.numel(), device=source.device).view(source.shape)
-        copied.numbers = copied.func(numbers, *args[1:], **kwargs)
+        numbers = copied.func(numbers, *args[1:], **kwargs)
+        copied.numbers = numbers[0] if isinstance(numbers, tuple) else numbers
     number, in_source = int(copied.numbers[index]), list[int]()
     for size in reversed(source.shape):
         number, i = divmod(number, size)
@@ -136,32 +148,31 @@ def _element_of_part(
     return None
 
 
-def lane_ends(
-    data: Tensor,
-    lane_dim: int | None,
-    time_dim: int | None,
-    record_of: Lookup,
-    previous: Tensor | None = None,
-) -> list[LaneEnds] | None:
-    """The ends of each lane of `data`; `None` if any of them is unknown.
+def _lane_lengths(call: UnitCall, data: Tensor) -> tuple[list[int], list[int]]:
+    """The steps of each lane, and for packed data the row where each step begins."""
+    if (sizes := call.batch_sizes) is not None:
+        lanes = range(int(sizes[0]))
+        return [int((sizes > lane).sum()) for lane in lanes], (sizes.cumsum(0) - sizes).tolist()
+    steps = 1 if call.time_dim is None else data.shape[call.time_dim]
+    dim = call.lane_dim
+    return [steps] * (1 if dim is None or dim >= data.dim() else data.shape[dim]), []
 
-    Args:
-        data: the inputs of a chunk.
-        lane_dim: its dimension of lanes.
-        time_dim: its dimension of time; `None` for a single step.
-        record_of: the record of a tensor.
-        previous: for a single step, the step before it: their difference is the step of time.
+
+def lane_ends(call: UnitCall, record_of: Lookup) -> list[LaneEnds] | None:
+    """The ends of each lane of the data of a call; `None` if any of them is unknown.
+
+    For a single step the step of time is that from the data of the call before.
     """
-    dims, lanes = range(data.dim()), 1
-    if lane_dim is not None and lane_dim in dims:
-        lanes = data.shape[lane_dim]
-    steps = 1 if time_dim is None else data.shape[time_dim]
-    ends: list[LaneEnds] = []
-    for lane in range(min(lanes, MAX_LANES)):
+    data = call.data
+    if data is None:
+        return None
+    ends, dims = list[LaneEnds](), range(data.dim())
+    lengths, starts = _lane_lengths(call, data)
+    for lane, steps in enumerate(lengths[:MAX_LANES]):
 
         def element(tensor: Tensor, t: int, lane: int = lane) -> TensorElement | None:
-            index = tuple(lane if d == lane_dim else t if d == time_dim else 0 for d in dims)
-            return locate(tensor, index, record_of)
+            at = {0: starts[t] + lane} if starts else {call.time_dim: t, call.lane_dim: lane}
+            return locate(tensor, tuple(at.get(d, 0) for d in dims), record_of)
 
         first, last = element(data, 0), element(data, steps - 1)
         if first is None or last is None:
@@ -171,8 +182,8 @@ def lane_ends(
             step = difference(first, second)
             if difference(first, last) != tuple(n * (steps - 1) for n in step):
                 step = ()
-        elif previous is not None and previous.shape == data.shape:
-            before = element(previous, 0)
+        elif call.previous is not None and call.previous.shape == data.shape:
+            before = element(call.previous, 0)
             step = difference(before, first) if before is not None else ()
         ends.append(LaneEnds(first, last, step))
     return ends

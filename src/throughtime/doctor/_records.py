@@ -53,11 +53,15 @@ class UnitCall:
     steps: int = 1
     lane_dim: int | None = 0
     time_dim: int | None = None
+    batch_sizes: Tensor | None = None  # of packed data, the lanes at each step
     graph_steps: int = 1  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
     model_calls: int = 0  # changes of the model call or the batch within that graph
     lanes: Any = None  # where each lane of the data begins and ends
     previous: Tensor | None = None  # of single steps, the data of the one before
+    parent: "UnitCall | None" = None  # the call, maybe of another unit, that its state comes from
+    detach: "DetachRecord | None" = None  # the last of its outputs
+    masks: bool = False  # it masks a state by its data
     start: Any = None  # copies of the states from which its chunk started
     begin: "UnitCall | None" = None  # the first call in its chunk, if it is another one
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data

@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -22,15 +23,15 @@ from throughtime.doctor._frames import (
     user_frame,
     variable_path,
 )
+from throughtime.doctor._outputs import LayerOutputs
 from throughtime.doctor._records import (
+    CELLS,
     EMPTY,
     Clock,
     CopyRecord,
     DetachRecord,
     Operation,
     TensorRecord,
-    Unit,
-    UnitCall,
     tensors,
 )
 from throughtime.doctor._torch_private import (
@@ -41,7 +42,6 @@ from throughtime.doctor._torch_private import (
     mode_depth,
     next_sequence,
     sequence,
-    storage_of,
     version_of,
 )
 from throughtime.errors import DiagnosisError
@@ -53,7 +53,8 @@ SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow
 CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
 DETACHES = frozenset(["detach", "data", "detach_"])
 # those through which data is followed,
-COPIES = ROWS | CASTS | {"stack", "cat", "one_hot"}
+PACK = "_pack_padded_sequence"
+COPIES = ROWS | CASTS | {"stack", "cat", "one_hot", "pad_sequence", PACK}
 # those that pass a state on unchanged,
 COPY_OR_VIEW = (
     DETACHES
@@ -141,12 +142,24 @@ def _dim_of(op: Operation) -> int:
     return dim if isinstance(dim, int) else -1
 
 
-def _has_mask(op: Operation) -> bool:
-    """Whether an operation masks a result by data."""
+def has_mask(op: Operation) -> bool:
+    """Whether an operation masks a result by data: by numbers from 0 to 1.
+
+    Zeros of the shape of the result are a state at the start, not a mask.
+    """
     if op.name not in MASKS or all(r is None or not r.learned for r in op.records):
         return False
+    shape = op.outputs[0].shape
+    masks = (
+        t
+        for t, r in op.pairs()
+        if t.dim() and t.numel() and not t.requires_grad and (r is None or not r.learned)
+    )
     return any(
-        t.dim() > 0 and not t.requires_grad and (r is None or not r.learned) for t, r in op.pairs()
+        t.dtype == torch.bool
+        or (bool((t >= 0).all() & (t <= 1).all()) and (t.shape != shape or bool(t.any())))
+        for t in masks
+        if not t.is_complex()
     )
 
 
@@ -170,47 +183,6 @@ def _selection(op: Operation, source: Tensor, dim: int) -> tuple[list[int], int 
         return taken.reshape(-1)[:1].tolist(), None
     first = taken.movedim(dims[0], 0).reshape(taken.shape[dims[0]], -1)[:, 0]
     return first.tolist(), dims[0]
-
-
-class LayerOutputs:
-    """The last outputs of each recurrent unit: they identify a state by its memory.
-
-    A state that was passed on while the watcher was off has no record. It lies in the same memory,
-    with or without its graph, as what a unit returned.
-    """
-
-    def __init__(self) -> None:
-        self.latest: dict[Unit, tuple[Any, UnitCall, int]] = {}  # outputs, call, dimension of lanes
-        self.detached: dict[Unit, tuple[list[Tensor], TensorRecord]] = {}
-
-    def remember(self, outputs: Any, call: UnitCall, lane_dim: int) -> None:
-        self.latest[call.unit] = outputs, call, lane_dim
-
-    def record_of(self, tensor: Tensor) -> TensorRecord | None:
-        """The record of a state that lies in the memory of an output."""
-        if not (self.latest or self.detached) or tensor.layout is not torch.strided:
-            return None
-        self.release_graphs()
-        storage = storage_of(tensor)
-        for outputs, record in self.detached.values():
-            if any(storage_of(output) == storage for output in outputs):
-                return record
-        return None
-
-    def release_graphs(self) -> None:
-        """Keep the outputs without their graphs."""
-        for unit, (tree, call, lane_dim) in self.latest.items():
-            outputs = tensors(tree)
-            record = TensorRecord(
-                call.chunk,
-                call.instruction,
-                weakref.ref(outputs[0]),
-                learned=True,
-                source=call,
-                lane_dim=lane_dim,
-            )
-            self.detached[unit] = [output.detach() for output in outputs], record
-        self.latest.clear()
 
 
 class Watcher(TorchFunctionMode):
@@ -392,6 +364,9 @@ class Watcher(TorchFunctionMode):
             else self.record_or_base(t)
             for t in inputs
         ]
+        if name in CELLS:
+            for i in range(1, 3 if name == "lstm_cell" else 2):
+                records[i] = records[i] or self.layers.record_of(inputs[i])
         if is_in_place(name) and inputs:
             result = inputs[0]
             self._record_change(inputs[0], instruction)
@@ -532,12 +507,13 @@ class Watcher(TorchFunctionMode):
                 result.repeated |= record.repeated or instruction in record.path
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
-        result.masked |= _has_mask(op)
+        result.masked |= has_mask(op)
         if op.name == "stack":
             self._stack_lanes(op, result)
         if len(lineage) < MAX_LINEAGE:
             lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
-        result.lineage, result.path, result.data, result.source = lineage, path, data, source
+        result.lineage, result.path, result.source = lineage, path, source
+        result.data = self._packed(op, data) if op.name == PACK else data
         return result
 
     @staticmethod
@@ -571,13 +547,13 @@ class Watcher(TorchFunctionMode):
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
             result.path = record.path | {instruction}
         result.edited = record.edited or name in EDITS or name == "__setitem__"
-        result.masked |= _has_mask(op)
+        result.masked |= has_mask(op)
         if op.args and source is op.args[0]:
             if name in SELECTIONS:
                 self._select(op, source, result)
             elif result.time_dim is not None and name not in DETACHES | CASTS:
                 result.time_dim = None
-            if record.data is not None and name in SLICES:
+            if record.data is not None and name in SLICES | ROWS:
                 result.data = self._sliced(op, source, record.data)
         if instruction not in record.lineage and len(record.lineage) < MAX_LINEAGE:
             result.lineage = record.lineage | {instruction}
@@ -595,17 +571,33 @@ class Watcher(TorchFunctionMode):
             and not record.repeated
             and weights & last.weights
         )
-        return DetachRecord(instruction, chunk, last.count + 1 if last and repeats else 1, weights)
+        count = last.count + 1 if last and repeats else 1
+        detach = DetachRecord(instruction, chunk, count, weights)
+        if record.source is not None:
+            record.source.detach = detach
+        return detach
 
-    @staticmethod
-    def _sliced(op: Operation, source: Tensor, data: Tensor) -> Any:
+    def _sliced(self, op: Operation, source: Tensor, data: Tensor) -> Any:
         """The same part of the data, if data and source have the same leading dimensions."""
         if data.dim() >= source.dim() or data.shape != source.shape[: data.dim()]:
             return None
+        return self._same_of_data(op, data)
+
+    def _packed(self, op: Operation, data: Tensor | None) -> Any:
+        """The data packed like the results, if they have the same steps and lanes."""
+        if data is None or data.shape[:2] != op.args[0].shape[:2]:
+            return None
+        return self._same_of_data(op, data)
+
+    def _same_of_data(self, op: Operation, data: Tensor) -> Any:
+        """What a selection takes from the data behind its input, recorded as a copy of them."""
         try:
-            return op.func(data, *op.args[1:])
+            part = op.func(data, *op.args[1:], **op.kwargs)
         except (IndexError, RuntimeError, TypeError):
             return None
+        args, outputs = (data, *op.args[1:]), tensors(part)
+        self._record_copy(replace(op, args=args, inputs=[data], records=[None], outputs=outputs))
+        return part
 
     @staticmethod
     def _select(op: Operation, source: Tensor, result: TensorRecord) -> None:

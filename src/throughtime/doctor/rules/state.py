@@ -25,7 +25,7 @@ from throughtime.doctor._torch_private import root_of
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.passes import PassRule
 from throughtime.doctor.rules.rule import Rule
-from throughtime.doctor.watcher import Watcher
+from throughtime.doctor.watcher import Watcher, has_mask
 
 # what to write for TT207
 FRESH = "start every batch from a new zero state, made in the loop as before the first batch"
@@ -46,6 +46,7 @@ OVERLAPPING = (
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
+MAX_UNITS = 8  # units in one step of a cell by hand
 LONG = 256  # steps before the only backward
 
 
@@ -157,18 +158,20 @@ class StateRule(Rule):
         dims = _dims(inputs, layer, layer and args[8])
         if packed:
             dims = len(args[1]), None, None
-        result.lane_dim = 0 if not layer else None if inputs.dim() == 2 else [dims[1], 1, 1]
+        batched = packed or inputs.dim() > 2
+        result.lane_dim = 0 if not layer else [dims[1], 1, 1] if batched else None
         result.time_dim = [dims[2], None, None]
         result.repeated |= dims[0] > 1 or unit in result.path
         result.path, result.lineage = result.path | {unit}, result.lineage | {unit}
         record = op.records[0]
         data = inputs if record is None or not record.learned else record.data
-        leading = inputs.dim() - 1
+        leading = 1 if packed else inputs.dim() - 1
         if dims[1] is not None and data is not None and layer and data.dim() == 1:
             leading, dims = 1, (dims[0], None, 0)  # tokens of a single lane
-        if data is not None and (packed or data.shape[:leading] != inputs.shape[:leading]):
+        if data is not None and data.shape[:leading] != inputs.shape[:leading]:
             data = None
         call = self._new_call(unit, op.instruction, data, *dims)
+        call.batch_sizes = args[1] if packed else None
         self._compare(call, [state] if isinstance(state, Tensor) else list(state))
         result.source, result.edited = call, False
         return call
@@ -190,6 +193,7 @@ class StateRule(Rule):
                 self._keep_source(op, result)  # no data, thus no mask
             return
         call = self._new_call(key, key, data, lane_dim=result.lane_dim)
+        call.masks = has_mask(op)
         earlier = op.loop_inputs[0][1].data
         if key not in self.passes.first and earlier is not None and earlier.shape == data.shape:
             self.passes.first[key] = self._new_call(
@@ -228,11 +232,12 @@ class StateRule(Rule):
     def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
         """Compare a call with the one that its state comes from."""
         records = [r for r in map(self.watcher.record_of_state, states) if r and r.learned]
-        state = next((r for r in records if r.source and r.source.unit == call.unit), None)
+        origins = [(r, _call_behind(r.source, call)) for r in records]
+        state, origin = next((pair for pair in origins if pair[1] is not None), (None, None))
+        call.parent = next((r.source for r in records if r.source), None)
         # a state that is a leaf with a record was detached, to read its gradient
         record_of = self.watcher.record_of
         has_graph = any(t.requires_grad and not (t.is_leaf and record_of(t)) for t in states)
-        origin = None if state is None else state.source
         before = self.last.get((call.unit, call.training))
         if state is not None and origin is not None:
             if origin.chunk != call.chunk:
@@ -241,6 +246,7 @@ class StateRule(Rule):
                 continued = self.clock.continued
                 continued[call.unit] = continued.get(call.unit, 0) + 1
             self._count_graph(call, origin, has_graph)
+            origin.parent = None  # no older call is asked for
             if call.steps == origin.steps == 1:
                 call.previous = origin.data
             repeats = self.passes.repeats(call, origin)
@@ -427,11 +433,24 @@ class StateRule(Rule):
             self.findings.add("TT202", line_of(longest.instruction), detail)
 
 
+def _call_behind(source: UnitCall | None, call: UnitCall) -> UnitCall | None:
+    """The last call of the same unit behind a state, unless data masked the state since.
+
+    A step by hand has several units if several operations take in data or an earlier result.
+    """
+    for _ in range(MAX_UNITS):
+        if source is None or source.unit == call.unit:
+            return source
+        source = None if source.masks or call.masks else source.parent
+    return None
+
+
 def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int | None]:
     """The data behind an operation, and its dimension of lanes.
 
     It is the first input with a row for each row of the result, or a column for each of its
-    columns. Token ids are numbers, one for each row. A vector has no lanes.
+    columns. Token ids are numbers, one for each row. A vector has no lanes; a number may be its
+    data, as that of a signal.
     """
     shape, candidates = op.outputs[0].shape, list[Tensor]()
     for tensor, record in op.pairs():
@@ -444,6 +463,8 @@ def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int 
         are_ids = data.shape == shape[:-1] and not data.is_floating_point()
         if are_ids or (data.dim() == len(shape) and data.shape[:lead] == shape[:lead]):
             return data, 0 if len(shape) > 1 else None
+    if len(shape) == 1:
+        return next((d for d in candidates if d.dim() == 0), None), None
     columns = (d for d in candidates if d.dim() == 2 and d.shape[1] == shape[-1] == 1)
     return next(columns, None), 1
 
