@@ -60,11 +60,16 @@ class ChunkOrder:
 
     def goes_on_along_lanes(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
-        if origin.data is None or call.data is None:
+        if origin.batch_sizes is not None or call.batch_sizes is not None:
             return False
-        record_of, lanes = self.watcher.record_of, self.lanes(call)
-        before = lane_ends(origin.data, origin.time_dim, origin.lane_dim, record_of)
-        after = lane_ends(call.data, call.time_dim, call.lane_dim, record_of)
+        lanes = self.lanes(call)
+        before, after = (
+            lane_ends(
+                replace(each, lane_dim=each.time_dim, time_dim=each.lane_dim, previous=None),
+                self.watcher.record_of,
+            )
+            for each in (origin, call)
+        )
         if not before or not after or not lanes or len(before) != len(after):
             return False
         return all(

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -22,6 +21,24 @@ from throughtime.doctor._frames import (
     is_lost_detach,
     user_frame,
     variable_path,
+)
+from throughtime.doctor._operations import (
+    CASTS,
+    COPIES,
+    COPY_OR_VIEW,
+    DETACHES,
+    EDITS,
+    GETTERS,
+    PACK,
+    ROWS,
+    SELECTIONS,
+    SLICES,
+    dim_of,
+    has_mask,
+    is_in_place,
+    operation_name,
+    puts_lanes_back,
+    selection,
 )
 from throughtime.doctor._outputs import LayerOutputs
 from throughtime.doctor._records import (
@@ -46,143 +63,15 @@ from throughtime.doctor._torch_private import (
 )
 from throughtime.errors import DiagnosisError
 
-# Operations by name. Those that select rows, that take a part, that cast or copy:
-ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
-SELECTIONS = ROWS | {"select"}
-SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
-CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
-DETACHES = frozenset(["detach", "data", "detach_"])
-# those through which data is followed,
-PACK = "_pack_padded_sequence"
-COPIES = ROWS | CASTS | {"stack", "cat", "one_hot", "pad_sequence", PACK}
-# those that pass a state on unchanged,
-COPY_OR_VIEW = (
-    DETACHES
-    | ROWS
-    | SLICES
-    | CASTS
-    | {
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "t",
-        "permute",
-        "cpu",
-        "cuda",
-        "expand",
-        "requires_grad_",
-        "type",
-        "movedim",
-        "__deepcopy__",
-    }
-)
-# and those that mask or reset some of its values.
-EDITS = frozenset(
-    [
-        "mul",
-        "__mul__",
-        "__rmul__",
-        "where",
-        "masked_fill",
-        "masked_fill_",
-        "mul_",
-        "__imul__",
-        "add",
-        "__add__",
-        "lerp",
-        "index_copy",
-        "index_fill",
-    ]
-)
-MASKS = EDITS - {"add", "__add__", "index_copy", "index_fill"}
-GETTERS = {"data", "grad", "T", "mT", "H"}
 MAX_OPERATIONS = 20_000  # operations watched without a break
 PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
 MAX_LINEAGE = 400  # instructions in a lineage
 MAX_CHANGES = 5_000  # in-place changes remembered
 
 
-@lru_cache(maxsize=1024)
-def operation_name(func: Any) -> str:
-    """The name of an operation; for a getter that of the attribute."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return name
-
-
-@lru_cache(maxsize=1024)
-def is_in_place(name: str) -> bool:
-    """Whether an operation changes its first argument."""
-    return (
-        name == "__setitem__"
-        or (name.endswith("_") and not name.startswith("_"))
-        or (name.startswith("__i") and name not in {"__int__", "__invert__", "__index__"})
-    )
-
-
 def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
     """The union; `a` itself if that is all, as in most steps of a loop."""
     return a if b is a or b <= a else a | b
-
-
-def _puts_lanes_back(op: Operation) -> bool:
-    """Whether lanes chosen by a tensor or list of indices are written into a state of all lanes."""
-    if op.name != "__setitem__" or len(op.args) != 3:
-        return op.name == "index_copy"
-    key, value = op.args[1:]
-    parts = key if isinstance(key, tuple) else (key,)
-    return isinstance(value, Tensor) and any(isinstance(part, (Tensor, list)) for part in parts)
-
-
-def _dim_of(op: Operation) -> int:
-    """The dimension along which an operation stacks or takes apart."""
-    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-    return dim if isinstance(dim, int) else -1
-
-
-def has_mask(op: Operation) -> bool:
-    """Whether an operation masks a result by data: by numbers from 0 to 1.
-
-    Zeros of the shape of the result are a state at the start, not a mask.
-    """
-    if op.name not in MASKS or all(r is None or not r.learned for r in op.records):
-        return False
-    shape = op.outputs[0].shape
-    masks = (
-        t
-        for t, r in op.pairs()
-        if t.dim() and t.numel() and not t.requires_grad and (r is None or not r.learned)
-    )
-    return any(
-        t.dtype == torch.bool
-        or (bool((t >= 0).all() & (t <= 1).all()) and (t.shape != shape or bool(t.any())))
-        for t in masks
-        if not t.is_complex()
-    )
-
-
-def _selection(op: Operation, source: Tensor, dim: int) -> tuple[list[int], int | None]:
-    """The indices that a selection takes along a dimension, and that dimension in its result.
-
-    The same selection is applied to numbers that vary along this dimension only.
-    """
-    shape = [1] * source.dim()
-    shape[dim] = -1
-    numbers = torch.arange(source.shape[dim]).view(shape).expand(source.shape)
-    taken = op.func(numbers, *op.args[1:], **op.kwargs)
-    if not taken.numel():
-        return [], None
-    if base_of(taken) is None:  # a copy
-        varies = [bool((taken != taken.narrow(d, 0, 1)).any()) for d in range(taken.dim())]
-        dims = [d for d, differs in enumerate(varies) if differs] or [dim][: taken.dim() > dim]
-    else:
-        dims = [d for d, stride in enumerate(taken.stride()) if stride]
-    if not dims:
-        return taken.reshape(-1)[:1].tolist(), None
-    first = taken.movedim(dims[0], 0).reshape(taken.shape[dims[0]], -1)[:, 0]
-    return first.tolist(), dims[0]
 
 
 class Watcher(TorchFunctionMode):
@@ -424,13 +313,13 @@ class Watcher(TorchFunctionMode):
         )
         if one and (name in COPY_OR_VIEW or name in EDITS):
             result = self._passed_on(op, learned[0])
-        elif _puts_lanes_back(op):  # the result has states of several calls
+        elif puts_lanes_back(op):  # the result has states of several calls
             result = self._computed(op)
             result.source = None
         else:
             result = self._computed(op)
             self.on_operation(op, result)
-        separate = name == "unbind" and result.lane_dim == _dim_of(op)
+        separate = name == "unbind" and result.lane_dim == dim_of(op)
         if result.rows is not None and separate and len(result.rows) != len(op.outputs):
             separate, result.edited = False, True
         self._store(op.outputs, result, separate)
@@ -524,7 +413,7 @@ class Watcher(TorchFunctionMode):
         sources = {id(r.source) if r is not None and not r.edited else 0 for r in op.records}
         if first is not None and len(lanes) == len(op.records) and len(sources) == 1:
             result.rows, result.edited = [rows[0] for rows in lanes], first.edited
-            result.lane_dim = _dim_of(op)
+            result.lane_dim = dim_of(op)
 
     def _passed_on(self, op: Operation, record: TensorRecord) -> TensorRecord:
         """The record of the same state in another form: detached, copied, masked, rows selected."""
@@ -605,7 +494,7 @@ class Watcher(TorchFunctionMode):
         lane, time, dims = result.lane_dim, result.time_dim, source.dim()
         result.time_dim = None
         if time is not None and time < dims:
-            steps, new_dim = _selection(op, source, time)
+            steps, new_dim = selection(op, source, time)
             if len(steps) == 1:
                 result.position = steps[0]
             elif len(steps) == source.shape[time]:
@@ -616,7 +505,7 @@ class Watcher(TorchFunctionMode):
         if rows is not None and len(rows) != source.shape[lane]:
             result.rows, result.edited = None, True
             return
-        taken, result.lane_dim = _selection(op, source, lane)
+        taken, result.lane_dim = selection(op, source, lane)
         result.rows = taken if rows is None else [rows[i] for i in taken]
 
     def _drop_freed(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
+from throughtime.doctor._operations import has_mask
 from throughtime.doctor._order import ChunkOrder, remember
 from throughtime.doctor._provenance import difference, nonzero
 from throughtime.doctor._records import (
@@ -25,7 +26,7 @@ from throughtime.doctor._torch_private import root_of
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.passes import PassRule
 from throughtime.doctor.rules.rule import Rule
-from throughtime.doctor.watcher import Watcher, has_mask
+from throughtime.doctor.watcher import Watcher
 
 # what to write for TT207
 FRESH = "start every batch from a new zero state, made in the loop as before the first batch"
