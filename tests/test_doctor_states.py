@@ -901,10 +901,10 @@ def each_chunk_from_the_clean_or_the_noisy_signal() -> None:
 
 @sound
 def question_and_answer_of_every_chunk_with_one_state() -> None:
-    questions, answers, net, h = series(120, 1, 3), series(120, 1, 3), Net(), None
-    for i in range(0, 120, 10):
-        _, h = net(questions[i : i + 10], h)
-        y, h = net(answers[i : i + 10], h)
+    questions, answers, net, h = series(120, 1, 3), series(72, 1, 3), Net(), None
+    for question, answer in zip(questions.split(10), answers.split(6), strict=True):
+        _, h = net(question, h)
+        y, h = net(answer, h)
         learn(net, y.square().mean())
         h = h.detach()
 
