@@ -204,7 +204,14 @@ class StateRule(Rule):
         result.data, result.source, result.edited = data, call, False
 
     def _keep_source(self, op: Operation, result: TensorRecord) -> None:
-        """Record a value within a step as the state of the unit that ran last in it."""
+        """Record a value within a step as the state of the unit that ran last in it.
+
+        Lanes that were put together from several calls are the state of none of them.
+        """
+        sources = [r.source for r in op.records if r is not None and r.source is not None]
+        units = {source.unit for source in sources}
+        if op.name in {"stack", "cat"} and len(units) < len({id(source) for source in sources}):
+            return
         for record in op.records:
             source = record.source if record is not None and not record.edited else None
             if source is not None and self.last.get((source.unit, source.training)) is source:
