@@ -204,8 +204,8 @@ def _without_answer(outputs: Array) -> int:
     return int(np.isnan(outputs).any(axis=1).sum())
 
 
-class _Shown:
-    """Rows whose progress is shown as they are written."""
+class _ProgressWriter:
+    """Writes rows and reports how many are written."""
 
     def __init__(self, rows: _NpyWriter | _CsvWriter, steps: int, on_phase: OnPhase) -> None:
         self._rows, self._steps, self._on_phase = rows, steps, on_phase
@@ -295,7 +295,7 @@ def predict_to_file(
     try:
         with named_errors(out), temporary.open(**mode) as file:
             rows = writer(file, len(recording), spec)
-            shown = rows if on_phase is None else _Shown(rows, len(recording), on_phase)
+            shown = rows if on_phase is None else _ProgressWriter(rows, len(recording), on_phase)
             _, after = predict(
                 net,
                 recording,
