@@ -23,6 +23,7 @@ from strategies import apart, named, recordings
 from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
 from throughtime.gradient.policy import Policy
+from throughtime.kernels.shared_sum import SharedSum
 from throughtime.stream.recording import StepArrays, as_recording
 
 LANES = 2  # of each rank
@@ -400,6 +401,8 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
     """Everything that ranks do in these tests, one name after another."""
     for name, case in CASES.items():
         yield name, case.train(LANES)
+    with mock.patch.object(SharedSum, "open", return_value=None):
+        yield "in messages of the group", CASES["gaps-horizon"].train(LANES)
     yield "measured", MEASURED.train(LANES)
     for name, case in MUTANTS.items():
         with case.inside():
@@ -494,6 +497,12 @@ def test_ranks_give_the_weights_losses_and_steps_of_one_process(name: str, ranks
     for told in found(ranks):
         assert deviation(told[name], expected) < 1e-12
         assert deviation(told[name], found(ranks)[0][name]) == 0
+
+
+@RANKS
+def test_ranks_without_shared_memory_give_the_same_weights(ranks: int) -> None:
+    for told in found(ranks):
+        assert deviation(told["in messages of the group"], told["gaps-horizon"]) < 1e-12
 
 
 def test_adaptive_ranks_choose_the_horizon_of_one_process() -> None:

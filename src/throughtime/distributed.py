@@ -16,8 +16,6 @@ Shapes: `B` lanes of one rank.
 
 import hashlib
 import math
-import os
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,6 +29,7 @@ from throughtime import state as trees
 from throughtime.carry.carried import device_of, refuse_wrappers
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
+from throughtime.kernels.shared_sum import SharedSum
 from throughtime.state import State
 from throughtime.stream import Stream
 
@@ -209,8 +208,18 @@ class Ranks:
 _FLOATS = Struct("4d")  # the counts of each rank: failed, loss weight, steps, weighted loss
 _BITS = Struct("16H")  # their bits, in numbers that every type of a message holds
 _PIECES = 16
-_POLLING = 0.002  # seconds in which a rank yields its core instead of leaving it
-_yield = getattr(os, "sched_yield", lambda: None)
+
+
+class _GroupSum:
+    """A sum over the ranks of the default group in one of its own messages; see `SharedSum`."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.mine = self.total = torch.zeros(size, dtype=dtype, device=device)
+
+    def reduce(self, timeout: float) -> None:
+        """Replace the vector of this rank by the sum; the group has the same time limit."""
+        del timeout
+        distributed.all_reduce(self.total)
 
 
 class _Message:
@@ -241,9 +250,18 @@ class _Message:
         for _, of_weight in layout:
             dtype = torch.promote_types(dtype, of_weight.to_real())
         self._head = self._counts + len(layout)
-        self._numbers = torch.zeros(self._head + sum(sizes), dtype=dtype, device=device)
-        parts = self._numbers[self._head :].split(sizes)
-        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        size = self._head + sum(sizes)
+        self._timeout = _gloo_timeout() if device.type == "cpu" else None
+        with rank_errors():
+            shared = None if self._timeout is None else SharedSum.open(size, dtype)
+        self._sum = shared or _GroupSum(size, dtype, device)
+        self._grads, self._means = (
+            [
+                part.view(shape)
+                for part, shape in zip(v[self._head :].split(sizes), shapes, strict=True)
+            ]
+            for v in (self._sum.mine, self._sum.total)
+        )
         self._owners: list[float] = []  # how many ranks have a gradient, for each weight
 
     def write(self, counts: Sequence[float], grads: Sequence[Tensor | None]) -> None:
@@ -251,8 +269,8 @@ class _Message:
         head = [0] * self._counts + [grad is not None for grad in grads]
         start = self._rank * _PIECES
         head[start : start + _PIECES] = _BITS.unpack(_FLOATS.pack(*counts))
-        self._numbers[: self._head].copy_(torch.tensor(head))
-        for part, grad in zip(self._gradients, grads, strict=True):
+        self._sum.mine[: self._head].copy_(torch.tensor(head))
+        for part, grad in zip(self._grads, grads, strict=True):
             if grad is None:
                 part.zero_()
             else:
@@ -261,13 +279,8 @@ class _Message:
     def reduce(self) -> list[float]:
         """Send it; returns the sums of the counts of all ranks."""
         with rank_errors():
-            work = cast("distributed.Work", distributed.all_reduce(self._numbers, async_op=True))
-            # A core that idles meanwhile wakes up late for every message of gloo's threads.
-            deadline = time.perf_counter() + _POLLING if self._numbers.is_cpu else 0.0
-            while time.perf_counter() < deadline and not work.is_completed():
-                _yield()
-            work.wait()
-        head = self._numbers[: self._head].tolist()
+            self._sum.reduce(self._timeout or 0.0)
+        head = self._sum.total[: self._head].tolist()
         self._owners = head[self._counts :]
         everyone = [
             _FLOATS.unpack(_BITS.pack(*map(int, head[start : start + _PIECES])))
@@ -277,11 +290,18 @@ class _Message:
 
     def read(self, weights: Sequence[Tensor], loss_weight: float) -> None:
         """Write the mean gradients, for the loss weight of all ranks, to `.grad`."""
-        for weight, part, owners in zip(weights, self._gradients, self._owners, strict=True):
+        for weight, part, owners in zip(weights, self._means, self._owners, strict=True):
             if owners:
                 if weight.grad is None:
                     weight.grad = torch.empty_like(weight)
                 torch.div(part, loss_weight, out=_as_real(weight.grad))
+
+
+def _gloo_timeout() -> float | None:
+    """The time limit of the default group in seconds; None if its messages are not gloo's."""
+    group: Any = distributed.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))  # there is no public way
+    return backend.options._timeout.total_seconds() if backend.name() == "gloo" else None
 
 
 def _as_real(tensor: Tensor) -> Tensor:
