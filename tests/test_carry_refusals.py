@@ -434,6 +434,31 @@ def test_a_module_that_computes_otherwise_with_gradients_is_carried(
     assert (layer(2 * x)[0] - y).abs().max() < EXACT
 
 
+class SilentReadout(nn.Module):
+    """Spikes where a potential, kept in an attribute beside the state, is high: never, at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
+        self.potential: Tensor | None = None
+
+    def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        y, hx = self.gru(x, hx)
+        potential = torch.zeros_like(y[0]) if self.potential is None else self.potential
+        potentials = list[Tensor]()
+        for step in y:
+            potential = 0.9 * potential + step
+            potentials.append(potential)
+        self.potential = potential
+        trace = torch.stack(potentials)
+        return self.head(y + (trace > 9).to(y)), trace, hx
+
+
+def test_state_beside_the_state_is_found_though_no_output_shows_it_yet() -> None:
+    with pytest.raises(ModelError, match=r"depends on attributes beside its state"):
+        tt.carry(SilentReadout(), torch.randn(20, 2, FEATURES), output=0)
+
+
 def test_a_chain_that_picks_the_outputs_of_a_layer_is_called_as_its_author_wrote_it() -> None:
     class First(nn.Module):
         def forward(self, v: tuple[Tensor, Tensor]) -> Tensor:
