@@ -3,6 +3,8 @@
 Shapes: `T` steps, `B` lanes.
 """
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -111,7 +113,7 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
         )
     failure = _telling(module, search.failures)
     if failure is None or failure.rank <= 0:
-        return _uncallable(module, failure)
+        return _uncallable(module, failure, search.x.shape[-1])
     if failure.in_training and failure.law is None:
         return ModelError(
             f"{name} cannot be carried: it obeys every law in evaluation mode, and in training mode"
@@ -211,8 +213,8 @@ def bidirectional_error(name: str) -> ModelError:
     )
 
 
-def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
-    """No call of the module gave outputs and a state."""
+def _uncallable(module: nn.Module, failure: Failure | None, features: int) -> ModelError:
+    """No call of the module with so many features gave outputs and a state."""
     name = type(module).__name__
     error = None if failure is None else failure.error
     convolutions = [part for part in module.modules() if isinstance(part, CONVOLUTIONS)]
@@ -231,7 +233,8 @@ def _uncallable(module: nn.Module, failure: Failure | None) -> ModelError:
             f"{name} cannot be tried: {NOT_FINITE}, for inputs like the examples and for smaller"
             " weights too. Look at its weights, and at the first step that is not finite."
         )
-    if "input.size(-1) must be equal to input_size" in str(error):  # torch's recurrent layers
+    # of torch's recurrent layers; another number is that of another layout, or of the module itself
+    if re.search(rf"equal to input_size\. Expected \d+, got {features}\b", str(error)):
         return ModelError(
             f"{name}.forward does not take these inputs: {_first_line(error)}. Give it the features"
             " that its layer was built for, last: (T, B, features)"
