@@ -442,7 +442,7 @@ class SilentReadout(nn.Module):
         self.gru, self.head = nn.GRU(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
         self.potential: Tensor | None = None
 
-    def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, hx: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         y, hx = self.gru(x, hx)
         potential = torch.zeros_like(y[0]) if self.potential is None else self.potential
         potentials = list[Tensor]()

@@ -265,7 +265,7 @@ def hooked_outside(net: tt.Carried) -> None:
 def replaced_outside(net: tt.Carried) -> None:
     plain = net.forward
 
-    def doubled(x: Tensor, state: Any, resets: Tensor | None = None) -> tuple[Tensor, Any]:
+    def doubled(x: Tensor, state: Any = None, resets: Tensor | None = None) -> tuple[Tensor, Any]:
         y, after = plain(x, state, resets)
         return 2 * y, after
 

@@ -76,7 +76,9 @@ def test_state_after_a_reset_is_the_initial_state_to_the_bit(row: Row) -> None:
 class IgnoresResets(tt.Carried):
     """A mutant: it never hears of resets."""
 
-    def forward(self, x: Tensor, state: Any, resets: Tensor | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, state: Any = None, resets: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         del resets
         return super().forward(x, state)
 

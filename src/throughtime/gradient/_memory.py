@@ -141,6 +141,7 @@ def _repeat(chunk: Chunk, steps: int) -> Chunk:
 def _measure(net: Carried, long: Chunk, state: State, objective: Objective | None) -> GraphSize:
     if state is None:
         state = trees.detach(net.initial_state(long.lanes, like=long.inputs))
+    net.prepare(long.inputs)  # graphs of its trials do not count
     short = long[0 : -(-long.steps // 3)]
     with preserve_rng_and_buffers(net, short.inputs.device):
         snapshots = RngSnapshots(net, short.inputs.device)

@@ -70,11 +70,13 @@ class SharedSum:
         distributed.broadcast_object_list(path, src=0)
         if path[0] is None:
             return None
-        file = _attach(path[0], rank, _bytes(ranks, size, dtype)) if library() else None
-        everywhere = torch.tensor(file is not None, dtype=torch.int64)
-        distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
-        if rank == 0:
-            path[0].unlink()  # nothing is left behind by ranks that are killed
+        try:
+            file = _attach(path[0], rank, _bytes(ranks, size, dtype)) if library() else None
+            everywhere = torch.tensor(file is not None, dtype=torch.int64)
+            distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
+        finally:
+            if rank == 0:
+                path[0].unlink()  # nothing is left behind by ranks that fail or are killed later
         if file is None:
             return None
         if not everywhere:

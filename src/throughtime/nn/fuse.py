@@ -16,7 +16,6 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from throughtime.errors import listed
 from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import speedup
 from throughtime.nn.layers import GRU, LSTM, RNN, Recurrent
@@ -57,7 +56,7 @@ def fuse(module: M) -> M:
             if reason is not None:
                 unchanged.append(f"'{name or type(layer).__name__}': {reason}")
     if unchanged:
-        _log.warning("tt.fuse left these layers as they are. %s", listed(unchanged))
+        _log.warning("tt.fuse left these layers as they are. %s", ", ".join(unchanged))
     return module
 
 
