@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable
 
 _SHOWN = 8  # names of a list in a message, each of at most _LONGEST characters
-_LONGEST = 80
+_LONGEST = 100
 
 
 def listed(names: Iterable[object], *, quoted: bool = False) -> str:
@@ -33,7 +33,8 @@ def listed(names: Iterable[object], *, quoted: bool = False) -> str:
     """
     every = [*names]
     texts = [repr(name) if quoted else str(name) for name in every[:_SHOWN]]
-    texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in texts]
+    half = (_LONGEST - 3) // 2  # the end of a path says most
+    texts = [t if len(t) <= _LONGEST else f"{t[:half]}...{t[-half:]}" for t in texts]
     rest = len(every) - len(texts)
     text = ", ".join(texts) + (f" and {rest:,} more" if rest else "")
     return f"[{text}]" if quoted else text
