@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from throughtime.carry._ports import Link, links
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
-from throughtime.errors import ModelError, RunError
+from throughtime.errors import ModelError, RunError, listed
 
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
 
@@ -180,7 +180,6 @@ class Objective:
         """
         loss = result[0].item()
         recordings = self._nonfinite_recordings(result[1], chunk)
-        listed = ", ".join(map(str, recordings[:5])) + (", ..." if len(recordings) > 5 else "")
         untouched = (
             "The weights are unchanged; call zero_grad() before you go on"
             if written
@@ -189,8 +188,9 @@ class Objective:
         subject = "the loss" if name is None else f"the gradient of '{name}'"
         return (
             f"{subject} is not finite (NaN or infinite) in the chunk of steps {start} to"
-            f" {start + chunk.steps - 1} of the epoch (recording {listed}), whose part of the loss"
-            f" is {loss:.6g}. {untouched}. Check the inputs and targets of these steps. If they"
+            f" {start + chunk.steps - 1} of the epoch (recording {listed(recordings)}), whose part"
+            f" of the loss is {loss:.6g}. {untouched}. Check the inputs and targets of these steps."
+            " If they"
             " are sound, the net or its gradient explodes: lower the learning rate, or cut or clip"
             " the credit (a shorter horizon, clip_grad_norm_, or tt.Exact with clip_adjoint)."
         )
