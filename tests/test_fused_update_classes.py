@@ -20,8 +20,8 @@ import throughtime as tt
 from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
+from throughtime.carry.structure import TensorCall
 from throughtime.gradient import _parts
-from throughtime.gradient._structure import TensorCall
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels

@@ -30,6 +30,7 @@ from throughtime.carry.carried import Carried, carry
 from throughtime.errors import ConfigError, DataError, RunError, listed
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
+from throughtime.nn.affine import Affine
 from throughtime.predict import predict
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
@@ -282,23 +283,6 @@ class ModelSpec:
     def is_small(self, lanes: int) -> bool:
         """Whether the products of a step are too small for a second thread."""
         return 8 * lanes * self.hidden**2 < _WORTH_THREADS
-
-
-class Affine(nn.Module):
-    """`(x - shift) / scale`, or the inverse, with statistics that belong to the model."""
-
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self, width: int, *, inverse: bool) -> None:
-        super().__init__()
-        self.inverse = inverse
-        self.register_buffer("shift", torch.zeros(width))
-        self.register_buffer("scale", torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `(..., width)`."""
-        return x * self.scale + self.shift if self.inverse else (x - self.shift) / self.scale
 
 
 def build_model(spec: ModelSpec) -> Carried:

@@ -3,7 +3,7 @@
 Outside arithmetic such an update spends much on a graph and some fifteen operators: for a small net
 (LSTM of 50 units, one lane, 100 steps) more than on the arithmetic. So `tt.updates` makes one call
 wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules that carry nothing
-(the front), as an `nn.Sequential` or in a class whose forward can be read (`_structure.py`);
+(the front), as an `nn.Sequential` or in a class whose forward can be read (`carry/structure.py`);
 `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults, or `nn.NLLLoss` of a log-softmax; no
 hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast, no
 active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns by autograd,

@@ -14,18 +14,10 @@ from torch.nn import functional
 from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
+from throughtime.carry.layers import ChainAdapter, LayerAdapter
+from throughtime.carry.structure import Structure, TensorCall, is_foreign, structure_of
 from throughtime.gradient._memory import generators, preserve_rng_and_buffers, set_generators
 from throughtime.gradient._segments import tolerance
-from throughtime.gradient._structure import (
-    Guards,
-    Structure,
-    TensorCall,
-    is_foreign,
-    is_identity,
-    read_structure,
-    split,
-)
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -88,36 +80,20 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
         net: made by `tt.carry`.
         inputs: of some steps, for a trial of a module of the user's.
     """
-    adapter, module = net.adapter, net.module
-    if isinstance(adapter, ChainAdapter):
-        chain = _read_chain(adapter)
-        return None if chain is None else _parts(net, chain, adapter)
-    arguments = adapter.forward_arguments(inputs[:1], ())
-    if arguments is None:
+    structure = structure_of(net, inputs)
+    if structure is None or not all(isinstance(layer, Recurrent) for layer in structure.layers):
         return None
-    structure = read_structure(module, takes_state=len(arguments) == 2)
-    parts = None if structure is None else _parts(net, structure)
-    return parts if parts is not None and _computes_the_same(net, parts, inputs) else None
-
-
-def _read_chain(adapter: ChainAdapter) -> Structure | None:
-    """The structure of an `nn.Sequential`."""
-    guards, operations = Guards(), list[TensorCall]()
-    for link in adapter.links.values():
-        if isinstance(link, StatelessAdapter):
-            if not is_identity(link.module, guards):
-                operations.append(TensorCall(link.module))
-        elif isinstance(link, LayerAdapter) and isinstance(link.module, Recurrent):
-            operations.append(TensorCall(link.module))
-        else:
-            return None
-    return split(operations, guards)
+    chain = net.adapter if isinstance(net.adapter, ChainAdapter) else None
+    parts = _parts(net, structure, chain)
+    if parts is None or chain is not None or _computes_the_same(net, parts, inputs):
+        return parts
+    return None
 
 
 def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None) -> Parts | None:
     """The parts of a structure, that of a `chain` or of a module of the user's."""
     adapter, guards = net.adapter, structure.guards
-    layers = structure.layers
+    layers = [layer for layer in structure.layers if isinstance(layer, Recurrent)]
     for lower, upper in pairwise(layers):
         if upper.input_size != (lower.proj_size or lower.hidden_size):
             return None

@@ -1,12 +1,12 @@
 """What a module's forward computes, read from its source: front, recurrent layers, tail.
 
-A fused update does not call the forward of a module. So it must be certain what a call would do,
-for any inputs and at every later update. A trial cannot show that: a forward may count its calls,
-or branch on the values of its inputs. This module evaluates the source of `forward` with a symbol
-in place of the inputs, and accepts only what it understands: assignments to local names, calls of
-layers and of other modules of torch.nn, functions and methods on a list, conditions whose value
-is known. Everything else (arithmetic on tensors, loops over steps, attributes that are set, `with`,
-in-place operations) is refused, and the net is run as it is.
+A fused update and an exported file do not call the forward of a module. So it must be certain what
+a call would do, for any inputs and at every later update. A trial cannot show that: a forward may
+count its calls, or branch on the values of its inputs. This module evaluates the source of
+`forward` with a symbol in place of the inputs, and accepts only what it understands: assignments to
+local names, calls of layers and of other modules of torch.nn, functions and methods on a list,
+conditions whose value is known. Everything else (arithmetic on tensors, loops over steps,
+attributes that are set, `with`, in-place operations) is refused, and the net is run as it is.
 
 What was read on the way is kept as guards: submodules, plain attributes such as `training`, global
 names and the functions themselves. The structure is valid for as long as they are the same objects.
@@ -24,8 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from throughtime.nn.layers import Recurrent
+from throughtime.carry.carried import Carried
+from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
+from throughtime.nn.layers import GRU, LSTM, RNN
 
+LAYERS = (nn.LSTM, nn.GRU, nn.RNN, LSTM, GRU, RNN)  # a subclass may compute something else
 PLAIN = (int, float, bool, str, type(None))
 FUNCTIONS: set[object] = {
     *(torch.relu, torch.tanh, torch.sigmoid, torch.log_softmax, torch.softmax),
@@ -137,10 +140,39 @@ class Structure(NamedTuple):
     """
 
     front: tuple[TensorCall, ...]
-    layers: tuple[Recurrent, ...]
+    layers: tuple[nn.RNNBase, ...]
     tail: tuple[TensorCall, ...]
     paths: tuple[tuple[int, ...], ...]
     guards: Guards
+
+
+def structure_of(net: Carried, inputs: Tensor) -> Structure | None:
+    """The structure of a net; None for one of other parts, or whose forward may do something else.
+
+    Args:
+        net: made by `tt.carry`, and prepared.
+        inputs: `(T, B, ...)`, of which a step is looked at.
+    """
+    if isinstance(net.adapter, ChainAdapter):
+        return _read_chain(net.adapter)
+    arguments = net.adapter.forward_arguments(inputs[:1], ())
+    if arguments is None:
+        return None
+    return read_structure(net.module, takes_state=len(arguments) == 2)
+
+
+def _read_chain(adapter: ChainAdapter) -> Structure | None:
+    """The structure of an `nn.Sequential`."""
+    guards, operations = Guards(), list[TensorCall]()
+    for link in adapter.links.values():
+        if isinstance(link, StatelessAdapter):
+            if not is_identity(link.module, guards):
+                operations.append(TensorCall(link.module))
+        elif isinstance(link, LayerAdapter):
+            operations.append(TensorCall(link.module))
+        else:
+            return None
+    return split(operations, guards)
 
 
 def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
@@ -174,11 +206,13 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
 
 def split(operations: Sequence[TensorCall], guards: Guards) -> Structure | None:
     """Front, layers and tail, if the layers are different ones, one directly on another."""
-    positions = [i for i, op in enumerate(operations) if isinstance(op.target, Recurrent)]
+    positions = [i for i, op in enumerate(operations) if isinstance(op.target, nn.RNNBase)]
     if not positions:
         return None
     first, stop = positions[0], positions[-1] + 1
     layers = tuple(op.target for op in operations[first:stop])
+    if any(type(layer) not in LAYERS or layer.bidirectional for layer in layers):
+        return None
     if not len(set(layers)) == len(positions) == stop - first:
         return None
     return Structure(tuple(operations[:first]), layers, tuple(operations[stop:]), (), guards)
@@ -224,7 +258,7 @@ class _Reader:
 
     def call_module(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of calling any module."""
-        if isinstance(module, Recurrent):
+        if isinstance(module, nn.RNNBase):
             return self._call_layer(module, *args, **kwargs)
         if type(module).__module__.startswith("torch.nn.modules."):
             (flow,) = args
@@ -233,8 +267,8 @@ class _Reader:
             return flow if is_identity(module, self.guards) else flow.then(TensorCall(module))
         return self.call_forward(module, args, kwargs)
 
-    def _call_layer(self, layer: Recurrent, x: Any, hx: Any = None) -> Any:
-        if not isinstance(x, Flow) or layer in self.entering or layer.bidirectional:
+    def _call_layer(self, layer: nn.RNNBase, x: Any, hx: Any = None) -> Any:
+        if not isinstance(x, Flow) or layer in self.entering:
             raise UnknownError
         if isinstance(hx, tuple) and not isinstance(hx, (StateArgument, Opaque)):
             first, second = hx
