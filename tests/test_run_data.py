@@ -20,9 +20,10 @@ import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import Config, make_config
+from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import open_dataset
 from throughtime.app.evaluate import evaluate_run
-from throughtime.app.model import collect_statistics, load_model
+from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError

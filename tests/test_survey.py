@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from throughtime.app.model import collect_statistics
+from throughtime.app.data_statistics import collect_statistics
 from throughtime.stream.recording import as_recording
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.config import Config, counted
+from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import ClassRecording, recordings_for
 from throughtime.app.evaluate import Missing, open_run
 from throughtime.app.model import (
     ModelSpec,
-    collect_statistics,
     make_loss,
     one_thread,
 )

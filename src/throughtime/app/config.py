@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
+from throughtime.app.values import convert, weights_by_class
 from throughtime.errors import ConfigError
 
 DEFAULT_STRIDE = 100
@@ -23,7 +23,6 @@ _SHORT = {
     "horizon": {"truncated"},
     "cut_every": {"exact"},
 }
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
@@ -430,83 +429,3 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     if faults:
         raise ConfigError(f"{source}: " + "; ".join(faults))
     return Config(**values)
-
-
-def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
-    """Check a value against a type, a union of types or of words, and convert it.
-
-    Returns:
-        The value in its type; and the fault, with the name of the setting, empty if there is none.
-    """
-    union = get_origin(annotation) in {Union, UnionType}
-    options = get_args(annotation) if union else (annotation,)
-    expected: list[str] = []
-    for option in options:
-        fits, converted, words = _fit(value, option)
-        if fits:
-            return converted, ""
-        expected += words
-    one_of = "one of " if all(text.startswith("'") for text in expected) else ""
-    joined = (", " if one_of else " or ").join(expected)
-    return value, f"{name}={value!r}: expected {one_of}{joined}"
-
-
-def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
-    """Whether a value fits a single type, the value in that type, and the type in words."""
-    if get_origin(option) is Literal:
-        words = get_args(option)
-        return value in words, value, [repr(word) for word in words]
-    if get_origin(option) is tuple:
-        items = [value] if isinstance(value, str) else value
-        fits = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
-        return fits, tuple(items) if fits else value, ["a list of column names"]
-    if option is NoneType:
-        return value is None, value, []
-    if option not in _TYPES:  # only the policy itself can check it
-        return True, value, []
-    if isinstance(value, bool) != (option is bool):
-        return False, value, [_TYPES[option]]
-    if option is float and isinstance(value, int):
-        return True, float(value), []
-    return isinstance(value, option), value, [_TYPES[option]]
-
-
-def named_numbers(text: str) -> dict[str, float]:
-    """The finite number of each name in text.
-
-    Raises:
-        ValueError: something else, or a name that occurs twice.
-
-    Example:
-        >>> named_numbers("age=63,weight=71.5")
-        {'age': 63.0, 'weight': 71.5}
-    """
-    numbers: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.rpartition("="))
-        if not name or name in numbers or "_" in value or not math.isfinite(float(value)):
-            raise ValueError(text)
-        numbers[name] = float(value)
-    return numbers
-
-
-def weights_by_class(text: str) -> dict[str, float]:
-    """The weight of each class named in `a=5,b=2`.
-
-    Raises:
-        ConfigError: other text, or a weight that is not a finite number above 0.
-
-    Example:
-        >>> weights_by_class("pvc=5,beat=2")
-        {'pvc': 5.0, 'beat': 2.0}
-    """
-    try:
-        weights = named_numbers(text)
-    except ValueError:
-        weights = {}
-    if not weights or min(weights.values()) <= 0:
-        raise ConfigError(
-            f"class_weights={text!r}: expected none, balanced, or a number above 0 for some"
-            " classes, such as pvc=5,beat=2"
-        )
-    return weights

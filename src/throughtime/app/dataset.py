@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import (
-    ModelSpec,
+from throughtime.app.data_statistics import (
     Statistics,
     class_name,
     collect_statistics,
     read_blocks,
     sorted_classes,
 )
+from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
     DataLayout,
     OnPhase,

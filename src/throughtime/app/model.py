@@ -1,19 +1,14 @@
 """The model of a run: standardise, recur, read out; its description is part of its weights file.
 
-The statistics with which it standardises are collected in one pass before training. Means and
-spreads are merged block by block (Chan, Golub & LeVeque 1983), so that a long recording loses no
-digits. Cost: one read of every recording, memory for one block.
-
 Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target columns.
 """
 
 import os
-import re
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal
@@ -23,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
-from throughtime.app.config import Config, weights_by_class
+from throughtime.app.config import Config
+from throughtime.app.data_statistics import Statistics, class_name, sorted_classes
 from throughtime.app.recordings import DataLayout, SourceRecording
 from throughtime.app.run_folder import from_plain, load_tensors, one_line
+from throughtime.app.values import weights_by_class
 from throughtime.carry.carried import Carried, carry
-from throughtime.errors import ConfigError, DataError, RunError, listed
+from throughtime.errors import ConfigError, RunError, listed
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine
@@ -36,191 +33,14 @@ from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import join_faults
-from throughtime.stream.recording import Part, StepArrays, StepChecksum, location
+from throughtime.stream.recording import Part
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
 # about 10 in which the threads wait for each other.
 _WORTH_THREADS = 2e6
-BLOCK = 65_536  # steps read at once, fewer if there are many columns
-_WIDE = 16  # up to so many columns, a block has BLOCK steps
 _SEARCHED = 20_000  # steps predicted to find the busiest, from the start of the recording
 _SHOWN = 1_500  # steps of an excerpt
-
-
-@dataclass
-class Moments:
-    """Count, mean and squared deviations of columns, without values that are not finite."""
-
-    count: Array = field(default_factory=lambda: np.zeros(1))
-    mean: Array = field(default_factory=lambda: np.zeros(1))
-    spread: Array = field(default_factory=lambda: np.zeros(1))
-
-    def add(self, values: Array) -> None:
-        """Add `(n, D)` values."""
-        finite = np.isfinite(values)
-        n = finite.sum(axis=0)
-        mean = np.where(finite, values, 0.0).sum(axis=0) / np.maximum(n, 1)
-        step = mean - self.mean
-        total = np.maximum(self.count + n, 1)
-        within = (np.where(finite, values - mean, 0.0) ** 2).sum(axis=0)
-        self.spread = self.spread + within + step**2 * self.count * n / total
-        self.mean = self.mean + step * n / total
-        self.count = self.count + n
-
-    @property
-    def scale(self) -> Array:
-        """Standard deviations; 1 for a constant column."""
-        deviation = np.sqrt(self.spread / np.maximum(self.count, 1))
-        return np.where(deviation > 0, deviation, 1.0)
-
-
-@dataclass
-class Statistics:
-    """Moments, classes and missing values of recordings.
-
-    Attributes:
-        inputs: moments of the input features.
-        targets: moments of the targets of a regression.
-        classes: how often each class occurs.
-        missing: steps with inputs that are NaN or infinite.
-        missing_targets: steps without a target.
-        steps: the number of steps.
-        rising: input columns that increase strictly within every block.
-        faults: one message for each recording with such inputs.
-        bad_targets: one message for each block with infinite targets.
-        checksums: of the values of each recording, by its name.
-    """
-
-    inputs: Moments = field(default_factory=Moments)
-    targets: Moments = field(default_factory=Moments)
-    classes: Counter[str] = field(default_factory=Counter[str])
-    missing: int = 0
-    missing_targets: int = 0
-    steps: int = 0
-    rising: Array = field(default_factory=lambda: np.ones(1, dtype=np.bool_))
-    faults: list[str] = field(default_factory=list[str])
-    bad_targets: list[str] = field(default_factory=list[str])
-    checksums: dict[str, str] = field(default_factory=dict[str, str])
-
-    def add_inputs(self, inputs: Array) -> None:
-        """Add a block of inputs `(n, D)`."""
-        self.inputs.add(inputs)
-        rises = (np.diff(inputs, axis=0) > 0).all(axis=0) & (len(inputs) > 2)
-        self.rising = np.asarray(self.rising & rises)
-
-    def add_classes(self, targets: Array) -> None:
-        """Count the classes of a block."""
-        values, counts = np.unique(targets, return_counts=True)
-        for value, count in zip(values, counts, strict=True):
-            self.classes[class_name(value)] += int(count)
-        self.missing_targets += self.classes.pop("", 0)
-
-    def add_targets(self, name: str, start: int, targets: Array) -> None:
-        """Add a block of the targets of a regression, which starts at step `start`."""
-        rows = targets.reshape(len(targets), -1).astype(np.float64)
-        infinite = np.isinf(rows).any(axis=1)
-        if infinite.any():
-            self.bad_targets.append(
-                f"recording '{name}': {int(infinite.sum())} steps have infinite targets,"
-                f" the first is step {start + int(infinite.argmax())}"
-            )
-        self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
-        self.targets.add(rows)
-
-
-def collect_statistics(
-    recordings: Sequence[Recording],
-    *,
-    classify: bool,
-    on_steps: Callable[[int], None] | None = None,
-) -> Statistics:
-    """Collect the statistics of all recordings in one pass.
-
-    Args:
-        recordings: those of one split.
-        classify: whether the targets are classes.
-        on_steps: called with the number of steps of each block read.
-
-    Raises:
-        DataError: recordings with different numbers of columns.
-    """
-    statistics = Statistics()
-    width: tuple[str, int] | None = None
-    for recording in recordings:
-        missing, first, checksum = 0, "", StepChecksum()
-        for start, steps in read_blocks(recording):
-            inputs = _features(steps)
-            width = width or (recording.name, inputs.shape[1])
-            if inputs.shape[1] != width[1]:
-                raise DataError(
-                    f"recording '{recording.name}' has {inputs.shape[1]} input columns,"
-                    f" '{width[0]}' has {width[1]}; all recordings need the same number"
-                )
-            bad = ~np.isfinite(inputs)
-            if bad.any() and not first:
-                step, column = np.argwhere(bad)[0].tolist()
-                first = location(recording, start + step, column)
-            missing += int(bad.any(axis=1).sum())
-            checksum.add(steps)
-            statistics.add_inputs(inputs)
-            if steps.targets is not None and classify:
-                statistics.add_classes(steps.targets)
-            elif steps.targets is not None:
-                statistics.add_targets(recording.name, start, steps.targets)
-            if on_steps is not None:
-                on_steps(len(inputs))
-        statistics.checksums[recording.name] = str(checksum)
-        statistics.steps += len(recording)
-        statistics.missing += missing
-        if missing:
-            statistics.faults.append(
-                f"recording '{recording.name}': {missing} steps have inputs that are NaN or"
-                f" infinite, the first at {first}"
-            )
-    return statistics
-
-
-def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
-    """The blocks of a recording: the first step of each, and its steps."""
-    count = max(1, BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))
-    for start in range(0, len(recording), count):
-        yield start, recording.read(start, min(start + count, len(recording)))
-
-
-def _features(steps: StepArrays) -> Array:
-    """Inputs and static features side by side, `(n, D)`."""
-    inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
-    if steps.static is None:
-        return inputs
-    static = np.broadcast_to(steps.static, (len(inputs), len(steps.static)))
-    return np.concatenate([inputs, static], axis=1)
-
-
-def class_name(value: object) -> str:
-    """The name of a class: integers without a decimal point, empty for a missing value."""
-    text = str(value).strip()
-    if re.fullmatch(r"-?[0-9]+", text):
-        return str(int(text))
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    if np.isnan(number):
-        return ""
-    return str(int(number)) if number.is_integer() else text
-
-
-def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
-    """Class names in a fixed order: numbers by value, then text."""
-
-    def key(name: str) -> tuple[int, float, str]:
-        try:
-            return 0, float(name), name
-        except ValueError:
-            return 1, 0.0, name
-
-    return tuple(sorted(classes, key=key))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from throughtime import state as trees
-from throughtime.app.config import DEFAULT_STRIDE, Config, convert
+from throughtime.app.config import DEFAULT_STRIDE, Config
+from throughtime.app.values import convert
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.gradient import RTRL, Adaptive, Exact, LossFn, Objective, Randomized, Truncated
