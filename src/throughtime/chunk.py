@@ -258,10 +258,10 @@ class Chunk:
         return Chunk(self.inputs, self.targets, metadata, 0, self.steps), at[-1] + 1 - last[-1]
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs `(N, C)` and targets `(N,)` or `(N, C)` of the N valid steps, time first.
+        """Outputs `(N, C)` and targets of the N valid steps, time first.
 
-        Floating-point targets of one column get the shape of the outputs, `(N, 1)`. Otherwise
-        `MSELoss` would broadcast `(N, 1)` against `(N,)` to `(N, N)`.
+        Targets are `(N,)` if they are classes and `(N, C)` if they are numbers. So those of one
+        column have the shape of the outputs, `(N, 1)`: `(N,)` would broadcast to `(N, N)`.
 
         Args:
             outputs: `(T, B, C)`, of the steps of this chunk.

@@ -25,7 +25,7 @@ class Metric(Protocol):
         ...
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)` and targets `(N,)` or `(N, C)`."""
+        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1."""
         ...
 
     def compute(self) -> Metrics:

@@ -24,6 +24,7 @@ from throughtime.chunk import Chunk
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import ConfigError, DataError, RunError, StateError, listed, warn_caller
 from throughtime.gradient import LossFn, Objective
+from throughtime.gradient._pairing import check_rows
 from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
 from throughtime.state import State
 from throughtime.stream import Recording, Stream
@@ -204,6 +205,7 @@ class Evaluator(Generic[L]):
         self._predictor = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
         self._metric = None if metrics is None else as_metric(metrics).new()
+        self._metric_checked = False
         self._by_recording: dict[int, Metric] = {}
         self._loss = self._weight = self._steps = 0.0
         self._checked: Stream | None = None
@@ -250,7 +252,11 @@ class Evaluator(Generic[L]):
             self._loss += self._objective.loss(outputs, chunk).item() * weight
             self._weight += weight
         if self._metric is not None:
-            self._metric.update(*chunk.valid_pairs(outputs))
+            rows, targets = chunk.valid_pairs(outputs)
+            if not self._metric_checked and len(rows) > 1:
+                check_rows(self._metric.new().update, rows, targets, "metrics")
+                self._metric_checked = True
+            self._metric.update(rows, targets)
             self._update_recordings(self._metric, outputs, chunk)
         return outputs
 

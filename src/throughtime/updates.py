@@ -44,9 +44,10 @@ def updates(
         stream: a `tt.Stream` (any chunk length: the policy cuts as it needs), or any iterable of
             adjacent `Chunk`s. It starts its epoch again unless `state` is given or a `state_dict`
             was loaded.
-        loss_fn: any function of outputs `(N, C)` and targets `(N,)` or `(N, C)` that returns their
-            mean loss, as `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of
-            the update.
+        loss_fn: any function of outputs `(N, C)` and targets that returns their mean loss, as
+            `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of the update.
+            Targets are `(N,)` if they are classes and `(N, C)` if they are numbers: `(N, 1)` for a
+            single column, as the outputs.
         gradient: `tt.Truncated(...)` or another policy; see `tt.Policy` to write one.
         state: the carried state at the present step of the stream; default: the initial state.
         policy_state: `policy_state` of the last epoch's updates, for a policy that learns from
@@ -61,7 +62,8 @@ def updates(
         nothing.
 
     Raises:
-        ModelError: the net is not carried, or breaks its contract.
+        ModelError: the net is not carried, or breaks its contract; or `loss_fn` broadcasts `(N,)`
+            against `(N, 1)`, which pairs each step with the targets of all others.
         DataError: chunks that are not adjacent, or have no targets.
         ConfigError: `gradient` is not a policy, or one that breaks the contract of `tt.Policy`; or
             `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means.

@@ -7,7 +7,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 
 import cmath
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from throughtime.carry._ports import Link, links
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError, RunError, listed
+from throughtime.gradient._pairing import check_rows
 
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
 
@@ -60,6 +61,7 @@ class Objective:
     loss_fn: LossFn
     scaler: Scaler | None = None
     reducer: Reducer | None = None
+    _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (
@@ -72,9 +74,18 @@ class Objective:
             )
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
-        """The mean loss over the valid steps, a scalar with a graph."""
+        """The mean loss over the valid steps, a scalar with a graph.
+
+        Raises:
+            ModelError: the function returns no scalar, or its first call on two or more rows pairs
+                rows: it broadcasts `(N,)` against `(N, 1)`.
+        """
         rows, targets = chunk.valid_pairs(outputs)
-        loss = self.loss_fn(rows, targets)
+        if self._checked or len(rows) < 2:
+            loss = self.loss_fn(rows, targets)
+        else:
+            loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
+            object.__setattr__(self, "_checked", True)
         # a user's loss_fn may return anything
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModelError(

@@ -256,8 +256,8 @@ class StreamEvaluator(Engine):
 
     Args:
         net: made by `tt.carry`.
-        metrics: by name; each gets outputs `(N, C)` and targets `(N,)` or `(N, C)` of the valid
-            steps of a chunk, so that its means are over valid steps.
+        metrics: by name; each gets outputs `(N, C)` and targets of the valid steps of a chunk, so
+            that its means are over valid steps: classes `(N,)`, numbers `(N, C)`, also if C is 1.
 
     `state.output` is `(outputs, targets)`. An iteration is a chunk that has a valid step.
 

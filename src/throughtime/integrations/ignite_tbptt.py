@@ -98,7 +98,7 @@ def create_supervised_tbptt_trainer(
             `tt.state`. One made by `tt.carry` runs as with `horizon`.
         optimizer: any.
         loss_fn: of `(outputs, targets)` of a chunk. With `resets` or `horizon` it is as for
-            `tt.updates`: a mean over the rows `(N, C)` and `(N,)` or `(N, C)`.
+            `tt.updates`: a mean over N rows.
         tbtt_step: steps of a chunk; the last one of a batch may be shorter.
         dim: the time dimension of the batches.
         device: batches are moved there; the model stays where it is.
