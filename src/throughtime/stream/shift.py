@@ -1,0 +1,94 @@
+"""Targets of later steps, for forecasting: the target of step `t` is that of step `t + n`.
+
+The last `n` steps of a recording have none: their targets are NaN, -100 or empty text, and such
+steps are masked. Shift a recording after it is cut into splits: so no target of one split is read
+in another.
+
+Shapes: `T` steps of the recording, `C` target columns.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import missing_like
+from throughtime.stream.recording import Recording, StepArrays
+
+
+@dataclass(frozen=True)
+class ForecastRecording:
+    """The inputs of a recording with the targets of `shift` steps later."""
+
+    whole: Recording
+    shift: int
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        stop = min(stop, len(self))
+        steps = self.whole.read(start, min(stop + self.shift, len(self)))
+        if steps.targets is None:
+            return steps
+        targets = padded_slice(steps.targets, self.shift, self.shift + stop - start)
+        return steps._replace(inputs=steps.inputs[: stop - start], targets=targets)
+
+
+def padded_slice(rows: Array, start: int, stop: int) -> Array:
+    """The rows `start` to before `stop` of targets; missing ones before the first, after the last.
+
+    Whole numbers are read as int64, which holds the -100 of a missing one.
+    """
+    kept = rows[max(0, start) : max(0, stop)]
+    if rows.dtype.kind in "biu":
+        kept = kept.astype(np.int64)
+    before = min(max(0, -start), stop - start)
+    parts = [
+        missing_like((before, *rows.shape[1:]), rows),
+        kept,
+        missing_like((stop - start - before - len(kept), *rows.shape[1:]), rows),
+    ]
+    filled = [part for part in parts if len(part)]
+    return filled[0] if len(filled) == 1 else np.concatenate(parts)
+
+
+def shift_targets(recording: Recording, steps: Any) -> Recording:
+    """The recording with each step's target taken `steps` steps later; itself if that is 0.
+
+    Args:
+        recording: any; its targets in any form.
+        steps: a whole number, at least 0.
+
+    Raises:
+        DataError: another number, or one for which no step has a target.
+
+    Cost: each read of the recording reads `steps` steps more.
+
+    Example:
+        >>> import numpy as np
+        >>> from throughtime.stream.recording import as_recording
+        >>> from throughtime.stream.shift import shift_targets
+        >>> hours = np.arange(4.0)
+        >>> recording = as_recording({"inputs": hours, "targets": hours}, 0)
+        >>> shift_targets(recording, 1).read(0, 4).targets
+        array([ 1.,  2.,  3., nan])
+    """
+    count = steps.item() if isinstance(steps, np.integer) else steps
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise DataError(
+            f"recording '{recording.name}': target_shift={steps!r}, expected how many steps later"
+            " the target of a step is, at least 0: a target of the past is no forecast"
+        )
+    if count >= len(recording):
+        raise DataError(
+            f"recording '{recording.name}' has {len(recording)} steps, so none has a target"
+            f" {count} steps later; leave it out, or take a smaller target_shift (--ahead)"
+        )
+    return ForecastRecording(recording, count) if count else recording

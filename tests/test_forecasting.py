@@ -1,0 +1,131 @@
+"""Targets of later steps: the same values in every chunk and lane, and none of another split.
+
+Shapes: `n` steps, `C` target columns.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import throughtime as tt
+from strategies import seeds
+from test_targets import KINDS, check_rows, kinds, missing
+from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array
+from throughtime.stream.recording import ArrayRows, Part, StepArrays, TableRecording
+from throughtime.stream.shift import padded_slice, shift_targets
+
+lengths = st.integers(1, 60)
+cuts = st.tuples(st.floats(0, 1), st.floats(0, 1))
+
+
+def series(y: Array, name: str = "series") -> TableRecording:
+    return TableRecording(
+        name, ArrayRows("x", np.arange(len(y), dtype=np.float64)[:, None]), ArrayRows("y", y)
+    )
+
+
+class Targets:
+    """The targets of a recording as a row source."""
+
+    source = "targets"
+
+    def __init__(self, recording: Any) -> None:
+        self.recording = recording
+
+    def __len__(self) -> int:
+        return len(self.recording)
+
+    def read(self, start: int, stop: int) -> Array:
+        steps = self.recording.read(start, stop)
+        assert (steps.inputs[:, 0] == np.arange(start, min(stop, len(self)))).all()
+        return steps.targets
+
+
+@given(kinds, lengths, st.integers(0, 59), cuts, seeds)
+def test_a_shifted_target_is_the_one_so_many_steps_later(
+    kind: str, n: int, shift: int, cut: tuple[float, float], seed: int
+) -> None:
+    shift %= n
+    y = KINDS[kind](n, np.random.default_rng(seed))
+    expected = [
+        *y[shift:],
+        *[missing(y[:1].astype(np.int64)[0] if y.dtype.kind in "biu" else y[0])] * shift,
+    ]
+    check_rows(Targets(shift_targets(series(y), shift)), expected, cut)
+
+
+@given(lengths, st.integers(-70, 70), st.integers(0, 70))
+def test_padded_slices_have_the_rows_that_exist(n: int, start: int, count: int) -> None:
+    y = np.arange(float(n))
+    expected = [y[i] if 0 <= i < n else np.nan for i in range(start, start + count)]
+    assert np.array_equal(padded_slice(y, start, start + count), expected, equal_nan=True)
+
+
+@given(
+    st.lists(st.integers(9, 40), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 3, 7]),
+    st.integers(1, 50),
+    st.sampled_from(["float", "int"]),
+    seeds,
+)
+def test_a_stream_plays_shifted_targets_whatever_its_lanes_and_chunks(
+    sizes: list[int], shift: int, lanes: int, chunk: int, kind: str, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    ys = [KINDS[kind](n, draw) for n in sizes]
+    played = [shift_targets(series(y, str(i)), shift) for i, y in enumerate(ys)]
+    stream = tt.Stream(played, lanes=lanes, chunk=chunk, seed=seed, rank=0, ranks=1)
+    steps = 0
+    for part in stream:
+        for t, lane in part.mask.nonzero().tolist():
+            i, p = part.recording[t, lane].item(), part.position[t, lane].item()
+            assert part.targets is not None
+            assert part.targets[t, lane].item() == ys[int(i)][int(p) + shift]
+            assert part.inputs[t, lane, 0] == p
+            steps += 1
+    assert steps == sum(n - shift for n in sizes)
+    assert stream.missing_targets == shift * len(sizes)
+
+
+class Spy:
+    """A recording that writes down up to which step it was read."""
+
+    def __init__(self, recording: TableRecording) -> None:
+        self.recording, self.name, self.last = recording, recording.name, 0
+
+    def __len__(self) -> int:
+        return len(self.recording)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        self.last = max(self.last, min(stop, len(self)))
+        return self.recording.read(start, stop)
+
+
+def test_targets_do_not_cross_the_end_of_a_split() -> None:
+    spy = Spy(series(np.arange(100.0)))
+    train = shift_targets(Part(spy, 0, 80), 24)
+    chunks = [*tt.Stream([train], lanes=3, chunk=7, seed=0)]
+    assert sum(part.valid_steps for part in chunks) == 80 - 24
+    assert spy.last == 80
+    mutant = Part(shift_targets(spy, 24), 0, 80)  # shifted before it is cut
+    mutant.read(0, 80)
+    assert spy.last > 80
+
+
+@pytest.mark.parametrize("shift", [-1, 1.0, True, "24", None])
+def test_other_shifts_are_refused(shift: Any) -> None:
+    with pytest.raises(DataError, match=r"target_shift=.*, expected how many steps later"):
+        shift_targets(series(np.arange(9.0)), shift)
+
+
+def test_a_recording_needs_a_target() -> None:
+    recording = series(np.arange(9.0))
+    assert shift_targets(recording, 0) is recording
+    assert len(shift_targets(recording, np.int64(8))) == 9
+    with pytest.raises(DataError, match="has 9 steps, so none has a target 9 steps later"):
+        shift_targets(recording, 9)
