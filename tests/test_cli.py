@@ -574,7 +574,7 @@ def test_predict_refuses_weights_that_are_not_finite(
     net, spec = load_model(model)
     parameter = next(net.parameters())
     parameter.data.view(-1)[0] = float("nan")
-    model.write_bytes(model_bytes(net, spec))
+    model.write_bytes(model_bytes(net.module.state_dict(), spec))
     out = tmp_path / "p.csv"
     code, _, complained = ended("predict", folder, trained[1], "--out", out)
     assert code == 2

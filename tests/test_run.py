@@ -439,34 +439,53 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     assert before == (training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes())
 
 
-def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path) -> None:
-    """Two updates of Adam with a tight clip, against the same by hand."""
+@pytest.mark.parametrize("weight_decay", [0.0, 3.0])
+def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: float) -> None:
+    """Updates of Adam with a tight clip, warm-up, cosine and decay, against torch's by hand."""
     import throughtime as tt
 
+    rule = {"weight_decay": weight_decay, "schedule": "cosine", "lr_warmup": 2, "lr": 0.01}
     training = Training.begin(
         make_config(
             settings(
-                write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, max_norm=1e-3
+                write_recordings(tmp_path / "data"),
+                tmp_path / "run",
+                updates=4,
+                max_norm=1e-3,
+                dtype="float64",
+                **rule,
             )
         )
     )
     net = copy.deepcopy(training.net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
+    start = copy.deepcopy(training.net)
+    groups = [
+        {"params": [p], "weight_decay": weight_decay if p.dim() > 1 else 0.0}
+        for p in net.parameters()
+    ]
+    optimizer = torch.optim.AdamW(groups)
     stream = training_stream(training.dataset, training.config, 1)
-    for update, _ in zip(
+    rates = (0.005, 0.01, 0.01, 0.005)  # up over two updates, then half a cosine of two
+    for update, lr in zip(
         tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)),
-        range(2),
+        rates,
         strict=False,
     ):
         del update
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         assert norm > 1e-3
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
     list(training.run())
-    assert all(
-        torch.equal(a, b) for a, b in zip(net.parameters(), training.net.parameters(), strict=True)
-    )
+    rows = [row for row in training.folder.read_metrics() if row["kind"] == "train"]
+    assert [row["lr"] for row in rows] == pytest.approx(rates)
+    for old, ours, theirs in zip(
+        start.parameters(), training.net.parameters(), net.parameters(), strict=True
+    ):
+        assert not torch.equal(old, ours)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def read_with(name: str, folder: RunFolder) -> list[list[str]]:
     audit = ["audit", run, "--horizons", "20", "--steps", "60"]
     commands = {
         "model.safetensors": [["eval", run, "--split", "valid"], predict, audit],
-        "checkpoint.safetensors": [resume, audit],
+        "checkpoint.safetensors": [resume],
         "metrics.jsonl": [resume, ["eval", run, "--split", "valid"], audit],
         "scores-valid.json": [["eval", run, "--split", "train"], audit],
         "audit.json": [["eval", run, "--split", "valid"]],
@@ -247,8 +247,8 @@ LINES = {
     "null": b"null",
     "empty": b"",
     "other kind": b'{"kind": "traim", "update": 3}',
-    "lacks a metric": json.dumps(GOOD | {"epoch": 0, "loss": 0.5}).encode(),
-    "text for a number": json.dumps(GOOD | {"epoch": 0, "loss": "low"}).encode(),
+    "lacks a metric": json.dumps(GOOD | {"epoch": 0, "loss": 0.5, "lr": 0.1}).encode(),
+    "text for a number": json.dumps(GOOD | {"epoch": 0, "loss": "low", "lr": 0.1}).encode(),
 }
 
 

@@ -34,9 +34,9 @@ SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.start
 }
 PATIENCE = 180.0  # seconds; nothing waits for them but a test that fails
 VARIANTS: dict[str, dict[str, Any]] = {
-    "horizon": {"horizon": 25, "updates": 40},
+    "horizon": {"horizon": 25, "updates": 40, "keep": "last"},  # where a mutant differs
     "hand-off": {"hand_off": True, "updates": None, "epochs": 3},
-    "exact": {"gradient": "exact", "cut_every": 25, "stride": None, "updates": 30},
+    "exact": {"gradient": "exact", "cut_every": 25, "stride": None, "updates": 30, "patience": 3},
 }
 
 
@@ -312,6 +312,7 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
         load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
     )
     names = {"net", "optimizer", "ranks", "counts", "seconds", "loss_sum", "finished", "spec"}
+    names |= {"selection"}
     assert set(alone) == set(together) == names
     assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
     for position in (*alone["ranks"], *together["ranks"]):

@@ -22,6 +22,7 @@ from throughtime.app.model import (
     ModelSpec,
     make_loss,
     one_thread,
+    without_dropout,
 )
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, from_plain
@@ -256,8 +257,7 @@ class AuditJob:
         self.options, self.horizons = options, _horizons(options, config, self.stream)
         self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
         _check_shorter(self.horizons[-1], self.steps, self.stream)
-        saved = folder.read_checkpoint()
-        self.update: int | None = None if saved is None else saved["counts"][0]
+        without_dropout(self.net)
         self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(config, self.spec))
         self.first = recordings[0]
 
@@ -297,7 +297,7 @@ class AuditJob:
         return AuditReport(
             self.split,
             str(self.data),
-            self.update,
+            self.spec.update,
             stream.steps,
             options.tolerance,
             costs,

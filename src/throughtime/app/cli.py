@@ -187,7 +187,8 @@ def evaluate(
         print_json(json.loads(path.read_text(encoding="utf-8")))
         return
     print_scores(split, scores.metrics, scores.recordings, path)
-    out.print(f"{scores.steps:,} frames scored; {path} written")
+    update = json.loads(path.read_text(encoding="utf-8"))["update"]
+    out.print(f"{scores.steps:,} frames scored, by the model of update {update}; {path} written")
 
 
 @app.command()
@@ -249,7 +250,9 @@ def predict(
         )
     if state_out is not None:
         trees.save(after, state_out)
-    out.print(f"{len(source):,} frames from {recording} to {to}")
+    out.print(
+        f"{len(source):,} frames from {recording} to {to}, by the model of update {spec.update}"
+    )
     if skipped:
         steps = "step" if skipped == 1 else "steps"
         out.print(f"{skipped:,} {steps} without an answer: their inputs are NaN or infinite")

@@ -28,8 +28,9 @@ _SHORT = {
 def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
     """A field of `Config`: the heading of its group in the help, what it sets, its default.
 
-    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, `unset="..."`, what
-    `None` means, and `words=...`, the values of a text that a shell completes.
+    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, `share=True` for those
+    from 0 to below 1, `unset="..."`, what `None` means, and `words=...`, the values of a text that
+    a shell completes.
     """
     return field(default=default, metadata={"panel": panel, "help": help_, **checks})
 
@@ -99,10 +100,18 @@ class Config:
         "Share of the recordings, or of the end of a single one, held out for validation when no"
         " manifest names splits.",
         0.2,
+        share=True,
     )
     model: Literal["lstm", "gru", "rnn"] = _setting("Model", "The recurrent layer.", "lstm")
     hidden: int = _setting("Model", "Width of the recurrent layers.", 64, minimum=1)
     layers: int = _setting("Model", "Number of recurrent layers.", 1, minimum=1)
+    dropout: float = _setting(
+        "Model",
+        "Share of the outputs of every recurrent layer that training replaces by 0. An update is"
+        " then several calls instead of one.",
+        0.0,
+        share=True,
+    )
     dtype: Literal["float32", "float64"] = _setting(
         "Model", "Type of inputs and weights.", "float32"
     )
@@ -162,7 +171,19 @@ class Config:
     epochs: int | None = _setting(
         "Training", "Stop after this many epochs.", None, minimum=1, unset="1 without --updates"
     )
-    lr: float = _setting("Training", "Adam's learning rate.", 1e-3, positive=True)
+    lr: float = _setting("Training", "Learning rate of Adam.", 1e-3, positive=True)
+    schedule: Literal["constant", "cosine"] = _setting(
+        "Training", "The learning rate stays, or falls to 0 along half a cosine.", "constant"
+    )
+    lr_warmup: int = _setting(
+        "Training", "First updates, over which the learning rate rises from 0.", 0, minimum=0
+    )
+    weight_decay: float = _setting(
+        "Training",
+        "AdamW: matrices shrink by this times the learning rate at each update; biases do not.",
+        0.0,
+        minimum=0,
+    )
     max_norm: float = _setting("Training", "Clip the gradient to this norm.", 1.0, positive=True)
     class_weights: str = _setting(
         "Training",
@@ -176,11 +197,24 @@ class Config:
         "Training", "Where to compute: cpu, cuda, ...", "cpu", words=("cpu", "cuda", "mps")
     )
     valid_every: int | None = _setting(
-        "Run",
+        "Training",
         "Updates between two validations; 0: only at the end.",
         None,
         minimum=0,
         unset="a fifth of the run",
+    )
+    keep: Literal["best", "last"] = _setting(
+        "Training",
+        "Weights of the model: those of the best validation (macro-F1 of classes, else loss), or"
+        " the last.",
+        "best",
+    )
+    patience: int | None = _setting(
+        "Training",
+        "Stop after so many validations without a better one.",
+        None,
+        minimum=1,
+        unset="never stop early",
     )
     checkpoint_every: float = _setting(
         "Run", "Seconds between two checkpoints.", 30.0, positive=True
@@ -209,6 +243,7 @@ class Config:
             *self._gradient_faults(),
             *self._label_faults(),
             *self._stream_faults(),
+            *self._schedule_faults(),
             *self._rank_faults(),
         ]
         if faults:
@@ -255,14 +290,14 @@ class Config:
             value, checks = getattr(self, setting.name), setting.metadata
             if value is None:
                 continue
-            if "minimum" in checks and value < checks["minimum"]:
+            if "minimum" in checks and not checks["minimum"] <= value < math.inf:
                 yield f"{setting.name}={value}: expected at least {checks['minimum']}"
             if checks.get("positive") and not 0 < value < math.inf:
                 yield f"{setting.name}={value}: expected a finite number above 0"
+            if checks.get("share") and not 0 <= value < 1:
+                yield f"{setting.name}={value}: expected a share from 0 to below 1"
         if self.seed >= 2**63:
             yield f"seed={self.seed}: expected a number below 2**63"
-        if not 0 <= self.holdout < 1:
-            yield f"holdout={self.holdout}: expected a share from 0 to below 1"
         if self.updates is not None and self.epochs is not None:
             yield (
                 f"updates={self.updates} and epochs={self.epochs} are both given: one of them says"
@@ -335,6 +370,19 @@ class Config:
                     f"{name}={value} and train_on='windows' are both given: windows start at the"
                     " same steps, from zero"
                 )
+
+    def _schedule_faults(self) -> Iterator[str]:
+        """Contradictions between the settings of a run's length."""
+        if self.updates is not None and self.lr_warmup >= self.updates:
+            yield (
+                f"lr_warmup={self.lr_warmup} of updates={self.updates}: expected fewer, the"
+                " learning rate would only rise"
+            )
+        if self.valid_every == 0 and self.patience is not None:
+            yield (
+                f"patience={self.patience} counts validations, and valid_every=0 has none before"
+                " the end: leave one of them out"
+            )
 
     def _rank_faults(self) -> Iterator[str]:
         """Contradictions between the settings of several processes."""

@@ -236,11 +236,19 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     if was_finished:
         again = f"throughtime train --resume {folder.path} --updates {2 * count}"
         out.print(f"already finished at update {count}; to train on: {again}")
+    if training.stopped_early:
+        out.print(
+            f"stopped early: no better one in {counted(training.selection.stale, 'validation')};"
+            f" to train on: throughtime train --resume {folder.path} --updates N"
+        )
     names = list(training.dataset.spec.metrics().compute())
-    valid = [row for row in folder.read_metrics(names) if row["kind"] == "valid"]
-    if valid:
-        metrics = {name: valid[-1][name] for name in names}
-        print_scores("valid", metrics, valid[-1]["recordings"], folder.metrics)
+    kept, _ = training.selection.kept(count, training.net.module)
+    for row in folder.read_metrics(names):
+        if row["kind"] == "valid" and row["update"] == kept:
+            metrics = {name: row[name] for name in names}
+            print_scores("valid", metrics, row["recordings"], folder.metrics)
+    if kept < count:
+        out.print(f"the model is that of update {kept}, the best on validation")
     write_report(folder)
     out.print(
         f"{count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting"

@@ -316,7 +316,7 @@ def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
 
 def changed_data(
     spec: ModelSpec,
-    buffers: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor],
     before: Mapping[str, Any],
     weights: Mapping[str, Tensor],
 ) -> list[str]:
@@ -324,7 +324,7 @@ def changed_data(
 
     Args:
         spec: of the model that fits the data.
-        buffers: the statistics of the training split.
+        statistics: those of the training split.
         before: the spec in the checkpoint, as plain values.
         weights: the weights and statistics in the checkpoint.
     """
@@ -337,7 +337,7 @@ def changed_data(
     ] or [
         f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
         f" and is now {value.tolist()}"
-        for name, value in buffers.items()
+        for name, value in statistics.items()
         if not torch.equal(weights[name], value.cpu())
     ]
 

@@ -36,7 +36,7 @@ from throughtime.app.recordings import (
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError, listed
-from throughtime.predict import Evaluation, Evaluator, OnNaN, predict
+from throughtime.predict import Evaluation, Evaluator, L, OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
@@ -105,16 +105,15 @@ def open_run(
 
 
 def evaluate_recordings(
-    net: Carried,
+    evaluator: Evaluator[L],
     spec: ModelSpec,
     recordings: list[Recording],
     config: Config,
     on_phase: OnPhase | None = None,
-) -> Evaluation[None]:
+) -> Evaluation[L]:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
     lanes = min(len(recordings), _LANES)
     stream = unbroken_stream(recordings, spec, config, lanes, _EVALUATION_CHUNK)
-    evaluator = Evaluator(net, metrics=spec.metrics())
     for chunk in stream:
         evaluator.add(chunk)
         if on_phase is not None:
@@ -138,9 +137,11 @@ def evaluate_run(
         folder, data, split, missing, on_phase=on_phase
     )
     with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
-        scores = evaluate_recordings(net, spec, recordings, config, on_phase)
+        evaluator = Evaluator(net, metrics=spec.metrics())
+        scores = evaluate_recordings(evaluator, spec, recordings, config, on_phase)
     content = {
         "split": split,
+        "update": spec.update,
         "data": str(data),
         "steps": scores.steps,
         "metrics": scores.metrics,

@@ -68,7 +68,7 @@ def as_flags(message: str, arguments: Sequence[str]) -> str:
         words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
         return words if match[2] else f"{words} "
 
-    return re.sub(rf"\b({names})=(True\b)?|'({names})' (?=is missing)", flag, message)
+    return re.sub(rf"\b({names})=(True\b)?|(?<!\()'({names})' (?=is missing)", flag, message)
 
 
 def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class ModelSpec:
         outputs: classes, or target columns.
         classes: their names; empty for a regression.
         dtype: of weights and inputs.
+        dropout: the share of the outputs of each layer that training replaces by 0.
+        update: the one that the weights are of; 0 in training.
     """
 
     layout: DataLayout
@@ -66,6 +68,8 @@ class ModelSpec:
     outputs: int
     classes: tuple[str, ...]
     dtype: Literal["float32", "float64"]
+    dropout: float = 0.0
+    update: int = 0
 
     @classmethod
     def from_data(
@@ -89,6 +93,7 @@ class ModelSpec:
             len(classes) if layout.classify else len(statistics.targets.mean),
             classes,
             config.dtype,
+            config.dropout,
         )
 
     @property
@@ -108,14 +113,26 @@ class ModelSpec:
 def build_model(spec: ModelSpec) -> Carried:
     """The net: raw inputs in, logits of the classes or values in the targets' units out."""
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
+    between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
+    recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
     parts: list[tuple[str, nn.Module]] = [
         ("standardise", Affine(spec.features, inverse=False)),
-        ("recurrent", layer(spec.features, spec.hidden, spec.layers)),
+        ("recurrent", recurrent),
+        *([("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []),
         ("readout", nn.Linear(spec.hidden, spec.outputs)),
     ]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))
     return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
+
+
+def without_dropout(net: nn.Module) -> None:
+    """Switch dropout off for good; evaluation mode does, but cuDNN has no backward pass there."""
+    for part in net.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
 
 
 def check_memory(spec: ModelSpec, device: str) -> None:
@@ -154,6 +171,16 @@ def set_statistics(net: Carried, statistics: Statistics) -> None:
         if isinstance(part, Affine):
             part.shift.copy_(torch.from_numpy(moments.mean))
             part.scale.copy_(torch.from_numpy(moments.scale))
+
+
+def statistics_of(net: Carried) -> dict[str, Tensor]:
+    """The statistics that the net standardises with, by their names in its weights."""
+    return {
+        f"{name}.{key}": value
+        for name, part in net.module.named_children()
+        if isinstance(part, Affine)
+        for key, value in part.named_buffers()
+    }
 
 
 @dataclass(frozen=True)
@@ -307,9 +334,9 @@ def _busiest(targets: Array) -> int:
     return starts[activity.index(max(activity))]
 
 
-def model_bytes(net: Carried, spec: ModelSpec) -> bytes | bytearray:
-    """The content of a model file: weights, statistics and description."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in net.module.state_dict().items()}
+def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytearray:
+    """The content of a model file: weights and statistics by name, and the description."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
 
 

@@ -44,8 +44,8 @@ _COMMON = {
 }
 _LINES: dict[str, dict[str, Any]] = {
     "data": {"train": int, "valid": int, "steps": int, "remarks": list},
-    "train": {"epoch": int, "loss": _NUMBER},
-    "valid": {"recordings": dict},
+    "train": {"epoch": int, "loss": _NUMBER, "lr": _NUMBER},
+    "valid": {"loss": _NUMBER, "recordings": dict},
 }
 """The kinds of log lines, and what each has besides `_COMMON` and the metrics."""
 

@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes.
 import math
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 
 from throughtime._files import write_atomically, write_together
-from throughtime.app.config import Config, counted
-from throughtime.app.dataset import (
-    Dataset,
-    changed_data,
-    idle_remarks,
-    open_dataset,
-    training_stream,
-)
+from throughtime.app import training_state
+from throughtime.app.config import Config
+from throughtime.app.dataset import Dataset, idle_remarks, open_dataset, training_stream
 from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.model import (
@@ -34,6 +29,7 @@ from throughtime.app.model import (
     model_bytes,
     set_statistics,
 )
+from throughtime.app.optimizer import learning_rate, make_optimizer
 from throughtime.app.policy import (
     make_policy,
     resolve_gradient,
@@ -41,13 +37,13 @@ from throughtime.app.policy import (
     with_fixed_chunk,
 )
 from throughtime.app.recordings import OnPhase
-from throughtime.app.run_folder import RunFolder, checkpoint_bytes, one_line
+from throughtime.app.run_folder import RunFolder, checkpoint_bytes
+from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
 from throughtime.distributed import RankError
-from throughtime.errors import DataError, RunError, ThroughtimeError
+from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
 from throughtime.metrics import Metrics
-from throughtime.state import differences, leaves
-from throughtime.stream.manifest import join_faults
+from throughtime.predict import Evaluator
 from throughtime.updates import Updates, updates
 
 _LOG_LINES = 200  # of a run
@@ -91,11 +87,11 @@ class Training:
         self.net = build_model(dataset.spec)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)
+        self.device = next(self.net.parameters()).device
         self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.lr)
+        self.optimizer = make_optimizer(config, self.net)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
-        self.dataset = replace(dataset, remarks=(*dataset.remarks, *idle_remarks(idle)))
         policy = make_policy(config)  # on every rank, which imports a user's file
         self.policy = team.on_first(
             lambda: with_fixed_chunk(policy, self.net, self.stream, self.loss_fn)
@@ -105,6 +101,15 @@ class Training:
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)
         # By epochs an estimate, since the order of recordings moves an epoch's end.
         self.total = config.updates or (config.epochs or 1) * self.epoch_updates
+        self._valid_every = config.valid_every
+        if self._valid_every is None:
+            self._valid_every = max(1, self.total // 5)
+        validates = bool(dataset.valid) and self._valid_every > 0
+        self.selection = ModelSelection.from_config(config, validates=validates)
+        remarks = [*dataset.remarks, *idle_remarks(idle)]
+        if config.keep == "best" and not validates:
+            remarks.append(NOT_VALIDATED)
+        self.dataset = replace(dataset, remarks=tuple(remarks))
         self.finished = self.stopping = False
         self._updates: Updates | None = None
         self._loss_sum = torch.zeros((), dtype=dataset.spec.torch_dtype, device=config.device)
@@ -174,8 +179,9 @@ class Training:
             training = cls(config, _open(config, on_phase), folder, team, on_phase)
             team.check_equal(training.dataset.checksums())
             if saved is not None:
-                training._load(saved)
+                training_state.restore(training, saved)
             if further:
+                training.selection.stale = 0
                 training.finished = training._is_over()
             return training
 
@@ -183,7 +189,7 @@ class Training:
             folder.remove_temporary_files()
             rows = folder.truncate_metrics(training.rows)
             if folder.checkpoint.exists():
-                folder.restore_model(model_bytes(training.net, training.dataset.spec))
+                folder.restore_model(training._model())
             if further and not training.finished:
                 write_atomically(folder.config, training.config.to_toml().encode())
             return rows
@@ -200,6 +206,11 @@ class Training:
             folder.unlock()
             raise
         return training
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last update."""
+        return learning_rate(self.config, self.count, self.total)
 
     @property
     def waiting(self) -> float:
@@ -227,15 +238,13 @@ class Training:
         self._begin_log()
         started, saved = time.monotonic() - self.seconds, time.monotonic()
         log_every = max(1, self.total // _LOG_LINES)
-        valid_every = self.config.valid_every
-        if valid_every is None:
-            valid_every = max(1, self.total // 5)
         for update in self._all_updates():
             self._apply(update)
             self.seconds = time.monotonic() - started
             if self.count % log_every == 0:
                 yield self._log(update)
-            if valid_every and self.count % valid_every == 0 and self.count < self.total:
+            due = self._valid_every and self.count % self._valid_every == 0
+            if due and self.count < self.total:
                 self._log_validation()
             due = time.monotonic() - saved >= self.config.checkpoint_every
             stop, save = self.team.any_of(self.stopping, self.team.is_first and due)
@@ -245,7 +254,8 @@ class Training:
             if stop:
                 return
         self.save()
-        self._log_validation()
+        if self.selection.last < self.count:
+            self._log_validation()
         self.finished = True
         self.save()
 
@@ -291,16 +301,24 @@ class Training:
             self.team.raise_together(error)  # every rank has a RankError: they differ
             raise
 
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the patience has ended before the run."""
+        return self.finished and self.selection.exhausted
+
     def _is_over(self) -> bool:
+        if self.selection.exhausted:
+            return True
         if self.config.updates is not None:
             return self.count >= self.config.updates
         return self.stream.epoch >= (self.config.epochs or 1)
 
     def _apply(self, update: Update) -> None:
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_norm)
+        self.count += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.count += 1
         self.frames += update.steps
         self._loss_sum += update.loss * update.steps
         self._loss_steps += update.steps
@@ -332,19 +350,24 @@ class Training:
             peak_memory(),
             self.waiting,
         )
-        self._write("train", epoch=self.stream.epoch, loss=loss, **progress.metrics)
+        self._write("train", epoch=self.stream.epoch, loss=loss, lr=self.lr, **progress.metrics)
         return progress
 
     def _log_validation(self) -> None:
         if self.dataset.valid:
-            self.team.on_first(self._validate)
+            score = self.team.on_first(self._validate)
+            self.selection.add(self.count, score, self.net.module)
             self.rows += 1
 
-    def _validate(self) -> None:
+    def _validate(self) -> float:
+        """Write the scores of the recordings held out; return the one that selects the model."""
+        spec, valid = self.dataset.spec, self.dataset.valid
         with self._outside_training():
-            spec, valid = self.dataset.spec, self.dataset.valid
-            scores = evaluate_recordings(self.net, spec, valid, self.config, self._on_phase)
-        self._write("valid", **scores.metrics, recordings=scores.recordings)
+            evaluator = Evaluator(self.net, self.loss_fn, metrics=spec.metrics())
+            scores = evaluate_recordings(evaluator, spec, valid, self.config, self._on_phase)
+        row = {"loss": scores.loss.item(), **scores.metrics}
+        self._write("valid", **row, recordings=scores.recordings)
+        return selection_score(row)
 
     def _write(self, kind: str, **values: Any) -> None:
         self.folder.add_metrics(
@@ -386,37 +409,25 @@ class Training:
                 checkpoint is untouched.
         """
         with self._outside_training():
-            positions = self.team.gather(self._position())
+            positions = self.team.gather(training_state.rank_position(self))
             self.team.on_first(lambda: self._save(positions))
 
-    def _position(self) -> dict[str, Any]:
-        """The position of this rank in the stream, and its random state."""
-        return {
-            "updates": None if self._updates is None else self._updates.state_dict(),
-            "stream": self.stream.state_dict(),
-            "random": torch.get_rng_state(),
-            "waited": self._waited + self.stream.wait_seconds,
-        }
+    def _model(self) -> bytes | bytearray:
+        """The content of the model file: the weights that are kept, and of which update."""
+        update, weights = self.selection.kept(self.count, self.net.module)
+        return model_bytes(weights, replace(self.dataset.spec, update=update))
 
     def _save(self, positions: list[dict[str, Any]]) -> None:
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
             raise self._diverged(self.count, "the weights are not finite")
-        content = {
-            "net": dict(self.net.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-            "ranks": positions,
-            "counts": [self.count, self.rows, self.frames, self._loss_steps],
-            "seconds": [self.seconds, self._overhead],
-            "loss_sum": self._loss_sum,
-            "finished": self.finished,
-            "spec": asdict(self.dataset.spec),
-        }
         try:
             self.folder.sync_metrics()
             write_together(
                 {
-                    self.folder.checkpoint: checkpoint_bytes(content),
-                    self.folder.model: model_bytes(self.net, self.dataset.spec),
+                    self.folder.checkpoint: checkpoint_bytes(
+                        training_state.content(self, positions)
+                    ),
+                    self.folder.model: self._model(),
                 }
             )
         except OSError as error:
@@ -426,66 +437,6 @@ class Training:
                 f"{self.folder.checkpoint}: the checkpoint of update {self.count} could not be"
                 f" written ({error}); {previous}"
             ) from error
-
-    def _load(self, saved: Mapping[str, Any]) -> None:
-        """Take over a checkpoint; refuse one of another run, other ranks or other data."""
-        try:
-            self._take(saved)
-        except ThroughtimeError:
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            raise RunError(
-                f"{self.folder.checkpoint}: not a checkpoint of this run"
-                f" ({type(error).__name__}: {one_line(error)}); put back a copy, or begin the run"
-                " again with another --out"
-            ) from error
-
-    def _take(self, saved: Mapping[str, Any]) -> None:
-        position = self._position_in(saved)
-        buffers = dict(self.net.module.named_buffers())
-        if faults := changed_data(self.dataset.spec, buffers, saved["spec"], saved["net"]):
-            raise DataError(
-                f"the data of {self.folder.path} have changed since the run was started: "
-                + join_faults(faults)
-            )
-        _check_layout(saved["net"], self.net.module.state_dict())
-        self.net.load_state_dict(saved["net"])
-        moments = saved["optimizer"]["state"]  # its settings are those of the run
-        parameters = list(self.net.parameters())
-        for i, values in moments.items():
-            for name in (name for name, value in values.items() if value.ndim):
-                _check_layout({name: values[name]}, {name: parameters[i]})
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
-        self.count, self.rows, self.frames, self._loss_steps = saved["counts"]
-        self.seconds, self._overhead = saved["seconds"]
-        self._loss_sum.copy_(saved["loss_sum"])
-        self.finished = saved["finished"]
-        self._waited = position["waited"]
-        self.stream.load_state_dict(position["stream"])
-        if position["updates"] is not None:
-            self._updates = self._new_updates()
-            self._updates.load_state_dict(position["updates"])
-            if self._updates.state is not None:
-                initial = self.net.initial_state(self.stream.lanes)
-                _check_layout(dict(leaves(self._updates.state)), dict(leaves(initial)))
-        torch.set_rng_state(position["random"])
-
-    def _position_in(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved position of this rank."""
-        count, positions = self.team.count, saved["ranks"]
-        if len(positions) != count:
-            raise RunError(
-                f"{self.folder.checkpoint}: holds the positions of"
-                f" {counted(len(positions), 'rank')}, each in its own share of the"
-                f" recordings, and there {'is' if count == 1 else 'are'} {count} now: go on with as"
-                f" many as before (strategy, devices and nodes in {self.folder.config})"
-            )
-        return positions[self.team.rank]
-
-
-def _check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    if faults := differences(values, expected, "tensor"):
-        raise ValueError(join_faults(faults))
 
 
 def _shared_settings(config: Config) -> dict[str, object]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
+from throughtime.app import optimizer
 from throughtime.app.config import Config, counted
 from throughtime.app.dataset import recordings_for
 from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
 from throughtime.app.policy import describe_policy, make_policy
-from throughtime.app.report.charts import Band, Series, bars, lines, strip
+from throughtime.app.report.charts import Band, Mark, Series, bars, lines, strip
 from throughtime.app.report.page import (
     DataTable,
     Facts,
@@ -53,11 +54,12 @@ def write_report(folder: RunFolder) -> Path:
     split = "valid" if rows[0]["valid"] else "train"
     sections = [
         Section(
-            "The run", [_facts(config, rows, net), Paragraphs(_in_words(config, spec, rows[0]))]
+            "The run",
+            [_facts(config, rows, net, spec), Paragraphs(_in_words(config, spec, rows[0]))],
         ),
-        Section("Learning", _learning_curves(rows, names)),
-        *_score_sections(folder, config, rows, names),
-        *_audit_sections(folder, config, rows[-1]["update"]),
+        Section("Learning", _learning_curves(rows, names, spec.update)),
+        *_score_sections(folder, config, rows, names, spec.update),
+        *_audit_sections(folder, config, spec.update),
         *_speed_sections(rows),
         Section("A stretch of signal", [_excerpt(net, spec, config, split)]),
         Section("Settings", [_settings(config)]),
@@ -71,7 +73,7 @@ def write_report(folder: RunFolder) -> Path:
     return folder.report
 
 
-def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
+def _facts(config: Config, rows: Sequence[Row], net: Carried, spec: ModelSpec) -> Facts:
     last = rows[-1]
     memory = last["peak_memory"]
     return Facts(
@@ -83,6 +85,7 @@ def _facts(config: Config, rows: Sequence[Row], net: Carried) -> Facts:
             ("peak memory", "not measured" if memory is None else f"{memory / 1e6:.0f} MB"),
             ("lanes", f"{config.lanes}"),
             ("waiting for data", f"{last.get('waiting', 0.0):.0%}"),
+            ("update of the model", f"{spec.update:,}"),
             ("weights", f"{sum(weight.numel() for weight in net.parameters()):,}"),
         ]
     )
@@ -116,20 +119,31 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
         weights = " In the loss each class has the inverse of its frequency as weight."
     elif config.class_weights != "none":
         weights = f" Class weights in the loss: {config.class_weights}; others 1."
+    described = describe_policy(make_policy(config))
     return (
         f"{_model_in_words(config, spec)}\n\n{counted(recordings, 'recording')} with"
         f" {data['steps']:,} steps for training, {data['valid']:,} held out:"
-        f" {'; '.join(data['remarks'])}. {start}\n\nGradient:"
-        f" {describe_policy(make_policy(config))}. Adam with learning rate {config.lr:g}, gradients"
-        f" clipped to norm {config.max_norm:g}.{weights}\n\nScores are those of whole recordings,"
-        " from first to last step with the state carried, as the model is deployed.\n\nThe"
-        f" {spec.features} inputs are standardised with the mean and deviation of the training"
-        " split, which are stored in the model."
+        f" {'; '.join(data['remarks'])}. {start}\n\nGradient: {described}."
+        f" {optimizer.in_words(config)}.{weights}{_model_choice(config)}\n\nScores are those of"
+        " whole recordings, from first to last step with the state carried, as the model is"
+        f" deployed.\n\nThe {spec.features} inputs are standardised with the mean and deviation of"
+        " the training split, which are stored in the model."
     )
+
+
+def _model_choice(config: Config) -> str:
+    """Which weights the model has, and when the run stops early."""
+    stop = ""
+    if config.patience is not None:
+        stop = f" Training stops after {counted(config.patience, 'validation')} without a better."
+    best = " The model has the weights of the best validation." if config.keep == "best" else ""
+    return best + stop
 
 
 def _model_in_words(config: Config, spec: ModelSpec) -> str:
     layers = f"{counted(config.layers, 'layer')} of {config.hidden} units"
+    if config.dropout:
+        layers += f", dropout {config.dropout:g}"
     names = spec.classes or spec.layout.targets
     listed = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
@@ -142,15 +156,21 @@ def _model_in_words(config: Config, spec: ModelSpec) -> str:
     )
 
 
-def _learning_curves(rows: Sequence[Row], names: Sequence[str]) -> list[Part]:
+def _learning_curves(rows: Sequence[Row], names: Sequence[str], kept: int) -> list[Part]:
     train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
     first, last = train[0]["loss"], train[-1]["loss"]
+    losses = [_series("training loss", train, "loss")]
+    if valid:
+        losses.append(_series("validation loss", valid, "loss"))
+    best = [row for row in valid[:-1] if row["update"] == kept]
+    marks = [Mark(kept, f"update {kept:,}: the best")] if best else []
     loss = lines(
-        [_series("training loss", train, "loss")],
+        losses,
         title="Loss",
         description=f"Mean training loss between log lines, from {first:.4g} to {last:.4g}.",
         x_label="update",
         y_label="loss",
+        x_marks=marks,
     )
     name = names[1] if len(names) > 1 and names[0] == "accuracy" else names[0]
     curves = [_series("training, last chunk", train, name)]
@@ -165,14 +185,20 @@ def _learning_curves(rows: Sequence[Row], names: Sequence[str]) -> list[Part]:
         ),
         x_label="update",
         y_label=_metric_name(name),
+        x_marks=marks,
     )
     return [
-        Figure(loss, "The training loss, averaged over the updates since the last log line."),
+        Figure(
+            loss,
+            "The training loss, averaged over the updates since the last log line, and that of the"
+            " recordings held out.",
+        ),
         Figure(
             metric,
             "The training curve covers only the last chunk of an update and is therefore noisy."
             " Validation plays whole recordings.",
         ),
+        *(_best_and_last(row, valid[-1], names) for row in best),
     ]
 
 
@@ -185,11 +211,12 @@ def _metric_name(name: str) -> str:
 
 
 def _score_sections(
-    folder: RunFolder, config: Config, rows: Sequence[Row], names: Sequence[str]
+    folder: RunFolder, config: Config, rows: Sequence[Row], names: Sequence[str], kept: int
 ) -> list[Section]:
-    """A section for the last validation, and for every split that `eval` has scored."""
+    """A section for the validation of the model, and for every split that `eval` has scored."""
     scores: dict[str, list[Part]] = {}
-    for row in [row for row in rows if row["kind"] == "valid"][-1:]:
+    valid = [row for row in rows if row["kind"] == "valid"]
+    for row in [row for row in valid if row["update"] == kept][-1:] or valid[-1:]:
         data = Path(config.data).name
         scores["valid"] = _score_parts("valid", names, row, row["recordings"], data)
     for path in sorted(folder.path.glob("scores-*.json")):
@@ -205,6 +232,16 @@ def _score_sections(
                 " eval again"
             ) from error
     return [Section(f"Scores: {split}", parts) for split, parts in scores.items()]
+
+
+def _best_and_last(best: Row, last: Row, names: Sequence[str]) -> DataTable:
+    columns = ["loss", *names]
+    rows = [
+        [f"{name}, update {row['update']:,}", *(row[column] for column in columns)]
+        for name, row in (("the best, which is the model", best), ("the last", last))
+    ]
+    caption = "Scores of all recordings held out together."
+    return DataTable(["", "loss", *map(_metric_name, names)], rows, caption)
 
 
 def scores_table(
@@ -246,7 +283,7 @@ def _score_parts(
     ]
 
 
-def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Section]:
+def _audit_sections(folder: RunFolder, config: Config, update: int) -> list[Section]:
     """The results of `audit`, if it has measured the run."""
     if not folder.audit.exists():
         return []
@@ -259,8 +296,8 @@ def _audit_sections(folder: RunFolder, config: Config, updates: int) -> list[Sec
     )
     if report.update is not None:
         source += f", with the weights of update {report.update:,}"
-        if report.update < updates:
-            source += f"; the run has gone on to update {updates:,} since"
+        if report.update != update:
+            source += f"; the model has become that of update {update:,} since"
     parts = [
         Paragraphs(f"{report.advice(config)}\n\n{report.warning()}\n\n{source}."),
         *audit_figures(report, report.own(config), config.credit_steps()),

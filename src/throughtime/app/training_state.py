@@ -1,0 +1,118 @@
+"""What a checkpoint holds of a training, and how a training takes it over."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from throughtime.app.config import counted
+from throughtime.app.dataset import changed_data
+from throughtime.app.model import statistics_of
+from throughtime.app.run_folder import one_line
+from throughtime.errors import DataError, RunError, ThroughtimeError
+from throughtime.gradient._memory import generators, set_generators
+from throughtime.state import differences, leaves
+from throughtime.stream.manifest import join_faults
+
+if TYPE_CHECKING:
+    from throughtime.app.train import Training
+
+
+def rank_position(training: "Training") -> dict[str, Any]:
+    """The position of this rank in the stream, and the state of its random generators."""
+    updates = training._updates
+    return {
+        "updates": None if updates is None else updates.state_dict(),
+        "stream": training.stream.state_dict(),
+        "random": generators(training.device),
+        "waited": training._waited + training.stream.wait_seconds,
+    }
+
+
+def content(training: "Training", positions: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a checkpoint, with the positions of all ranks."""
+    return {
+        "net": dict(training.net.state_dict()),
+        "optimizer": training.optimizer.state_dict(),
+        "selection": training.selection.state_dict(),
+        "ranks": positions,
+        "counts": [training.count, training.rows, training.frames, training._loss_steps],
+        "seconds": [training.seconds, training._overhead],
+        "loss_sum": training._loss_sum,
+        "finished": training.finished,
+        "spec": asdict(training.dataset.spec),
+    }
+
+
+def restore(training: "Training", saved: Mapping[str, Any]) -> None:
+    """Take over a checkpoint.
+
+    Raises:
+        RunError: it is that of another run or of other ranks, or damaged.
+        DataError: the data have changed since it was written.
+    """
+    try:
+        _restore(training, saved)
+    except ThroughtimeError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        raise RunError(
+            f"{training.folder.checkpoint}: not a checkpoint of this run"
+            f" ({type(error).__name__}: {one_line(error)}); put back a copy, or begin the run"
+            " again with another --out"
+        ) from error
+
+
+def _restore(training: "Training", saved: Mapping[str, Any]) -> None:
+    position = _own_position(training, saved)
+    net, optimizer = training.net, training.optimizer
+    spec, statistics = training.dataset.spec, statistics_of(net)
+    if faults := changed_data(spec, statistics, saved["spec"], saved["net"]):
+        raise DataError(
+            f"the data of {training.folder.path} have changed since the run was started: "
+            + join_faults(faults)
+        )
+    expected = net.module.state_dict()
+    _check_layout(saved["net"], expected)
+    net.load_state_dict(saved["net"])
+    moments = saved["optimizer"]["state"]  # its settings are those of the run
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for i, values in moments.items():
+        for name in (name for name, value in values.items() if value.ndim):
+            _check_layout({name: values[name]}, {name: parameters[i]})
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    if saved["selection"]["weights"]:
+        _check_layout(saved["selection"]["weights"], expected)
+    training.selection.load_state_dict(saved["selection"])
+    training.count, training.rows, training.frames, training._loss_steps = saved["counts"]
+    training.seconds, training._overhead = saved["seconds"]
+    training._loss_sum.copy_(saved["loss_sum"])
+    training.finished = saved["finished"]
+    training._waited = position["waited"]
+    training.stream.load_state_dict(position["stream"])
+    if position["updates"] is not None:
+        updates = training._updates = training._new_updates()
+        updates.load_state_dict(position["updates"])
+        if updates.state is not None:
+            initial = net.initial_state(training.stream.lanes)
+            _check_layout(dict(leaves(updates.state)), dict(leaves(initial)))
+    set_generators(position["random"], training.device)
+
+
+def _own_position(training: "Training", saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved position of this rank."""
+    count, positions, folder = training.team.count, saved["ranks"], training.folder
+    if len(positions) != count:
+        raise RunError(
+            f"{folder.checkpoint}: holds the positions of"
+            f" {counted(len(positions), 'rank')}, each in its own share of the"
+            f" recordings, and there {'is' if count == 1 else 'are'} {count} now: go on with as"
+            f" many as before (strategy, devices and nodes in {folder.config})"
+        )
+    return positions[training.team.rank]
+
+
+def _check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    if faults := differences(values, expected, "tensor"):
+        raise ValueError(join_faults(faults))

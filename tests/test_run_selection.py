@@ -1,0 +1,206 @@
+"""Which weights a run keeps, and when it stops early: to the bit on resuming."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from test_cli import run
+from test_run import _lines, finish, flags, settings, write_recordings
+from throughtime.app.config import make_config
+from throughtime.app.evaluate import evaluate_run
+from throughtime.app.model import load_model
+from throughtime.app.run_folder import RunFolder, load_checkpoint
+from throughtime.app.selection import ModelSelection
+from throughtime.app.train import Training
+from throughtime.errors import ConfigError
+
+# A rate at which the scores on validation rise and fall.
+UNSTEADY: dict[str, Any] = {"lr": 0.05, "valid_every": 6, "updates": 60, "hidden": 8}
+TASKS = ["classify", "regress"]
+
+
+def validations(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in folder.read_metrics() if row["kind"] == "valid"]
+
+
+def best_of(rows: list[dict[str, Any]], task: str) -> dict[str, Any]:
+    key = {"classify": lambda row: row["macro_f1"], "regress": lambda row: -row["loss"]}[task]
+    return max(rows, key=key)
+
+
+def weights_at(data: Path, out: Path, update: int, **more: Any) -> dict[str, torch.Tensor]:
+    """The weights of the run at an update, of a training that is stopped there."""
+    training = Training.begin(make_config(settings(data, out, **UNSTEADY | more)))
+    for progress in training.run():
+        if progress.update == update:
+            training.stop()
+    return dict(training.net.module.state_dict())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: str) -> None:
+    data = write_recordings(tmp_path / "data")
+    folder = finish(settings(data, tmp_path / "run", **UNSTEADY, task=task))
+    rows = validations(folder)
+    assert [row["update"] for row in rows] == list(range(6, 61, 6))
+    best = best_of(rows, task)
+    assert best["update"] < 60  # otherwise the last ones would do
+    net, spec = load_model(folder.model)
+    assert spec.update == best["update"]
+    expected = weights_at(data, tmp_path / "short", spec.update, task=task, keep="last")
+    torch.testing.assert_close(net.module.state_dict(), expected, rtol=0, atol=0)
+    _, scores = evaluate_run(folder, None, "valid", None)
+    assert scores.metrics == {name: best[name] for name in scores.metrics}
+    assert json.loads(folder.scores("valid").read_text(encoding="utf-8"))["update"] == spec.update
+    last = finish(settings(data, tmp_path / "last", **UNSTEADY, task=task, keep="last"))
+    assert load_model(last.model)[1].update == 60
+    assert _lines(last) == _lines(folder)  # what is kept changes no training
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("stop_at", [5, 6, 29, 59])
+def test_a_stopped_run_keeps_the_same_best_to_the_bit(
+    tmp_path: Path, task: str, stop_at: int
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    more = UNSTEADY | {"task": task, "schedule": "cosine", "lr_warmup": 7, "weight_decay": 0.1}
+    more |= {"dropout": 0.3, "layers": 2}
+    whole = finish(settings(data, tmp_path / "whole", **more))
+    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    for progress in stopped.run():
+        if progress.update >= stop_at:
+            stopped.stop()
+    torch.manual_seed(999)
+    resumed = Training.resume(stopped.folder.path)
+    list(resumed.run())
+    assert load_model(whole.model)[1].update < 60
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    assert _lines(whole) == _lines(resumed.folder)
+
+
+def test_a_lost_model_is_written_again_as_the_best(tmp_path: Path) -> None:
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **UNSTEADY))
+    content = folder.model.read_bytes()
+    folder.model.unlink()
+    Training.resume(folder.path)
+    assert folder.model.read_bytes() == content
+    saved = load_checkpoint(folder.checkpoint)
+    assert saved["selection"]["best"] == load_model(folder.model)[1].update
+    assert math.isfinite(saved["selection"]["score"])
+
+
+def test_a_score_that_is_no_number_or_equal_is_never_better() -> None:
+    net = torch.nn.Linear(1, 1)
+    selection = ModelSelection(keep_best=True, patience=3)
+    for update, score in enumerate((math.nan, 0.5, 0.5, math.nan), 1):
+        selection.add(update, score, net)
+    assert (selection.best, selection.stale, selection.exhausted) == (2, 2, False)
+    selection.add(5, 0.4, net)
+    assert selection.exhausted
+    other = ModelSelection(keep_best=True, patience=3)
+    other.load_state_dict(selection.state_dict())
+    assert (other.best, other.score, other.last, other.stale) == (2, 0.5, 5, 3)
+    blind = ModelSelection(keep_best=True)
+    blind.add(1, math.nan, net)
+    assert blind.kept(7, net)[0] == 7
+    assert blind.state_dict()["score"] is None
+
+
+@pytest.mark.parametrize("more", [{"valid_every": 0}, {"holdout": 0.0}], ids=str)
+def test_without_validation_the_last_weights_are_kept_with_a_remark(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    if "holdout" in more:
+        (data / "recordings.csv").write_text(
+            "id,inputs,targets\n0,0_x.npy,0_y.npy\n1,1_x.npy,1_y.npy\n", encoding="utf-8"
+        )
+    training = Training.begin(make_config(settings(data, tmp_path / "run", updates=5, **more)))
+    list(training.run())
+    assert load_model(training.folder.model)[1].update == 5
+    assert any("the last weights are kept" in remark for remark in training.dataset.remarks)
+    quiet = Training.begin(
+        make_config(settings(data, tmp_path / "last", updates=5, keep="last", **more))
+    )
+    quiet.folder.unlock()
+    assert not any("the last weights" in remark for remark in quiet.dataset.remarks)
+    if "holdout" in more:
+        with pytest.raises(ConfigError, match=r"patience=2 counts validations .* hold recordings"):
+            Training.begin(make_config(settings(data, tmp_path / "p", patience=2, **more)))
+
+
+def test_patience_stops_early_says_so_and_trains_on_when_asked(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    values = settings(data, tmp_path / "run", **UNSTEADY, patience=2)
+    output = run(*flags(values))
+    folder = RunFolder(Path(values["out"]))
+    rows = validations(folder)
+    best = best_of(rows, "classify")
+    assert rows[-1]["update"] < 60
+    assert rows.index(best) == len(rows) - 3
+    assert "stopped early: no better one in 2 validations" in output
+    assert f"the model is that of update {best['update']}, the best on validation" in output
+    full = finish(settings(data, tmp_path / "full", **UNSTEADY))
+    assert _lines(full)[: len(_lines(folder))] == _lines(folder)
+    assert "already finished" in run("train", "--resume", folder.path)
+    run("train", "--resume", folder.path, "--updates", "60")
+    assert load_checkpoint(folder.checkpoint)["counts"][0] > rows[-1]["update"]
+
+
+def test_the_report_marks_the_best_update_beside_the_last(tmp_path: Path) -> None:
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **UNSTEADY))
+    output = run("eval", folder.path, "--split", "valid")
+    update = load_model(folder.model)[1].update
+    assert f"by the model of update {update};" in output
+    page = folder.report.read_text(encoding="utf-8")
+    assert f"update {update}: the best" in page
+    assert f"the best, which is the model, update {update}" in page
+    assert "the last, update 60" in page
+    predicted = run("predict", folder.path, tmp_path / "data/0_x.npy", "--out", tmp_path / "p.csv")
+    assert f"by the model of update {update}" in predicted
+
+
+def test_dropout_acts_on_every_layer_in_training_only(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    for layers in (1, 2):
+        training = Training.begin(
+            make_config(settings(data, tmp_path / f"{layers}", layers=layers, dropout=0.5))
+        )
+        training.folder.unlock()
+        x = torch.randn(30, 2, 2)
+        state = training.net.initial_state(2)
+        once, again = (training.net(x, state)[0] for _ in range(2))
+        assert not torch.equal(once, again)
+        net = training.net.eval()
+        assert torch.equal(net(x, state)[0], net(x, state)[0])
+    folder = finish(settings(data, tmp_path / "run", layers=2, dropout=0.5, updates=20))
+    audits: list[str] = []
+    for _ in range(2):
+        run("audit", folder.path, "--horizons", "10", "--steps", "40")
+        audits.append(folder.audit.read_text(encoding="utf-8"))
+    assert audits[0] == audits[1]  # no masks are drawn
+    assert json.loads(audits[0])["update"] == load_model(folder.model)[1].update
+
+
+@pytest.mark.parametrize(
+    ("more", "output"),
+    [
+        ({"dropout": 1.0}, "dropout=1.0: expected a share from 0 to below 1"),
+        ({"dropout": -0.1}, "dropout=-0.1: expected a share"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan: expected at least 0"),
+        ({"lr_warmup": 60}, "lr_warmup=60 of updates=60: expected fewer"),
+        ({"patience": 0}, "patience=0: expected at least 1"),
+        ({"patience": 3, "valid_every": 0}, "patience=3 counts validations, and valid_every=0"),
+        ({"keep": "first"}, "keep='first': expected one of 'best', 'last'"),
+        ({"schedule": "step"}, "schedule='step': expected one of 'constant', 'cosine'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(more: dict[str, Any], output: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_config(settings(Path("d"), Path("o"), **more))
+    assert output in str(refused.value)
