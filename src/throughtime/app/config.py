@@ -61,6 +61,9 @@ class Config:
         (),
         unset="'targets', or all of a targets file",
     )
+    exclude: tuple[str, ...] = _setting(
+        "Data", "Columns that are neither inputs nor targets, separated by commas.", ()
+    )
     allow_target_as_input: bool = _setting(
         "Data",
         "Take a target column as an input of the same step, too: a net can copy it.",
@@ -76,6 +79,16 @@ class Config:
         "Data",
         "Signals of a CSV file: its columns, or its rows (time runs along a line).",
         "columns",
+    )
+    delimiter: str | None = _setting(
+        "Data",
+        "The character between the fields of a CSV file, or tab, or space for any run of spaces.",
+        None,
+        unset="detected",
+        words=("tab", "space"),
+    )
+    decimal: Literal[".", ","] | None = _setting(
+        "Data", "The decimal mark of CSV files.", None, unset="detected"
     )
     frame_size: int = _setting(
         "Data", "Consecutive rows of a file that form one step.", 1, minimum=1

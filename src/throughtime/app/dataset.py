@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,14 @@ from throughtime.app.recordings import (
 from throughtime.errors import DataError, listed
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array, RowSource, is_number
-from throughtime.stream.labels import IGNORE_INDEX, PeriodicLabels
+from throughtime.stream.formats.times import time_span
+from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
 from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableRecording
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
+_EXCERPT = 64  # steps in which columns of text are looked for
 _MAX_COPIES = 3  # named in the remarks
 
 
@@ -103,24 +106,45 @@ class NumericRecording:
     def _check(self, role: str, rows: RowSource, values: Array, start: int) -> None:
         if values.dtype.kind in "biuf":
             return
-        fields = values.reshape(len(values), -1).tolist()
-        step, text = next(
-            ((i, v) for i, row in enumerate(fields) for v in row if not is_number(v)),
-            (0, fields[0][0]),
-        )
-        raise DataError(
-            f"{rows.source}: the {role} hold text, such as {text!r} at step {start + step},"
-            f" expected numbers; choose columns with --{role} (the file has"
-            f" {listed(_columns_of(rows))})"
-        )
+        values = rows.read(start, start + _EXCERPT)
+        raise DataError(_text_fault(role, rows, values.reshape(len(values), -1), start))
 
 
-def _columns_of(rows: RowSource) -> tuple[str, ...]:
-    if isinstance(rows, RowsView):
-        return _columns_of(rows.rows)
-    if isinstance(rows, PeriodicLabels):
-        return _columns_of(rows.labels)
-    return rows.table.columns if isinstance(rows, ColumnRows) else ()
+def _text_fault(role: str, rows: RowSource, fields: Array, start: int) -> str:
+    """Which columns hold text where numbers are expected, and what to do about it."""
+    inner: Any = rows
+    while not isinstance(inner, ColumnRows):
+        inner = inner.rows if isinstance(inner, RowsView) else getattr(inner, "labels", None)
+        if inner is None:
+            return f"{rows.source}: the {role} hold text such as {fields[0, 0]!r}, expected numbers"
+    return _text_columns_fault(role, inner, fields, start)
+
+
+def _text_columns_fault(role: str, rows: ColumnRows, fields: Array, start: int) -> str:
+    names = rows.columns
+    steps = dict[str, list[int]]()
+    texts = dict[str, str]()
+    for step, row in enumerate(fields.tolist()):
+        for index, text in enumerate(row):
+            if text.strip() and not is_number(text):
+                name = names[index % len(names)]
+                steps.setdefault(name, []).append(start + step)
+                texts.setdefault(name, text)
+    first = next(iter(texts), names[0])
+    where = f"{rows.source}: {listed(steps or names, quoted=True)}"
+    what = f"of the {role} hold text, such as {texts.get(first, '')!r} in '{first}'"
+    if start == 0 and len(fields) > 1 and any(at == [0] for at in steps.values()):
+        return (
+            f"{where} {what} in the first row and numbers after it; is the line after the header"
+            " one of units? Delete it"
+        )
+    others = [name for name in rows.table.columns if name not in texts]
+    return (
+        f"{where} {what}, expected numbers; leave them out: --exclude {quote(','.join(steps))}"
+        f" (or are they classes? --targets {quote(first)} --task classify)"
+        + f". The other columns are {listed(others)}"
+        * bool(others)
+    )
 
 
 @dataclass(frozen=True)
@@ -213,6 +237,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         remark + _split_counts(listed),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
+        *_time_remarks(sources),
         *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
@@ -396,14 +421,37 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     clocks = [name for name, rises in names if rises]
     if clocks:
         remarks.append(
-            f"input {listed(clocks)} only ever rises: a clock? name the inputs with --inputs to"
-            " leave it out"
+            f"input {listed(clocks)} only ever rises: a clock? --exclude {clocks[0]} leaves it out"
         )
     if statistics.missing:
         remarks.append(f"{statistics.missing} steps masked: their inputs are NaN or infinite")
     if statistics.missing_targets:
         remarks.append(f"{statistics.missing_targets} steps masked: they have no target")
     return remarks
+
+
+def _time_remarks(sources: Sequence[SourceRecording]) -> list[str]:
+    """The column of time stamps, which is no input: its spacing, and where it has gaps."""
+    named = [(s.recording.name, *s.times) for s in sources if s.times is not None]
+    if not named:
+        return []
+    spacing = Counter(summary.spacing for _, _, summary in named)
+    usual = spacing.most_common(1)[0][0]
+    remark = f"time stamps in '{named[0][1]}', every {time_span(usual)}: no input"
+    others = [(name, s.spacing) for name, _, s in named if s.spacing != usual]
+    if others:
+        some = listed(f"'{name}' every {time_span(step)}" for name, step in others[:_MAX_COPIES])
+        remark += f"; {len(others)} of {len(named)} recordings have other steps: {some}"
+    gaps = [(s.longest, s.gaps, name) for name, _, s in named if s.gaps]
+    if gaps:
+        (longest, row), _, name = max(gaps)
+        total = sum(count for _, count, _ in gaps)
+        remark += (
+            f"; {total} gap{'s' if total > 1 else ''}, the longest of {time_span(longest)} before"
+            f" row {row} of '{name}'"
+        )
+    missing = sum(summary.missing for _, _, summary in named)
+    return [remark + f"; {missing} are empty" * bool(missing)]
 
 
 def _copy_remarks(train: Statistics, valid: Statistics) -> list[str]:

@@ -18,6 +18,7 @@ import typer
 from throughtime.app.config import Config
 from throughtime.errors import ConfigError
 
+_COLUMNS = ("inputs", "targets", "exclude", "static")  # settings that name columns
 _SYNONYMS = {
     "learning-rate": "lr",
     "batch-size": "lanes",
@@ -30,6 +31,7 @@ _SYNONYMS = {
     "exact": "gradient exact",
 }
 """Names of other libraries, each with ours."""
+_DELIMITERS = {"tab": "\t", "\\t": "\t", "space": " "}
 
 
 def check_options(commands: Any, arguments: Sequence[str]) -> None:
@@ -87,9 +89,11 @@ def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
         value = settings.get(setting.name)
         if isinstance(value, str) and value.lower() in setting.metadata.get("words", ()):
             settings[setting.name] = value.lower()
-    for name in ("inputs", "targets", "static"):
+    for name in _COLUMNS:
         if name in settings:
             settings[name] = tuple(name.strip() for name in settings[name].split(","))
+    if (delimiter := settings.get("delimiter")) is not None:
+        settings["delimiter"] = _DELIMITERS.get(delimiter, delimiter)
     if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
         settings["workers"] = int(settings["workers"])
     if arguments := settings.pop("gradient_args", None):
@@ -134,7 +138,7 @@ def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
         return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
     if name == "gradient_args":
         annotation, names = list[str] | None, ["--gradient-arg"]
-    elif name in {"inputs", "targets", "static", "workers"}:
+    elif name in {*_COLUMNS, "workers"}:
         annotation = str | None
     if default is MISSING or default == ():
         default, annotation = None, annotation | None

@@ -8,22 +8,25 @@ covers the steps whose last row it covers.
 Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 """
 
+import difflib
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from throughtime.app.concat_table import concat_tables
 from throughtime.app.config import Config
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
+from throughtime.stream.formats.csv_rows import LineNames
 from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.labels import (
     At,
     PeriodicLabels,
@@ -36,9 +39,10 @@ from throughtime.stream.recording import (
     ArrayRows,
     ColumnRows,
     TableRecording,
-    check_lengths,
     columns,
     interval_columns,
+    time_rows,
+    value_columns,
 )
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]
@@ -77,12 +81,15 @@ class DataLayout:
 
     Attributes:
         task: classes or numbers.
-        inputs: columns; empty: all that are not targets.
+        inputs: columns; empty: all that are neither targets nor time stamps nor excluded.
         targets: columns; empty: `targets`, or the whole targets file.
+        exclude: columns that are not used.
         allow_target_as_input: whether a step may have its own target as an input.
         static: columns of the manifest.
         frame_size: rows of a file that form one step.
         csv: whether time runs down the columns of a CSV file, or along its rows.
+        delimiter: of CSV files; `None`: detected in each.
+        decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets file.
         target_at: which steps of a span carry its label.
         background_class: the class between intervals.
@@ -92,10 +99,13 @@ class DataLayout:
     task: Literal["classify", "regress"]
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
     csv: Literal["columns", "rows"] = "columns"
+    delimiter: str | None = None
+    decimal: Literal[".", ","] | None = None
     target_every: int | None = None
     target_at: At | None = None
     background_class: str | None = None
@@ -214,7 +224,7 @@ def _targets_every(name: str, table: Table, rows: int, count: int, layout: DataL
         DataError: the table has more or fewer rows.
     """
     size = layout.frame_size
-    every = table.columns
+    every = value_columns(table, layout.exclude)
     names = columns(name, table, every, table, layout.targets or every).target_columns
     labels = LabelRows(ColumnRows(table, names, flat=True), layout.classify)
     at = periodic_labels(name, labels, count, rows, layout.target_at or "last").at
@@ -238,6 +248,8 @@ class SourceRecording:
         left_out: rows at the end that fill no frame.
         lost: intervals shorter than a frame.
         copied: inputs that are the target of the same step, and must not be.
+        table: its input files.
+        times: the name of its column of time stamps, and what they show; `None` without one.
     """
 
     split: str
@@ -246,67 +258,8 @@ class SourceRecording:
     left_out: int = 0
     lost: int = 0
     copied: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ConcatTable:
-    """Tables of equal length, their columns side by side.
-
-    `sources` maps each column to the index of its table and its name there.
-    """
-
-    tables: tuple[Table, ...]
-    sources: dict[str, tuple[int, str]]
-
-    @property
-    def path(self) -> Path:
-        return Path("; ".join(str(table.path) for table in self.tables))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.sources)
-
-    @property
-    def rate(self) -> float | None:
-        return next((table.rate for table in self.tables if table.rate is not None), None)
-
-    def __len__(self) -> int:
-        return len(self.tables[0])
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        groups = groupby((self.sources[name] for name in columns), key=lambda source: source[0])
-        parts = [
-            self.tables[index].read(start, stop, [column for _, column in sources])
-            for index, sources in groups
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-
-
-def concat_tables(name: str, tables: Sequence[Table]) -> Table:
-    """One table with the columns of all; a single one is returned as it is.
-
-    A column name that several tables share gets the number of its file: `1.u` and `2.u`. Unlike
-    the name of the file, the number is the same in all recordings.
-
-    Raises:
-        DataError: the lengths differ, or two columns would get one name.
-    """
-    check_lengths(name, [(str(table.path), len(table)) for table in tables])
-    if len(tables) == 1:
-        return tables[0]
-    counts = Counter(column for table in tables for column in table.columns)
-    sources = [
-        (f"{i + 1}.{column}" if counts[column] > 1 else column, (i, column))
-        for i, table in enumerate(tables)
-        for column in table.columns
-    ]
-    if len(dict(sources)) < len(sources):
-        repeated = Counter(column for column, _ in sources).most_common(1)[0][0]
-        raise DataError(
-            f"recording '{name}': its files have a column '{repeated}' and another that would get"
-            " this name; rename one"
-        )
-    return ConcatTable(tuple(tables), dict(sources))
+    table: Table | None = None
+    times: tuple[str, TimeSummary] | None = None
 
 
 def open_recordings(
@@ -334,6 +287,7 @@ def open_recordings(
             on_phase("opening recordings", count, len(entries))
     faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
     faults += _column_faults(opened) + _copy_faults(opened)
+    faults += _exclude_faults(opened, layout) + _time_faults(opened)
     if faults:
         raise DataError(join_faults(faults))
     return opened
@@ -375,20 +329,20 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
     table = concat_tables(entry.name, tables)
     targets = _targets(entry, table, layout)
     separate = entry.targets is not None or entry.label is not None
-    inputs = layout.inputs or tuple(
-        c for c in table.columns if separate or c not in targets.columns
-    )
+    others = [*layout.exclude, *(() if separate else targets.columns)]
+    inputs = layout.inputs or value_columns(table, [_listed_name(table, name) for name in others])
     if not inputs:
         raise DataError(
-            f"{table.path}: no column is left for the inputs, {listed(targets.columns)} being"
-            " the targets; name them with --inputs"
+            f"{table.path}: no column is left for the inputs: {listed(table.columns)} are targets,"
+            " time stamps or excluded; name the inputs with --inputs"
         )
     one_file = not separate or any(
         entry.targets is not None and path.resolve() == entry.targets.resolve()
         for path in entry.inputs
     )
+    time = time_rows(table, layout.exclude)
     may_copy = one_file and not layout.allow_target_as_input
-    copied = set(targets.columns) if may_copy else set[str]()
+    copied = set(map(partial(_listed_name, table), targets.columns)) if may_copy else set[str]()
     recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
     return SourceRecording(
         entry.split,
@@ -396,8 +350,40 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         rates_of(tables) + targets.rates,
         len(table) % layout.frame_size,
         targets.lost,
-        tuple(name for name in inputs if name in copied),
+        tuple(name for name in inputs if _listed_name(table, name) in copied),
+        table,
+        None if time is None else (time.columns[0], summarize_times(time)),
     )
+
+
+def _listed_name(table: Table, name: str) -> str:
+    """The name in `columns`: a line of a CSV file is also named from the last one."""
+    return table.columns.forward(name) if isinstance(table.columns, LineNames) else name
+
+
+def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> list[str]:
+    """Excluded columns that no recording has."""
+    tables = [one.table for one in opened if one.table is not None]
+    absent = [n for n in layout.exclude if not any(n in table.columns for table in tables)]
+    if not tables or not absent:
+        return []
+    near = difflib.get_close_matches(absent[0], tables[0].columns, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    what = f"--exclude {listed(absent)}: no recording has it; the columns of {tables[0].path} are"
+    return [f"{what} {listed(tables[0].columns)}{hint}"]
+
+
+def _time_faults(opened: Sequence[SourceRecording]) -> list[str]:
+    """Rows that are not in the order of time."""
+    named = [(one.recording.name, *one.times) for one in opened if one.times is not None]
+    return [
+        f"recording '{name}': row {row} of '{column}', {after}, is earlier than the row before it,"
+        f" {before}; sort the file, split it where another recording begins, or write --exclude"
+        f" {column} if the order of the rows is right"
+        for name, column, summary in named
+        if summary.backward is not None
+        for row, before, after in [summary.backward]
+    ]
 
 
 def _copy_faults(opened: Sequence[SourceRecording]) -> list[str]:
@@ -419,7 +405,9 @@ def open_table(path: Path, layout: DataLayout) -> Table:
         and path.suffix.lower() == ".csv"
         and set(header_of(path)) != set(INTERVAL_COLUMNS)
     )
-    return formats.open_table(path, rows=as_rows)
+    return formats.open_table(
+        path, rows=as_rows, delimiter=layout.delimiter, decimal=layout.decimal
+    )
 
 
 def rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
@@ -437,10 +425,12 @@ def input_recording(
             f"{table.path}: has {len(table)} rows, too few for a single frame of"
             f" {layout.frame_size}"
         )
-    inputs = recording.inputs
+    inputs, times = recording.inputs, time_rows(table, layout.exclude)
     if layout.frame_size > 1:
         inputs = FrameRows(inputs, layout.frame_size)
-    return replace(recording, inputs=inputs, static=np.array(static) if static else None)
+        times = times and FrameRows(times, layout.frame_size, last=True)
+    features = np.array(static) if static else None
+    return replace(recording, inputs=inputs, times=times, static=features)
 
 
 def _targets(entry: ManifestEntry, table: Table, layout: DataLayout) -> Targets:
@@ -466,9 +456,8 @@ def _row_targets(
     entry: ManifestEntry, table: Table, file: Table | None, layout: DataLayout
 ) -> Targets:
     """A target for each row: columns of the inputs' table, or of a file of their own."""
-    chosen = layout.targets or (
-        file.columns if file is not None else ("targets",) if "targets" in table.columns else ()
-    )
+    own = ("targets",) if "targets" in table.columns else ()
+    chosen = layout.targets or (own if file is None else value_columns(file, layout.exclude))
     if not chosen:
         raise DataError(
             f"{table.path}: which columns are the targets? The file has {listed(table.columns)};"
@@ -481,7 +470,7 @@ def _row_targets(
             f" {len(source)}; targets need one row per step, or say how many rows each of them is"
             " for: --target-every N"
         )
-    names = columns(entry.name, table, table.columns, source, chosen).target_columns
+    names = columns(entry.name, table, value_columns(table), source, chosen).target_columns
     values: RowSource = ColumnRows(source, names, flat=True)
     if layout.frame_size > 1:
         values = FrameRows(values, layout.frame_size, last=True)

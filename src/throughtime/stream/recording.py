@@ -4,6 +4,7 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 """
 
 import difflib
+import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -178,6 +179,7 @@ class TableRecording:
     static: Array | None = None
     input_columns: tuple[str, ...] = ()
     target_columns: tuple[str, ...] = ()
+    times: RowSource | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -207,6 +209,40 @@ class Part:
 
     def read(self, start: int, stop: int) -> StepArrays:
         return self.whole.read(self.start + start, self.start + stop)
+
+
+def value_columns(table: formats.Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
+    """The columns of a table that are not time stamps, and not excluded."""
+    others = {*table.times, *exclude}
+    return tuple(name for name in table.columns if name not in others)
+
+
+def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> ColumnRows | None:
+    """The first column of time stamps of a table, `datetime64[ns]` `(n,)`; `None` without one."""
+    names = [name for name in table.times if name not in exclude]
+    return ColumnRows(table, (names[0],), flat=True) if names else None
+
+
+def step_times(recording: object, start: int, stop: int) -> Array | None:
+    """The time stamps of the steps `start` to before `stop`, `datetime64[ns]` `(n,)`.
+
+    `time_texts` of `throughtime.stream.formats.times` writes them in ISO 8601.
+
+    Args:
+        recording: plays the steps; wrappers are looked through.
+        start: the first step.
+        stop: the step after the last one.
+
+    Returns:
+        `None` if the recording has no time stamps. That of a frame is that of its last row.
+    """
+    while not isinstance(recording, TableRecording):
+        if isinstance(recording, Part):
+            start, stop = start + recording.start, stop + recording.start
+        recording = getattr(recording, "whole", None) or getattr(recording, "source", None)
+        if recording is None or isinstance(recording, str):
+            return None
+    return None if recording.times is None else recording.times.read(start, stop)
 
 
 def location(recording: object, step: int, column: int) -> str:
@@ -415,7 +451,7 @@ def _rows(value: Any, name: str, role: str) -> RowSource:
     """An array, or all columns of a file."""
     if isinstance(value, (str, Path)):
         table = formats.open_table(Path(value))
-        return ColumnRows(table, table.columns, flat=role == "targets")
+        return ColumnRows(table, value_columns(table), flat=role == "targets")
     return ArrayRows(role, _as_array(value, name, role))
 
 
@@ -451,7 +487,7 @@ def _from_path(path: Path) -> Recording:
     if "inputs" in table.columns:
         inputs, targets = ("inputs",), tuple(c for c in table.columns if c == "targets")
     else:
-        inputs, targets = table.columns, ()
+        inputs, targets = value_columns(table), ()
     return columns(path.name, table, inputs, table if targets else None, targets)
 
 
@@ -507,6 +543,7 @@ def columns(
         None,
         tuple(input_columns),
         tuple(target_columns),
+        time_rows(inputs),
     )
 
 
@@ -516,6 +553,12 @@ def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> Non
         raise DataError(
             f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
         )
+    clocks = [name for name in names if name in table.times]
+    if clocks:
+        raise DataError(
+            f"{table.path}: column '{clocks[0]}' of the {role} holds time stamps, expected numbers;"
+            " leave it out"
+        )
     available = set(table.columns)  # there may be a million
     # lines of a CSV file are also named from the last one, which only the table knows
     missing = [c for c in names if c not in available and c not in table.columns]
@@ -524,8 +567,8 @@ def _check_columns(table: formats.Table, names: Sequence[str], role: str) -> Non
     near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
     absent = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
     hint = f"{absent}; did you mean '{near[0]}'?" if near else absent
-    if len(table.columns) == 1 and ";" in table.columns[0]:
-        hint = "; its fields seem to be separated by ';', expected ','"
+    if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
+        hint = f"; are its fields separated by {mark[0]!r}? --delimiter (delimiter= in Python)"
     raise DataError(
         f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
         f" {listed(table.columns, quoted=True)}{hint}"

@@ -1,8 +1,8 @@
 """Blocks of CSV files: converted to an Arrow file in the user's cache folder, or parsed when read.
 
-A cache file is named for the path, size and modification time of its source. It is written under
-another name and renamed, so a reader never opens half of one. A lock lets one process write while
-the others wait for its file.
+A cache file is named for the path, size, modification time and dialect of its source. It is written
+under another name and renamed, so a reader never opens half of one. A lock lets one process write
+while the others wait for its file.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 
 from throughtime._files import exclusive
 from throughtime.errors import DataError
+from throughtime.stream.formats._csv_dialect import Dialect
 from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 
-VERSION = 2  # of what is stored: older cache files are ignored and replaced
+VERSION = 3  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
 _warned = set[Path]()
 
@@ -34,6 +35,12 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "throughtime"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughtime"
+
+
+def skip_mark(file: BinaryIO) -> int:
+    """Set a file to its first byte after a byte order mark; the position of that byte."""
+    offset = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+    return file.seek(offset)
 
 
 class CsvScan(ABC):
@@ -52,8 +59,7 @@ class CsvScan(ABC):
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
-        self.offset = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
-        file.seek(self.offset)
+        self.offset = skip_mark(file)
         self.starts, self.offsets = array("q", [0]), array("q")
 
     def batches(self) -> Iterator[Any]:
@@ -68,11 +74,14 @@ class CsvScan(ABC):
 
     def reparse(self, block: int) -> Any:
         """The record batch of a block once more."""
+        return self._parse(self._read(block), self.starts[block])[1]
+
+    def _read(self, block: int) -> bytes:
+        """The bytes of a block."""
         begin, end = self.offsets[block : block + 2]
         with self.path.open("rb") as file:
             file.seek(begin)
-            data = file.read(end - begin).ljust(end - begin, b"\n")  # see `_next_block`
-        return self._parse(data, self.starts[block])[1]
+            return file.read(end - begin).ljust(end - begin, b"\n")  # see `_next_block`
 
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
@@ -93,20 +102,33 @@ class CsvBlocks:
     Args:
         path: the file.
         layout: see `open_cached`.
+        detect: the dialect of an open file.
         scan: begins a pass.
         small: bytes of a file that is not cached.
     """
 
     def __init__(
-        self, path: Path, layout: str, scan: Callable[[Path, BinaryIO], CsvScan], small: int
+        self,
+        path: Path,
+        layout: str,
+        detect: Callable[[Path, BinaryIO], Dialect],
+        scan: Callable[[Path, BinaryIO, Dialect], CsvScan],
+        small: int,
     ) -> None:
         stamp, self._key, self._cache = FileStamp.of(path), object(), None
         try:
+            with path.open("rb") as file:
+                skip_mark(file)
+                dialect = detect(path, file)
+
+            def begin(path: Path, file: BinaryIO) -> CsvScan:
+                return scan(path, file, dialect)
+
             if stamp.size > small:
-                self._cache = open_cached(stamp, layout, scan)
+                self._cache = open_cached(stamp, f"{layout}{dialect.word}", begin)
             if self._cache is None:
                 with path.open("rb") as file:
-                    self._scan = scan(path, file)
+                    self._scan = begin(path, file)
                     deque(self._scan.batches(), maxlen=0)
                 self.metadata = self._scan.metadata()
             else:
@@ -170,8 +192,8 @@ def open_cached(
     """
     folder = cache_folder()
     source = hashlib.sha256(os.fsencode(stamp.path.resolve())).hexdigest()[:24]
-    name = f"{source}-{layout}-{stamp.size}-{stamp.modified}-v{VERSION}.arrow"
-    path = folder / name
+    version = f"-{stamp.size}-{stamp.modified}-v{VERSION}"
+    path = folder / f"{source}-{layout}{version}.arrow"
     try:
         with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is damaged
             return CacheFile(path)
@@ -184,8 +206,8 @@ def open_cached(
                 write_batches(temporary, scan(stamp.path, file))
             stamp.check()
             temporary.replace(path)
-            for old in folder.glob(f"{source}-{layout}-*"):
-                if old not in (path, temporary):
+            for old in folder.glob(f"{source}-*"):
+                if not old.stem.endswith(version):
                     old.unlink(missing_ok=True)
         return CacheFile(path)
     except OSError as error:

@@ -52,6 +52,7 @@ class ArrowFile(TableFile):
         if batches is not None and self._file.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
             raise DataError(f"{path}: the stream has no end; the file is cut short")
         self.columns = distinct_columns(path, schema.names)
+        self.times = time_columns(schema)
         lengths: list[int] = []
         nullable = set[str]()
         for index in range(count):
@@ -96,6 +97,15 @@ def distinct_columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def time_columns(schema: Any) -> tuple[str, ...]:
+    """The columns of time stamps and dates."""
+    import pyarrow as pa
+
+    return tuple(
+        f.name for f in schema if pa.types.is_timestamp(f.type) or pa.types.is_date(f.type)
+    )
+
+
 def stack_columns(path: Path, rows: Any, columns: Sequence[str], nullable: frozenset[str]) -> Array:
     """Columns of a record batch, side by side.
 
@@ -117,6 +127,8 @@ def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
         column = column.cast(pa.int8())
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return column.to_numpy(zero_copy_only=False).astype("M8[ns]")
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):

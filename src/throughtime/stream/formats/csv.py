@@ -1,5 +1,6 @@
 r"""CSV: checked and parsed once, block by block, into an Arrow file in the user's cache folder.
 
+The delimiter and the decimal mark are detected (`_csv_dialect`), and so are time stamps (`times`).
 pyarrow parses the usual block. Python's csv module parses a block with quotes that pyarrow treats
 more leniently, or with lines that end in `\r`, and every block that pyarrow refuses: it accepts
 what Python calls a number, and gives the line and the column of a fault.
@@ -9,7 +10,8 @@ import csv
 import io
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -18,35 +20,42 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
+from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
     block_slices,
     column_names,
     concat_blocks,
-    is_number,
     other_encoding,
 )
+from throughtime.stream.formats.times import parse_times, time_format, wrong_times
 
 BLOCK = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
+LAST = 4096  # bytes at the end of the file that are looked at before the pass
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
 WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
-_QUOTED_FIELD = re.compile(rb'(?<![^,\n])"[^"\r\n]*"(?=[,\r\n]|\Z)')
+NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of time stamps
 
 
 class CsvFile(TableFile):
     r"""A CSV file; every line is checked.
 
     A column whose first filled field is text is text, even where other fields look like numbers;
-    any other column is numbers (float64, an empty field is NaN), and a field of it that is no
-    number is an error when the column is read. A first line of nothing but numbers is no header:
-    the columns are then called `0`, `1`, ...
+    if its first fields are time stamps, all must be, and it is read as `datetime64[ns]`. Any other
+    column is numbers (float64, an empty field is NaN), and a field of it that is no number is an
+    error when the column is read. A first line of nothing but numbers is no header: the columns are
+    then called `0`, `1`, ...
 
     Args:
-        path: a file in UTF-8, its fields separated by commas, its lines ended by `\n` or `\r\n`.
+        path: a file in UTF-8, its lines ended by `\n` or `\r\n`.
+        delimiter: the character between fields; a space stands for any run of spaces and tabs.
+            Default: detected in the first 64 kB.
+        decimal: the decimal mark of numbers. Default: detected.
 
     Raises:
+        ConfigError: a delimiter or decimal mark that no file can have.
         DataError: duplicate or empty column names, a line with more or fewer fields, an open quote,
             a NUL, or bytes that are not UTF-8; the message names the line.
 
@@ -55,15 +64,19 @@ class CsvFile(TableFile):
     cannot be written, is parsed block by block where it is read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, delimiter: str | None = None, decimal: str | None = None
+    ) -> None:
         self.path = path
-        self._blocks = CsvBlocks(path, "columns", _Scan, BLOCK)
+        detect = partial(detect_dialect, delimiter=delimiter, decimal=decimal)
+        self._blocks = CsvBlocks(path, "columns", detect, _Scan, BLOCK)
         metadata = self._blocks.metadata
-        # by column: its index in the matrix of numbers, or -1, -2, ... for a column of text
+        # by column: its index in the matrix of numbers, or -1, -2, ... for a column of its own
         self._slots: dict[str, int] = metadata["slots"]
         self._starts: list[int] = metadata["starts"]
         self._faults: dict[str, str] = metadata["faults"]  # by column: why it cannot be read
         self.columns, self.length = tuple(self._slots), self._starts[-1]
+        self.times = tuple(metadata["times"])
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         if self._faults and (names := [name for name in columns if name in self._faults]):
@@ -76,7 +89,7 @@ class CsvFile(TableFile):
 
 
 def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
-    """Rows of some columns of a batch: one matrix of numbers, then columns of text."""
+    """Rows of some columns of a batch: one matrix of numbers, then columns of text and of times."""
     if min(slots) >= 0:
         numbers = batch.column(0)
         matrix: Array = numbers.values.to_numpy().reshape(len(numbers), -1)[start:stop]
@@ -84,24 +97,37 @@ def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
     if len(slots) > 1:
         parts = [_select(batch, start, stop, [slot]) for slot in slots]
         return np.concatenate(parts, axis=1)
-    texts = batch.schema.names.index(f"text {slots[0]}")
-    labels = batch.column(texts).slice(start, stop - start).to_pylist()
-    return np.array(labels, dtype=np.str_).reshape(-1, 1)
+    index = batch.schema.names.index(f"column {slots[0]}")
+    values = batch.column(index).slice(start, stop - start)
+    if str(values.type).startswith("timestamp"):
+        return values.to_numpy(zero_copy_only=False).reshape(-1, 1)
+    return np.array(values.to_pylist(), dtype=np.str_).reshape(-1, 1)
 
 
 class _Parser:
-    """From blocks of records to record batches, and to the faults of columns."""
+    """From blocks of records to record batches, and to the faults of columns.
 
-    def __init__(self, columns: Sequence[str], text: Sequence[bool]) -> None:
+    Args:
+        kinds: of each column: `NUMBER`, `TEXT`, or the form of its time stamps.
+        dialect: of the file.
+    """
+
+    def __init__(self, kinds: Mapping[str, str], dialect: Dialect) -> None:
         import pyarrow as pa
 
-        numbers, texts = count(), count(-1, -1)
-        slots = [next(texts if is_text else numbers) for is_text in text]
-        self.slots, self.numbers = dict(zip(columns, slots, strict=True)), next(numbers)
+        self.kinds, self.dialect = kinds, dialect
+        numbers, others = count(), count(-1, -1)
+        slots = [next(numbers if kind == NUMBER else others) for kind in kinds.values()]
+        self.slots, self.numbers = dict(zip(kinds, slots, strict=True)), next(numbers)
+        self.times = {n: kind for n, kind in kinds.items() if kind not in (NUMBER, TEXT)}
         self.faults: dict[str, str] = {}
         matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
-        labels = [(f"text {slot}", pa.string()) for slot in slots if slot < 0]
-        self.schema = pa.schema(matrix + labels)
+        separate = [
+            (f"column {slot}", pa.timestamp("ns") if name in self.times else pa.string())
+            for name, slot in self.slots.items()
+            if slot < 0
+        ]
+        self.schema = pa.schema(matrix + separate)
 
     def by_pyarrow(self, data: bytes) -> Any:
         """A batch of lines, none of which ends within a field; None where pyarrow refuses them."""
@@ -111,24 +137,34 @@ class _Parser:
         names = list(self.slots)
         if len(names) > WIDE or len(self.faults) == len(names):
             return None
-        kinds = {n: pa.string() if slot < 0 else pa.float64() for n, slot in self.slots.items()}
+        if not self.dialect.is_plain:
+            data = self.dialect.clean(data.decode()).encode()
+        types = {n: pa.string() if slot < 0 else pa.float64() for n, slot in self.slots.items()}
         try:
             table = arrow_csv.read_csv(
                 pa.BufferReader(data),
                 arrow_csv.ReadOptions(
                     use_threads=False, block_size=len(data) + 1, column_names=names
                 ),
-                arrow_csv.ParseOptions(ignore_empty_lines=len(names) > 1),
+                arrow_csv.ParseOptions(
+                    delimiter=self.dialect.delimiter, ignore_empty_lines=len(names) > 1
+                ),
                 arrow_csv.ConvertOptions(
-                    column_types=kinds,
+                    column_types=types,
                     include_columns=[name for name in names if name not in self.faults],
                     null_values=[""],
                     strings_can_be_null=False,
+                    decimal_point=self.dialect.decimal,
                 ),
             )
         except pa.ArrowInvalid:
             return None
         values = {name: table[name].combine_chunks() for name in table.column_names}
+        for name in self.times.keys() & values.keys():
+            times = parse_times(values[name], self.times[name])
+            if wrong_times(values[name], times).any():
+                return None
+            values[name] = times
         return self._batch(values, table.num_rows)
 
     def by_python(self, rows: list[list[str]], lines: Sequence[int]) -> Any:
@@ -136,21 +172,31 @@ class _Parser:
         import pyarrow as pa
 
         values: dict[str, Any] = {}
+        dialect = self.dialect
         for index, (name, slot) in enumerate(self.slots.items()):
             fields = [row[index] for row in rows]
-            if slot < 0:
+            wrong: Sequence[int] = ()
+            if name in self.times:
+                texts = pa.array(fields, pa.string())
+                values[name] = parse_times(texts, self.times[name])
+                wrong = np.flatnonzero(wrong_times(texts, values[name])).tolist()
+            elif slot < 0:
                 values[name] = pa.array(fields, pa.string())
-                continue
-            wrong = [i for i, f in enumerate(fields) if f.strip() and not is_number(f)]
-            if not wrong:
-                values[name] = [float(f) if f.strip() else np.nan for f in fields]
-            elif name not in self.faults:
-                self.faults[name] = (
-                    f"line {lines[wrong[0]]}, column '{name}' holds {fields[wrong[0]][:40]!r},"
-                    " expected a number as in the lines before it; correct the line, or leave the"
-                    " column out"
-                )
+            else:
+                wrong = [i for i, f in enumerate(fields) if f.strip() and not dialect.is_number(f)]
+                if not wrong:
+                    values[name] = [dialect.number(f) if f.strip() else np.nan for f in fields]
+            if wrong and name not in self.faults:
+                self.faults[name] = self._fault(name, lines[wrong[0]], fields[wrong[0]])
         return self._batch(values, len(rows))
+
+    def _fault(self, name: str, line: int, text: str) -> str:
+        what = "a time stamp" if name in self.times else "a number"
+        reason = self.dialect.explain(text) if what == "a number" else ""
+        return (
+            f"line {line}, column '{name}' holds {text[:40]!r}, expected {what} as in the lines"
+            f" before it; {reason or 'correct the line, or leave the column out'}"
+        )
 
     def _batch(self, values: dict[str, Any], rows: int) -> Any:
         """Of the values of each column; those of a column with a fault are left out."""
@@ -158,7 +204,11 @@ class _Parser:
 
         matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
         for name, slot in self.slots.items():
-            if slot < 0:
+            if name in self.times:
+                times = values.get(name) if name not in self.faults else None
+                empty = np.full(rows, "NaT", "M8[ns]")
+                texts.append(pa.array(empty if times is None else times, pa.timestamp("ns")))
+            elif slot < 0:
                 texts.append(self._labels(name, values.get(name), rows))
             elif name in values and name not in self.faults:
                 matrix[:, slot] = values[name]
@@ -189,19 +239,27 @@ class _Scan(CsvScan):
     `line` counts the lines before `offset`, which is where the next block begins.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, dialect: Dialect) -> None:
         super().__init__(path, file)
-        self.line = 0
+        self.line, self.dialect = 0, dialect
+        mark = re.escape(dialect.delimiter.encode())
+        mark += rb"\t" if dialect.delimiter == " " else b""
+        self._quoted = re.compile(rb'(?<![^%s\n])"[^"\r\n]*"(?=[%s\r\n]|\Z)' % (mark, mark))
         columns = self._header()
         self.width = len(columns)
         # Blank lines are missing values of a single column, but not those at the end.
         self.end = _content_end(file) if self.width == 1 else 2**63
-        self.parser = _Parser(columns, self._kinds())
+        self.parser = _Parser(dict(zip(columns, self._kinds(), strict=True)), dialect)
         self.schema = self.parser.schema
 
     def metadata(self) -> dict[str, Any]:
-        slots, faults = self.parser.slots, self.parser.faults
-        return {"slots": slots, "starts": self.starts.tolist(), "faults": faults}
+        parser = self.parser
+        return {
+            "slots": parser.slots,
+            "times": parser.times,
+            "starts": self.starts.tolist(),
+            "faults": parser.faults,
+        }
 
     def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
         del start
@@ -214,13 +272,13 @@ class _Scan(CsvScan):
 
     def _header(self) -> list[str]:
         """The first record as the names of the columns, unless it is all numbers."""
-        feed = _LineFeed(self._next_line(), self._next_line)
-        reader = csv.reader(feed, strict=True)
+        feed = _LineFeed(self._next_line(), self._next_line, self.dialect)
+        reader = self._reader(feed)
         try:
             fields = next(reader, [])
         except csv.Error as error:
             self._refuse(error, reader.line_num)
-        self.named = not fields or not all(is_number(text.strip()) for text in fields)
+        self.named = not fields or not all(map(self.dialect.is_number, fields))
         if not self.named:
             return [*map(str, range(len(fields)))]
         columns = column_names(self.path, fields)
@@ -228,19 +286,37 @@ class _Scan(CsvScan):
         self.line = reader.line_num
         return columns
 
-    def _kinds(self) -> list[bool]:
-        """Of each column whether its first filled field is text."""
+    def _reader(self, feed: Iterable[str]) -> Any:
+        return csv.reader(feed, strict=True, delimiter=self.dialect.delimiter)
+
+    def _kinds(self) -> list[str]:
+        """The kind of each column: times by all fields of its block, others by the first filled."""
         begin = self.offset, self.line
-        text: dict[int, bool] = {}
-        while len(text) < self.width and (data := self._next_block()):
+        kinds: dict[int, str] = {}
+        while len(kinds) < self.width and (data := self._next_block()):
             data, rows, _, self.line = self._records(data)
             self.offset += len(data)
-            for column in set(range(self.width)) - text.keys():
+            for column in set(range(self.width)) - kinds.keys():
                 first = next((row[column] for row in rows if row[column].strip()), None)
-                if first is not None:
-                    text[column] = not is_number(first)
+                if first is None:
+                    continue
+                number = self.dialect.is_number(first) or self.dialect.explain(first)
+                form = "" if number else time_format([r[column] for r in rows])
+                if form:  # the last lines tell months from days, where the first are of one day
+                    form = time_format([r[column] for r in (*rows, *self._last_records())])
+                kinds[column] = NUMBER if number else form or TEXT
         self.offset, self.line = begin
-        return [text.get(column, False) for column in range(self.width)]
+        return [kinds.get(column, NUMBER) for column in range(self.width)]
+
+    def _last_records(self) -> list[list[str]]:
+        """Records of the last lines of the file, as far as these are whole."""
+        self.file.seek(max(self.offset, self.file.seek(0, 2) - LAST))
+        lines = self.file.read().decode(errors="ignore").splitlines()[1:]
+        try:
+            rows = list(self._reader(map(self.dialect.clean, lines)))
+        except csv.Error:
+            return []
+        return [row for row in rows if len(row) == self.width]
 
     def _next_block(self) -> bytes:
         """The next lines, about `BLOCK` bytes; empty at the end."""
@@ -264,7 +340,7 @@ class _Scan(CsvScan):
         self._check(data)
         if data.count(b"\r") != data.count(b"\r\n") or b"n(" in data or b"N(" in data:
             return False  # pyarrow reads nan(1) as a number
-        quoted = 2 * len(_QUOTED_FIELD.findall(data)) if b'"' in data else 0
+        quoted = 2 * len(self._quoted.findall(data)) if b'"' in data else 0
         return data.count(b'"') == quoted and _longest_line(data) <= csv.field_size_limit()
 
     def _check(self, data: bytes) -> None:
@@ -294,8 +370,8 @@ class _Scan(CsvScan):
             The bytes read, the records, the line of each, and the number of lines before the next.
         """
         self._check(data)
-        feed = _LineFeed(data, self._next_line)
-        reader = csv.reader(feed, strict=True)
+        feed = _LineFeed(data, self._next_line, self.dialect)
+        reader = self._reader(feed)
         rows: list[list[str]] = []
         lines: list[int] = []
         while feed.lines:
@@ -323,9 +399,9 @@ class _Scan(CsvScan):
 class _LineFeed:
     """Lines for the csv module, and more of them where a record goes on."""
 
-    def __init__(self, data: bytes, more: Callable[[], bytes]) -> None:
+    def __init__(self, data: bytes, more: Callable[[], bytes], dialect: Dialect) -> None:
         self.data, self.lines = data, _lines(data)
-        self._more = more
+        self._more, self._dialect = more, dialect
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -337,7 +413,7 @@ class _LineFeed:
                 raise StopIteration
             self.data += extra
             self.lines += _lines(extra)
-        return self.lines.popleft()
+        return self._dialect.clean(self.lines.popleft())
 
     @property
     def consumed(self) -> int:

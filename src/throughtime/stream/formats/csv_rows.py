@@ -1,6 +1,7 @@
 """CSV on its side: each line is a signal, and time runs along the line."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -9,6 +10,7 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
+from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
@@ -26,18 +28,22 @@ class CsvRowsFile(TableFile):
 
     The columns are called `0`, `1`, ... from the first line; `-1`, `-2`, ... count from the last
     line and can be read too, though `columns` does not list them twice. Blank lines are ignored; an
-    empty field is NaN.
+    empty field is NaN. The delimiter and the decimal mark are detected, or set as for `CsvFile`.
 
     Raises:
-        DataError: lines of different lengths, quotes, text at the start, or more than 65,536 lines.
+        DataError: lines of different lengths, quotes, text at the start, fields separated by
+            spaces, or more than 65,536 lines.
 
     Cost: one pass, in which a line may be longer than memory. A file of more than 256 kB is
     converted to a cache file (see `CsvFile`); otherwise reading parses 64 kB at a time.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, delimiter: str | None = None, decimal: str | None = None
+    ) -> None:
         self.path = path
-        self._blocks = CsvBlocks(path, "rows", _RowScan, csv.BLOCK)
+        detect = partial(detect_dialect, delimiter=delimiter, decimal=decimal)
+        self._blocks = CsvBlocks(path, "rows", detect, _RowScan, csv.BLOCK)
         metadata = self._blocks.metadata
         self._lines = LineNames(map(str, range(metadata["lines"])))
         self._starts: list[int] = metadata["starts"]
@@ -84,10 +90,20 @@ class _RowScan(CsvScan):
     A block may hold several lines, or a part of one.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, dialect: Dialect) -> None:
         import pyarrow as pa
 
         super().__init__(path, file)
+        if dialect.delimiter == " ":
+            raise DataError(
+                f"{path}: its fields are separated by spaces, expected a character between the"
+                " numbers of a line, such as ',' or tab"
+            )
+        # As commas and points, byte by byte, so that positions in the file stay as they are. What
+        # was a comma or a point before, and is neither, becomes part of no number.
+        marks = f"{dialect.delimiter}{dialect.decimal}"
+        others = "".join(mark for mark in ",." if mark not in marks)
+        self._plain = bytes.maketrans((marks + others).encode(), b",." + b"'" * len(others))
         self.schema = pa.schema([("values", pa.float64())])
         self.length = 0  # of the first line, once it has ended
         self.lines = 0
@@ -112,7 +128,7 @@ class _RowScan(CsvScan):
         self.file.seek(self.offset)
         data = b""
         while piece := self.file.read(BLOCK):
-            data += piece
+            data += piece.translate(self._plain)
             if end := max(data.rfind(b","), data.rfind(b"\n")) + 1:
                 data = data[:end]
                 break
@@ -157,6 +173,9 @@ class _RowScan(CsvScan):
             )
         self.lines += 1
         self._fields = 0
+
+    def reparse(self, block: int) -> Any:
+        return self._parse(self._read(block).translate(self._plain), self.starts[block])[1]
 
     def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
         import pyarrow as pa

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrow import distinct_columns, stack_columns
+from throughtime.stream.formats.arrow import distinct_columns, stack_columns, time_columns
 from throughtime.stream.formats.table import (
     BLOCK_CACHE,
     Array,
@@ -43,6 +43,7 @@ class ParquetFile(TableFile):
         metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self.columns = distinct_columns(path, self._file.schema_arrow.names)
+        self.times = time_columns(self._file.schema_arrow)
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
         self._nullable = frozenset(
             c.path_in_schema

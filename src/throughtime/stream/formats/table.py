@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -78,6 +79,11 @@ class Table(Protocol):
         ...
 
     @property
+    def times(self) -> tuple[str, ...]:
+        """The columns of time stamps, which are read as `datetime64[ns]` and are no inputs."""
+        ...
+
+    @property
     def rate(self) -> float | None:
         """Rows per second; `None` where the file does not say."""
         ...
@@ -136,6 +142,7 @@ class TableFile:
 
     columns: tuple[str, ...]
     length: int
+    times: tuple[str, ...] = ()
     rate: float | None = None
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
@@ -151,6 +158,7 @@ class FileTable:
     stamps: tuple[FileStamp, ...]
     columns: tuple[str, ...]
     length: int
+    times: tuple[str, ...]
     rate: float | None
 
     @classmethod
@@ -167,7 +175,7 @@ class FileTable:
         stamps = tuple(map(FileStamp.of, files))
         handle = Handle(path, opener)
         file = handle.get()
-        return cls(handle, stamps, file.columns, file.length, file.rate)
+        return cls(handle, stamps, file.columns, file.length, file.times, file.rate)
 
     @property
     def path(self) -> Path:
@@ -227,17 +235,33 @@ _MARKS = {
 
 
 def other_encoding(error: Exception, path: Path) -> str | None:
-    """The encoding of a text that is not UTF-8 and what to do, if its byte order mark says it."""
-    if not isinstance(error, UnicodeDecodeError) or error.start:
+    """The encoding of a text that is not UTF-8 and what to do.
+
+    Its byte order mark says it; a letter of Windows-1252 is likely where a single byte is wrong.
+    """
+    if not isinstance(error, UnicodeDecodeError):
         return None
-    name = next((n for mark, n in _MARKS.items() if error.object.startswith(mark)), None)
-    return name and (
-        f"it is {name}, as its byte order mark says: save it as UTF-8, or convert it: iconv -f"
-        f" {name} -t UTF-8 {path.name} > utf8-{path.name}"
+    content, begin = error.object, error.start
+    name = next((n for mark, n in _MARKS.items() if not begin and content.startswith(mark)), None)
+    if name is None:
+        letter = content[begin : begin + 1].decode("windows-1252", errors="ignore")
+        if not letter:
+            return None
+        name, why = "WINDOWS-1252", f"as Excel saves it (byte 0x{content[begin]:02X}: {letter})?"
+        return f"is it {name}, {why} {_convert(name, path)}"
+    return f"it is {name}, as its byte order mark says: {_convert(name, path)}"
+
+
+def _convert(encoding: str, path: Path) -> str:
+    return (
+        f"save it as UTF-8, or convert it: iconv -f {encoding} -t UTF-8 {path.name} >"
+        f" utf8-{path.name}"
     )
 
 
-def open_table(path: Path, *, rows: bool = False) -> FileTable:
+def open_table(
+    path: Path, *, rows: bool = False, delimiter: str | None = None, decimal: str | None = None
+) -> FileTable:
     """Open the file of a recording by its suffix; where the format allows, read its header only.
 
     The table refuses to read a file that was written to after it was opened. It can be pickled; the
@@ -247,6 +271,9 @@ def open_table(path: Path, *, rows: bool = False) -> FileTable:
         path: a file, or a folder that is one recording (`.zarr`).
         rows: each line of a CSV file is a signal, and time runs along it. The columns are then
             `0`, `1`, ..., or `-1`, `-2`, ... from the last line.
+        delimiter: the character between the fields of a CSV file, a space for any run of spaces and
+            tabs. Default: detected. Files of another format have none; the setting is then unused.
+        decimal: the decimal mark of a CSV file, "." or ",". Default: detected.
 
     Raises:
         DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
@@ -274,7 +301,10 @@ def open_table(path: Path, *, rows: bool = False) -> FileTable:
     form = _CSV_ROWS if rows else form
     module = importlib.import_module(f"throughtime.stream.formats.{form.module}")
     files = getattr(module, form.files)(path) if form.files else (path,)
-    return FileTable.open(path, getattr(module, form.opener), files)
+    opener = getattr(module, form.opener)
+    if path.suffix.lower() == ".csv" and (delimiter is not None or decimal is not None):
+        opener = partial(opener, delimiter=delimiter, decimal=decimal)
+    return FileTable.open(path, opener, files)
 
 
 class ArraysFile(TableFile):

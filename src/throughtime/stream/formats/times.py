@@ -1,0 +1,206 @@
+"""Time stamps of rows: recognised in text, kept as nanoseconds since 1970, checked to ascend.
+
+A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
+without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z` or `+01:00`. Times with a
+zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps together: by
+a number above 12, or else by the order that ascends, in the shorter time.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from throughtime.stream.formats.table import Array, RowSource
+
+_ORDERS = {
+    "ymd": r"(?P<year>\d{4})[-/.](?P<month>\d{1,2})[-/.](?P<day>\d{1,2})",
+    "dmy": r"(?P<day>\d{1,2})[-/.](?P<month>\d{1,2})[-/.](?P<year>\d{4})",
+    "mdy": r"(?P<month>\d{1,2})[-/](?P<day>\d{1,2})[-/](?P<year>\d{4})",
+}
+_CLOCK = (
+    r"(?:(?:[Tt]| +)(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2})"
+    r"(?:[.,](?P<fraction>\d{1,9}))?)? *(?P<half>[AaPp][Mm])?)?"
+)
+_ZONE = r" *(?P<zone>[Zz]|[+-]\d{2}:?\d{2})"
+_NAT, _LONGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_BLOCK = 65_536  # rows read at once
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def time_format(fields: Sequence[str]) -> str:
+    """The format of texts that are all time stamps, empty ones aside; empty if they are not.
+
+    Example:
+        >>> time_format(["2020-03-09 10:14:33", ""]), time_format(["13/9/2020"]), time_format(["x"])
+        ('ymd', 'dmy', '')
+    """
+    import pyarrow as pa
+
+    first = next((text.strip() for text in fields if text.strip()), "")
+    if not first[:1].isdigit() or first.isdigit() or len(first) < len("1.1.2020"):
+        return ""
+    texts, spans = pa.array(fields, pa.string()), dict[str, int]()
+    for name in (f"{order}{zone}" for order in _ORDERS for zone in ("", "+zone")):
+        values = parse_times(texts, name)
+        if not wrong_times(texts, values).any():
+            times = values[~np.isnat(values)].astype(np.int64)
+            descends = bool((np.diff(times) < 0).any())
+            spans[name] = int(times.max() - times.min()) if not descends else _LONGEST
+    us = "mdy" in spans and first[-1] in "Mm"  # 1 PM: where the month comes first
+    return "mdy" if us else min(spans, key=lambda name: spans[name], default="")
+
+
+def wrong_times(texts: Any, values: Array) -> Array:
+    """Which texts are no time stamps, though they are not empty."""
+    from pyarrow import compute
+
+    lengths = compute.call_function(
+        "utf8_length", [compute.call_function("utf8_trim_whitespace", [texts])]
+    )
+    return np.isnat(values) & (lengths.to_numpy(zero_copy_only=False) > 0)
+
+
+def parse_times(texts: Any, form: str) -> Array:
+    """An Arrow array of text as `datetime64[ns]`; NaT where it has another form.
+
+    Cost: two microseconds for each text.
+    """
+    compute: Any = importlib.import_module("pyarrow.compute")
+    order, _, zone = form.partition("+")
+    pattern = rf"^\s*{_ORDERS[order]}{_CLOCK}{_ZONE if zone else ''}\s*$"
+    options = compute.ExtractRegexOptions(pattern)
+    parts = compute.call_function("extract_regex", [texts], options)
+    names = [f.name for f in parts.type]
+    columns = dict(zip(names, parts.flatten(), strict=True))
+    valid: Array = parts.is_valid().to_numpy(zero_copy_only=False)
+
+    def number(name: str) -> Array:
+        digits = compute.if_else(compute.equal(columns[name], ""), "0", columns[name])
+        return digits.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
+
+    year, month, day, hour = map(number, ("year", "month", "day", "hour"))
+    half = compute.utf8_lower(columns["half"]).fill_null("").to_numpy(zero_copy_only=False)
+    clock12 = half != ""
+    valid = valid & (~clock12 | ((hour >= 1) & (hour <= 12)))
+    hour = np.where(clock12, hour % 12 + 12 * (half == "pm"), hour)
+    minute, second = number("minute"), number("second")
+    valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
+    valid &= (hour < 24) & (minute < 60) & (second < 60)
+    months = (np.where(valid, year, 1970) - 1970) * 12 + np.where(valid, month, 1) - 1
+    begin = months.astype("M8[M]")
+    days = begin.astype("M8[D]") + np.where(valid, day, 1) - 1
+    valid &= days.astype("M8[M]") == begin
+    fraction = compute.utf8_rpad(columns["fraction"], 9, "0")
+    nanoseconds = fraction.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
+    seconds = ((days.astype(np.int64) * 24 + hour) * 60 + minute) * 60 + second
+    if zone:
+        seconds = seconds - _zone_seconds(columns["zone"])
+    result = np.where(valid, seconds * 10**9 + nanoseconds, _NAT)
+    return result.view("M8[ns]")
+
+
+def _zone_seconds(zones: Any) -> Array:
+    """How far local time is ahead of UTC."""
+    texts = zones.fill_null("Z").to_pylist()
+    seconds: dict[str, int] = {}
+    for text in set(texts):
+        digits = text[1:].replace(":", "")
+        value = int(digits[:2]) * 3600 + int(digits[2:]) * 60 if digits else 0
+        seconds[text] = -value if text[0] == "-" else value
+    return np.array([seconds[text] for text in texts], dtype=np.int64)
+
+
+def time_texts(values: Array) -> list[str]:
+    """Times in ISO 8601, to the second or as far as they have decimals; NaT is empty.
+
+    Example:
+        >>> time_texts(np.array(["2020-03-09T10:14", "2020-03-09T10:14:33.5", "NaT"], "M8[ns]"))
+        ['2020-03-09T10:14:00', '2020-03-09T10:14:33.5', '']
+    """
+    texts = np.datetime_as_string(values.astype("M8[ns]")).tolist()
+    return [
+        "" if text == "NaT" else text.rstrip("0").rstrip(".") if "." in text else text
+        for text in texts
+    ]
+
+
+@dataclass
+class TimeSummary:
+    """The time stamps of a recording: their spacing, and what is irregular.
+
+    Attributes:
+        rows: how many there are.
+        missing: how many are empty.
+        backward: the first row that is earlier than the one before it, and the two times.
+        longest: the longest step in nanoseconds, and the row after it.
+    """
+
+    rows: int = 0
+    missing: int = 0
+    backward: tuple[int, str, str] | None = None
+    longest: tuple[int, int] = (0, 0)
+    _steps: Counter[int] = field(default_factory=Counter[int])  # in nanoseconds, three digits
+    _last: Array = field(default_factory=lambda: np.empty(0, "M8[ns]"))
+
+    def add(self, values: Array) -> None:
+        """Add the times of the next rows, `datetime64[ns]`."""
+        known = ~np.isnat(values)
+        rows = np.flatnonzero(known) + self.rows
+        self.missing += len(values) - len(rows)
+        self.rows += len(values)
+        times = np.concatenate([self._last, values[known]])
+        self._last = times[-1:]
+        steps, rows = np.diff(times).astype(np.int64), rows[len(rows) + 1 - len(times) :]
+        if not len(steps):
+            return
+        if self.backward is None and (steps < 0).any():
+            index = int((steps < 0).argmax())
+            before, after = time_texts(times[index : index + 2])
+            self.backward = (int(rows[index]), before, after)
+        longest = int(steps.argmax())
+        if steps[longest] > self.longest[0]:
+            self.longest = (int(steps[longest]), int(rows[longest]))
+        digits = 10.0 ** np.floor(np.log10(np.maximum(steps, 1)) - 2)
+        rounded = np.where(steps > 999, np.round(steps / digits) * digits, steps)
+        values, counts = np.unique(rounded.astype(np.int64), return_counts=True)
+        self._steps.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+
+    @property
+    def spacing(self) -> int:
+        """The median step in nanoseconds, to three digits; 0 without steps."""
+        half, total = self._steps.total() / 2, 0
+        for step in sorted(self._steps):
+            total += self._steps[step]
+            if total >= half:
+                return step
+        return 0
+
+    @property
+    def gaps(self) -> int:
+        """How many steps are longer than one and a half times the median; 0 where that is 0."""
+        limit = 1.5 * self.spacing
+        return sum(n for step, n in self._steps.items() if step > limit) if limit else 0
+
+
+def summarize_times(rows: RowSource) -> TimeSummary:
+    """Read time stamps `(n,)` once, in blocks."""
+    summary = TimeSummary()
+    for start in range(0, len(rows), _BLOCK):
+        summary.add(rows.read(start, start + _BLOCK))
+    return summary
+
+
+def time_span(nanoseconds: float) -> str:
+    """A time span in the unit that suits it.
+
+    Example:
+        >>> time_span(3.6e12), time_span(9e11), time_span(5e6)
+        ('1 h', '15 min', '5 ms')
+    """
+    seconds = nanoseconds / 1e9
+    unit, name = next((u for u in _UNITS if seconds >= u[0] * (1 - 1e-9)), _UNITS[-1])
+    return f"{seconds / unit:.4g} {name}"

@@ -1,0 +1,176 @@
+"""Time stamps: which texts are some, what they mean, whether they ascend, and where gaps are."""
+
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import feather, parquet
+
+from throughtime.errors import DataError
+from throughtime.stream.formats import open_table
+from throughtime.stream.formats.times import (
+    TimeSummary,
+    parse_times,
+    time_format,
+    time_span,
+    time_texts,
+)
+from throughtime.stream.recording import Part, as_recording, columns, step_times
+
+FORMS = {
+    "ymd": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
+    "dmy": ["%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
+    "mdy": ["%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M"],
+}
+
+
+moments = st.datetimes(datetime(1700, 1, 1), datetime(2200, 1, 1))  # noqa: DTZ001 (without a zone)
+
+
+@given(
+    time=moments,
+    pair=st.sampled_from([(order, form) for order, forms in FORMS.items() for form in forms]),
+)
+def test_a_time_means_what_python_reads(time: datetime, pair: tuple[str, str]) -> None:
+    order, form = pair
+    text = time.strftime(form)
+    expected = np.datetime64(datetime.strptime(text, form), "ns")  # noqa: DTZ007 (without a zone)
+    assert parse_times(pa.array([text]), order)[0] == expected
+
+
+@given(
+    time=moments,
+    minutes=st.integers(-14 * 60, 14 * 60),
+)
+def test_times_with_a_zone_become_utc(time: datetime, minutes: int) -> None:
+    local = time.replace(tzinfo=timezone(timedelta(minutes=minutes)))
+    assert time_format([local.isoformat()]) == "ymd+zone"
+    utc = local.astimezone(UTC).replace(tzinfo=None)
+    assert parse_times(pa.array([local.isoformat()]), "ymd+zone")[0] == np.datetime64(utc, "ns")
+
+
+def test_months_and_days_are_told_apart_by_all_stamps() -> None:
+    assert time_format(["1/13/2020 10:00"]) == "mdy"
+    assert time_format(["13/1/2020 10:00", "14/1/2020 10:00"]) == "dmy"
+    assert time_format(["1/1/2020 10:00", "1/2/2020 10:00"]) == "mdy"  # a day later, not a month
+    assert time_format(["1/1/2020 10:00", "2/1/2020 10:00"]) == "dmy"
+    assert time_format(["3/9/2020 1:00 PM"]) == "mdy"
+    assert time_format(["01.02.2020"]) == "dmy"
+
+
+NO_TIMES = [
+    "1.2.3",
+    "10:14:33",
+    "20200309",
+    "1600000000",
+    "2020-13-01",
+    "2020-02-30",
+    "N",
+    "",
+    "2020-01-01 25:00",
+    "2020-01-01 10:00 or so",
+    "192.168.10.1",
+    "13/13/2020",
+    "0:00 AM",
+]
+
+
+@pytest.mark.parametrize("text", NO_TIMES)
+def test_other_texts_are_no_times(text: str) -> None:
+    assert time_format([text]) == ""
+
+
+def test_days_of_the_first_block_are_read_as_those_of_the_last(tmp_path: Path) -> None:
+    """A file of one day in its first 256 kB: only its end shows that the month comes first."""
+    lines = ["date,x"] + ["3/9/2020 10:00,1"] * 20_000 + ["3/13/2020 10:00,1"] * 3
+    path = tmp_path / "r.csv"
+    path.write_text("\n".join(lines))
+    times = open_table(path).read(0, 20_003, ["date"])[:, 0]
+    assert times[[0, -1]].astype("M8[D]").astype(str).tolist() == ["2020-03-09", "2020-03-13"]
+
+
+def test_a_stamp_that_is_none_is_refused_by_its_line_where_it_is_read(tmp_path: Path) -> None:
+    lines = [f"{np.datetime64('2020-01-01') + i},{i}" for i in range(40_000)]
+    lines[30_000] = "yesterday,1"
+    path = tmp_path / "r.csv"
+    path.write_text("\n".join(["date,x", *lines]))
+    table = open_table(path)
+    assert table.read(0, 1, ["x"])[0, 0] == 0
+    with pytest.raises(
+        DataError, match="line 30002, column 'date' holds 'yesterday', expected a t"
+    ):
+        table.read(0, 1, ["date"])
+
+
+def test_a_column_with_a_single_other_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("note,x\n2020-01-01,1\nbroken,2\n")
+    table = open_table(tmp_path / "r.csv")
+    assert table.times == ()
+    assert table.read(0, 2, ["note"])[:, 0].tolist() == [
+        "2020-01-01",
+        "broken",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow", ".feather"])
+@pytest.mark.parametrize("unit", ["s", "ms", "ns"])
+def test_a_column_of_times_is_no_input_in_any_format(
+    suffix: str, unit: str, tmp_path: Path
+) -> None:
+    times = np.arange("2020-01-01", "2020-01-03", dtype="M8[h]").astype(f"M8[{unit}]")
+    path = tmp_path / f"r{suffix}"
+    if suffix == ".csv":
+        lines = [f"{str(t).replace('T', ' ')},{i}" for i, t in enumerate(times)]
+        path.write_text("\n".join(["when,x", *lines]))
+    else:
+        data = pa.table({"when": times, "x": np.arange(48.0)})
+        if suffix == ".parquet":
+            parquet.write_table(data, path, row_group_size=20)
+        else:
+            feather.write_feather(data, path, compression="uncompressed")
+    table = open_table(path)
+    assert table.times == ("when",)
+    np.testing.assert_array_equal(table.read(5, 48, ["when"])[:, 0], times[5:].astype("M8[ns]"))
+    recording = as_recording(path, 0)
+    assert recording.read(0, 48).inputs.shape == (48, 1)
+    part = step_times(Part(recording, 10, 20), 1, 3)
+    assert part is not None
+    assert time_texts(part) == ["2020-01-01T11:00:00", "2020-01-01T12:00:00"]
+    with pytest.raises(DataError, match="column 'when' of the inputs holds time stamps"):
+        columns("r", table, ["x", "when"])
+
+
+@given(
+    steps=st.lists(st.sampled_from([1, 1, 1, 1, 2, 90, 0]), min_size=3, max_size=60),
+    cut=st.integers(1, 20),
+)
+def test_gaps_are_those_that_a_loop_counts(steps: list[int], cut: int) -> None:
+    times = np.cumsum([0, *steps]).astype("m8[s]") + np.datetime64("2020-01-01")
+    summary = TimeSummary()
+    for start in range(0, len(times), cut):
+        summary.add(times[start : start + cut].astype("M8[ns]"))
+    median = sorted(steps)[(len(steps) + 1) // 2 - 1]
+    assert summary.spacing == median * 10**9
+    assert summary.gaps == (sum(step > 1.5 * median for step in steps) if median else 0)
+    longest, row = summary.longest
+    assert longest == max(steps) * 10**9
+    assert row == (steps.index(max(steps)) + 1 if max(steps) else 0)
+    assert summary.backward is None
+    assert summary.rows == len(times)
+
+
+def test_the_first_row_that_goes_back_is_named_and_empty_ones_are_counted() -> None:
+    summary = TimeSummary()
+    summary.add(np.array(["2020-01-01", "NaT"], "M8[ns]"))
+    summary.add(np.array(["2020-01-03", "2020-01-02", "2020-01-01"], "M8[ns]"))
+    assert summary.backward == (3, "2020-01-03T00:00:00", "2020-01-02T00:00:00")
+    assert summary.missing == 1
+
+
+def test_a_span_has_the_unit_that_suits_it() -> None:
+    spans = [time_span(s * 1e9) for s in (86_400, 3_600, 900, 1, 0.04, 0.000_125, 0)]
+    assert spans == ["1 d", "1 h", "15 min", "1 s", "40 ms", "125 us", "0 us"]
