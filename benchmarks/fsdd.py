@@ -40,8 +40,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.stream import windows
-from throughtime.stream.recording import as_recording
 
 RATE, HOP, SPAN, FFT, BANDS = 8_000, 80, 200, 256, 20
 STRIDE, LANES, HIDDEN, UPDATES = 50, 24, 96, 4_000
@@ -168,9 +166,7 @@ def load(folder: Path, kind: str) -> tuple[Recordings, Recordings]:
 
 def in_windows(recordings: Recordings, length: int) -> list[Any]:
     """The recordings in pieces, each of which starts from the zero state."""
-    return list(
-        windows([as_recording(recording, i) for i, recording in enumerate(recordings)], length)
-    )
+    return [*tt.windows(recordings, length)]
 
 
 def training(net: tt.Carried, row: Row, recordings: Recordings, seed: int) -> Iterator[tt.Update]:

@@ -35,7 +35,6 @@ from strategies import (
 )
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
 from throughtime.predict import warn_of_cuts
-from throughtime.stream.recording import as_recording, windows
 
 LONG = 5000
 
@@ -683,6 +682,6 @@ def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
         tt.predict(net, path, dtype=torch.float32)
     with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
-        list(tt.Stream(windows([as_recording({"inputs": path}, 0)], 100), lanes=1, chunk=50))
+        list(tt.Stream(tt.windows({"inputs": path}, 100), lanes=1, chunk=50))
     outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
     assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]

@@ -24,7 +24,8 @@ from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
 from throughtime.gradient.policy import Policy
 from throughtime.kernels.shared_sum import SharedSum
-from throughtime.stream.recording import StepArrays, as_recording
+from throughtime.stream.recording import StepArrays
+from throughtime.stream.sources import as_recording
 
 LANES = 2  # of each rank
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)

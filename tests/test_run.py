@@ -26,7 +26,7 @@ from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
-from throughtime.stream.recording import as_recording
+from throughtime.stream.sources import as_recording
 
 
 def write_recordings(

@@ -30,7 +30,9 @@ from strategies import (
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream import windows
-from throughtime.stream.recording import ArrayRows, StepArrays, TableRecording, as_recording
+from throughtime.stream.recording import StepArrays, TableRecording
+from throughtime.stream.row_sources import ArrayRows
+from throughtime.stream.sources import as_recording
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 
@@ -492,7 +494,7 @@ def test_windows_are_the_recordings_cut_each_with_a_start_of_its_own(
     lengths: list[int], length: int
 ) -> None:
     sources = recordings(lengths)
-    parts = windows([as_recording(source, i) for i, source in enumerate(sources)], length)
+    parts = windows(sources, length)
     assert sum(map(len, parts)) == sum(lengths)
     assert max(map(len, parts)) <= length
     assert sum(len(part) < length for part in parts) <= len(lengths)

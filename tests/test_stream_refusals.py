@@ -224,7 +224,10 @@ def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Pa
     link = tmp_path / "b.csv"
     link.symlink_to(path)
     for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):
-        with pytest.raises(DataError, match=r"Its columns are u, label; choose: .*\['y'\]"):
+        with pytest.raises(
+            DataError,
+            match=r"u, label; choose: tt\.recording\('.*', inputs=\['u'\], targets='label'\)",
+        ):
             tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from throughtime.app.data_statistics import collect_statistics
-from throughtime.stream.recording import as_recording
+from throughtime.stream.sources import as_recording
 
 
 def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:

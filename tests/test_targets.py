@@ -24,7 +24,8 @@ from test_stream import same, whole
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
-from throughtime.stream.recording import ArrayRows, as_recording
+from throughtime.stream.row_sources import ArrayRows
+from throughtime.stream.sources import as_recording
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "float": lambda n, draw: draw.normal(size=n),

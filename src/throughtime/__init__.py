@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from throughtime.kernels import linear_scan
     from throughtime.nn import fuse
     from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
-    from throughtime.stream import Recording, Stream
+    from throughtime.stream import Recording, Stream, windows
     from throughtime.updates import Updates, updates
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "testing",
     "trace",
     "updates",
+    "windows",
 ]
 __version__ = "0.1.0"
 
@@ -99,7 +100,7 @@ _EXPORTS = {
     "kernels": ("linear_scan",),
     "nn": ("fuse",),
     "predict": ("Evaluation", "Evaluator", "Predictor", "evaluate", "predict"),
-    "stream": ("Recording", "Stream"),
+    "stream": ("Recording", "Stream", "windows"),
     "updates": ("Updates", "updates"),
 }
 _SOURCE = {name: module for module, names in _EXPORTS.items() for name in names}

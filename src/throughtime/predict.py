@@ -7,7 +7,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,9 @@ from throughtime.gradient import LossFn, Objective
 from throughtime.gradient._pairing import check_rows
 from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
 from throughtime.state import State
-from throughtime.stream import Recording, Stream
+from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Recordings, as_recording, as_sources
+from throughtime.stream.sources import Recordings, as_recording, as_recordings
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
 ON_NAN = ("raise", "hold", "reset")
@@ -131,9 +131,9 @@ def evaluate(
 
 def _whole(recordings: Recordings) -> Stream:
     """A stream that cuts none of the recordings."""
-    sources = as_sources(recordings)
-    lanes = min(max(1, len(sources)), _LANES)
-    return Stream(sources, lanes, _CHUNK, seed=None, rank=0, ranks=1)
+    played = as_recordings(recordings)
+    lanes = min(max(1, len(played)), _LANES)
+    return Stream(played, lanes, _CHUNK, seed=None, rank=0, ranks=1)
 
 
 def warn_of_cuts(stream: Stream) -> None:
@@ -305,7 +305,7 @@ W = TypeVar("W", bound=ArrayWriter)
 @overload
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
+    recording: Recordings,
     *,
     chunk: int = ...,
     state: State = ...,
@@ -319,7 +319,7 @@ def predict(
 @overload
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
+    recording: Recordings,
     *,
     chunk: int = ...,
     state: State = ...,
@@ -332,7 +332,7 @@ def predict(
 
 def predict(
     net: Carried,
-    recording: Recording | Mapping[str, object] | str | Path | Tensor | Array,
+    recording: Recordings,
     *,
     chunk: int = 1024,
     state: State = None,
@@ -379,7 +379,7 @@ def predict(
         )
     if isinstance(recording, (Tensor, np.ndarray)):
         recording = {"inputs": recording}
-    played = as_recording(recording, 0)
+    played = as_recording(recording)
     stream = Stream(
         [played],
         lanes=1,

@@ -11,7 +11,7 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import check_lengths
+from throughtime.stream.row_sources import check_lengths
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.formats.times import time_span
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
-from throughtime.stream.recording import ColumnRows, Part, StepArrays, TableRecording
+from throughtime.stream.recording import Part, StepArrays, TableRecording
+from throughtime.stream.row_sources import ColumnRows
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000

@@ -35,7 +35,8 @@ from throughtime.metrics import Classification
 from throughtime.predict import evaluate, predict
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import ArrayRows, TableRecording
+from throughtime.stream.recording import TableRecording
+from throughtime.stream.row_sources import ArrayRows
 from throughtime.updates import updates
 
 MODES = ("off", "on")

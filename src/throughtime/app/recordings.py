@@ -36,14 +36,11 @@ from throughtime.stream.labels import (
 from throughtime.stream.manifest import ManifestEntry, header_of, join_faults
 from throughtime.stream.recording import (
     INTERVAL_COLUMNS,
-    ArrayRows,
-    ColumnRows,
     TableRecording,
     columns,
     interval_columns,
-    time_rows,
-    value_columns,
 )
+from throughtime.stream.row_sources import ArrayRows, ColumnRows, time_rows, value_columns
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]
 """Called with a phase of the work, what is done of it, and all of it; 0 if that is unknown."""

@@ -17,7 +17,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSlice
-from throughtime.stream.recording import Recording, StepArrays, location
+from throughtime.stream.recording import Recording, StepArrays, location, text_hint
 
 Reads: TypeAlias = Sequence[tuple[LaneSlice, StepArrays]]
 Counts: TypeAlias = tuple[int, ...] | None
@@ -132,17 +132,18 @@ class Collator:
         layout = tuple(None if a is None else (a.dtype, a.shape[1:]) for a in steps[:2])
         static = None if steps.static is None else (steps.static.dtype, steps.static.shape)
         if (*layout, static) not in self._accepted:
-            self._check(recording.name, steps)
+            self._check(recording, steps)
             self._accepted.add((*layout, static))
         return steps
 
-    def _check(self, name: str, steps: StepArrays) -> None:
+    def _check(self, recording: Recording, steps: StepArrays) -> None:
         """Refuse what is not numbers, or other columns than those of the first recording."""
+        name = recording.name
         for role, array in zip(("inputs", "targets", "static features"), steps, strict=True):
             if array is not None and array.dtype.kind not in "biuf":
                 raise DataError(
                     f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
-                    " to integers first"
+                    f" to integers first{text_hint(recording, role)}"
                 )
         if self._first is None:
             self._first = (name, steps)

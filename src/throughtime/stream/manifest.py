@@ -70,7 +70,7 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
         if folder
         else data
     )
-    if manifest is not None and (folder or _is_manifest(manifest)):
+    if manifest is not None and (folder or is_manifest(manifest)):
         return _read(manifest, static)
     if static:
         raise DataError(
@@ -103,7 +103,8 @@ def header_of(path: Path) -> tuple[str, ...]:
         return ()
 
 
-def _is_manifest(path: Path) -> bool:
+def is_manifest(path: Path) -> bool:
+    """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
     return {"id", "inputs"} <= set(header_of(path))
 
 

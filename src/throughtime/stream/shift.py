@@ -73,10 +73,10 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
 
     Example:
         >>> import numpy as np
-        >>> from throughtime.stream.recording import as_recording
+        >>> from throughtime.stream.sources import as_recording
         >>> from throughtime.stream.shift import shift_targets
         >>> hours = np.arange(4.0)
-        >>> recording = as_recording({"inputs": hours, "targets": hours}, 0)
+        >>> recording = as_recording((hours, hours))
         >>> shift_targets(recording, 1).read(0, 4).targets
         array([ 1.,  2.,  3., nan])
     """

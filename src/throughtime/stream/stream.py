@@ -22,14 +22,8 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
 from throughtime.stream._prefetch import ProcessReader, Reader, ThreadReader, Workers
 from throughtime.stream.lanes import LaneSchedule
-from throughtime.stream.recording import (
-    Recording,
-    Recordings,
-    as_recording,
-    as_sources,
-    sample_checksum,
-    with_one_kind,
-)
+from throughtime.stream.recording import Recording, sample_checksum, with_one_kind
+from throughtime.stream.sources import Recordings, as_recordings
 
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
@@ -78,11 +72,11 @@ class Stream:
     of a long one), balanced by length. An epoch has the same number of steps on all ranks.
 
     Args:
-        recordings: a sequence of recordings, or a single one: a mapping with `inputs` `(T, D)` or
-            `(T,)` and `targets` `(T,)` or `(T, C)` (NumPy arrays, memory-mapped ones, torch
-            tensors, files), with labels at a lower rate, static features (see
-            `throughtime.stream.recording.as_recording`), a path, or any object with `name`,
-            `__len__` and `read(start, stop)`.
+        recordings: one or several, see `throughtime.stream.sources.as_recordings`: arrays `(T, D)`,
+            also of h5py, Zarr or xarray; tuples `(inputs, targets)`; mappings with `inputs`,
+            `targets`, labels at a lower rate, static features; frames, Arrow tables, paths; objects
+            with `name`, `__len__` and `read(start, stop)`; a list of these; a folder, a glob
+            pattern, a `TensorDataset`. What is lazy is read as it is played.
         lanes: B, of this rank, at most the number of steps of all recordings.
         chunk: steps per chunk; it changes memory and speed, never a gradient.
         seed: draws the order of the recordings; `None` keeps the order of the sequence.
@@ -155,9 +149,7 @@ class Stream:
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
                 " use torch.autocast"
             )
-        self.recordings: tuple[Recording, ...] = with_one_kind(
-            [as_recording(source, i) for i, source in enumerate(as_sources(recordings))]
-        )
+        self.recordings: tuple[Recording, ...] = with_one_kind(as_recordings(recordings))
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off

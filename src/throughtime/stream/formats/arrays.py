@@ -4,6 +4,7 @@ Opening reads the names and shapes; the longest arrays are the columns. Shorter 
 of channels) and those of more than two dimensions are no columns.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from throughtime.errors import DataError, listed
 from throughtime.stream.formats.netcdf_classic import expected_size
 from throughtime.stream.formats.table import (
     Array,
-    ArraysFile,
     FileArray,
+    TableFile,
     import_extra,
     refuse_shorter,
     unreadable,
@@ -23,11 +24,52 @@ from throughtime.stream.formats.table import (
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    IndexError,
+)  # what the libraries raise on damaged files
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)  # on damaged files
 
 
-def _longest(path: Path, arrays: dict[str, FileArray]) -> dict[str, FileArray]:
-    """The longest numeric vectors and matrices.
+class ArraysFile(TableFile):
+    """Named arrays of one length, read by slices of rows; a matrix is one wide column."""
+
+    def __init__(self, path: Path, arrays: Mapping[str, FileArray]) -> None:
+        self.path, self._arrays, self.columns = path, arrays, tuple(arrays)
+        self.length = next((array.shape[0] for array in arrays.values()), 0)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        parts = [self._rows(name, start, stop) for name in columns]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _rows(self, name: str, start: int, stop: int) -> Array:
+        what = f"{self.path}: steps {start} to {stop} of '{name}' cannot be read"
+        with unreadable(what, _DAMAGED, "is the file damaged?"):
+            rows = slice_rows(self._arrays[name], start, stop)
+        return rows.reshape(stop - start, -1)
+
+
+def slice_rows(array: FileArray, start: int, stop: int) -> Array:
+    """Rows of anything that slices rows; a masked value is NaN.
+
+    A lazy one of Dask is computed in this thread: its pool of threads does not survive a fork.
+    """
+    rows: Any = array[start:stop]
+    graph = getattr(rows, "__dask_graph__", None)
+    if graph is not None and graph() is not None:
+        rows = rows.compute(scheduler="synchronous")
+    if isinstance(rows, np.ma.MaskedArray):
+        rows = np.ma.filled(rows if rows.dtype.kind == "f" else rows.astype(np.float64), np.nan)
+    return np.asarray(rows)
+
+
+def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
+    """The longest numeric vectors and matrices, which are the columns.
 
     Raises:
         DataError: there is none.
@@ -58,16 +100,22 @@ def open_hdf5(path: Path) -> ArraysFile:
     """
     h5py = import_extra("h5py", path, "HDF5", "hdf5")
     _refuse_short_hdf5(path)
-    arrays: dict[str, Any] = {}
+    with unreadable(f"{path}: not a readable HDF5 file", _LIBRARY_ERRORS):
+        arrays = arrays_of_hdf5(h5py.File(path, "r"))  # the datasets keep the file open
+    return ArraysFile(path, longest_arrays(path, arrays))
+
+
+def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
+    """The datasets of an open group and of the groups in it, by their paths."""
+    arrays: dict[str, FileArray] = {}
 
     def add(name: str, member: Any) -> None:
-        if isinstance(member, h5py.Dataset) and member.shape is not None:
+        if getattr(member, "shape", None) is not None:  # a group has none, an empty dataset None
             _ = member.dtype  # raises TypeError for a type that NumPy does not have
             arrays[name] = member
 
-    with unreadable(f"{path}: not a readable HDF5 file", _LIBRARY_ERRORS):
-        h5py.File(path, "r").visititems(add)  # the datasets keep the file open
-    return ArraysFile(path, _longest(path, arrays))
+    group.visititems(add)
+    return arrays
 
 
 def _refuse_short_hdf5(path: Path) -> None:
@@ -105,10 +153,17 @@ def open_zarr(path: Path) -> ArraysFile:
     zarr = import_extra("zarr", path, "Zarr", "zarr")
     with unreadable(f"{path}: not a readable Zarr folder", _LIBRARY_ERRORS):
         root: Any = zarr.open(path, mode="r")
-        single = isinstance(root, zarr.Array)
-        members = [("0", root)] if single else root.members(max_depth=None)
-        arrays = {name: member for name, member in members if isinstance(member, zarr.Array)}
-    return ArraysFile(path, _longest(path, arrays))
+        arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
+    return ArraysFile(path, longest_arrays(path, arrays))
+
+
+def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
+    """The arrays of an open group and of the groups in it, by their paths.
+
+    Sorted: a folder lists its files in an order that may differ from one machine to another.
+    """
+    members = sorted(group.members(max_depth=None), key=lambda member: member[0])
+    return {name: member for name, member in members if hasattr(member, "shape")}
 
 
 def zarr_files(path: Path) -> tuple[Path, ...]:
@@ -142,15 +197,19 @@ def open_netcdf(path: Path) -> ArraysFile:
             refuse_shorter(path, expected)
     with unreadable(what, (OSError, RuntimeError, ValueError)):
         data: Any = netcdf.Dataset(path, mode="r")
-    variables: dict[str, Any] = data.variables
+    return ArraysFile(path, longest_arrays(path, arrays_of_netcdf(data)))
+
+
+def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:
+    """The variables of an open group that are no coordinates."""
+    variables: dict[str, Any] = group.variables
     listed = " ".join(str(getattr(variable, "coordinates", "")) for variable in variables.values())
-    coordinates = {*data.dimensions, *listed.split()}
-    arrays: dict[str, FileArray] = {
+    coordinates = {*group.dimensions, *listed.split()}
+    return {
         name: NetcdfVariable(variable)
         for name, variable in variables.items()
         if isinstance(variable.dtype, np.dtype) and name not in coordinates
     }
-    return ArraysFile(path, _longest(path, arrays))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from throughtime.stream.formats.table import (
     unreadable,
 )
 
+_TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
+
 
 class ArrowFile(TableFile):
     """An Arrow file (`.arrow`, `.feather` version 2) or an Arrow stream.
@@ -125,7 +127,7 @@ def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
         column = column.dictionary_decode()
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+    if str(column.type) in _TEXT:
         return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         return column.to_numpy(zero_copy_only=False).astype("M8[ns]")
@@ -133,7 +135,8 @@ def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
         return np.full(len(column), np.nan)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise DataError(
-            f"{path}: column '{name}' has the type {column.type}, expected numbers or text"
+            f"{path}: column '{name}' has the type {column.type}, expected numbers or text; leave"
+            " it out of the inputs"
         )
     values = column.to_numpy(zero_copy_only=False)
     return values.astype(np.float64) if nullable and values.dtype.kind != "f" else values

@@ -14,9 +14,9 @@ from typing import BinaryIO
 import numpy as np
 
 from throughtime.errors import DataError
+from throughtime.stream.formats.arrays import ArraysFile
 from throughtime.stream.formats.table import (
     Array,
-    ArraysFile,
     MappedFile,
     TableFile,
     unreadable,

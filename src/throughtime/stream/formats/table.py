@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,6 @@ FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices o
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
 CACHE_BYTES = 12 * 2**20  # of all files together, and at least one block
 RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
-_DAMAGED = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    TypeError,
-    EOFError,
-    IndexError,
-)  # what the libraries raise on damaged files
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
@@ -66,8 +57,8 @@ class Table(Protocol):
     """
 
     @property
-    def path(self) -> Path:
-        """The file, for messages."""
+    def path(self) -> Path | str:
+        """The file, or in words what else has the columns, for messages."""
         ...
 
     @property
@@ -151,10 +142,21 @@ class TableFile:
 
 
 @dataclass(frozen=True)
+class OpenObject:
+    """An object that is open already, in the place of a `Handle` on a file."""
+
+    path: str
+    file: TableFile
+
+    def get(self) -> TableFile:
+        return self.file
+
+
+@dataclass(frozen=True)
 class FileTable:
     """A table of one file, which every read compares with the file that was opened."""
 
-    handle: "Handle[TableFile]"
+    handle: "Handle[TableFile] | OpenObject"
     stamps: tuple[FileStamp, ...]
     columns: tuple[str, ...]
     length: int
@@ -178,7 +180,7 @@ class FileTable:
         return cls(handle, stamps, file.columns, file.length, file.times, file.rate)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Path | str:
         return self.handle.path
 
     def __len__(self) -> int:
@@ -305,24 +307,6 @@ def open_table(
     if path.suffix.lower() == ".csv" and (delimiter is not None or decimal is not None):
         opener = partial(opener, delimiter=delimiter, decimal=decimal)
     return FileTable.open(path, opener, files)
-
-
-class ArraysFile(TableFile):
-    """Named arrays of one length, read by slices of rows; a matrix is one wide column."""
-
-    def __init__(self, path: Path, arrays: Mapping[str, FileArray]) -> None:
-        self.path, self._arrays, self.columns = path, arrays, tuple(arrays)
-        self.length = next((array.shape[0] for array in arrays.values()), 0)
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        parts = [self._rows(name, start, stop) for name in columns]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-
-    def _rows(self, name: str, start: int, stop: int) -> Array:
-        what = f"{self.path}: steps {start} to {stop} of '{name}' cannot be read"
-        with unreadable(what, _DAMAGED, "is the file damaged?"):
-            rows = np.asarray(self._arrays[name][start:stop])
-        return rows.reshape(stop - start, -1)
 
 
 def is_number(text: str) -> bool:

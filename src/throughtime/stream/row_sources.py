@@ -1,0 +1,231 @@
+"""Rows of steps: of arrays, of columns of a table, or of several of them side by side.
+
+Shapes: `n` rows read, `D` columns.
+"""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from throughtime.errors import DataError, listed
+from throughtime.stream import formats
+from throughtime.stream.formats.arrays import slice_rows
+from throughtime.stream.formats.objects import (
+    as_file_array,
+    has,
+    has_columns,
+    is_series,
+    open_object,
+)
+from throughtime.stream.formats.table import Array, FileArray, RowSource
+
+
+@dataclass(frozen=True)
+class ArrayRows:
+    """The rows of an array; of one that is lazy or memory-mapped only those read are loaded."""
+
+    source: str
+    array: FileArray
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def read(self, start: int, stop: int) -> Array:
+        return slice_rows(self.array, start, stop)
+
+
+@dataclass(frozen=True)
+class ColumnRows:
+    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`."""
+
+    table: formats.Table
+    columns: tuple[str, ...]
+    flat: bool = False
+
+    @property
+    def source(self) -> str:
+        return str(self.table.path)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, start: int, stop: int) -> Array:
+        rows = self.table.read(start, stop, self.columns)
+        return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
+
+    def text_columns(self) -> list[str]:
+        """The columns of it that hold text."""
+        return [c for c in self.columns if self.table.read(0, 1, (c,)).dtype.kind not in "biuf"]
+
+
+@dataclass(frozen=True)
+class ConcatRows:
+    """The columns of several row sources, concatenated."""
+
+    parts: tuple[RowSource, ...]
+
+    @property
+    def source(self) -> str:
+        return ", ".join(part.source for part in self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def read(self, start: int, stop: int) -> Array:
+        return np.concatenate(
+            [(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1
+        )
+
+
+def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
+    """Refuse inputs of different lengths; each part is a name and a number of rows."""
+    for (first, length), (second, other) in pairwise(parts):
+        if length != other:
+            raise DataError(
+                f"recording '{name}': {first} has {length} rows and {second} has {other}; all"
+                " inputs of a recording need one row per step"
+            )
+
+
+def concat_rows(name: str, parts: Sequence[RowSource]) -> RowSource:
+    """One source of rows, or several of equal length side by side.
+
+    Raises:
+        DataError: their lengths differ.
+    """
+    check_lengths(name, [(part.source, len(part)) for part in parts])
+    return parts[0] if len(parts) == 1 else ConcatRows(tuple(parts))
+
+
+def is_array(value: object) -> bool:
+    """Whether an object has `shape`, `dtype` and slices, as those of NumPy, torch and h5py do."""
+    if has_columns(value) or not has(value, "__getitem__"):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_rows(value: object) -> bool:
+    """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
+    return (
+        isinstance(value, (str, Path))
+        or has_columns(value)
+        or is_series(value)
+        or (is_array(value))
+    )
+
+
+def as_rows(value: Any, name: str, role: str) -> RowSource:
+    """The rows of an array, or of all columns of a file or another table.
+
+    Args:
+        value: see `is_rows`.
+        name: of the recording.
+        role: inputs or targets; targets of a single column are read as `(n,)`.
+
+    Raises:
+        DataError: anything else, or an array without rows of numbers.
+    """
+    if isinstance(value, (str, Path)):
+        table: formats.Table = formats.open_table(Path(value))
+        return ColumnRows(table, value_columns(table), flat=role == "targets")
+    if has_columns(value) or is_series(value):
+        table = open_object(value)
+        names = table.columns if is_series(value) else value_columns(table)
+        return ColumnRows(table, names, flat=role == "targets" or is_series(value))
+    if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:
+            raise DataError(
+                f"recording '{name}': {role} are torch.bfloat16, which NumPy does not know; convert"
+                f" them: {role}.float()"
+            )
+        value = value.detach().cpu().numpy()
+    if not is_array(value):
+        hint = ""
+        if has(value, "collect"):
+            hint = "; collect the lazy frame, or write it to a Parquet file and give its path"
+        elif isinstance(value, (list, tuple)):
+            hint = f": np.array({role})"
+        raise DataError(
+            f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a"
+            f" torch tensor, another array, a frame, or a path{hint}"
+        )
+    _check_array(value, name, role)
+    return ArrayRows(role, as_file_array(value))
+
+
+def _check_array(value: Any, name: str, role: str) -> None:
+    """Refuse an array without rows, one that does not hold numbers, and time that is not first."""
+    try:
+        dtype = np.dtype(value.dtype)
+    except TypeError:
+        dtype = np.dtype(object)
+    if not value.shape or dtype.kind not in "biuf" or dtype == np.longdouble:
+        hint = {
+            "M": "; time is no input: leave it out, or take differences in seconds",
+            "m": "; divide it by np.timedelta64(1, 's')",
+            "V": f"; take a column: array['{(dtype.names or ('x',))[0]}']",
+            "O": "; of recordings give their list: list(array). Otherwise array.astype(float)",
+            "U": "; map text to integers first: np.unique(text, return_inverse=True)[1]",
+        }.get(dtype.kind, "")
+        raise DataError(
+            f"recording '{name}': {role} have shape {tuple(value.shape)} and type {value.dtype},"
+            f" expected numbers with one row per step{hint}"
+        )
+    dims: tuple[Any, ...] = tuple(getattr(value, "dims", ()))
+    if "time" in dims[1:]:
+        raise DataError(
+            f"recording '{name}': {role} have the dimensions {listed(dims)}, and time is not the"
+            " first: array.transpose('time', ...)"
+        )
+
+
+def value_columns(table: formats.Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
+    """The columns of a table that are not time stamps, and not excluded."""
+    others = {*table.times, *exclude}
+    return tuple(name for name in table.columns if name not in others)
+
+
+def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> ColumnRows | None:
+    """The first column of time stamps of a table, `datetime64[ns]` `(n,)`; `None` without one."""
+    names = [name for name in table.times if name not in exclude]
+    return ColumnRows(table, (names[0],), flat=True) if names else None
+
+
+def check_columns(table: formats.Table, names: Sequence[str], role: str) -> None:
+    """Refuse names of columns that are missing or named twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
+        )
+    clocks = [name for name in names if name in table.times]
+    if clocks:
+        raise DataError(
+            f"{table.path}: column '{clocks[0]}' of the {role} holds time stamps, expected numbers;"
+            " leave it out"
+        )
+    available = set(table.columns)  # there may be a million
+    # lines of a CSV file are also named from the last one, which only the table knows
+    missing = [c for c in names if c not in available and c not in table.columns]
+    if not missing and names:
+        return
+    near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
+    absent = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
+    hint = f"{absent}; did you mean '{near[0]}'?" if near else absent
+    if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
+        hint = (
+            f"; are its fields separated by {mark[0]!r}? --delimiter (Python: tt.recording(...,"
+            f" sep={mark[0]!r}))"
+        )
+    raise DataError(
+        f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
+        f" {listed(table.columns, quoted=True)}{hint}"
+    )

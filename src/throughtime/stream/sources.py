@@ -1,0 +1,351 @@
+"""What a stream plays: whatever a user has, as recordings.
+
+Two kinds of objects hold steps. An *array* has `shape`, `dtype` and slices of rows (NumPy, torch,
+h5py, Zarr, xarray, Dask). A *table* has named columns (a file, a frame, an Arrow table, a group of
+arrays, an MNE `Raw`). All else is made of them: pairs, mappings, lists, data sets, folders.
+
+Shapes: `T` steps, `D` input features, `C` target columns, `S` static features, `N` recordings.
+"""
+
+import difflib
+import glob
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from throughtime.errors import DataError, listed
+from throughtime.stream import formats
+from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
+from throughtime.stream.formats.table import Array, RowSource
+from throughtime.stream.labels import interval_labels, periodic_labels
+from throughtime.stream.manifest import ManifestEntry, find_recordings, is_manifest
+from throughtime.stream.recording import (
+    Part,
+    Recording,
+    TableRecording,
+    columns,
+    interval_columns,
+)
+from throughtime.stream.row_sources import (
+    ArrayRows,
+    ColumnRows,
+    as_rows,
+    concat_rows,
+    is_array,
+    is_rows,
+    value_columns,
+)
+
+Recordings: TypeAlias = Any
+"""Whatever `as_recordings` accepts."""
+_KEYS = ("inputs", "targets", "target_every", "intervals", "target_at", "static", "name")
+
+
+def as_recordings(data: Recordings) -> list[Recording]:
+    """The recordings of whatever holds them; lazy where that is lazy.
+
+    Args:
+        data: one recording, or several. One is
+
+            an array `(T, D)` or `(T,)`: the inputs; a tuple `(inputs, targets)` of arrays, series,
+            frames; a table, or the path of a file: its columns `inputs` and `targets`, or, without
+            these, all columns but time stamps as inputs; an object with `name`, `__len__` and
+            `read(start, stop)`; or a mapping with
+
+            `inputs`: `(T, D)` or `(T,)`: an array, a table, the path of a file, or a list of them,
+            side by side;
+            `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the whole
+            recording; with `target_every`, one for every so many steps;
+            `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with
+            these columns, in order and without overlap;
+            `target_at`: "all" steps of such a span carry its label, or only the "last"; default:
+            all of an interval, the last of others;
+            `static`: `(S,)` numbers of the recording, appended to the inputs of every step;
+            `name`: the name in messages and reports.
+
+            Several are a list, or another iterable, of these; a folder or a glob pattern; or a
+            `torch.utils.data.Dataset`, each sample of which, `(T, D)` or `((T, D), targets)`, is
+            one recording.
+
+    Raises:
+        DataError: another kind of object, inputs and targets of different lengths, or a shape that
+            may be one recording or several; the message has the line to write.
+    """
+    return _expand(data, None)
+
+
+def as_recording(data: Recordings, index: int | None = None) -> Recording:
+    """The only recording of `data`; `index` is that in a list, and names it if nothing else does.
+
+    Raises:
+        DataError: as for `as_recordings`, or there are several.
+    """
+    recordings = _expand(data, index)
+    if len(recordings) != 1:
+        raise DataError(
+            f"expected one recording, got {len(recordings)} ({listed(r.name for r in recordings)});"
+            " write a loop over them: for recording in ..."
+        )
+    return recordings[0]
+
+
+def windows(recordings: Recordings, length: int) -> list[Part]:
+    """Every recording cut into windows of `length` steps, the last one shorter.
+
+    A stream of windows starts each of them from the initial state: training as most people do it,
+    for comparison with training on the unbroken recordings.
+
+    Args:
+        recordings: as for `tt.Stream`.
+        length: steps of a window.
+
+    Raises:
+        DataError: windows of less than one step.
+
+    Example:
+        >>> import numpy as np, throughtime as tt
+        >>> [len(window) for window in tt.windows(np.zeros((250, 3)), 100)]
+        [100, 100, 50]
+    """
+    if length < 1:
+        raise DataError(f"windows of {length} steps: expected at least 1")
+    return [
+        Part(r, start, min(start + length, len(r)))
+        for r in as_recordings(recordings)
+        for start in range(0, len(r), length)
+    ]
+
+
+def _expand(data: Any, index: int | None) -> list[Recording]:
+    """The recordings of an object; `index` is that of an item of a list."""
+    name = str(index or 0)
+    if isinstance(data, Recording) and callable(data.read):  # a frame may have a column 'read'
+        return [data]
+    if isinstance(data, (str, Path)):
+        return _from_path(str(data))
+    if has_columns(data):
+        return [_from_table(name, open_object(data))]
+    if isinstance(data, Mapping):
+        return [_from_mapping(data, str(data.get("name", name)))]
+    if is_series(data) or is_array(data):
+        _check_dimensions(data, index, "", "{'inputs': x}")
+        return [_from_mapping({"inputs": data}, name)]
+    if isinstance(data, tuple) and any(map(is_rows, data[:1])):
+        return [_from_pair(data, index, name)]
+    if isinstance(data, Dataset) and has(data, "__len__"):
+        return _from_dataset(data)
+    if index is None and isinstance(data, Iterable):
+        return [r for i, item in enumerate(data) for r in _expand(item, i)]
+    hint = ": np.asarray(values)" if isinstance(data, (list, int, float)) else ""
+    raise DataError(
+        f"recording {index or 0} is a {type(data).__name__}, expected a mapping with 'inputs' and"
+        " 'targets', an array, a table, a tuple (inputs, targets), a path, or an object with name,"
+        f" __len__ and read(start, stop){hint}"
+    )
+
+
+def _check_dimensions(inputs: Any, index: int | None, each: str, whole: str) -> None:
+    """Refuse `(N, T, D)` alone: N recordings, or one of N steps with features `(T, D)`."""
+    shape = tuple(getattr(inputs, "shape", ()))
+    if index is None and len(shape) > 2:
+        raise DataError(
+            f"inputs of shape {shape} may be {shape[0]} recordings of {shape[1]} steps, or one of"
+            f" {shape[0]} steps. Write list({each or 'x'}) for the former, {whole} for the latter"
+        )
+
+
+def _from_pair(pair: tuple[Any, ...], index: int | None, name: str) -> Recording:
+    """The recording of `(inputs, targets)`; at the top, two paths may be two recordings."""
+    if len(pair) > 2:
+        raise DataError(
+            f"a tuple of {len(pair)}: expected (inputs, targets) of one recording. Several"
+            " recordings are a list: [a, b, c]"
+        )
+    inputs, targets = (*pair, None)[:2]
+    if index is None and isinstance(inputs, (str, Path)) and isinstance(targets, (str, Path)):
+        raise DataError(
+            f"a tuple of two paths, '{inputs}' and '{targets}': write {{'inputs': ..., 'targets':"
+            " ...} for one recording, or a list for two: ['...', '...']"
+        )
+    _check_dimensions(inputs, index, "zip(x, y)", "{'inputs': x, 'targets': y}")
+    return _from_mapping({"inputs": inputs, "targets": targets}, name)
+
+
+def _from_dataset(data: Any) -> list[Recording]:
+    """A recording of each sample."""
+    recordings: list[Recording] = []
+    for i in range(len(data)):
+        sample: Any = data[i]
+        sample = tuple(sample) if isinstance(sample, list) else sample
+        inputs: Any = next(iter(sample), None) if isinstance(sample, tuple) else sample
+        if is_array(inputs) and len(inputs.shape) < 2:
+            name = type(data).__name__
+            rows = "dataset.tensors" if hasattr(data, "tensors") else "(x, y)"
+            raise DataError(
+                f"sample {i} of the {name} has inputs of shape {tuple(inputs.shape)}: a step, or a"
+                f" recording of one column? For one recording of {len(data)} steps write"
+                f" tt.Stream({rows}, ...); for {len(data)} recordings, tt.Stream([*dataset], ...)"
+            )
+        recordings += _expand(sample, i)
+    return recordings
+
+
+def _from_table(name: str, table: formats.Table) -> Recording:
+    """The columns `inputs` and `targets`; without these, all columns but time stamps as inputs."""
+    targets = tuple(c for c in table.columns if c == "targets")
+    if "inputs" not in table.columns:
+        return columns(name, table, value_columns(table))
+    return columns(name, table, ("inputs",), table if targets else None, targets)
+
+
+def _from_path(text: str) -> list[Recording]:
+    """The recordings of a file, of a folder or of the files that match a pattern."""
+    path = Path(text)
+    if glob.has_magic(text) and not path.exists():
+        matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  the pattern may be absolute
+        if not matches:
+            raise DataError(f"{text}: no file matches the pattern")
+        return [r for match in matches for r in _from_path(match)]
+    if path.suffix.lower() == ".txt":
+        from throughtime.stream.formats.text import text as text_recording
+
+        return [text_recording(path)]
+    folder = path.is_dir() and path.suffix.lower() not in formats.SUFFIXES
+    if not folder and not is_manifest(path):
+        return [_from_table(path.name, formats.open_table(path))]
+    entries = find_recordings(path)
+    splits = list(dict.fromkeys(entry.split for entry in entries))
+    if splits != [""] or any(entry.label is not None for entry in entries):
+        reason = f"has the splits {listed(splits)}" if splits != [""] else "has labels"
+        choice = f"tt.recordings('{path}')['{splits[0] or 'train'}']"
+        raise DataError(f"{path}: {reason}; write tt.Stream({choice}, ...)")
+    return [_from_entry(entry) for entry in entries]
+
+
+def _from_entry(entry: ManifestEntry) -> Recording:
+    """The files of one recording, all columns of them."""
+    if entry.targets is None and len(entry.inputs) == 1:
+        return _from_table(entry.name, formats.open_table(entry.inputs[0]))
+    values = {"inputs": list(entry.inputs), "targets": entry.targets}
+    return _from_mapping(values, entry.name)
+
+
+def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
+    values = {key: value for key, value in source.items() if value is not None}
+    unknown = sorted(map(str, set(source) - set(_KEYS)))
+    if "inputs" not in values or unknown:
+        near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
+        hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else _hint(source)
+        raise DataError(
+            f"recording '{name}' has the keys {listed(sorted(map(str, source)), quoted=True)},"
+            f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}{hint}"
+        )
+    if "targets" in values and "intervals" in values:
+        raise DataError(
+            f"recording '{name}' has targets and intervals, expected one of them: a step has one"
+            " target"
+        )
+    parts = _several(values["inputs"])
+    inputs = concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
+    _check_separate_files(name, parts, values.get("targets"))
+    return TableRecording(
+        name,
+        inputs,
+        _targets(values, name, len(inputs)),
+        _static(values.get("static"), name),
+        inputs.columns if isinstance(inputs, ColumnRows) else (),
+    )
+
+
+def _hint(source: Mapping[str, Any]) -> str:
+    """The line to write where a mapping has recordings, or lists of them, by name."""
+    first, value = next(iter(source.items()), ("", None))
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        return f"; to play one of several lists of recordings: data['{first}']"
+    if has_columns(value) or isinstance(value, Mapping):
+        return "; several recordings are a list: list(data.values())"
+    return ""
+
+
+def _check_separate_files(name: str, inputs: Sequence[Any], targets: Any) -> None:
+    """Refuse one file as inputs and targets: each step would have its target as an input."""
+    if not isinstance(targets, (str, Path)):
+        return
+    for part in inputs:
+        if isinstance(part, (str, Path)) and Path(part).resolve() == Path(targets).resolve():
+            names = formats.open_table(Path(part)).columns
+            raise DataError(
+                f"recording '{name}': inputs and targets are all columns of {part}, so each step"
+                f" has its target as an input. Its columns are {listed(names)}; choose:"
+                f" tt.recording('{part}', inputs={[*names[:1]]}, targets='{names[-1]}')"
+            )
+
+
+def _several(inputs: Any) -> Sequence[Any]:
+    """The parts to put side by side: those of a list of files and arrays, or the only one."""
+    several = isinstance(inputs, (list, tuple)) and inputs and all(map(is_rows, inputs))
+    return inputs if several else [inputs]
+
+
+def _targets(values: Mapping[str, Any], name: str, steps: int) -> RowSource | None:
+    if "intervals" in values:
+        source, starts, stops, labels = _interval_columns(values["intervals"], name)
+        return interval_labels(
+            name, source, starts, stops, labels, steps, values.get("target_at", "all")
+        )
+    if "targets" not in values:
+        for key in ("target_every", "target_at"):
+            if key in values:
+                raise DataError(
+                    f"recording '{name}' has '{key}' and no targets that it could belong to"
+                )
+        return None
+    value, every = values["targets"], values.get("target_every")
+    number = np.isscalar(value) and not isinstance(value, str)
+    if number or getattr(value, "shape", None) == ():
+        targets: RowSource = ArrayRows("targets", np.asarray(value).reshape(1))
+        every = steps if every is None else every
+    else:
+        targets = as_rows(value, name, "targets")
+    if every is not None:
+        return periodic_labels(name, targets, every, steps, values.get("target_at", "last"))
+    if "target_at" in values:
+        raise DataError(
+            f"recording '{name}' has 'target_at' and a target for every step; it belongs to"
+            " 'target_every', 'intervals' or a single target"
+        )
+    if len(targets) != steps:
+        raise DataError(
+            f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both"
+            " need one row per step, or say how many steps each target is for: 'target_every'"
+        )
+    return targets
+
+
+def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
+    """The name of the source, starts, stops and labels."""
+    if isinstance(source, (str, Path)):
+        return str(source), *interval_columns(formats.open_table(Path(source)))
+    if not isinstance(source, (list, tuple)) or len(source) != 3:
+        raise DataError(
+            f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops,"
+            " labels), or a path"
+        )
+    starts, stops, labels = source
+    return "the mapping", starts, stops, labels
+
+
+def _static(value: Any, name: str) -> Array | None:
+    if value is None:
+        return None
+    static = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
+        raise DataError(
+            f"recording '{name}': static has shape {static.shape} and type {static.dtype}, expected"
+            " (S,) finite numbers"
+        )
+    return static

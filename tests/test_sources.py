@@ -1,0 +1,362 @@
+"""What a stream accepts: every kind of object plays as its materialised array does, to the bit, and
+is read as far as it is played.
+
+Shapes: `T` steps, `D` input features.
+"""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import mne
+import netCDF4
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+import xarray as xr
+import zarr
+from pyarrow import parquet
+from torch.utils.data import Subset, TensorDataset
+
+import throughtime as tt
+from test_stream import all_same, rest_of_epoch
+from throughtime.errors import DataError
+from throughtime.stream.sources import as_recordings
+
+T, D = 307, 3
+NAMES = ["a", "b", "c"]
+
+
+def values() -> np.ndarray[Any, Any]:
+    """Numbers that float32 would round."""
+    return np.random.default_rng(0).normal(size=(T, D))
+
+
+def hdf5(folder: Path) -> h5py.File:
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("x", data=values(), chunks=(50, 2))
+        for i, name in enumerate(NAMES):
+            file[f"columns/{name}"] = values()[:, i]
+    return h5py.File(folder / "x.h5", "r")
+
+
+def zarr_group(folder: Path) -> Any:
+    group = zarr.open_group(folder / "x.zarr", mode="w")
+    group.create_array("x", data=values(), chunks=(50, 2))
+    columns = group.create_group("columns")
+    for i, name in enumerate(NAMES):
+        columns.create_array(name, data=values()[:, i])
+    return zarr.open_group(folder / "x.zarr", mode="r")
+
+
+def netcdf(folder: Path, **options: Any) -> Any:
+    data = {name: (("time",), values()[:, i]) for i, name in enumerate(NAMES)}
+    times = pd.date_range("2026-01-01", periods=T, freq="h")
+    matrix = {"x": (("time", "channel"), values())}
+    xr.Dataset(data, coords={"time": times}).to_netcdf(folder / "columns.nc")
+    xr.Dataset(matrix, coords={"time": times}).to_netcdf(folder / "matrix.nc")
+    return xr.open_dataset(folder / "matrix.nc", **options)
+
+
+def memory_map(folder: Path) -> Any:
+    np.save(folder / "x.npy", values())
+    return np.load(folder / "x.npy", mmap_mode="r")
+
+
+def csv(folder: Path) -> Path:
+    pd.DataFrame(values(), columns=NAMES).to_csv(folder / "x.csv", index=False)
+    return folder / "x.csv"
+
+
+def parquet_file(folder: Path) -> Path:
+    parquet.write_table(pa.table(frame()), folder / "x.parquet", row_group_size=100)
+    return folder / "x.parquet"
+
+
+def frame() -> pd.DataFrame:
+    return pd.DataFrame(values(), columns=NAMES)
+
+
+def raw(folder: Path) -> Any:
+    """MNE's, (channels, time), read from its file as it is played."""
+    info = mne.create_info(NAMES, 100.0)
+    mne.io.RawArray(values().T, info, verbose=False).save(
+        folder / "x_raw.fif", fmt="double", verbose=False
+    )
+    return mne.io.read_raw_fif(folder / "x_raw.fif", verbose=False)
+
+
+def with_date(table: pd.DataFrame) -> pd.DataFrame:
+    table.index = pd.date_range("2026-01-01", periods=T, freq="h")
+    return table
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "numpy": lambda _: values(),
+    "numpy, Fortran order": lambda _: np.asfortranarray(values()),
+    "memory map": memory_map,
+    "tensor": lambda _: torch.from_numpy(values()),
+    "tensor with a gradient": lambda _: torch.from_numpy(values()).requires_grad_(),
+    "masked array": lambda _: np.ma.masked_array(values()),
+    "h5py dataset": lambda folder: hdf5(folder)["x"],
+    "h5py group": lambda folder: hdf5(folder)["columns"],
+    "zarr array": lambda folder: zarr_group(folder)["x"],
+    "zarr group": lambda folder: zarr_group(folder)["columns"],
+    "xarray": lambda folder: netcdf(folder)["x"],
+    "xarray on dask": lambda folder: netcdf(folder, chunks={"time": 40})["x"],
+    "xarray dataset": lambda folder: (netcdf(folder), xr.open_dataset(folder / "columns.nc"))[1],
+    "dask": lambda folder: netcdf(folder, chunks={"time": 40})["x"].data,
+    "netCDF4 variable": lambda folder: (netcdf(folder), netCDF4.Dataset(folder / "matrix.nc")["x"])[
+        1
+    ],
+    "netCDF4 dataset": lambda folder: (netcdf(folder), netCDF4.Dataset(folder / "columns.nc"))[1],
+    "pandas": lambda _: frame(),
+    "pandas with dates as index": lambda _: with_date(frame()),
+    "polars": lambda _: pl.DataFrame(values(), schema=NAMES),
+    "arrow": lambda _: pa.table(frame()),
+    "arrow in pieces": lambda _: pa.concat_tables(
+        [pa.table(frame()).slice(0, 100), pa.table(frame()).slice(100)]
+    ),
+    "arrow batch": lambda _: pa.RecordBatch.from_pandas(frame()),
+    "MNE": raw,
+    "CSV": csv,
+    "CSV as text": lambda folder: str(csv(folder)),
+    "Parquet": parquet_file,
+    "folder": lambda folder: parquet_file(folder).parent,
+    "glob": lambda folder: str(parquet_file(folder).parent / "*.parq*"),
+}
+PAIRS: dict[str, Callable[[Path], Any]] = {
+    "arrays": lambda _: (values(), values()[:, 0]),
+    "frame and series": lambda _: (frame(), frame()["a"]),
+    "frame and frame": lambda _: (frame(), frame()[["a"]]),
+    "polars": lambda _: (pl.from_pandas(frame()), pl.from_pandas(frame())["a"]),
+    "arrow": lambda _: (pa.table(frame()), pa.table(frame())["a"]),
+    "array and series": lambda _: (values(), frame()["a"]),
+    "h5py": lambda folder: ((file := hdf5(folder))["x"], file["columns/a"]),
+    "xarray": lambda folder: ((data := netcdf(folder))["x"], data["x"][:, 0]),
+    "list": lambda _: [(values(), values()[:, 0])],
+    "zip": lambda _: zip([values()], [values()[:, 0]], strict=True),
+    "dataset of one": lambda _: TensorDataset(
+        torch.from_numpy(values())[None], torch.from_numpy(values())[None, :, 0]
+    ),
+    "subset of a dataset": lambda _: Subset(
+        TensorDataset(
+            torch.from_numpy(np.stack([values() * 0, values()])),
+            torch.from_numpy(np.stack([values() * 0, values()]))[:, :, 0],
+        ),
+        [1],
+    ),
+}
+QUIET = pytest.mark.filterwarnings("ignore:This filename .* does not conform to MNE naming")
+
+
+def play(data: Any, **options: Any) -> list[tt.Chunk]:
+    return list(tt.Stream(data, lanes=3, chunk=20, **options))
+
+
+@QUIET
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_plays_as_its_array(kind: str, tmp_path: Path) -> None:
+    expected = play({"inputs": values()})
+    assert all_same(play(KINDS[kind](tmp_path)), expected)
+    assert not all_same(play(values() * (1 + 1e-16) + 1e-15), expected)  # a mutant
+
+
+@pytest.mark.parametrize("kind", list(PAIRS))
+def test_every_pair_plays_as_its_arrays(kind: str, tmp_path: Path) -> None:
+    expected = play({"inputs": values(), "targets": values()[:, 0]})
+    assert all_same(play(PAIRS[kind](tmp_path)), expected)
+
+
+@QUIET
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("workers", ["thread", 2])
+def test_every_kind_is_read_by_workers(kind: str, workers: Any, tmp_path: Path) -> None:
+    stream = tt.Stream(KINDS[kind](tmp_path), lanes=3, chunk=20, workers=workers)
+    expected = tt.Stream(values(), lanes=3, chunk=20)
+    for _ in range(2):
+        assert all_same(list(stream), list(expected))
+
+
+@QUIET
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_resumes_and_can_be_pickled(kind: str, tmp_path: Path) -> None:
+    data = KINDS[kind](tmp_path)
+    stream = tt.Stream(data, lanes=3, chunk=20)
+    stream.take(33)
+    copied = pickle.loads(pickle.dumps(stream))
+    resumed = tt.Stream(data, lanes=3, chunk=20)
+    resumed.load_state_dict(stream.state_dict())
+    rest = rest_of_epoch(stream, 20)
+    assert all_same(rest, rest_of_epoch(copied, 20))
+    assert all_same(rest, rest_of_epoch(resumed, 20))
+
+
+class SpyArray:
+    """An array that keeps the spans that are read of it."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape, self.dtype, self.spans = shape, np.dtype(np.float32), list[tuple[int, int]]()
+
+    def __getitem__(self, rows: slice) -> Any:
+        self.spans.append((rows.start, rows.stop))
+        return np.zeros((rows.stop - rows.start, *self.shape[1:]), np.float32)
+
+
+def test_a_lazy_array_is_read_as_far_as_it_is_played() -> None:
+    spy = SpyArray(10**12, 4)
+    stream = tt.Stream((spy, spy), lanes=2, chunk=100, seed=None)
+    assert spy.spans == []
+    stream.take(100)
+    half = 10**12 // 2
+    block = (0, 8100), (half, half + 8100)
+    assert sorted(spy.spans) == sorted([*block, *block])
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "(N, T, D)": (
+        lambda _: np.zeros((4, 5, 2)),
+        r"4 recordings of 5 steps, or one of 4.*list\(x\) for the former, {'inputs': x} for",
+    ),
+    "a pair of (N, T, D)": (
+        lambda _: (np.zeros((4, 5, 2)), np.zeros((4, 5))),
+        r"list\(zip\(x, y\)\)",
+    ),
+    "rows as samples": (
+        lambda _: TensorDataset(torch.zeros(9, 3), torch.zeros(9)),
+        r"of 9 steps write tt.Stream\(dataset.tensors, ...\); for 9 .*\(\[\*dataset\], ...\)",
+    ),
+    "two paths": (lambda _: ("x.npy", "y.npy"), r"tuple of two paths.*'inputs': ..., 'targets'"),
+    "three arrays": (lambda _: (np.ones(3),) * 3, r"a tuple of 3: expected \(inputs, targets\)"),
+    "lengths": (lambda _: (np.ones(3), np.ones(4)), "3 steps of inputs and 4 of targets"),
+    "splits": (lambda _: {"train": [np.ones(3)]}, r"data\['train'\]"),
+    "recordings by name": (lambda _: {"a": frame(), "b": frame()}, r"list\(data.values\(\)\)"),
+    "numbers": (lambda _: [1.0, 2.0], r"recording 0 is a float.*np.asarray\(values\)"),
+    "lists of numbers": (lambda _: [[1.0, 2.0]], r"recording 0 is a list.*np.asarray\(values\)"),
+    "a lazy frame": (
+        lambda _: {"inputs": pl.DataFrame({"a": [1]}).lazy()},
+        "collect the lazy frame, or write it to a Parquet file",
+    ),
+    "times": (lambda _: np.array(["2026-01-01", "NaT"], "M8[s]"), "time is no input: leave it out"),
+    "objects": (lambda _: np.array([None, 1.0]), r"array.astype\(float\)"),
+    "a structured array": (lambda _: np.zeros(3, [("u", "f4")]), r"take a column: array\['u'\]"),
+    "time last": (
+        lambda folder: netcdf(folder)["x"].transpose("channel", "time"),
+        r"time is not the first: array.transpose\('time', ...\)",
+    ),
+    "no match": (lambda folder: str(folder / "*.csv"), "no file matches the pattern"),
+    "nothing": (lambda _: None, "recording 0 is a NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_cannot_be_played_is_refused_with_the_line_to_write(kind: str, tmp_path: Path) -> None:
+    make, reason = REFUSED[kind]
+    with pytest.raises(DataError, match=reason):
+        tt.Stream(make(tmp_path), lanes=1, chunk=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        (["x", "y"], "Column 'note' of the DataFrame holds text, such as 'x'.*inputs="),
+        ([1, "y"], "column 'note' holds Python objects"),
+        (pd.to_timedelta(["1s", None]), "column 'note' has the type duration"),
+    ],
+    ids=["text", "objects", "durations"],
+)
+def test_a_column_that_holds_no_numbers_is_named(column: Any, reason: str) -> None:
+    data = pd.DataFrame({"u": [1.0, 2.0], "note": column})
+    with pytest.raises(DataError, match=reason):
+        list(tt.Stream(data, lanes=1, chunk=2))
+    chunk = next(iter(tt.Stream(data[["u"]], lanes=1, chunk=2)))
+    assert chunk.inputs.flatten().tolist() == [1.0, 2.0]
+
+
+def test_time_stamps_are_no_inputs() -> None:
+    dates = pd.to_datetime(["2026-01-01", None])
+    data = pd.DataFrame({"date": dates, "u": [1.0, 2.0]})
+    for table in (data, pl.from_pandas(data), pa.table(data), {"inputs": data}):
+        chunk = next(iter(tt.Stream(table, lanes=1, chunk=2)))
+        assert chunk.inputs.flatten().tolist() == [1.0, 2.0]
+    with pytest.raises(DataError, match="time is no input: leave it out"):
+        tt.Stream(data["date"].to_numpy(), lanes=1, chunk=2)
+
+
+def test_missing_values_of_frames_are_nan_and_their_integers_floating() -> None:
+    columns = {"u": pd.array([1, None, 3], "Int64"), "v": [True, False, True]}
+    for data in (pd.DataFrame(columns), pl.DataFrame({"u": [1, None, 3], "v": columns["v"]})):
+        stream = tt.Stream(data, lanes=1, chunk=1, missing="mask", seed=None)
+        assert torch.cat([c.inputs for c in stream])[:, 0].tolist() == [[1, 1], [0, 0], [3, 1]]
+        assert stream.masked == 1
+
+
+def test_labels_of_whole_recordings_and_samples_of_any_length() -> None:
+    lengths = (7, 4, 9)
+    samples = [(np.ones((n, 2)), i) for i, n in enumerate(lengths)]
+    for data in (samples, Samples(samples)):
+        recordings = as_recordings(data)
+        assert [r.name for r in recordings] == ["0", "1", "2"]
+        assert [len(r) for r in recordings] == [*lengths]
+        targets = [r.read(0, len(r)).targets for r in recordings]
+        assert [t[-1] for t in targets if t is not None] == [0, 1, 2]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """A user's data set, whose samples have their own lengths."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]  # a user's may have no end of its own
+
+
+def test_a_file_of_h5py_may_be_closed_before_it_is_played(tmp_path: Path) -> None:
+    file = hdf5(tmp_path)
+    stream = tt.Stream(file["x"], lanes=3, chunk=20)
+    file.close()
+    assert all_same(list(stream), play(values()))
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    file = hdf5(tmp_path)
+    stream = tt.Stream(file["x"], lanes=3, chunk=20)
+    file.close()
+    (tmp_path / "x.h5").unlink()
+    with pytest.raises(DataError, match=r"x\.h5: '/x' cannot be opened again"):
+        list(stream)
+
+
+def test_evaluate_predict_and_windows_accept_the_same() -> None:
+    net = tt.carry(torch.nn.Sequential(torch.nn.GRU(D, 4), torch.nn.Linear(4, 1)).double())
+    pair = (frame(), frame()["a"])
+    arrays = {"inputs": values(), "targets": values()[:, 0]}
+    results = [tt.evaluate(net, data, torch.nn.MSELoss()).loss for data in (pair, arrays)]
+    assert results[0] == results[1]
+    outputs = [tt.predict(net, data)[0] for data in (frame(), pair, values(), arrays)]
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    assert [len(w) for w in tt.windows(frame(), 100)] == [100, 100, 100, 7]
+    with pytest.raises(DataError, match="expected one recording, got 2"):
+        tt.predict(net, [frame(), frame()])
+
+
+def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
+    csv(tmp_path)
+    rows = "id,split,inputs\na,train,x.csv\n"
+    (tmp_path / "manifest.csv").write_text(rows, encoding="utf-8")
+    for path in (tmp_path, tmp_path / "manifest.csv"):
+        with pytest.raises(
+            DataError, match=r"has the splits train; .*tt.recordings\('.*'\)\['train'\]"
+        ):
+            tt.Stream(path, lanes=1, chunk=2)
+    (tmp_path / "manifest.csv").write_text("id,inputs\na,x.csv\n", encoding="utf-8")
+    assert [r.name for r in as_recordings(tmp_path)] == ["a"]
