@@ -105,6 +105,20 @@ class Config:
     background_class: str | None = _setting(
         "Data", "The class of steps outside all intervals.", None, unset="they have no target"
     )
+    ahead: int = _setting(
+        "Data",
+        "Forecast: the target of a row is the value so many rows later, of an input or another"
+        " column.",
+        0,
+        minimum=0,
+    )
+    season: int | None = _setting(
+        "Data",
+        "With --ahead: rows of a season, such as 24 of hourly data. Scores are compared with the"
+        " value one season before.",
+        None,
+        minimum=1,
+    )
     missing: Literal["error", "mask"] = _setting(
         "Data", "How to treat inputs that are NaN or infinite.", "error"
     )
@@ -352,12 +366,16 @@ class Config:
 
     def _label_faults(self) -> Iterator[str]:
         """Contradictions between the settings of targets and class weights."""
-        every, frame, weights = self.target_every, self.frame_size, self.class_weights
-        if every is not None and frame > 0 and every % frame:
-            yield (
-                f"target_every={every} rows are no whole number of frames of {frame}: expected a"
-                " multiple"
-            )
+        frame, weights = self.frame_size, self.class_weights
+        for name in ("target_every", "ahead", "season"):
+            rows = getattr(self, name)
+            if rows is not None and frame > 0 and rows % frame:
+                yield (
+                    f"{name}={rows} rows are no whole number of frames of {frame}: expected a"
+                    " multiple"
+                )
+        if self.season is not None and not self.ahead:
+            yield f"season={self.season} belongs to forecasts: leave it out, or set ahead=24 or so"
         for_classes = {"background_class": self.background_class}
         for_classes["class_weights"] = None if weights == "none" else weights
         for name, value in for_classes.items() if self.task == "regress" else ():

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
+from throughtime.app.baselines import baseline_table, is_comparison
 from throughtime.app.config import Config, counted
 from throughtime.app.distributed import LostRankError
 from throughtime.app.model import one_thread
@@ -245,7 +246,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     kept, _ = training.selection.kept(count, training.net.module)
     for row in folder.read_metrics(names):
         if row["kind"] == "valid" and row["update"] == kept:
-            metrics = {name: row[name] for name in names}
+            metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
             print_scores("valid", metrics, row["recordings"], folder.metrics)
     if kept < count:
         out.print(f"the model is that of update {kept}, the best on validation")
@@ -262,11 +263,17 @@ def print_scores(
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
 ) -> None:
-    """Print the metrics of each recording, if they are few, and of all steps together."""
+    """Print the metrics of each recording, if they are few, and of all steps together.
+
+    Those of a forecast beside the baselines.
+    """
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
     shown = {} if many else recordings
     title = f"scores on the unbroken recordings of '{split}'{many}"
-    print_table(title, scores_table(list(metrics), metrics, shown))
+    names = [name for name in metrics if not is_comparison(name)]
+    print_table(title, scores_table(names, metrics, shown))
+    if (baselines := baseline_table(metrics)) is not None:
+        print_table(baselines.caption, baselines)
 
 
 def print_audit(report: "AuditReport", config: Config) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from throughtime.app.config import Config
+from throughtime.app.config import Config, counted
 from throughtime.app.data_statistics import (
     Statistics,
     class_name,
@@ -38,6 +38,7 @@ from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
 from throughtime.stream.recording import Part, StepArrays, TableRecording
 from throughtime.stream.row_sources import ColumnRows
+from throughtime.stream.shift import shift_targets
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
@@ -216,6 +217,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         if on_phase is not None:
             on_phase("reading recordings", done, total)
 
+    # of unshifted targets: those without a later step are values of the same column
     statistics, held_out = (
         collect_statistics(part, classify=layout.classify, on_steps=advance)
         for part in (train, valid)
@@ -236,13 +238,15 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     spec = ModelSpec.from_data(config, statistics, sources)
     remarks = (
         remark + _split_counts(listed),
+        *_ahead_remarks(layout),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
         *_time_remarks(sources),
         *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
-    return Dataset(list(train), list(valid), statistics, held_out, spec, remarks)
+    train, valid = (_shifted(part, layout) for part in (train, valid))
+    return Dataset(train, valid, statistics, held_out, spec, remarks)
 
 
 def recordings_for(
@@ -258,9 +262,14 @@ def recordings_for(
     numeric = _numeric(open_recordings(chosen, spec.layout, on_phase), spec.layout)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
     recordings = choose_split(splits, split)
-    if not spec.classes:
-        return recordings
-    return [ClassRecording(recording, spec.classes) for recording in recordings]
+    if spec.classes:
+        recordings = [ClassRecording(recording, spec.classes) for recording in recordings]
+    return _shifted(recordings, spec.layout)
+
+
+def _shifted(recordings: Sequence[Recording], layout: DataLayout) -> list[Recording]:
+    """The recordings of one split with the targets of a forecast, none of them of another split."""
+    return [shift_targets(recording, layout.steps_ahead) for recording in recordings]
 
 
 def _numeric(sources: Sequence[SourceRecording], layout: DataLayout) -> list[tuple[str, Recording]]:
@@ -397,6 +406,13 @@ def _split_counts(entries: Sequence[ManifestEntry]) -> str:
     if len(counts) < 2:
         return ""
     return f" ({listed(f'{name} {count}' for name, count in counts.items())})"
+
+
+def _ahead_remarks(layout: DataLayout) -> list[str]:
+    if not layout.ahead:
+        return []
+    steps = counted(layout.steps_ahead, "step")
+    return [f"targets are {steps} later: the last {steps} of each recording have none"]
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from throughtime import state as trees
 from throughtime._files import named_errors, write_atomically
+from throughtime.app.baselines import Baselines
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.model import (
@@ -111,14 +112,24 @@ def evaluate_recordings(
     config: Config,
     on_phase: OnPhase | None = None,
 ) -> Evaluation[L]:
-    """Metrics on unbroken recordings, as the model is deployed; all of them on this rank."""
+    """Metrics on unbroken recordings, as the model is deployed; all of them on this rank.
+
+    Those of a forecast include a comparison with the baselines.
+    """
     lanes = min(len(recordings), _LANES)
-    stream = unbroken_stream(recordings, spec, config, lanes, _EVALUATION_CHUNK)
+    baselines = Baselines.of_forecast(spec, recordings, config)
+    played = recordings if baselines is None else baselines.recordings
+    stream = unbroken_stream(played, spec, config, lanes, _EVALUATION_CHUNK)
     for chunk in stream:
-        evaluator.add(chunk)
+        if baselines is None:
+            evaluator.add(chunk)
+        else:
+            baselines.add(chunk, evaluator.add(baselines.own_targets(chunk)))
         if on_phase is not None:
             on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
-    return evaluator.result(stream)
+    result = evaluator.result(stream)
+    compared = {} if baselines is None else baselines.compute()
+    return replace(result, metrics=result.metrics | compared)
 
 
 def evaluate_run(

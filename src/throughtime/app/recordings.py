@@ -89,6 +89,7 @@ class DataLayout:
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets file.
         target_at: which steps of a span carry its label.
+        ahead: rows from a row to that of its target.
         background_class: the class between intervals.
         rate: rows per second that files must agree with; `None`: not known.
     """
@@ -105,6 +106,7 @@ class DataLayout:
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
     target_at: At | None = None
+    ahead: int = 0
     background_class: str | None = None
     rate: float | None = None
 
@@ -113,6 +115,11 @@ class DataLayout:
         """The layout that the settings of a run describe."""
         names = [f.name for f in fields(cls) if f.name != "rate"]
         return cls(**{name: getattr(config, name) for name in names})
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps from a step to that of its target."""
+        return self.ahead // self.frame_size
 
     @property
     def classify(self) -> bool:
@@ -326,8 +333,10 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
     table = concat_tables(entry.name, tables)
     targets = _targets(entry, table, layout)
     separate = entry.targets is not None or entry.label is not None
-    others = [*layout.exclude, *(() if separate else targets.columns)]
-    inputs = layout.inputs or value_columns(table, [_listed_name(table, name) for name in others])
+    # the present value of what is forecast is an input
+    own = () if separate or layout.ahead else targets.columns
+    others = [_listed_name(table, name) for name in (*layout.exclude, *own)]
+    inputs = layout.inputs or value_columns(table, others)
     if not inputs:
         raise DataError(
             f"{table.path}: no column is left for the inputs: {listed(table.columns)} are targets,"
@@ -338,7 +347,7 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         for path in entry.inputs
     )
     time = time_rows(table, layout.exclude)
-    may_copy = one_file and not layout.allow_target_as_input
+    may_copy = one_file and not (layout.allow_target_as_input or layout.ahead)
     copied = set(map(partial(_listed_name, table), targets.columns)) if may_copy else set[str]()
     recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
     return SourceRecording(
@@ -471,6 +480,8 @@ def _row_targets(
     values: RowSource = ColumnRows(source, names, flat=True)
     if layout.frame_size > 1:
         values = FrameRows(values, layout.frame_size, last=True)
+    if not layout.classify:
+        values = LabelRows(values, classify=False)
     return Targets(values, names, rates_of([source]))
 
 

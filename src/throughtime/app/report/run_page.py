@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from throughtime._files import write_atomically
 from throughtime.app import optimizer
+from throughtime.app.baselines import baseline_table
 from throughtime.app.config import Config, counted
 from throughtime.app.dataset import recordings_for
 from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
@@ -260,9 +261,11 @@ def _score_parts(
     split: str, names: Sequence[str], overall: Row, recordings: Row, data: str
 ) -> list[Part]:
     caption = f"Whole recordings of the split '{split}' of {data}."
-    table = scores_table(names, overall, recordings, caption)
+    baselines = baseline_table(overall)
+    tables: list[Part] = [scores_table(names, overall, recordings, caption)]
+    tables += [] if baselines is None else [baselines]
     if len(recordings) < 2:
-        return [table]
+        return tables
     name = "macro_f1" if "macro_f1" in names else names[0]
     chart = bars(
         [(recording, row[name]) for recording, row in recordings.items()],
@@ -275,7 +278,7 @@ def _score_parts(
         x_range=(0.0, 1.0) if name == "macro_f1" else None,
     )
     return [
-        table,
+        *tables,
         Figure(
             chart,
             "Recordings differ. A mean over all steps hides those on which a model fails.",

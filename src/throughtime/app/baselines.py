@@ -1,0 +1,207 @@
+"""Forecasts without a model, to compare with: the value now, and the value of the last season.
+
+Persistence says that the target keeps its present value. Seasonal persistence says that it returns
+to the value of one season before the time of the forecast, or of the latest season before that
+which is known (Hyndman & Athanasopoulos, Forecasting: Principles and Practice, section 5.2: naive
+and seasonal naive). All are measured on the same steps: those that have a target and all of these
+values. `skill = 1 - MSE / MSE of the baseline` is above 0 where the model is better (Murphy 1988).
+
+Shapes: `N` steps, `C` outputs or classes, `K` target columns, `F` forecasts: the model and the
+baselines.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from throughtime.app.config import Config
+from throughtime.app.model import ModelSpec
+from throughtime.app.report.page import DataTable
+from throughtime.chunk import Chunk
+from throughtime.errors import RunError
+from throughtime.metrics import Metrics
+from throughtime.stream import Recording
+from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX
+from throughtime.stream.recording import StepArrays
+from throughtime.stream.shift import ForecastRecording, padded_slice
+
+MODEL = "model"
+_NAMES = {MODEL: "model", "persistence": "value now", "season": "value one season before"}
+_UNKNOWN_CLASS = -1  # of a baseline; the step still has a target
+
+
+def baseline_lags(ahead: int, season: int | None) -> dict[str, int]:
+    """How many steps before the present each baseline takes its value.
+
+    Example:
+        >>> baseline_lags(24, None), baseline_lags(24, 168), baseline_lags(30, 24)
+        ({'persistence': 0}, {'persistence': 0, 'season': 144}, {'persistence': 0, 'season': 18})
+    """
+    lags = {"persistence": 0}
+    if season is not None:
+        lags["season"] = -(-ahead // season) * season - ahead
+    return lags
+
+
+@dataclass(frozen=True)
+class BaselineRecording:
+    """A recording whose targets `(n, F * K)` are its own, and beside them those of the baselines.
+
+    A value that a baseline lacks is infinite, or the class -1: it does not mask its step.
+    """
+
+    whole: ForecastRecording
+    lags: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        shift, stop = self.whole.shift, min(stop, len(self))
+        first = max(0, start - max(self.lags))
+        steps = self.whole.whole.read(first, min(stop + shift, len(self)))
+        if steps.targets is None:
+            raise RunError(f"recording '{self.name}' has no targets to compare with")
+        values = steps.targets.reshape(len(steps.targets), -1)
+        own, *others = (
+            padded_slice(values, start - lag - first, stop - lag - first)
+            for lag in (-shift, *self.lags)
+        )
+        targets = np.concatenate([own, *map(_unmasked, others)], axis=1)
+        return steps._replace(inputs=steps.inputs[start - first : stop - first], targets=targets)
+
+
+def _unmasked(values: Array) -> Array:
+    if values.dtype.kind == "f":
+        return np.where(np.isnan(values), np.inf, values).astype(values.dtype)
+    return np.where(values == IGNORE_INDEX, _UNKNOWN_CLASS, values)
+
+
+class Baselines:
+    """Errors of the model and of the baselines on the same steps.
+
+    Args:
+        recordings: those of a forecast.
+        lags: of the baselines, by name.
+        columns: names of the targets; empty for classes.
+
+    Attributes:
+        recordings: with the values of the baselines.
+        steps: that are compared.
+        squared: sums of squared errors, `(F, K)`, or of wrong classes.
+        absolute: sums of absolute errors, `(F, K)`.
+    """
+
+    def __init__(
+        self,
+        recordings: Sequence[ForecastRecording],
+        lags: Mapping[str, int],
+        columns: tuple[str, ...],
+    ) -> None:
+        self._columns, self._names = columns, (MODEL, *lags)
+        self.recordings = [BaselineRecording(r, tuple(lags.values())) for r in recordings]
+        self.steps = 0
+        self.squared, self.absolute = np.zeros((2, len(self._names), max(1, len(columns))))
+
+    @classmethod
+    def of_forecast(
+        cls, spec: ModelSpec, recordings: Sequence[Recording], config: Config
+    ) -> "Baselines | None":
+        """Those of a model; None if it does not forecast."""
+        layout = spec.layout
+        forecasts = [r for r in recordings if isinstance(r, ForecastRecording)]
+        if not forecasts:
+            return None
+        season = None if config.season is None else config.season // layout.frame_size
+        lags = baseline_lags(layout.steps_ahead, season)
+        return cls(forecasts, lags, () if spec.classes else layout.targets)
+
+    def own_targets(self, chunk: Chunk) -> Chunk:
+        """The chunk with the targets of the recordings alone."""
+        if chunk.targets is None:
+            return chunk
+        columns = len(self._columns)
+        own = chunk.targets[..., :columns] if columns > 1 else chunk.targets[..., 0]
+        return Chunk(chunk.inputs, own, chunk.metadata, chunk.start, chunk.stop)
+
+    def add(self, chunk: Chunk, outputs: Tensor) -> None:
+        """Add the outputs `(T, B, C)` of a chunk."""
+        rows, targets = chunk.to(outputs.device).valid_pairs(outputs)
+        own, *others = targets.chunk(len(self._names), dim=1)
+        answers = rows if self._columns else rows.argmax(dim=1, keepdim=True)
+        values = torch.stack([own, answers.to(own), *others]).double()
+        known = values[2:].isfinite() if self._columns else values[2:] != _UNKNOWN_CLASS
+        kept = values[:, known.all(dim=2).all(dim=0)]
+        errors = (kept[1:] - kept[0]).abs()
+        if not self._columns:
+            errors = (errors > 0).double()
+        self.steps += kept.shape[1]
+        self.squared += errors.square().sum(dim=1).cpu().numpy()
+        self.absolute += errors.sum(dim=1).cpu().numpy()
+
+    def compute(self) -> Metrics:
+        """The errors by name; empty if no step can be compared.
+
+        For numbers `model/rmse[column]`, `model/mae[column]`, `persistence/rmse[column]` and so on,
+        and `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`
+        and `persistence/accuracy`.
+        """
+        metrics: Metrics = {"compared/steps": float(self.steps)} if self.steps else {}
+        squared, absolute = (sums / max(1, self.steps) for sums in (self.squared, self.absolute))
+        for f, name in enumerate(self._names if self.steps else ()):
+            if not self._columns:
+                metrics[f"{name}/accuracy"] = 1 - float(absolute[f, 0])
+            for k, column in enumerate(self._columns):
+                metrics[f"{name}/rmse[{column}]"] = math.sqrt(squared[f, k])
+                metrics[f"{name}/mae[{column}]"] = float(absolute[f, k])
+                if name != MODEL:
+                    model, base = float(squared[0, k]), float(squared[f, k])
+                    metrics[f"{name}/skill[{column}]"] = 1 - model / base if base else math.nan
+        return metrics
+
+
+def is_comparison(name: str) -> bool:
+    """Whether a metric of a forecast is one of the comparison with the baselines."""
+    return name.startswith(tuple(f"{prefix}/" for prefix in ("compared", *_NAMES)))
+
+
+def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
+    """Model and baselines of the metrics of a forecast, by target; None where there are none."""
+    if "compared/steps" not in metrics:
+        return None
+    caption = (
+        f"Forecasts on the same {metrics['compared/steps']:,.0f} steps. A skill above 0: the model"
+        " has the smaller squared error"
+    )
+    forecasts = [name for name in _NAMES if any(key.startswith(f"{name}/") for key in metrics)]
+    if "model/accuracy" in metrics:
+        rows = [[_NAMES[name], metrics[f"{name}/accuracy"]] for name in forecasts]
+        return DataTable(["forecast", "accuracy"], rows, caption.partition(". ")[0])
+    prefix = "model/rmse["
+    columns = [key[len(prefix) : -1] for key in metrics if key.startswith(prefix)]
+    return DataTable(
+        ["target", "forecast", "RMSE", "MAE", "skill of the model"],
+        [_row(metrics, column, name) for column in columns for name in forecasts],
+        caption,
+        (2, 3, 4),
+    )
+
+
+def _row(metrics: Mapping[str, float], column: str, name: str) -> Sequence[str | float]:
+    skill = metrics.get(f"{name}/skill[{column}]")
+    return [
+        column,
+        _NAMES[name],
+        metrics[f"{name}/rmse[{column}]"],
+        metrics[f"{name}/mae[{column}]"],
+        "" if skill is None else f"{skill:.3f}",
+    ]

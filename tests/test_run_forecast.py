@@ -1,0 +1,180 @@
+"""Forecasts of the command line: targets so many rows later, compared with persistence by hand.
+
+Shapes: `T` rows.
+"""
+
+import csv
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from test_cli import run
+from test_run import finish, settings, write_recordings
+from throughtime.app.baselines import baseline_lags
+from throughtime.app.config import make_config
+from throughtime.app.dataset import open_dataset, recordings_for
+from throughtime.app.model import load_model
+from throughtime.app.run_folder import RunFolder
+from throughtime.errors import ConfigError, DataError
+from throughtime.predict import predict
+from throughtime.stream import Recording
+from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX
+
+ROWS, CUT = 1000, 800
+
+
+def hourly(folder: Path, *, state: bool = False) -> tuple[Path, Array]:
+    """An hourly CSV file with time stamps, a daily cycle in `OT`, and two of its rows missing."""
+    draw = np.random.default_rng(0)
+    t = np.arange(ROWS)
+    load = 5 * np.sin(2 * np.pi * t / 24) + draw.normal(size=ROWS)
+    ot = np.round(20 + 0.01 * t + 3 * np.sin(2 * np.pi * t / 24) + draw.normal(size=ROWS), 3)
+    path = folder / "hourly.csv"
+    start = datetime(2020, 1, 1)  # noqa: DTZ001 (without a zone)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["date", "load", "OT"])
+        for i in range(ROWS):
+            value = ("warm" if ot[i] > 24 else "cold") if state else f"{ot[i]:.3f}"
+            missing = i in (850, 900)
+            rows.writerow([start + timedelta(hours=i), f"{load[i]:.3f}", "" if missing else value])
+    if state:
+        return path, np.where(ot > 24, "warm", "cold")
+    ot[[850, 900]] = np.nan
+    return path, ot
+
+
+def targets_of(recording: Recording) -> Array:
+    targets = recording.read(0, len(recording)).targets
+    assert targets is not None
+    return targets
+
+
+def forecast(data: Path, out: Path, **more: Any) -> dict[str, Any]:
+    own = {"task": "regress", "targets": ["OT"], "ahead": 24, "updates": 20, "inputs": ["load"]}
+    return settings(data, out, **{**own, **more})
+
+
+def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
+    """Baselines are those of NumPy, on the steps that have a target and both values."""
+    data, y = hourly(tmp_path)
+    out = tmp_path / "run"
+    words = f"train {data} --task regress --targets OT --ahead 24 --season 168 --updates 20"
+    printed = run(*words.split(), "--missing", "mask", "--out", out)
+    assert "targets are 24 steps later: the last 24 steps of each recording have none" in printed
+    assert "inputs load, OT; targets OT" in printed
+    assert "value one season before" in printed
+    run("eval", out)
+    scores = json.loads((out / "scores-valid.json").read_text(encoding="utf-8"))["metrics"]
+
+    held_out = y[CUT:]
+    now = np.arange(ROWS - CUT - 24)
+    target, season = held_out[now + 24], np.full(len(now), np.nan)
+    season[144:] = held_out[now[144:] + 24 - 168]
+    same = np.isfinite(target) & np.isfinite(held_out[now]) & np.isfinite(season)
+    assert scores["compared/steps"] == same.sum() < np.isfinite(target).sum()
+    net, spec = load_model(RunFolder(out).model)
+    (part,) = recordings_for(spec, data, "valid", 0.2)
+    model = predict(net, part, dtype=spec.torch_dtype, missing="mask")[0].numpy()[now, 0]
+    forecasts = {"model": model, "persistence": held_out[now], "season": season}
+    errors = {name: (value - target)[same] for name, value in forecasts.items()}
+    for name, error in errors.items():
+        assert scores[f"{name}/rmse[OT]"] == pytest.approx(np.sqrt(np.mean(error**2)), rel=1e-4)
+        assert scores[f"{name}/mae[OT]"] == pytest.approx(np.mean(np.abs(error)), rel=1e-4)
+        if name != "model":
+            skill = 1 - np.mean(errors["model"] ** 2) / np.mean(error**2)
+            assert scores[f"{name}/skill[OT]"] == pytest.approx(skill, rel=1e-3)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Forecasts on the same" in page
+    assert "value one season before" in page
+
+
+def test_targets_are_shifted_within_each_split(tmp_path: Path) -> None:
+    data, y = hourly(tmp_path)
+    dataset = open_dataset(make_config(forecast(data, tmp_path / "run")))
+    for split, values in ((dataset.train, y[:CUT]), (dataset.valid, y[CUT:])):
+        (recording,) = split
+        expected = np.append(values[24:], np.full(24, np.nan))
+        assert np.array_equal(targets_of(recording), expected, equal_nan=True)
+
+
+def test_rows_ahead_are_whole_frames(tmp_path: Path) -> None:
+    data, y = hourly(tmp_path)
+    values = forecast(data, tmp_path / "run", frame_size=6, updates=2, lanes=1)
+    (train,) = open_dataset(make_config(values)).train
+    frames = CUT // 6
+    assert np.array_equal(targets_of(train)[: frames - 4], y[5::6][4:frames])
+    for name in ("ahead", "season"):
+        with pytest.raises(ConfigError, match=f"{name}=25 rows are no whole number of frames"):
+            make_config({**values, name: 25})
+    with pytest.raises(ConfigError, match="season=24 belongs to forecasts"):
+        make_config({**values, "ahead": 0, "season": 24})
+    with pytest.raises(ConfigError, match="ahead=-1: expected at least 0"):
+        make_config({**values, "ahead": -1})
+
+
+def test_the_present_value_is_an_input_only_of_a_forecast(tmp_path: Path) -> None:
+    data, _ = hourly(tmp_path)
+    values = forecast(data, tmp_path / "run", inputs=["load", "OT"], missing="mask")
+    assert open_dataset(make_config(values)).spec.layout.inputs == ("load", "OT")
+    with pytest.raises(DataError, match="inputs and targets of the same step"):
+        open_dataset(make_config({**values, "ahead": 0}))
+    own = open_dataset(make_config({**values, "ahead": 0, "inputs": []})).spec.layout.inputs
+    assert own == ("load",)
+
+
+def test_classes_are_forecast_and_compared(tmp_path: Path) -> None:
+    data, labels = hourly(tmp_path, state=True)
+    values = forecast(data, tmp_path / "run", task="classify", season=24, ahead=6)
+    folder = finish(values)
+    (recording,) = open_dataset(make_config(values)).train
+    classes = ["cold", "warm"]
+    codes = np.array([classes.index(label) for label in labels])
+    expected = np.append(codes[6:CUT], [IGNORE_INDEX] * 6)
+    assert np.array_equal(targets_of(recording), expected)
+    scores = [row for row in folder.read_metrics() if row["kind"] == "valid"][-1]
+    now = np.arange(ROWS - CUT - 6)
+    held_out = codes[CUT:]
+    missing = {850 - CUT, 900 - CUT}
+    same = [n for n in now if n >= 18 and not {n, n + 6, n - 18} & missing]
+    assert scores["compared/steps"] == len(same)
+    for name, value in (("persistence", held_out[same]), ("season", held_out[np.array(same) - 18])):
+        right = (value == held_out[np.array(same) + 6]).mean()
+        assert scores[f"{name}/accuracy"] == pytest.approx(right)
+
+
+def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    draw, series = np.random.default_rng(1), list[Array]()
+    for name in "abc":
+        table = np.round(draw.normal(size=(60, 2)).cumsum(0), 4)
+        series.append(table)
+        np.savetxt(folder / f"{name}.csv", table, "%.4f", ",", header="u,v", comments="")
+    values = forecast(folder, tmp_path / "run", targets=["u", "v"], inputs=[], ahead=3)
+    rows = [row for row in finish(values).read_metrics() if row["kind"] == "valid"]
+    errors = series[2][3:] - series[2][:-3]
+    assert rows[-1]["compared/steps"] == 57
+    for i, column in enumerate("uv"):
+        rmse = rows[-1][f"persistence/rmse[{column}]"]
+        assert rmse == pytest.approx(np.sqrt((errors[:, i] ** 2).mean()), rel=1e-5)
+    short = {**values, "ahead": 60, "out": str(tmp_path / "short")}
+    with pytest.raises(DataError, match=r"'a.csv' has 60 steps, so none has a target 60 steps"):
+        finish(short)
+
+
+def test_the_season_is_the_last_one_that_is_known() -> None:
+    assert baseline_lags(24, 24) == {"persistence": 0, "season": 0}
+    assert baseline_lags(25, 24)["season"] == 23
+    assert baseline_lags(1, 168)["season"] == 167
+
+
+def test_runs_without_a_forecast_have_no_baselines(tmp_path: Path) -> None:
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2)
+    rows = finish(values).read_metrics()
+    assert not any("/" in name for row in rows for name in row)
