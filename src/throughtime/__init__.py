@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from throughtime import metrics, nn, optim, state, testing
+    from throughtime import deploy, metrics, nn, optim, state, testing
     from throughtime.carry import Carried, carry
     from throughtime.chunk import Chunk
+    from throughtime.deploy.export import Export, export
     from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
     from throughtime.diagnose.draw import Drawing, draw
     from throughtime.doctor import Doctor, Finding, doctor
@@ -46,6 +47,7 @@ __all__ = [
     "Evaluation",
     "Evaluator",
     "Exact",
+    "Export",
     "Finding",
     "Policy",
     "Predictor",
@@ -60,9 +62,11 @@ __all__ = [
     "__version__",
     "audit",
     "carry",
+    "deploy",
     "doctor",
     "draw",
     "evaluate",
+    "export",
     "fuse",
     "linear_scan",
     "metrics",
@@ -79,10 +83,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = {"metrics", "nn", "optim", "state", "testing"}
+_MODULES = {"deploy", "metrics", "nn", "optim", "state", "testing"}
 _EXPORTS = {
     "carry": ("Carried", "carry"),
     "chunk": ("Chunk",),
+    "deploy.export": ("Export", "export"),
     "diagnose": ("Audit", "Reach", "Trace", "audit", "reach", "trace"),
     "diagnose.draw": ("Drawing", "draw"),
     "doctor": ("Doctor", "Finding", "doctor"),

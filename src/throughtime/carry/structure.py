@@ -128,22 +128,35 @@ class Guards:
         return True
 
 
+# Operations before and after layers
+Around: TypeAlias = tuple[tuple[TensorCall, ...], tuple[TensorCall, ...]]
+
+
 class Structure(NamedTuple):
-    """A net of recurrent layers, one on another.
+    """A net of recurrent layers and operations on their inputs and outputs, one on another.
 
     Attributes:
-        front: from the inputs to those of the first layer.
-        layers: the recurrent layers, in order.
-        tail: from the outputs of the last layer to those of the net.
+        operations: from the inputs of the net to its outputs, those of layers among them.
         paths: of each layer the path to its state in that of the net; empty for hooks.
         guards: for how long this is valid.
     """
 
-    front: tuple[TensorCall, ...]
-    layers: tuple[nn.RNNBase, ...]
-    tail: tuple[TensorCall, ...]
+    operations: tuple[TensorCall, ...]
     paths: tuple[tuple[int, ...], ...]
     guards: Guards
+
+    @property
+    def layers(self) -> tuple[nn.RNNBase, ...]:
+        """The recurrent layers, in order."""
+        return tuple(op.target for op in self.operations if isinstance(op.target, nn.RNNBase))
+
+    def around_layers(self) -> Around | None:
+        """The operations before and after the layers; None if others stand between layers."""
+        flags = [isinstance(op.target, nn.RNNBase) for op in self.operations]
+        first, stop = flags.index(True), len(flags) - flags[::-1].index(True)
+        if not all(flags[first:stop]):
+            return None
+        return self.operations[:first], self.operations[stop:]
 
 
 def structure_of(net: Carried, inputs: Tensor) -> Structure | None:
@@ -172,7 +185,7 @@ def _read_chain(adapter: ChainAdapter) -> Structure | None:
             operations.append(TensorCall(link.module))
         else:
             return None
-    return split(operations, guards)
+    return _structure(operations, guards)
 
 
 def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
@@ -189,7 +202,7 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
     try:
         result: Any = reader.call_forward(module, arguments, {})
         flow, after = result if takes_state else (result, ())
-        structure = split(flow.operations, reader.guards) if isinstance(flow, Flow) else None
+        structure = _structure(flow.operations, reader.guards) if isinstance(flow, Flow) else None
         if structure is None or len(structure.layers) != len(reader.entering):
             return None  # or a layer whose outputs go elsewhere
         if not takes_state:
@@ -204,18 +217,15 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
         return None
 
 
-def split(operations: Sequence[TensorCall], guards: Guards) -> Structure | None:
-    """Front, layers and tail, if the layers are different ones, one directly on another."""
-    positions = [i for i, op in enumerate(operations) if isinstance(op.target, nn.RNNBase)]
-    if not positions:
+def _structure(operations: Sequence[TensorCall], guards: Guards) -> Structure | None:
+    """The structure of operations, if the layers are different ones that run forward in time."""
+    structure = Structure(tuple(operations), (), guards)
+    layers = structure.layers
+    if not layers or len(set(layers)) < len(layers):
         return None
-    first, stop = positions[0], positions[-1] + 1
-    layers = tuple(op.target for op in operations[first:stop])
     if any(type(layer) not in LAYERS or layer.bidirectional for layer in layers):
         return None
-    if not len(set(layers)) == len(positions) == stop - first:
-        return None
-    return Structure(tuple(operations[:first]), layers, tuple(operations[stop:]), (), guards)
+    return structure
 
 
 def _whole_leaving(value: Any) -> Any:

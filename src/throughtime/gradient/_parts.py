@@ -15,7 +15,7 @@ from throughtime import state as trees
 from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
-from throughtime.carry.structure import Structure, TensorCall, is_foreign, structure_of
+from throughtime.carry.structure import Around, Structure, TensorCall, is_foreign, structure_of
 from throughtime.gradient._memory import generators, preserve_rng_and_buffers, set_generators
 from throughtime.gradient._segments import tolerance
 from throughtime.nn.layers import Recurrent
@@ -81,16 +81,21 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
         inputs: of some steps, for a trial of a module of the user's.
     """
     structure = structure_of(net, inputs)
-    if structure is None or not all(isinstance(layer, Recurrent) for layer in structure.layers):
+    around = None if structure is None else structure.around_layers()
+    if structure is None or around is None:
+        return None
+    if not all(isinstance(layer, Recurrent) for layer in structure.layers):
         return None
     chain = net.adapter if isinstance(net.adapter, ChainAdapter) else None
-    parts = _parts(net, structure, chain)
+    parts = _parts(net, structure, around, chain)
     if parts is None or chain is not None or _computes_the_same(net, parts, inputs):
         return parts
     return None
 
 
-def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None) -> Parts | None:
+def _parts(
+    net: Carried, structure: Structure, around: Around, chain: ChainAdapter | None
+) -> Parts | None:
     """The parts of a structure, that of a `chain` or of a module of the user's."""
     adapter, guards = net.adapter, structure.guards
     layers = [layer for layer in structure.layers if isinstance(layer, Recurrent)]
@@ -98,10 +103,9 @@ def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None
         if upper.input_size != (lower.proj_size or lower.hidden_size):
             return None
     front, tail = (
-        tuple(op.target for op in part if isinstance(op.target, nn.Module))
-        for part in (structure.front, structure.tail)
+        tuple(op.target for op in part if isinstance(op.target, nn.Module)) for part in around
     )
-    readout, log_probabilities = _readout(structure.tail)
+    readout, log_probabilities = _readout(around[1])
     foreign = [any(map(is_foreign, module.modules())) for module in front]
     in_place = any(getattr(part, "inplace", False) for module in front for part in module.modules())
     if (readout is None and not _may_be_tail(tail)) or (chain is None and in_place):
@@ -115,7 +119,7 @@ def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None
     def run_front(x: Tensor) -> Tensor:
         steps_and_lanes = x.shape[:2]
         x = x if chain is not None else (adapter.forward_arguments(x, ()) or (x,))[0]
-        for operation in structure.front:
+        for operation in around[0]:
             x = operation(x)
             if chain is not None and x.shape[:2] != steps_and_lanes:
                 return x.new_empty(0)  # a graph will refuse it
@@ -123,7 +127,7 @@ def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None
 
     def run_tail(y: Tensor, x: Tensor) -> Tensor:
         y = y.transpose(0, 1) if batch_first[1] else y
-        for operation in structure.tail:
+        for operation in around[1]:
             y = operation(y)
         return adapter.read_outputs(y, x)
 
@@ -141,7 +145,7 @@ def _parts(net: Carried, structure: Structure, chain: ChainAdapter | None = None
         readout,
         run_tail,
         tuple(part for part in others if part is not readout),
-        run_front if structure.front else None,
+        run_front if around[0] else None,
         front,
         any(foreign) or any(module._modules for module in front),
         bool(structure.paths),

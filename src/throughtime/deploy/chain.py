@@ -1,0 +1,313 @@
+"""A net as a chain of operations on arrays, which the writers of the formats translate.
+
+A chain is what most deployed recurrent nets are: standardisation or an embedding, LSTM, GRU or RNN
+layers, a readout with what stands around it. It is read from the structure of the module, whether
+an `nn.Sequential` or a class, and holds NumPy arrays alone.
+
+Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates, `C`
+outputs, `L` layers, `V` entries of an embedding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from throughtime import state as trees
+from throughtime.carry.carried import Carried
+from throughtime.carry.layers import ChainAdapter, LayerAdapter
+from throughtime.carry.structure import LAYERS, Guards, Structure, TensorCall, structure_of
+from throughtime.errors import ModelError
+from throughtime.kernels.cells import BY_MODE, Cell
+from throughtime.nn.affine import Affine
+from throughtime.nn.layers import layer_weights
+from throughtime.state import State
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class Leaf(NamedTuple):
+    """A tensor of the state: its name and the values of a lane before its first step, `(P,)`."""
+
+    name: str
+    start: Array
+
+
+class Scale(NamedTuple):
+    """`(x - shift) / scale`, or `x * scale + shift` where it is the inverse; both `(D,)`."""
+
+    shift: Array
+    scale: Array
+    inverse: bool
+
+
+class Lookup(NamedTuple):
+    """The rows of an embedding, `(V, D)`, by index."""
+
+    table: Array
+
+
+class Dense(NamedTuple):
+    """`weight @ x + bias`, `(C, H)` and `(C,)`."""
+
+    weight: Array
+    bias: Array | None
+
+
+class Pointwise(NamedTuple):
+    """A function of each value, or of the values of a step: a name of `POINTWISE`."""
+
+    function: str
+    parameter: float = 0.0
+
+
+class Recurrence(NamedTuple):
+    """A recurrent layer: `(G*H, D)`, `(G*H, P)`, `(G*H,)` twice, `(P, H)`; gates as torch's."""
+
+    cell: Cell
+    ih: Array
+    hh: Array
+    b_ih: Array | None
+    b_hh: Array | None
+    hr: Array | None
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.ih.shape[0] // len(self.cell.gates)
+
+    @property
+    def features(self) -> int:
+        """P, the width of `h` and of the outputs."""
+        return self.hh.shape[1]
+
+
+Operation: TypeAlias = Scale | Lookup | Dense | Pointwise | Recurrence
+# The functions that writers know, the values of `parameter` being a slope or an alpha
+POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
+_MODULES: dict[type[nn.Module], tuple[str, str]] = {
+    nn.Tanh: ("tanh", ""),
+    nn.ReLU: ("relu", ""),
+    nn.Sigmoid: ("sigmoid", ""),
+    nn.LeakyReLU: ("leaky_relu", "negative_slope"),
+    nn.ELU: ("elu", "alpha"),
+    nn.SiLU: ("silu", ""),
+    nn.Softmax: ("softmax", "dim"),
+    nn.LogSoftmax: ("log_softmax", "dim"),
+}
+_DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0}
+# methods that only arrange steps and lanes: a chain computes a step of a lane at a time
+_ARRANGING = {"contiguous", "transpose", "view", "reshape", "flatten"}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operations in order; each gets the values of the one before it.
+
+    Attributes:
+        operations: see the module.
+        width: D, or V where the inputs are indices.
+        outputs: C.
+        names: of the state's leaves in the net, for each leaf of the chain: the name there, and
+            the index of the layer in it.
+    """
+
+    operations: tuple[Operation, ...]
+    width: int
+    outputs: int
+    names: dict[str, tuple[str, int]]
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the inputs are indices of an embedding."""
+        return isinstance(self.operations[0], Lookup)
+
+    @property
+    def layers(self) -> tuple[Recurrence, ...]:
+        """The recurrent operations."""
+        return tuple(op for op in self.operations if isinstance(op, Recurrence))
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All leaves of the state, in order."""
+        return tuple(leaf for layer in self.layers for leaf in layer.leaves)
+
+    def state_of(self, state: State, leaf_names: Sequence[str]) -> dict[str, Tensor]:
+        """A state of the net `(B, L, P)` by the leaves of the chain, `(B, P)`."""
+        tensors = dict(zip(leaf_names, trees.tensors(state), strict=True))
+        return {name: tensors[own][:, k] for name, (own, k) in self.names.items()}
+
+
+def read_chain(net: Carried, inputs: Tensor, dtype: np.dtype[Any]) -> Chain:
+    """The chain of a net.
+
+    Args:
+        net: made by `tt.carry`; its weights are copied.
+        inputs: an example, `(T, B, ...)`.
+        dtype: of the arrays.
+
+    Raises:
+        ModelError: the net is none; the child in the way is named where there is one.
+    """
+    with torch.no_grad():
+        net.prepare(inputs)
+        structure = _bare_layer(net) or structure_of(net, inputs)
+        if structure is None:
+            raise ModelError(
+                f"{type(net.module).__name__} is no chain of operations that this format has:"
+                " an nn.Embedding or standardisation, layers of LSTM, GRU or RNN one on another,"
+                " then nn.Linear and functions of each value"
+            )
+        states = net.initial_state(1, like=inputs)
+        names = {child: name for name, child in net.module.named_modules()}
+        reader = _Reader(dtype, names)
+        layers, own = reader.layers(net, structure, states)
+        operations: list[Operation] = []
+        for call in structure.operations:
+            operations += layers.get(call.target) or reader.operations(call)
+    width = inputs.shape[2] if inputs.is_floating_point() else _entries(operations)
+    return Chain(tuple(operations), width, _columns(operations), own)
+
+
+def _bare_layer(net: Carried) -> Structure | None:
+    """The structure of a net that is a layer."""
+    if isinstance(net.adapter, LayerAdapter) and type(net.module) in LAYERS:
+        return Structure((TensorCall(net.module),), ((),), Guards())
+    return None
+
+
+def _entries(operations: Sequence[Operation]) -> int:
+    first = operations[0]
+    if not isinstance(first, Lookup):
+        raise ModelError("the example inputs are integers and the net has no nn.Embedding first")
+    return len(first.table)
+
+
+def _columns(operations: Sequence[Operation]) -> int:
+    """The number of outputs of the last operation that has one of its own."""
+    for op in reversed(operations):
+        if isinstance(op, Dense):
+            return len(op.weight)
+        if isinstance(op, Recurrence):
+            return op.features
+    raise ModelError("the net has no recurrent layer")
+
+
+class _Reader:
+    """Translates calls of a structure into operations."""
+
+    def __init__(self, dtype: np.dtype[Any], names: dict[nn.Module, str]) -> None:
+        self._dtype, self._names = dtype, names
+
+    def array(self, values: Tensor) -> Array:
+        """A copy in the dtype of the chain."""
+        if not bool(values.isfinite().all()):
+            raise ModelError("a weight is not finite: the training diverged; take an earlier file")
+        return values.detach().cpu().to(torch.float64).numpy().astype(self._dtype)
+
+    def operations(self, call: TensorCall) -> Iterator[Operation]:
+        """Those of a call on a tensor, none for one that only arranges steps and lanes."""
+        target = call.target
+        if isinstance(target, nn.Module):
+            yield from self._of_module(target)
+        elif target in _ARRANGING:
+            return
+        else:
+            yield self._of_function(call)
+
+    def _of_module(self, module: nn.Module) -> Iterator[Operation]:
+        kind = type(module)
+        if kind is nn.Sequential:
+            for child in module.children():
+                yield from self._of_module(child)
+        elif isinstance(module, Affine):
+            yield Scale(self.array(module.shift), self.array(module.scale), module.inverse)
+        elif kind is nn.Linear:
+            bias = module._parameters["bias"]
+            yield Dense(
+                self.array(module.weight),  # pyright: ignore[reportArgumentType]
+                None if bias is None else self.array(bias),
+            )
+        elif isinstance(module, nn.Embedding) and kind is nn.Embedding and module.max_norm is None:
+            yield Lookup(self.array(module.weight))
+        elif kind in _MODULES:
+            function, setting = _MODULES[kind]
+            yield self._pointwise(function, getattr(module, setting) if setting else None, module)
+        elif not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
+            raise self._refusal(module)
+
+    def _of_function(self, call: TensorCall) -> Operation:
+        target: Any = call.target
+        function = target if isinstance(target, str) else target.__name__
+        if function not in POINTWISE or not _is_known(target, function):
+            raise self._refusal(function)
+        values = [*call.args, *(v for k, v in call.kwargs.items() if k != "inplace")]
+        return self._pointwise(function, values[0] if values else _DEFAULTS.get(function), function)
+
+    def _pointwise(self, function: str, parameter: Any, source: object) -> Pointwise:
+        if function.endswith("softmax"):
+            if parameter not in (-1, 2):
+                raise self._refusal(source, f" over dimension {parameter}, expected -1")
+            return Pointwise(function)
+        return Pointwise(function, float(parameter or 0) if function in _DEFAULTS else 0.0)
+
+    def _refusal(self, source: object, why: str = "") -> ModelError:
+        named = isinstance(source, nn.Module)
+        name = f"'{self._names[source]}', a {type(source).__name__}" if named else f"'{source}'"
+        return ModelError(
+            f"{name},{why} stands in the way: this format has nn.Linear, nn.Embedding,"
+            f" standardisation, recurrent layers and {', '.join(POINTWISE)}"
+        )
+
+    def layers(
+        self, net: Carried, structure: Structure, start: State
+    ) -> tuple[dict[object, list[Recurrence]], dict[str, tuple[str, int]]]:
+        """The operations of each recurrent layer, and the leaves of the net's state."""
+        known = dict(zip(map(id, trees.tensors(start)), net.leaf_names(start), strict=True))
+        result: dict[object, list[Recurrence]] = {}
+        own: dict[str, tuple[str, int]] = {}
+        find = _states_of(net, structure, self._names)
+        for layer in structure.layers:
+            cell = BY_MODE[layer.mode]
+            result[layer], tensors = [], trees.tensors(find(start, layer))
+            if any(leaf.dim() != 3 or leaf.shape[1] != layer.num_layers for leaf in tensors):
+                raise self._refusal(layer, " whose state has another shape than (B, L, H),")
+            for k, weights in enumerate(layer_weights(layer)):
+                leaves: list[Leaf] = []
+                for tensor in tensors:
+                    name = known[id(tensor)] + (f".{k}" if layer.num_layers > 1 else "")
+                    leaves.append(Leaf(name, self.array(tensor[0, k])))
+                    own[name] = known[id(tensor)], k
+                others = (None if w is None else self.array(w) for w in weights[2:])
+                b_ih, b_hh, hr = others
+                ih, hh = self.array(weights.ih), self.array(weights.hh)
+                result[layer].append(Recurrence(cell, ih, hh, b_ih, b_hh, hr, tuple(leaves)))
+        return result, own
+
+
+def _is_known(target: Any, function: str) -> bool:
+    """Whether a function is that of torch of this name, or a method of a tensor."""
+    return isinstance(target, str) or target in (
+        getattr(torch, function, None),
+        getattr(functional, function, None),
+    )
+
+
+def _states_of(
+    net: Carried, structure: Structure, names: dict[nn.Module, str]
+) -> Callable[[State, nn.Module], State]:
+    """Finds the state of a layer in that of the net."""
+
+    def find(state: Any, layer: nn.Module) -> State:
+        if structure.paths and not isinstance(net.adapter, ChainAdapter):
+            for index in structure.paths[structure.layers.index(layer)]:
+                state = state[index]
+            return state
+        return state[names[layer]]
+
+    return find

@@ -1,0 +1,274 @@
+"""`tt.export`: a trained net, with its state, as a file that other runtimes run.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime._files import write_together
+from throughtime.carry.carried import Carried, require_carried
+from throughtime.deploy import metadata
+from throughtime.deploy.c import write_c
+from throughtime.deploy.chain import Chain, Pointwise, read_chain
+from throughtime.deploy.javascript import write_javascript
+from throughtime.deploy.onnx import write_onnx
+from throughtime.deploy.scan import write_scan
+from throughtime.deploy.verify import Verification, verify
+from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.predict import running
+from throughtime.state import State
+
+Format: TypeAlias = Literal["onnx", "c", "js"]
+# Writes the files of a chain by their suffixes; the description, and the name of the file
+_Writer: TypeAlias = Callable[[Chain, Mapping[str, Any], str], Mapping[str, bytes]]
+_WRITERS: dict[str, _Writer] = {"onnx": write_onnx, "c": write_c, "js": write_javascript}
+_SUFFIXES = {".onnx": "onnx", ".c": "c", ".js": "js", ".mjs": "js"}
+_LAST = {"softmax": "probabilities", "log_softmax": "log-probabilities", "sigmoid": "probabilities"}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes:
+        paths: of the files, that which was asked for first.
+        format: of them.
+        verification: steps and largest error against the net; None if no runtime was at hand.
+        remarks: what a user should know.
+    """
+
+    paths: tuple[Path, ...]
+    format: str
+    verification: Verification | None
+    remarks: tuple[str, ...] = ()
+
+
+def export(
+    net: Carried,
+    path: str | Path,
+    *,
+    inputs: Any,
+    to: Format | None = None,
+    rate: float | None = None,
+    classes: Sequence[str] = (),
+    dtype: Literal["float32", "float64"] = "float32",
+    steps: int = 100_000,
+    details: Mapping[str, Any] | None = None,
+) -> Export:
+    """Write the net as a file that runs without Python, its state explicit.
+
+    The file is verified before it is there: it plays `steps` random steps in chunks of random
+    lengths, and must give the outputs of the net. That needs onnxruntime, a C compiler or Node.js;
+    without one nothing is verified, and a remark says so. Each file also holds a short vector by
+    which it is checked where it is loaded.
+
+    Args:
+        net: made by `tt.carry`. ONNX takes any; the other formats a chain, an `nn.Sequential` or a
+            class: an `nn.Embedding` or standardisation, layers of LSTM, GRU or RNN (tanh or relu),
+            `nn.Linear` and functions of each value.
+        path: of the file; its suffix names the format, unless `to` does.
+        inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
+            which the file will get its inputs: random steps have its means and deviations.
+        to: "onnx", "c" (C99, and a header beside it) or "js" (an ES module).
+        rate: steps per second, for the description.
+        classes: names of the outputs.
+        dtype: of weights, state and outputs.
+        steps: to verify; 0 for none.
+        details: more entries of the description, such as names of columns.
+
+    Raises:
+        ConfigError: a suffix that names no format.
+        ModelError: the net is no chain, with the child in the way, or the file that was written
+            computes something else; then there is no file.
+
+    Cost: writing takes milliseconds; verifying takes a forward pass of `steps` steps, twice.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))
+        >>> written = tt.export(net, "beat.c", inputs=torch.randn(100, 3))  # doctest: +SKIP
+        >>> written.paths  # doctest: +SKIP
+        (PosixPath('beat.c'), PosixPath('beat.h'))
+    """
+    net, path = require_carried(net), Path(path)
+    kind = to or _SUFFIXES.get(path.suffix.lower())
+    if kind not in _WRITERS:
+        raise ConfigError(
+            f"{path}: its suffix names no format; expected .onnx, .c or .js, or to="
+            f"{' or '.join(map(repr, _WRITERS))}"
+        )
+    if dtype != "float32" and kind != "onnx":
+        raise ConfigError(f"dtype={dtype!r}: {kind} files compute in float32; leave it out")
+    example = _example(inputs)
+    chain: Chain | None = None
+    with running(net):
+        try:
+            chain = read_chain(net, example, np.dtype(dtype))
+            _check_supported(chain, kind)
+        except ModelError:
+            if kind != "onnx" or dtype != "float32":
+                raise
+            chain = None
+        ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
+        description = _describe(net, ports, example, rate, classes, details or {})
+        if chain is not None:
+            files = _WRITERS[kind](chain, description, path.stem)
+        else:
+            files = {".onnx": write_scan(net, example, description, path.stem)}
+    named = {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
+    verification = None
+    if steps:
+        with tempfile.TemporaryDirectory() as folder:
+            trial = [Path(folder) / p.name for p in named]
+            for temporary, content in zip(trial, named.values(), strict=True):
+                temporary.write_bytes(content)
+            verification = verify(net, kind, trial[0], description, steps)
+    write_together(named)
+    return Export(tuple(named), kind, verification, _remarks(kind, verification, steps))
+
+
+def _example(inputs: Any) -> Tensor:
+    """The example as `(T, B, D)`, or `(T, B)` indices."""
+    x = torch.as_tensor(inputs).detach().cpu()
+    x = x.unsqueeze(1) if x.dim() == (2 if x.is_floating_point() else 1) else x
+    if x.dim() != (3 if x.is_floating_point() else 2) or not x.numel():
+        raise DataError(
+            f"inputs have shape {tuple(x.shape)}, expected an example (T, D) or (T, B, D), or"
+            " indices (T,) or (T, B)"
+        )
+    return x
+
+
+class _Ports(NamedTuple):
+    """What goes in and out of a file, and how to find the leaves of its state in the net's."""
+
+    width: int
+    indexed: bool
+    dtype: str
+    outputs: int
+    meaning: str | None
+    leaves: list[dict[str, Any]]
+    read_state: Callable[[State], Mapping[str, Tensor]]
+
+
+def _chain_ports(chain: Chain, net: Carried) -> _Ports:
+    real = chain.layers[0].ih.dtype.name
+    last = chain.operations[-1]
+    leaves = [
+        {
+            "name": leaf.name,
+            "shape": [1, "B", len(leaf.start)],
+            "dtype": real,
+            "start": metadata.plain_numbers(leaf.start),
+        }
+        for leaf in chain.leaves
+    ]
+    return _Ports(
+        chain.width,
+        chain.is_indexed,
+        real,
+        chain.outputs,
+        _LAST.get(last.function) if isinstance(last, Pointwise) else None,
+        leaves,
+        lambda state: chain.state_of(state, net.leaf_names(state)),
+    )
+
+
+def _net_ports(net: Carried, example: Tensor) -> _Ports:
+    """Those of a net that is no chain: the leaves as they are, lanes first."""
+    if example.dim() > 3:
+        raise ModelError(
+            f"the inputs {tuple(example.shape)} have {example.dim() - 2} dimensions for each step"
+            " and lane; ONNX files of throughtime take (T, B, D), or (T, B) indices. Flatten them"
+            " before the net, and unflatten inside"
+        )
+    state = net.initial_state(1, like=example)
+    y, _ = net(example[:1, :1], state)
+    names = [name.replace("/", ".") for name in net.leaf_names(state)]
+    leaves = [
+        {
+            "name": name,
+            "shape": ["B", *leaf.shape[1:]],
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "start": metadata.plain_numbers(leaf.cpu().numpy()),
+        }
+        for name, leaf in zip(names, trees.tensors(state), strict=True)
+    ]
+    indexed = not example.is_floating_point()
+    tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
+    entries = tables[0] if len(tables) == 1 else int(example.max()) + 1
+    return _Ports(
+        entries if indexed else example.shape[2],
+        indexed,
+        "float32",
+        y.shape[2],
+        None,
+        leaves,
+        lambda state: dict(zip(names, trees.tensors(state), strict=True)),
+    )
+
+
+def _check_supported(chain: Chain, kind: str) -> None:
+    """Refuse what a single format lacks."""
+    if kind == "onnx" and any(layer.hr is not None for layer in chain.layers):
+        raise ModelError("ONNX has no LSTM with a projection")
+
+
+def _describe(
+    net: Carried,
+    ports: _Ports,
+    example: Tensor,
+    rate: float | None,
+    classes: Sequence[str],
+    details: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The description, with the conformance vector that the net computes."""
+    if classes and len(classes) != ports.outputs:
+        raise ConfigError(
+            f"{len(classes)} classes are named and the net has {ports.outputs} outputs"
+        )
+    inputs: dict[str, Any] = {"width": ports.width, "indexed": ports.indexed, "dtype": ports.dtype}
+    if not ports.indexed:
+        flat = example.flatten(0, 1).to(torch.float64)
+        deviation = flat.std(0, correction=0)
+        inputs["shift"] = flat.mean(0).tolist()
+        inputs["scale"] = torch.where(deviation > 0, deviation, 1.0).tolist()
+    description: dict[str, Any] = {
+        "format": metadata.FORMAT,
+        "inputs": inputs,
+        "outputs": {
+            "width": ports.outputs,
+            "meaning": ports.meaning or ("logits" if classes else "values"),
+            "classes": list(classes),
+        },
+        "rate": rate,
+        "state": ports.leaves,
+        **details,
+    }
+    weight = next(net.parameters())
+    x = torch.from_numpy(metadata.vector_inputs(description))
+    x = x.to(weight.device, weight.dtype if x.is_floating_point() else None)
+    y, after = net(x, net.initial_state(1, like=x))
+    description["conformance"] = {
+        "generator": metadata.GENERATOR,
+        "steps": metadata.STEPS,
+        "outputs": y[-1, 0].tolist(),
+        "state": {name: leaf[0].tolist() for name, leaf in ports.read_state(after).items()},
+    }
+    return description
+
+
+def _remarks(kind: str, verification: Verification | None, steps: int) -> tuple[str, ...]:
+    if verification is not None or not steps:
+        return ()
+    needs = {"onnx": "onnxruntime", "c": "a C compiler", "js": "Node.js"}[kind]
+    return (f"not verified: {needs} is not at hand",)

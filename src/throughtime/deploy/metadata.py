@@ -1,0 +1,121 @@
+"""What an exported file says of itself: its inputs, outputs and state, and a vector to check it by.
+
+The description is JSON. Its digest covers the rest of the file and the description itself, so that
+a file that was edited or cut short is refused. The conformance vector is the outputs and the state
+after some steps of generated inputs: a runtime that computes something else is found when it loads
+the file.
+
+This module and `session` import no torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from throughtime.errors import ModelError
+
+KEY, FORMAT = "throughtime", "throughtime.export/1"
+STEPS = 64  # of the conformance vector
+TOLERANCE = 1e-4  # of it, relative to values above 1
+GENERATOR = (
+    "s = 1; for each step, for each column: s = (1664525*s + 1013904223) mod 2**32;"
+    " v = (s >> 8) / 2**23 - 1; x = shift + scale*v, or (s >> 8) mod width for indices"
+)
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def generated(steps: int, width: int, *, indexed: bool) -> Array:
+    """Values of the generator, `(steps, width)` from -1 to below 1, or indices below `width`.
+
+    Example:
+        >>> generated(1, 2, indexed=False).round(3).tolist()
+        [[-0.527, -0.261]]
+    """
+    numbers, state = np.empty(steps * (1 if indexed else width), dtype=np.int64), 1
+    for k in range(len(numbers)):
+        state = (1664525 * state + 1013904223) % 2**32
+        numbers[k] = state >> 8
+    return numbers % width if indexed else (numbers / 2**23 - 1).reshape(steps, width)
+
+
+def vector_inputs(description: Mapping[str, Any]) -> Array:
+    """The inputs of the conformance vector, `(STEPS, 1, D)` or `(STEPS, 1)` indices."""
+    inputs = description["inputs"]
+    values = generated(STEPS, inputs["width"], indexed=inputs["indexed"])
+    if inputs["indexed"]:
+        return values[:, None]
+    shift, scale = (np.array(inputs[name]) for name in ("shift", "scale"))
+    return (shift + scale * values)[:, None].astype(inputs["dtype"])
+
+
+def check_vector(
+    description: Mapping[str, Any], outputs: Array, state: Mapping[str, Array], source: str
+) -> None:
+    """Compare the last outputs `(C,)` and the state's leaves with the conformance vector.
+
+    Raises:
+        ModelError: they differ; the message has the largest difference.
+    """
+    vector = description["conformance"]
+    pairs = [("outputs", outputs, vector["outputs"])]
+    pairs += [(f"state '{name}'", state[name], values) for name, values in vector["state"].items()]
+    for name, got, expected in pairs:
+        reference = np.array(expected, dtype=np.float64).ravel()
+        error = np.abs(np.asarray(got).ravel() - reference) / np.maximum(1, np.abs(reference))
+        if not (error <= TOLERANCE).all():
+            raise ModelError(
+                f"{source}: this runtime computes other {name} than the net that was exported, by"
+                f" {float(np.nanmax(error)):.2g} after {STEPS} steps; expected at most"
+                f" {TOLERANCE:g}. Try another version of the runtime, or export again"
+            )
+
+
+def seal(description: Mapping[str, Any], body: bytes) -> dict[str, Any]:
+    """The description with the digest of it and of the rest of the file."""
+    return {**description, "sha256": _digest(description, body)}
+
+
+def check_seal(description: Mapping[str, Any], body: bytes, source: str) -> None:
+    """Check the version and the digest of a file.
+
+    Raises:
+        ModelError: another version, or a file that was changed after it was written.
+    """
+    if description.get("format") != FORMAT:
+        raise ModelError(
+            f"{source}: its format is {description.get('format')!r}, this version reads {FORMAT!r};"
+            " export it again with this version"
+        )
+    unsealed = {key: value for key, value in description.items() if key != "sha256"}
+    if description.get("sha256") != _digest(unsealed, body):
+        raise ModelError(
+            f"{source}: it was changed after throughtime wrote it (its SHA-256 differs); copy it"
+            " again, or export it again"
+        )
+
+
+def leaf_shape(leaf: Mapping[str, Any], lanes: int) -> tuple[int, ...]:
+    """The shape of a leaf for so many lanes."""
+    return tuple(lanes if size == "B" else int(size) for size in leaf["shape"])
+
+
+def start_of(leaf: Mapping[str, Any], lanes: int) -> Array:
+    """A leaf before the first step, for so many lanes."""
+    shape = leaf_shape(leaf, lanes)
+    return np.ascontiguousarray(
+        np.broadcast_to(np.array(leaf["start"], dtype=leaf["dtype"]), shape)
+    )
+
+
+def plain_numbers(values: Array) -> Any:
+    """Values as JSON has them; one number where all are the same."""
+    array = np.asarray(values)
+    return array.flat[0].item() if (array == array.flat[0]).all() else array.tolist()
+
+
+def _digest(description: Mapping[str, Any], body: bytes) -> str:
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(body + text.encode()).hexdigest()

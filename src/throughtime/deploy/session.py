@@ -1,0 +1,316 @@
+"""Runs an exported ONNX file on a live stream, with its state, without torch.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from zipfile import BadZipFile
+
+import numpy as np
+
+from throughtime._files import write_atomically
+from throughtime.deploy import metadata
+from throughtime.deploy._protobuf import split_metadata
+from throughtime.errors import ConfigError, DataError, MissingExtraError, ModelError, StateError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
+_STATE = "throughtime.session/1"
+
+
+class Session:
+    """An exported net on a live stream: takes one step or any number at a time, keeps the state.
+
+    Needs numpy and onnxruntime alone (`pip install "throughtime[onnx]"`). The file is checked when
+    it is loaded: its digest, then what the runtime computes.
+
+    Args:
+        path: of a file that `tt.export` wrote.
+        lanes: B, streams side by side.
+        on_nan: as for `tt.Predictor`: what to do where an input is NaN or infinite. "raise" refuses
+            the call and leaves the state as it was, "hold" leaves the step out, "reset" starts the
+            lane anew after it. With either, the outputs of that step are NaN.
+        like: a session of the same file, whose weights this one uses; the states are separate.
+        threads: of the runtime. More than one rarely helps a recurrent net.
+
+    Attributes:
+        description: what the file says of itself: inputs, outputs, classes, rate, state.
+
+    Raises:
+        MissingExtraError: onnxruntime is not installed.
+        ModelError: no file of `tt.export`, one that was changed, or a runtime that computes
+            something else.
+
+    Example:
+        >>> session = tt.deploy.Session("beat.onnx")  # doctest: +SKIP
+        >>> y = session(x)  # (T, D) to (T, C), and the state is kept  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        lanes: int = 1,
+        *,
+        on_nan: OnNaN = "raise",
+        like: "Session | None" = None,
+        threads: int = 1,
+    ) -> None:
+        if on_nan not in ("raise", "hold", "reset"):
+            raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'hold', 'reset'")
+        if lanes < 1:
+            raise ConfigError(f"lanes={lanes}: expected at least 1")
+        self.path, self.lanes, self.on_nan = Path(path), lanes, on_nan
+        if like is None:
+            self._runtime, self.description = _load(self.path, threads)
+        else:
+            self._runtime, self.description = like._runtime, like.description
+        self._leaves: Sequence[Mapping[str, Any]] = self.description["state"]
+        self._width: int = self.description["inputs"]["width"]
+        self._indexed: bool = self.description["inputs"]["indexed"]
+        self._dtype = np.dtype("int64" if self._indexed else self.description["inputs"]["dtype"])
+        self._single = _SingleStep(self._runtime, self.description, lanes)
+        self.reset()
+        if like is None:
+            self._check_vector()
+
+    def __call__(self, inputs: Any) -> Array:
+        """Outputs `(T, B, C)` for inputs `(T, B, D)`; of a single lane also `(T, D)` to `(T, C)`.
+
+        Raises:
+            DataError: inputs of another shape or type, or NaN where `on_nan` is "raise".
+        """
+        x = np.asarray(inputs)
+        if x.ndim == (1 if self._indexed else 2) and self.lanes == 1:
+            return self(x[:, None])[:, 0]
+        x = self._checked(x)
+        if self._indexed:
+            return self._run(x)
+        finite = np.asarray(np.isfinite(x).all(axis=2))
+        if finite.all():
+            return self._run(x)
+        if self.on_nan == "raise":
+            step, lane = np.argwhere(~finite)[0].tolist()
+            raise DataError(
+                f"an input is NaN or infinite at step {step} of the call, lane {lane}; the state is"
+                " as it was. Session(path, on_nan='hold') leaves such steps out"
+            )
+        return self._run_around(x, finite)
+
+    def step(self, inputs: Any) -> Array:
+        """Outputs `(B, C)` for the inputs `(B, D)` of one step."""
+        return self(np.asarray(inputs)[None])[0]
+
+    def reset(self, lanes: int | Sequence[int] | None = None) -> None:
+        """Start some lanes anew, by number; all of them by default."""
+        start = {leaf["name"]: metadata.start_of(leaf, self.lanes) for leaf in self._leaves}
+        if lanes is None:
+            self._single.set_state(start)
+            return
+        rows = [lanes] if isinstance(lanes, int) else list(lanes)
+        if wrong := [row for row in rows if not 0 <= row < self.lanes]:
+            raise StateError(
+                f"lane {wrong[0]} asked for, the session has lanes 0 to {self.lanes - 1}"
+            )
+        state = self.state
+        for leaf in self._leaves:
+            part = _lanes_of(leaf, rows)
+            state[leaf["name"]][part] = start[leaf["name"]][part]
+        self._single.set_state(state)
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """A copy of the state by the names of its leaves."""
+        return {name: value.copy() for name, value in self._single.state.items()}
+
+    @state.setter
+    def state(self, values: Mapping[str, Array]) -> None:
+        expected = {
+            leaf["name"]: (metadata.leaf_shape(leaf, self.lanes), leaf["dtype"])
+            for leaf in self._leaves
+        }
+        got = {name: (value.shape, value.dtype.name) for name, value in values.items()}
+        if got != expected:
+            raise StateError(
+                f"the state has the leaves {got}, a session of {self.path} with {self.lanes} lanes"
+                f" has {expected}"
+            )
+        self._single.set_state(values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state; `load` in another process goes on to the bit."""
+        buffer = io.BytesIO()
+        header = np.array(json.dumps([_STATE, self.description["sha256"]]))
+        leaves: dict[str, Any] = {f"leaf.{k}": v for k, v in self._single.state.items()}
+        np.savez(buffer, header=header, **leaves)
+        write_atomically(Path(path), buffer.getvalue())
+
+    def load(self, path: str | Path) -> None:
+        """Read a state that `save` wrote, of the same file and number of lanes.
+
+        Raises:
+            StateError: no such state, or one of another net.
+        """
+        try:
+            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as arrays:
+                values = {name: arrays[name] for name in arrays.files}
+            kind, digest = json.loads(str(values.pop("header")))
+        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
+            raise StateError(f"{path}: not a readable state of a session ({error})") from error
+        if (kind, digest) != (_STATE, self.description["sha256"]):
+            raise StateError(f"{path}: the state of another net than {self.path}")
+        self.state = {name.removeprefix("leaf."): value for name, value in values.items()}
+
+    def _checked(self, x: Array) -> Array:
+        width = () if self._indexed else (self._width,)
+        kinds = "iu" if self._indexed else "fiu"
+        if x.shape[1:] != (self.lanes, *width) or x.dtype.kind not in kinds or not len(x):
+            raise DataError(
+                f"the inputs have shape {x.shape} and type {x.dtype}, expected"
+                f" {('T', self.lanes, *width)} {self._dtype}; a session of more lanes is"
+                " Session(path, lanes=B)"
+            )
+        if self._indexed and (x.min() < 0 or x.max() >= self._width):
+            raise DataError(f"an index is {x.min()} or {x.max()}, expected 0 to {self._width - 1}")
+        return np.ascontiguousarray(x, dtype=self._dtype)
+
+    def _run(self, x: Array) -> Array:
+        if len(x) == 1:
+            return self._single.run(x)
+        y, after = _run(self._runtime, x, self._single.state)
+        self._single.set_state(after)
+        return y
+
+    def _run_around(self, x: Array, finite: Array) -> Array:
+        """Runs lanes with missing steps alone, without these; others as if there were none."""
+        before = self.state
+        y = self._run(np.where(finite[:, :, None], x, 0))
+        y = y.copy()
+        after = self.state
+        for lane in np.flatnonzero(~finite.all(axis=0)).tolist():
+            state = {
+                leaf["name"]: before[leaf["name"]][_lanes_of(leaf, [lane])] for leaf in self._leaves
+            }
+            start = {leaf["name"]: metadata.start_of(leaf, 1) for leaf in self._leaves}
+            y[:, lane] = math.nan
+            for first, stop in _spans(finite[:, lane], split=self.on_nan == "reset"):
+                rows = np.flatnonzero(finite[first:stop, lane]) + first
+                if len(rows):
+                    part, state = _run(self._runtime, x[rows, lane][:, None], state)
+                    y[rows, lane] = part[:, 0]
+                if self.on_nan == "reset" and stop <= len(x) and not finite[stop - 1, lane]:
+                    state = start
+            for leaf in self._leaves:
+                after[leaf["name"]][_lanes_of(leaf, [lane])] = state[leaf["name"]]
+        self._single.set_state(after)
+        return y
+
+    def _check_vector(self) -> None:
+        start = {leaf["name"]: metadata.start_of(leaf, 1) for leaf in self._leaves}
+        y, after = _run(self._runtime, metadata.vector_inputs(self.description), start)
+        metadata.check_vector(self.description, y[-1], after, str(self.path))
+
+
+class _SingleStep:
+    """One step at a time through bound buffers: two states, which change places."""
+
+    def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
+        inputs, leaves = description["inputs"], description["state"]
+        width = () if inputs["indexed"] else (inputs["width"],)
+        kind = "int64" if inputs["indexed"] else inputs["dtype"]
+        self._x = np.zeros((1, lanes, *width), kind)
+        self._y = np.zeros((1, lanes, description["outputs"]["width"]), inputs["dtype"])
+        self._states = [
+            {leaf["name"]: metadata.start_of(leaf, lanes).copy() for leaf in leaves}
+            for _ in range(2)
+        ]
+        self._runtime, self._now = runtime, 0
+        self._bindings = [self._binding(*self._states), self._binding(*reversed(self._states))]
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """The state now: the buffers themselves."""
+        return self._states[self._now]
+
+    def set_state(self, values: Mapping[str, Array]) -> None:
+        """Copy a state into the buffers."""
+        for name, buffer in self.state.items():
+            np.copyto(buffer, values[name])
+
+    def run(self, x: Array) -> Array:
+        """The outputs `(1, B, C)` of one step."""
+        np.copyto(self._x, x)
+        self._runtime.run_with_iobinding(self._bindings[self._now])
+        self._now = 1 - self._now
+        return self._y.copy()
+
+    def _binding(self, before: Mapping[str, Array], after: Mapping[str, Array]) -> Any:
+        binding = self._runtime.io_binding()
+        entering = {"x": self._x} | {f"state.{name}": array for name, array in before.items()}
+        leaving = {"y": self._y} | {f"next.{name}": array for name, array in after.items()}
+        for bind, buffers in ((binding.bind_input, entering), (binding.bind_output, leaving)):
+            for name, array in buffers.items():
+                bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        return binding
+
+
+def _spans(finite: Array, *, split: bool) -> list[tuple[int, int]]:
+    """The steps up to and with each missing one, if they are `split` there; else all of them."""
+    if not split:
+        return [(0, len(finite))]
+    stops = [*(np.flatnonzero(~finite) + 1).tolist(), len(finite)]
+    return [(a, b) for a, b in zip([0, *stops], stops, strict=False) if a < b]
+
+
+def _lanes_of(leaf: Mapping[str, Any], lanes: Sequence[int]) -> tuple[Any, ...]:
+    """The index of some lanes in a leaf."""
+    axis = leaf["shape"].index("B")
+    return (*[slice(None)] * axis, list(lanes))
+
+
+def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Outputs and the state after the last step."""
+    inputs = {"x": x, **{f"state.{name}": value for name, value in state.items()}}
+    names = ["y", *(f"next.{name}" for name in state)]
+    y, *after = runtime.run(names, inputs)
+    return y, dict(zip(state, after, strict=True))
+
+
+def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
+    """The runtime with the file, and the description in it."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError(
+            'tt.deploy.Session needs onnxruntime: pip install "throughtime[onnx]"'
+        ) from error
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    description = _description(path, content)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = threads
+    try:
+        return onnxruntime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        ), description
+    except Exception as error:  # onnxruntime's own exceptions have no common class
+        raise ModelError(f"{path}: onnxruntime cannot load it ({error})") from error
+
+
+def _description(path: Path, content: bytes) -> dict[str, Any]:
+    """The description at the end of the file, checked against the rest of it."""
+    try:
+        body, text = split_metadata(content, metadata.KEY)
+        description = json.loads(text)
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: no ONNX file that tt.export wrote, or one that was cut short ({error})"
+        ) from error
+    metadata.check_seal(description, body, str(path))
+    return description

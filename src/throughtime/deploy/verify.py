@@ -1,0 +1,193 @@
+"""Runs an exported file beside the net that it was written from, before anybody relies on it.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from throughtime.carry.carried import Carried
+from throughtime.deploy.chain import Array
+from throughtime.deploy.session import Session
+from throughtime.deploy.source import identifier
+from throughtime.errors import MissingExtraError, ModelError
+from throughtime.predict import Predictor
+
+C_FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off")
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}  # relative to the largest output above 1
+_LONGEST = 2_000  # steps of a random chunk
+# Plays chunks one after another, from the initial state; `(T, D)` to `(T, C)`
+_Play: TypeAlias = Callable[[Sequence[Array]], list[Array]]
+
+
+class Verification(NamedTuple):
+    """Steps that the file and the net have both played, and the largest difference of outputs."""
+
+    steps: int
+    error: float
+
+
+def verify(
+    net: Carried,
+    kind: str,
+    path: Path,
+    description: Mapping[str, Any],
+    steps: int,
+) -> Verification | None:
+    """Play random steps on both in chunks of random lengths.
+
+    Args:
+        net: that was exported.
+        kind: the format.
+        path: the file.
+        description: of the file: means and deviations of the random steps.
+        steps: to play.
+
+    Returns:
+        None if there is nothing to run the file with.
+
+    Raises:
+        ModelError: the outputs differ.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        play = _PLAYERS[kind](path, description, Path(folder))
+        if play is None:
+            return None
+        inputs = description["inputs"]
+        random = np.random.default_rng(0)
+        if inputs["indexed"]:
+            x = random.integers(0, inputs["width"], steps)
+        else:
+            values = random.standard_normal((steps, inputs["width"]))
+            x = (values * inputs["scale"] + inputs["shift"]).astype(inputs["dtype"])
+        cuts = np.cumsum(random.integers(1, _LONGEST, steps))
+        got = np.concatenate(play(np.split(x, cuts[cuts < steps])))
+    expected = _expected(net, x)
+    size = max(1.0, float(np.abs(expected).max()))
+    error = float(np.abs(got - expected).max())
+    if not error <= TOLERANCE[inputs["dtype"]] * size:
+        raise ModelError(
+            f"{path.name}: the file gives other outputs than the net, by {error:.2g} in"
+            f" {steps:,} random steps (outputs up to {size:.2g}); no file was left. Does the net"
+            " compute something beside its layers? Please report it with print(net)"
+        )
+    return Verification(steps, error)
+
+
+def _expected(net: Carried, x: Array) -> Array:
+    """The outputs of the net."""
+    weight = next(net.parameters())
+    inputs = torch.from_numpy(x).unsqueeze(1).to(weight.device)
+    if inputs.is_floating_point():
+        inputs = inputs.to(weight.dtype)
+    predictor = Predictor(net)
+    return torch.cat([predictor(part).cpu() for part in inputs.split(1024)]).squeeze(1).numpy()
+
+
+def _onnx(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None:
+    del description, folder
+    try:
+        session = Session(path)
+    except MissingExtraError:
+        return None
+    return lambda chunks: [session(chunk) for chunk in chunks]
+
+
+def _c(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or sys.platform == "win32":
+        return None
+    library = folder / "net.so"
+    command = [compiler, *C_FLAGS, "-O2", "-shared", "-fPIC", str(path), "-o", str(library)]
+    _run(command, path)
+    return lambda chunks: play_c(library, path.stem, description, chunks)
+
+
+def play_c(
+    library: Path, name: str, description: Mapping[str, Any], chunks: Sequence[Array]
+) -> list[Array]:
+    """The outputs of a compiled C file for chunks, one after another, from the initial state.
+
+    Raises:
+        ModelError: `check` fails.
+    """
+    compiled, name = ctypes.CDLL(str(library)), identifier(name)
+    width = sum(leaf["shape"][2] for leaf in description["state"])
+    state = (ctypes.c_float * width)()
+    getattr(compiled, f"{name}_reset")(ctypes.byref(state))
+    if getattr(compiled, f"{name}_check")():
+        raise ModelError(f"{library}: its check fails")
+    kind = np.int32 if description["inputs"]["indexed"] else np.float32
+    outputs: list[Array] = []
+    for chunk in chunks:
+        x = np.ascontiguousarray(chunk, dtype=kind)
+        y = np.empty((len(x), description["outputs"]["width"]), np.float32)
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (x, y))
+        getattr(compiled, f"{name}_run")(ctypes.byref(state), *pointers, ctypes.c_size_t(len(x)))
+        outputs.append(y)
+    return outputs
+
+
+_SCRIPT = """
+import { readFileSync, writeFileSync } from "node:fs";
+import { create } from "./net.mjs";
+const [width, indexed] = [Number(process.argv[2]), process.argv[3] === "True"];
+const bytes = readFileSync("x.bin");
+const x = indexed ? new Int32Array(bytes.buffer, bytes.byteOffset, bytes.length / 4)
+                  : new Float32Array(bytes.buffer, bytes.byteOffset, bytes.length / 4);
+const net = create();
+if (!net.check()) throw new Error("its check fails");
+const rows = [];
+for (let k = 0; k < x.length; k += width) {
+  rows.push(net.step(indexed ? x[k] : x.subarray(k, k + width)));
+}
+const y = new Float32Array(rows.length * rows[0].length);
+rows.forEach((row, t) => y.set(row, t * row.length));
+writeFileSync("y.bin", Buffer.from(y.buffer));
+"""
+
+
+def _javascript(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None:
+    node = shutil.which("node")
+    if node is None:
+        return None
+    inputs = description["inputs"]
+    shutil.copyfile(path, folder / "net.mjs")
+    (folder / "run.mjs").write_text(_SCRIPT)
+    width = 1 if inputs["indexed"] else inputs["width"]
+
+    def play(chunks: Sequence[Array]) -> list[Array]:
+        kind = np.int32 if inputs["indexed"] else np.float32
+        (folder / "x.bin").write_bytes(np.concatenate(chunks).astype(kind).tobytes())
+        _run([node, "run.mjs", str(width), str(inputs["indexed"])], path, folder)
+        y = np.fromfile(folder / "y.bin", np.float32)
+        return [y.reshape(-1, description["outputs"]["width"])]
+
+    return play
+
+
+def _run(command: Sequence[str], path: Path, folder: Path | None = None) -> None:
+    done = subprocess.run(  # noqa: S603  # our own file, no shell
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ModelError(
+            f"{path.name}: {command[0]} refuses the file that was written; please report it:\n"
+            f"{done.stderr.strip()[:2000]}"
+        )
+
+
+_PLAYERS: dict[str, Callable[[Path, Mapping[str, Any], Path], _Play | None]] = {
+    "onnx": _onnx,
+    "c": _c,
+    "js": _javascript,
+}

@@ -1,0 +1,511 @@
+"""Exported files compute what the net computes, with a state of the caller's."""
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.deploy import export as exporting
+from throughtime.deploy import verify
+from throughtime.deploy.chain import Dense, read_chain
+from throughtime.errors import ConfigError, DataError, ModelError, StateError
+from throughtime.nn.affine import Affine
+
+STEPS = 3_000
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+FORMATS = [
+    "onnx",
+    pytest.param("c", marks=needs_compiler),
+    pytest.param("js", marks=needs_node),
+]
+LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": tt.nn.GRU,
+    "rnn": nn.RNN,
+    "relu": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
+}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, "two": {"num_layers": 2}, "bare": {"bias": False}}
+
+
+class Sigmoids(nn.Module):
+    """Explicit state, batch first, a function after the readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(3, 8, 2, batch_first=True)
+        self.readout = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        y, state = self.encoder(x, state)
+        return torch.sigmoid(self.readout(y)), state
+
+
+class Internal(nn.Module):
+    """The state stays in the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = nn.GRU(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(torch.tanh(self.layer(x)[0]))
+
+
+class LearnedStart(nn.Module):
+    """Starts from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = nn.GRU(3, 8), nn.Linear(8, 2)
+        self.start = nn.Parameter(torch.randn(8))
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.start.expand(1, lanes, 8).contiguous()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = self.layer(x, h)
+        return self.readout(y), h
+
+
+class Cells(nn.Module):
+    """A loop of cells: no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.readout = nn.LSTMCell(3, 8), nn.Linear(8, 2)
+
+    def initial_state(self, lanes: int) -> dict[str, Tensor]:
+        zeros = self.readout.weight.new_zeros(lanes, 8)
+        return {"h": zeros, "c": zeros.clone()}
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> Any:
+        h, c = state["h"], state["c"]
+        outputs: list[Tensor] = []
+        for step in x.unbind(0):
+            h, c = self.cell(step, (h, c))
+            outputs.append(self.readout(h))
+        return torch.stack(outputs), {"h": h, "c": c}
+
+
+class MinGRU(nn.Module):
+    """A parallel scan: no chain either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.readout = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.gate.weight.new_zeros(lanes, 8)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.sigmoid(self.gate(x))
+        y = tt.linear_scan(1 - z, z * self.value(x), h)
+        return self.readout(y), y[-1]
+
+
+def standardised() -> nn.Module:
+    first, last = Affine(3, inverse=False), Affine(2, inverse=True)
+    first.shift.fill_(1e4), first.scale.fill_(3), last.shift.fill_(5), last.scale.fill_(2)
+    return nn.Sequential(first, tt.nn.GRU(3, 8), nn.ELU(0.7), nn.Linear(8, 2), last)
+
+
+def between() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(3, 4), nn.LeakyReLU(0.2), nn.GRU(4, 8), nn.SiLU(), nn.RNN(8, 9), nn.ReLU()),
+        *(nn.Linear(9, 6, bias=False), nn.Softmax(-1)),
+    )
+
+
+def words() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Embedding(11, 5), nn.LSTM(5, 8), nn.Dropout(0.5), nn.Linear(8, 11)),
+        nn.LogSoftmax(-1),
+    )
+
+
+CHAINS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        f"{kind} {name}".strip(): lambda kind=kind, extra=extra: nn.Sequential(
+            LAYERS[kind](3, 8, **extra), nn.Linear(8, 2)
+        )
+        for kind, (name, extra) in itertools.product(LAYERS, VARIANTS.items())
+    },
+    "projected": lambda: nn.Sequential(nn.LSTM(3, 8, proj_size=5), nn.Linear(5, 2)),
+    "standardised": standardised,
+    "between": between,
+    "words": words,
+    "class": Sigmoids,
+    "internal": Internal,
+    "learned start": LearnedStart,
+    "bare layer": lambda: tt.nn.LSTM(3, 8),
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "cells": Cells,
+    "scan": MinGRU,
+    "normalised": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
+    "bare cell": lambda: nn.GRUCell(3, 5),
+}
+
+
+def example_of(module: nn.Module) -> Tensor:
+    if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Embedding):
+        return torch.randint(0, 11, (50,))
+    scaled = isinstance(module, nn.Sequential) and isinstance(module[0], Affine)
+    return torch.randn(50, 3) * (3 if scaled else 1) + (1e4 if scaled else 0)
+
+
+def exported(
+    folder: Path, make: Callable[[], nn.Module], name: str, steps: int = STEPS, **options: Any
+) -> tuple[tt.Carried, tt.Export]:
+    torch.manual_seed(0)
+    module = make()
+    net = tt.carry(module).eval()
+    return net, tt.export(net, folder / name, inputs=example_of(module), steps=steps, **options)
+
+
+@pytest.fixture(scope="module")
+def gru(tmp_path_factory: pytest.TempPathFactory) -> tuple[tt.Carried, Path]:
+    net, written = exported(tmp_path_factory.mktemp("gru"), CHAINS["gru two"], "gru.onnx")
+    return net, written.paths[0]
+
+
+def pieces(x: Any) -> Iterator[Any]:
+    """Chunks of 1, 2, 3, ... steps."""
+    at, size = 0, 1
+    while at < len(x):
+        yield x[at : at + size]
+        at, size = at + size, size + 1
+
+
+def close(got: Any, expected: Tensor) -> bool:
+    return bool(np.abs(np.asarray(got) - expected.numpy()).max() < 1e-6)
+
+
+QUICK = ["lstm two", "gru", "relu bare", "standardised", "between", "words", "class", "internal"]
+QUICK += ["learned start", "bare layer"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: Path) -> None:
+    _, written = exported(tmp_path, CHAINS[name], f"net.{kind}")
+    assert written.verification is not None
+    assert written.verification.steps == STEPS
+    assert written.verification.error < (1e-5 if name == "standardised" else 1e-6)
+    assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_file_agrees_for_100_000_steps(name: str, kind: str, tmp_path: Path) -> None:
+    _, written = exported(tmp_path, CHAINS[name], f"net.{kind}", steps=100_000)
+    assert written.verification is not None
+    assert written.verification.error < (1e-5 if name == "standardised" else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["cells", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS if n != "cells")]
+)
+def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
+    _, written = exported(tmp_path, OTHERS[name], "net.onnx")
+    assert written.verification is not None
+    assert written.verification.error < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["c", "js"])
+def test_what_is_no_chain_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'1', a LayerNorm"):
+        exported(tmp_path, OTHERS["normalised"], f"net.{kind}")
+    with pytest.raises(ModelError, match="Cells is no chain"):
+        exported(tmp_path, Cells, f"net.{kind}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*args: Any) -> Any:
+        chain = read_chain(*args)
+        dense = next(op for op in chain.operations if isinstance(op, Dense))
+        dense.weight[0, 0] += 1e-3
+        return chain
+
+    monkeypatch.setattr(exporting, "read_chain", other)
+    for name in ("net.onnx", "net.c", "net.js"):
+        with pytest.raises(ModelError, match=r"other|check"):
+            exported(tmp_path, CHAINS["lstm"], name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 8, 9, 33])
+@pytest.mark.parametrize(
+    "name", ["lstm two", "relu", pytest.param("cells", marks=pytest.mark.slow)]
+)
+def test_lanes_are_independent_in_onnx(name: str, lanes: int, tmp_path: Path) -> None:
+    net, written = exported(tmp_path, (CHAINS | OTHERS)[name], "net.onnx", steps=100)
+    x = torch.randn(60, lanes, 3)
+    session = tt.deploy.Session(written.paths[0], lanes)
+    got = np.concatenate([session(part.numpy()) for part in pieces(x)])
+    expected, _ = net(x, net.initial_state(lanes))
+    assert close(got, expected.detach())
+    session.reset(lanes=[lanes - 1])
+    again = session(x.numpy())
+    assert close(again[:, -1], expected[:, -1].detach())
+    if lanes > 1:
+        assert not close(again[:, 0], expected[:, 0].detach())
+
+
+def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[tt.Carried, Path], tmp_path: Path):
+    x = np.random.default_rng(0).standard_normal((40, 2, 3)).astype(np.float32)
+    session = tt.deploy.Session(gru[1], 2)
+    session(x[:17])
+    session.save(tmp_path / "state.npz")
+    expected = session(x[17:])
+    other = tt.deploy.Session(gru[1], 2)
+    other.load(tmp_path / "state.npz")
+    assert np.array_equal(other(x[17:]), expected)
+    with pytest.raises(StateError, match="with 3 lanes"):
+        tt.deploy.Session(gru[1], 3).load(tmp_path / "state.npz")
+    _, written = exported(tmp_path, CHAINS["gru"], "other.onnx", steps=0)
+    with pytest.raises(StateError, match="another net"):
+        tt.deploy.Session(written.paths[0], 2).load(tmp_path / "state.npz")
+    content = (tmp_path / "state.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[:200])
+    with pytest.raises(StateError, match="not a readable state"):
+        session.load(tmp_path / "cut.npz")
+
+
+def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[tt.Carried, Path]) -> None:
+    x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    first = tt.deploy.Session(gru[1])
+    expected = first(x)
+    second = tt.deploy.Session(gru[1], like=first)
+    assert np.array_equal(second(x), expected)
+    assert not np.array_equal(first(x), expected)
+    kept = first.state
+    first(x)
+    assert all(np.array_equal(kept[k], v) for k, v in second.state.items()) is False
+    assert any(not np.array_equal(kept[k], v) for k, v in first.state.items())
+
+
+@pytest.mark.parametrize("on_nan", ["hold", "reset"])
+def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> None:
+    net, path = gru
+    x = torch.randn(30, 3, 3)
+    for step, lane in ((0, 1), (7, 0), (8, 0), (12, 2), (29, 1)):
+        x[step, lane, 1] = torch.nan
+    predictor = tt.Predictor(net, lanes=3, on_nan=on_nan)
+    session = tt.deploy.Session(path, 3, on_nan=on_nan)
+    for part in (x[:9], x[9:10], x[10:]):
+        expected = predictor(part).numpy()
+        np.testing.assert_allclose(session(part.numpy()), expected, atol=1e-6, equal_nan=True)
+    tail = torch.randn(5, 3, 3)
+    assert close(session(tail.numpy()), predictor(tail))
+    with pytest.raises(DataError, match="step 0 of the call, lane 1"):
+        tt.deploy.Session(path, 3)(x.numpy())
+
+
+def test_one_step_at_a_time_equals_chunks(gru: tuple[tt.Carried, Path]) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 2, 3)).astype(np.float32)
+    chunks, steps = tt.deploy.Session(gru[1], 2), tt.deploy.Session(gru[1], 2)
+    got = np.stack([steps.step(row) for row in x])
+    np.testing.assert_allclose(got, chunks(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.zeros((5, 2, 4), np.float32), r"\(5, 2, 4\).*expected \('T', 2, 3\) float32"),
+        (np.zeros((5, 1, 3), np.float32), "lanes=B"),
+        (np.zeros((0, 2, 3), np.float32), r"\(0, 2, 3\)"),
+        (np.zeros((5, 2, 3), np.complex64), "complex64"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: Any, message: str, gru: Any) -> None:
+    session = tt.deploy.Session(gru[1], 2)
+    before = session.state
+    with pytest.raises(DataError, match=message):
+        session(x)
+    assert all(np.array_equal(before[name], leaf) for name, leaf in session.state.items())
+
+
+def test_a_file_cut_short_edited_or_foreign_is_refused(gru: Any, tmp_path: Path) -> None:
+    content = gru[1].read_bytes()
+    at = content.index(b'"rate"')
+    version = content.replace(b"throughtime.export/1", b"throughtime.export/9")
+    weight = bytearray(content)
+    weight[len(content) // 5] ^= 1
+    cases = {
+        "cut": (content[:-7], "cut short"),
+        "empty": (b"", "cut short"),
+        "foreign": (b"not onnx at all", "no ONNX file that tt.export wrote"),
+        "edited": (content[:at] + b'"rat3"' + content[at + 6 :], "SHA-256|was changed"),
+        "version": (version, "export/9"),
+        "bit": (bytes(weight), "SHA-256"),
+    }
+    for name, (changed, message) in cases.items():
+        path = tmp_path / f"{name}.onnx"
+        path.write_bytes(changed)
+        with pytest.raises(ModelError, match=message):
+            tt.deploy.Session(path)
+    with pytest.raises(ModelError, match="cannot be read"):
+        tt.deploy.Session(tmp_path / "missing.onnx")
+
+
+def test_a_runtime_that_computes_something_else_is_found(gru: Any, tmp_path: Path) -> None:
+    """As if the runtime's LSTM had another order of gates: the vector says other outputs."""
+    from throughtime.deploy import _protobuf, metadata
+
+    body, text = _protobuf.split_metadata(gru[1].read_bytes(), metadata.KEY)
+    description = json.loads(text)
+    del description["sha256"]
+    description["conformance"]["outputs"][0] += 0.01
+    sealed = json.dumps(metadata.seal(description, body), separators=(",", ":"))
+    path = tmp_path / "other.onnx"
+    path.write_bytes(body + _protobuf.metadata_entry(metadata.KEY, sealed))
+    with pytest.raises(ModelError, match="computes other outputs"):
+        tt.deploy.Session(path)
+
+
+def test_a_session_imports_no_torch(gru: tuple[tt.Carried, Path]) -> None:
+    code = (
+        "import sys, numpy as np; from throughtime.deploy import Session;"
+        f"y = Session({str(gru[1])!r})(np.zeros((4, 3), np.float32));"
+        "assert y.shape == (4, 2); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
+    names = ["no */ beat", 'a "beat"']
+    for name in ("my-net.2.onnx", "my-net.2.c", "my-net.2.js"):
+        _, written = exported(tmp_path, CHAINS["lstm"], name, rate=360, classes=names)
+        assert written.verification is not None
+    description = tt.deploy.Session(tmp_path / "my-net.2.onnx").description
+    assert description["outputs"] == {"width": 2, "meaning": "logits", "classes": names}
+    assert description["rate"] == 360
+    assert [(leaf["name"], leaf["shape"]) for leaf in description["state"]] == [
+        ("0.h", [1, "B", 8]),
+        ("0.c", [1, "B", 8]),
+    ]
+    source = (tmp_path / "my-net.2.c").read_text()
+    assert "my_net_2_step(my_net_2_state *s" in source
+    header = (tmp_path / "my-net.2.h").read_text()
+    assert json.loads(re.findall(r"\{.*\}", header)[0])["rate"] == 360
+
+
+def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
+    net = tt.carry(CHAINS["lstm"]())
+    x = torch.randn(10, 3)
+    with pytest.raises(ConfigError, match=r"expected .onnx, .c or .js"):
+        tt.export(net, tmp_path / "net.pt", inputs=x)
+    with pytest.raises(ConfigError, match="float32"):
+        tt.export(net, tmp_path / "net.c", inputs=x, dtype="float64")
+    with pytest.raises(ConfigError, match="3 classes"):
+        tt.export(net, tmp_path / "net.c", inputs=x, classes=("a", "b", "c"))
+    with pytest.raises(DataError, match="expected an example"):
+        tt.export(net, tmp_path / "net.c", inputs=x[0])
+    with torch.no_grad():
+        net.module[0].weight_hh_l0[0, 0] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        tt.export(net, tmp_path / "net.c", inputs=x)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["lstm two", "gru", "between", "words", "projected"])
+def test_c_gives_the_same_bits_at_every_optimisation(name: str, tmp_path: Path) -> None:
+    net, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
+    source, width = written.paths[0], read_width(written.paths[1])
+    indexed = name == "words"
+    random = np.random.default_rng(0)
+    x = random.integers(0, 11, 2_000) if indexed else random.standard_normal((2_000, 3))
+    description = {
+        "inputs": {"indexed": indexed},
+        "outputs": {"width": width},
+        "state": [
+            {"shape": [1, 1, leaf.numel()]} for _, leaf in tt.state.leaves(net.initial_state(1))
+        ],
+    }
+    hashes: set[str] = set()
+    for level in ("-O0", "-O1", "-O2", "-O3", "-Os"):
+        library = tmp_path / f"net{level}.so"
+        command = ["gcc", *verify.C_FLAGS, level, "-shared", "-fPIC", str(source)]
+        subprocess.run([*command, "-o", str(library)], check=True)
+        (y,) = verify.play_c(library, "net", description, [x])
+        hashes.add(hashlib.sha256(y.tobytes()).hexdigest())
+    assert len(hashes) == 1
+
+
+def read_width(header: Path) -> int:
+    return int(re.findall(r"NET_OUTPUTS = (\d+)", header.read_text())[0])
+
+
+MAIN = """
+#include "net.h"
+#include <math.h>
+#include <stdio.h>
+int main(void) {
+  net_state s;
+  float x[3] = {NAN, INFINITY, -1e30f}, y[2];
+  net_reset(&s);
+  if (net_check()) return 1;
+  net_step(&s, x, y);
+  if (y[0] == y[0]) return 2; /* NaN is carried */
+  net_reset(&s);
+  x[0] = x[1] = 1e30f;
+  net_step(&s, x, y);
+  if (y[0] != y[0]) return 3;
+  return net_check();
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["lstm two", "gru", "rnn", "relu", "class"])
+def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: Path) -> None:
+    exported(tmp_path, CHAINS[name], "net.c", steps=10)
+    (tmp_path / "main.c").write_text(MAIN)
+    flags = [*verify.C_FLAGS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = ["gcc", *flags, "net.c", "main.c", "-o", "main"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    environment = {"ASAN_OPTIONS": "detect_leaks=0"}
+    subprocess.run([tmp_path / "main"], check=True, env=environment)
+    for level in ("-O0", "-O3"):
+        subprocess.run(["gcc", *verify.C_FLAGS, level, "-c", "net.c"], cwd=tmp_path, check=True)
+        symbols = subprocess.run(
+            ["nm", "--undefined-only", "net.o"], cwd=tmp_path, check=True, capture_output=True
+        ).stdout.decode()
+        assert {line.split()[-1] for line in symbols.splitlines()} <= {"memcpy", "memset"}
+
+
+@needs_node
+def test_javascript_carries_nan_and_is_reset(tmp_path: Path) -> None:
+    exported(tmp_path, CHAINS["lstm"], "net.js", steps=10)
+    shutil.copyfile(tmp_path / "net.js", tmp_path / "net.mjs")
+    script = """
+import { create, description } from "./net.mjs";
+const [a, b] = [create(), create()];
+const first = a.step([1, 2, 3]);
+a.step([NaN, 0, 0]);
+if (!Number.isNaN(a.step([1, 2, 3])[0])) throw new Error("NaN is lost");
+if (b.step([1, 2, 3])[0] !== first[0]) throw new Error("the state is shared");
+a.reset();
+if (a.step([1, 2, 3])[0] !== first[0]) throw new Error("reset");
+if (!a.check() || description.inputs.width !== 3) throw new Error("check");
+try { a.step([1, 2]); throw new Error("no"); } catch (e) { if (!(e instanceof RangeError)) throw e; }
+"""
+    (tmp_path / "run.mjs").write_text(script)
+    subprocess.run(["node", "run.mjs"], cwd=tmp_path, check=True)
