@@ -55,7 +55,7 @@ def test_every_block_of_a_page_is_of_a_kind_that_is_run() -> None:
             r"^```(\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
         )
     }
-    assert kinds == {"bash", "python"}
+    assert kinds == {"bash", "python", "c", "javascript"}  # the last two by test_deploy.py
 
 
 def commands() -> list[str]:
@@ -78,11 +78,12 @@ def test_the_commands_of_the_pages_run(
     mine = [line for line in commands() if line.startswith("throughtime")]
     for line in mine:
         words = shlex.split(re.sub(r"--updates \d+", "--updates 3", line))
+        words += ["--steps", "1000"] if words[1] == "export" else []
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code in {0, None}, capsys.readouterr().err
-    assert len(mine) == 4
+    assert len(mine) == 7
     assert np.load(tmp_path / "200.npy").shape == (900, 3)
 
 

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, audit, doctor, demo.
+"""The commands: train, eval, predict, export, audit, doctor, demo.
 
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
@@ -256,6 +256,32 @@ def predict(
     if skipped:
         steps = "step" if skipped == 1 else "steps"
         out.print(f"{skipped:,} {steps} without an answer: their inputs are NaN or infinite")
+
+
+@app.command()
+def export(
+    run: _Run,
+    out: Annotated[Path, _option("The file to write: .onnx, .c (and .h), .js.", flag="--out")],
+    to: Annotated[
+        Literal["onnx", "c", "js"] | None, _option("The format.", "by the suffix of --out")
+    ] = None,
+    check: Annotated[
+        Path | None, _option("Verify the file on this recording as well, step by step.")
+    ] = None,
+    steps: Annotated[int, _option("Random steps to verify the file on; 0 for none.")] = 100_000,
+) -> None:
+    """Write a trained model, its state inside, as a file that runs without Python."""
+    from throughtime.app.console import out as console
+    from throughtime.app.export import export_run
+    from throughtime.app.run_folder import RunFolder
+
+    written = export_run(RunFolder(run), out, to, check, steps)
+    console.print(f"{', '.join(map(str, written.paths))} written")
+    if written.verification is not None:
+        steps, error = written.verification
+        console.print(f"verified: {steps:,} steps, largest difference {error:.1g}")
+    for remark in written.remarks:
+        console.print(remark)
 
 
 def _static_features(text: str) -> dict[str, float]:

@@ -124,7 +124,7 @@ def collect_statistics(
     for recording in recordings:
         missing, first, checksum = 0, "", StepChecksum()
         for start, steps in read_blocks(recording):
-            inputs = _features(steps)
+            inputs = features(steps)
             width = width or (recording.name, inputs.shape[1])
             if inputs.shape[1] != width[1]:
                 raise DataError(
@@ -162,7 +162,7 @@ def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
         yield start, recording.read(start, min(start + count, len(recording)))
 
 
-def _features(steps: StepArrays) -> Array:
+def features(steps: StepArrays) -> Array:
     """Inputs and static features side by side, `(n, D)`."""
     inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
     if steps.static is None:

@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
     start: Array
 
 
-class Scale(NamedTuple):
+class Rescale(NamedTuple):
     """`(x - shift) / scale`, or `x * scale + shift` where it is the inverse; both `(D,)`."""
 
     shift: Array
@@ -87,7 +87,7 @@ class Recurrence(NamedTuple):
         return self.hh.shape[1]
 
 
-Operation: TypeAlias = Scale | Lookup | Dense | Pointwise | Recurrence
+Operation: TypeAlias = Rescale | Lookup | Dense | Pointwise | Recurrence
 # The functions that writers know, the values of `parameter` being a slope or an alpha
 POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
@@ -165,7 +165,7 @@ def read_chain(net: Carried, inputs: Tensor, dtype: np.dtype[Any]) -> Chain:
             )
         states = net.initial_state(1, like=inputs)
         names = {child: name for name, child in net.module.named_modules()}
-        reader = _Reader(dtype, names)
+        reader = _Translator(dtype, names)
         layers, own = reader.layers(net, structure, states)
         operations: list[Operation] = []
         for call in structure.operations:
@@ -198,7 +198,7 @@ def _columns(operations: Sequence[Operation]) -> int:
     raise ModelError("the net has no recurrent layer")
 
 
-class _Reader:
+class _Translator:
     """Translates calls of a structure into operations."""
 
     def __init__(self, dtype: np.dtype[Any], names: dict[nn.Module, str]) -> None:
@@ -226,7 +226,7 @@ class _Reader:
             for child in module.children():
                 yield from self._of_module(child)
         elif isinstance(module, Affine):
-            yield Scale(self.array(module.shift), self.array(module.scale), module.inverse)
+            yield Rescale(self.array(module.shift), self.array(module.scale), module.inverse)
         elif kind is nn.Linear:
             bias = module._parameters["bias"]
             yield Dense(

@@ -17,12 +17,11 @@ from throughtime import state as trees
 from throughtime._files import write_together
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.deploy import metadata
-from throughtime.deploy.c import write_c
 from throughtime.deploy.chain import Chain, Pointwise, read_chain
-from throughtime.deploy.javascript import write_javascript
 from throughtime.deploy.onnx import write_onnx
 from throughtime.deploy.scan import write_scan
-from throughtime.deploy.verify import Verification, verify
+from throughtime.deploy.source import write_c, write_javascript
+from throughtime.deploy.verify import Verification, random_steps, verify
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.predict import running
 from throughtime.state import State
@@ -62,6 +61,7 @@ def export(
     classes: Sequence[str] = (),
     dtype: Literal["float32", "float64"] = "float32",
     steps: int = 100_000,
+    check: Any = None,
     details: Mapping[str, Any] | None = None,
 ) -> Export:
     """Write the net as a file that runs without Python, its state explicit.
@@ -82,7 +82,8 @@ def export(
         rate: steps per second, for the description.
         classes: names of the outputs.
         dtype: of weights, state and outputs.
-        steps: to verify; 0 for none.
+        steps: random ones to verify; 0 for none.
+        check: a recording to verify on as well, inputs `(T, D)` or indices `(T,)`.
         details: more entries of the description, such as names of columns.
 
     Raises:
@@ -93,11 +94,12 @@ def export(
     Cost: writing takes milliseconds; verifying takes a forward pass of `steps` steps, twice.
 
     Example:
-        >>> import torch, throughtime as tt
+        >>> import tempfile, torch, throughtime as tt
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))
-        >>> written = tt.export(net, "beat.c", inputs=torch.randn(100, 3))  # doctest: +SKIP
-        >>> written.paths  # doctest: +SKIP
-        (PosixPath('beat.c'), PosixPath('beat.h'))
+        >>> path = tempfile.mkdtemp() + "/beat.c"
+        >>> written = tt.export(net, path, inputs=torch.randn(100, 3), steps=0)
+        >>> [file.name for file in written.paths]
+        ['beat.c', 'beat.h']
     """
     net, path = require_carried(net), Path(path)
     kind = to or _SUFFIXES.get(path.suffix.lower())
@@ -126,12 +128,15 @@ def export(
             files = {".onnx": write_scan(net, example, description, path.stem)}
     named = {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
     verification = None
-    if steps:
+    if steps or check is not None:
+        x = random_steps(description, steps)
+        if check is not None:
+            x = np.concatenate([x, _example(check)[:, 0].numpy().astype(x.dtype)])
         with tempfile.TemporaryDirectory() as folder:
             trial = [Path(folder) / p.name for p in named]
             for temporary, content in zip(trial, named.values(), strict=True):
                 temporary.write_bytes(content)
-            verification = verify(net, kind, trial[0], description, steps)
+            verification = verify(net, kind, trial[0], description, x)
     write_together(named)
     return Export(tuple(named), kind, verification, _remarks(kind, verification, steps))
 

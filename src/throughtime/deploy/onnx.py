@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from throughtime.deploy._protobuf import field, metadata_entry
-from throughtime.deploy.chain import Chain, Dense, Lookup, Pointwise, Recurrence, Scale
+from throughtime.deploy.chain import Chain, Dense, Lookup, Pointwise, Recurrence, Rescale
 from throughtime.deploy.metadata import KEY, seal
 from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 
@@ -111,7 +111,7 @@ class _Graph:
     def _add(self, operation: Any, x: str, name: str, y: str) -> str:
         """Add the nodes that map the value `x` to `y`."""
         match operation:
-            case Scale(shift, scale, inverse):
+            case Rescale(shift, scale, inverse):
                 first, second = (scale, shift) if inverse else (shift, scale)
                 operators = ("Mul", "Add") if inverse else ("Sub", "Div")
                 self._node(operators[0], [x, self._constant(f"{name}.a", first)], [f"{name}.t"])

@@ -47,8 +47,13 @@ class Session:
             something else.
 
     Example:
-        >>> session = tt.deploy.Session("beat.onnx")  # doctest: +SKIP
-        >>> y = session(x)  # (T, D) to (T, C), and the state is kept  # doctest: +SKIP
+        >>> import tempfile, torch, throughtime as tt
+        >>> path = tempfile.mkdtemp() + "/net.onnx"
+        >>> net = tt.carry(torch.nn.GRU(3, 8))
+        >>> written = tt.export(net, path, inputs=torch.randn(50, 3), steps=100)
+        >>> session = tt.deploy.Session(path)
+        >>> session(torch.zeros(5, 3).numpy()).shape  # the state is kept
+        (5, 8)
     """
 
     def __init__(

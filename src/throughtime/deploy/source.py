@@ -1,9 +1,18 @@
-"""What the writers of source code share: names, constants and operations for their templates.
+"""Source code of chains: C99, and an ES module of JavaScript.
 
-A template gets the same operations in every language, each with the names of its inputs, outputs
-and constants. Matrices are stored column by column, so that a product adds columns to the biases.
+C: one source and its header, without heap and without libm. Weights are constants, written in
+hexadecimal, so no digit is lost; the state is a struct of the caller's. With `-ffp-contract=off`
+every optimisation level gives the same bits, since each sum has one order and each function is
+computed from additions, products and quotients alone: e^x by its series after a reduction by powers
+of 2, tanh by Lambert's continued fraction near 0, ln by the series of artanh.
+
+JavaScript: weights and state are float32, sums are double.
+
+The templates of both get the same operations, each with the names of its inputs, outputs and
+constants. Matrices are stored column by column, so that a product adds columns to the biases.
 """
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +31,7 @@ from throughtime.deploy.chain import (
     Operation,
     Pointwise,
     Recurrence,
-    Scale,
+    Rescale,
 )
 from throughtime.kernels.cells import GRU, LSTM, RNN_RELU
 
@@ -34,9 +43,51 @@ _KEYWORDS = frozenset(
         *("switch", "typedef", "union", "unsigned", "void", "volatile", "while"),
     ]
 )
+# Of functions of each value v, {} being their parameter
+_C_EXPRESSIONS = {
+    "tanh": "tangent(v)",
+    "relu": "v < 0.f ? 0.f : v",
+    "sigmoid": "sigmoid(v)",
+    "silu": "v * sigmoid(v)",
+    "leaky_relu": "v < 0.f ? v * (float){} : v",
+    "elu": "v < 0.f ? (float){} * (exponential(v) - 1.f) : v",
+}
+_JS_EXPRESSIONS = {
+    "tanh": "Math.tanh(v)",
+    "relu": "Math.max(0, v)",
+    "sigmoid": "sigmoid(v)",
+    "silu": "v * sigmoid(v)",
+    "leaky_relu": "v < 0 ? v * {} : v",
+    "elu": "v < 0 ? {} * Math.expm1(v) : v",
+}
+_LINE = 8  # numbers
 
 
-def template_values(
+def write_c(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    """The source and the header, by suffix; `name` is that of the file."""
+    values = _template_values(chain, description, name, _C_EXPRESSIONS)
+    values |= {
+        "header": f"{name}.h",
+        "kind": "int32_t" if chain.is_indexed else "float",
+        "arrays": [
+            {"name": key, "size": array.size, "text": _numbers(array)}
+            for key, array in values["arrays"].items()
+        ],
+    }
+    return {suffix: _render(f"net{suffix}.j2", values) for suffix in (".c", ".h")}
+
+
+def write_javascript(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    """The module, by suffix; `name` is that of the file."""
+    values = _template_values(chain, description, name, _JS_EXPRESSIONS)
+    values["arrays"] = [
+        {"name": key, "text": base64.b64encode(array.astype("<f4").tobytes()).decode()}
+        for key, array in values["arrays"].items()
+    ]
+    return {".js": _render("net.js.j2", values)}
+
+
+def _template_values(
     chain: Chain, description: Mapping[str, Any], name: str, expressions: Mapping[str, str]
 ) -> dict[str, Any]:
     """The values of a template.
@@ -77,7 +128,7 @@ def template_values(
     }
 
 
-def render(template: str, values: Mapping[str, Any]) -> bytes:
+def _render(template: str, values: Mapping[str, Any]) -> bytes:
     """The file that a template gives."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -88,6 +139,13 @@ def render(template: str, values: Mapping[str, Any]) -> bytes:
         autoescape=False,  # noqa: S701  # no HTML; names of the user's are escaped in _comment
     )
     return environment.get_template(template).render(values).encode()
+
+
+def _numbers(array: Array) -> str:
+    """Hexadecimal constants, some of them a line."""
+    texts = [f"{float(value).hex()}f" for value in array.ravel()]
+    rows = (texts[at : at + _LINE] for at in range(0, len(texts), _LINE))
+    return ",\n".join("  " + ", ".join(row) for row in rows)
 
 
 def identifier(text: str) -> str:
@@ -152,7 +210,7 @@ def _arrays(
 
 def _constants(operation: Operation) -> Iterator[tuple[str, Array]]:
     match operation:
-        case Scale(shift, scale):
+        case Rescale(shift, scale):
             yield from (("shift", shift), ("scale", scale))
         case Lookup(table):
             yield "table", table
@@ -197,7 +255,7 @@ def _operation(
     operation: Operation, width: int, fields: Mapping[str, str], expressions: Mapping[str, str]
 ) -> dict[str, Any]:
     match operation:
-        case Scale(_, _, inverse):
+        case Rescale(_, _, inverse):
             return {"kind": "scale", "rows": width, "inverse": inverse}
         case Lookup(table):
             return {"kind": "lookup", "rows": table.shape[1]}

@@ -41,16 +41,16 @@ def verify(
     kind: str,
     path: Path,
     description: Mapping[str, Any],
-    steps: int,
+    x: Array,
 ) -> Verification | None:
-    """Play random steps on both in chunks of random lengths.
+    """Play steps on both, on the file in chunks of random lengths.
 
     Args:
         net: that was exported.
         kind: the format.
         path: the file.
-        description: of the file: means and deviations of the random steps.
-        steps: to play.
+        description: of the file.
+        x: the steps, `(T, D)` or `(T,)` indices.
 
     Returns:
         None if there is nothing to run the file with.
@@ -62,25 +62,27 @@ def verify(
         play = _PLAYERS[kind](path, description, Path(folder))
         if play is None:
             return None
-        inputs = description["inputs"]
-        random = np.random.default_rng(0)
-        if inputs["indexed"]:
-            x = random.integers(0, inputs["width"], steps)
-        else:
-            values = random.standard_normal((steps, inputs["width"]))
-            x = (values * inputs["scale"] + inputs["shift"]).astype(inputs["dtype"])
-        cuts = np.cumsum(random.integers(1, _LONGEST, steps))
-        got = np.concatenate(play(np.split(x, cuts[cuts < steps])))
+        cuts = np.cumsum(np.random.default_rng(0).integers(1, _LONGEST, len(x)))
+        got = np.concatenate(play(np.split(x, cuts[cuts < len(x)])))
     expected = _expected(net, x)
     size = max(1.0, float(np.abs(expected).max()))
     error = float(np.abs(got - expected).max())
-    if not error <= TOLERANCE[inputs["dtype"]] * size:
+    if not error <= TOLERANCE[description["inputs"]["dtype"]] * size:
         raise ModelError(
             f"{path.name}: the file gives other outputs than the net, by {error:.2g} in"
-            f" {steps:,} random steps (outputs up to {size:.2g}); no file was left. Does the net"
-            " compute something beside its layers? Please report it with print(net)"
+            f" {len(x):,} steps (outputs up to {size:.2g}); no file was left. Does the net compute"
+            " something beside its layers? Please report it with print(net)"
         )
-    return Verification(steps, error)
+    return Verification(len(x), error)
+
+
+def random_steps(description: Mapping[str, Any], steps: int) -> Array:
+    """Random inputs with the means and deviations of the description, or random indices."""
+    inputs, random = description["inputs"], np.random.default_rng(0)
+    if inputs["indexed"]:
+        return random.integers(0, inputs["width"], steps)
+    values = random.standard_normal((steps, inputs["width"]))
+    return (values * inputs["scale"] + inputs["shift"]).astype(inputs["dtype"])
 
 
 def _expected(net: Carried, x: Array) -> Array:

@@ -1,0 +1,76 @@
+"""`throughtime export`: the trained model of a run as a file that runs without Python."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from throughtime.app.data_statistics import features
+from throughtime.app.evaluate import open_recording
+from throughtime.app.model import ModelSpec, load_model, one_thread
+from throughtime.app.run_folder import RunFolder
+from throughtime.carry.carried import Carried
+from throughtime.deploy.export import Export, export
+from throughtime.nn.affine import Affine
+from throughtime.stream import Recording
+
+_STEPS = 1_000  # of the example
+
+
+def export_run(
+    folder: RunFolder,
+    out: Path,
+    to: Literal["onnx", "c", "js"] | None = None,
+    check: Path | None = None,
+    steps: int = 100_000,
+) -> Export:
+    """Write the model of a run; see `tt.export`.
+
+    Args:
+        folder: of the run.
+        out: the file to write; its suffix names the format, unless `to` does.
+        to: the format.
+        check: a recording with the input columns of the run, on which the file is verified too.
+        steps: random ones to verify on.
+
+    Raises:
+        ModelError: the model cannot be written in this format, or the file differs from it.
+        DataError: a recording that the model does not fit.
+    """
+    net, spec = load_model(folder.model)
+    layout = spec.layout
+    recording = None if check is None else open_recording([check], spec)
+    rate = layout.rate / layout.frame_size if layout.rate is not None else None
+    details = {
+        "task": layout.task,
+        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(layout.targets)},
+        "rows_per_step": layout.frame_size,
+    }
+    with one_thread(when=spec.is_small(lanes=1)):
+        return export(
+            net,
+            out,
+            inputs=_example(net, spec),
+            to=to,
+            steps=steps,
+            rate=rate,
+            classes=spec.classes,
+            check=None if recording is None else _inputs(recording, spec),
+            details=details,
+        )
+
+
+def _example(net: Carried, spec: ModelSpec) -> Tensor:
+    """Inputs with the means and deviations of the training split."""
+    x = torch.randn(_STEPS, spec.features, dtype=torch.float64)
+    standardise: Any = next((m for m in net.modules() if isinstance(m, Affine)), None)
+    if standardise is None:
+        return x
+    return x * standardise.scale.double() + standardise.shift.double()
+
+
+def _inputs(recording: Recording, spec: ModelSpec) -> Tensor:
+    """The inputs of a whole recording with its static features, `(T, D)`."""
+    rows = features(recording.read(0, len(recording)))
+    return torch.from_numpy(rows).to(spec.torch_dtype)
