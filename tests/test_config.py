@@ -10,8 +10,9 @@ import pytest
 from typer.main import get_command
 
 from throughtime.app.cli import app
-from throughtime.app.config import make_config, read_toml
+from throughtime.app.config import make_config
 from throughtime.app.flags import as_flags, check_options, to_settings
+from throughtime.app.values import read_toml
 from throughtime.errors import ConfigError
 
 

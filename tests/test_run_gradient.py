@@ -21,12 +21,13 @@ from test_run import (
     settings,
     write_recordings,
 )
-from throughtime.app.config import make_config, read_toml
+from throughtime.app.config import make_config
 from throughtime.app.flags import merge_settings
 from throughtime.app.model import load_model
 from throughtime.app.policy import make_policy, resolve_gradient
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
+from throughtime.app.values import read_toml
 from throughtime.errors import ConfigError
 
 OWN = '''

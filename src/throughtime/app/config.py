@@ -4,18 +4,17 @@ This module imports no torch, so that `throughtime --help` is instant.
 """
 
 import difflib
-import json
 import math
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from throughtime.app.values import convert, weights_by_class
+from throughtime.app.user_class import is_reference
+from throughtime.app.values import convert, toml_lines, weights_by_class
 from throughtime.errors import ConfigError
 
 DEFAULT_STRIDE = 100
+MODEL_NAMES = ("lstm", "gru", "rnn")
 POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
 # Settings that are short for an argument of a gradient policy, and the policies that have it.
 _SHORT = {
@@ -129,7 +128,13 @@ class Config:
         0.2,
         share=True,
     )
-    model: Literal["lstm", "gru", "rnn"] = _setting("Model", "The recurrent layer.", "lstm")
+    model: str = _setting(
+        "Model",
+        f"The recurrent layer: {', '.join(MODEL_NAMES)}; or your own module as FILE.py:Class, made"
+        " with those of inputs, outputs, hidden, layers and dropout that it takes.",
+        "lstm",
+        words=MODEL_NAMES,
+    )
     hidden: int = _setting("Model", "Width of the recurrent layers.", 64, minimum=1)
     layers: int = _setting("Model", "Number of recurrent layers.", 1, minimum=1)
     dropout: float = _setting(
@@ -267,6 +272,7 @@ class Config:
             object.__setattr__(self, "stride", DEFAULT_STRIDE)
         faults = [
             *self._range_faults(),
+            *_name_faults("model", self.model, MODEL_NAMES),
             *self._gradient_faults(),
             *self._label_faults(),
             *self._stream_faults(),
@@ -310,7 +316,7 @@ class Config:
         arguments = settings.pop("gradient_args", {})
         if arguments:
             arguments = {"policy": settings.pop("gradient"), **arguments}
-        return _toml_lines(settings) + ("\n[gradient]\n" + _toml_lines(arguments)) * bool(arguments)
+        return toml_lines(settings) + ("\n[gradient]\n" + toml_lines(arguments)) * bool(arguments)
 
     def _range_faults(self) -> Iterator[str]:
         for setting in fields(self):
@@ -333,12 +339,9 @@ class Config:
 
     def _gradient_faults(self) -> Iterator[str]:
         """The policy's name, and settings that do not go with it."""
-        own = ".py:" in self.gradient
-        if not own and self.gradient not in POLICY_NAMES:
-            names = ", ".join(POLICY_NAMES)
-            near = difflib.get_close_matches(self.gradient.lower(), POLICY_NAMES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"gradient={self.gradient!r}: expected {names}, or FILE.py:Class{hint}"
+        own = is_reference(self.gradient)
+        if unknown := _name_faults("gradient", self.gradient, POLICY_NAMES):
+            yield from unknown
             return
         for name, policies in _SHORT.items():
             value = getattr(self, name)
@@ -440,36 +443,13 @@ class Config:
             )
 
 
-def _toml_lines(settings: Mapping[str, Any]) -> str:
-    return "".join(
-        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()
-    )
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file, unchecked.
-
-    A table `[gradient]` becomes `gradient`, its key `policy`, and `gradient_args`, its other keys.
-
-    Raises:
-        ConfigError: the file is missing or is not TOML.
-    """
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML ({error}); text needs quotes") from error
-    table = settings.get("gradient")
-    if isinstance(table, dict):
-        name = table.pop("policy", None)
-        settings |= {"gradient": name, "gradient_args": table}
-        if name is None:
-            raise ConfigError(
-                f'{path}: the table [gradient] has no policy; write policy = "adaptive", or'
-                ' policy = "FILE.py:Class"'
-            )
-    return settings
+def _name_faults(setting: str, value: str, names: Sequence[str]) -> list[str]:
+    """The fault of a value that is neither one of the names nor a class in a file, if it is."""
+    if value in names or is_reference(value):
+        return []
+    near = difflib.get_close_matches(value.lower(), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return [f"{setting}={value!r}: expected {', '.join(names)}, or FILE.py:Class{hint}"]
 
 
 def counted(count: int, noun: str) -> str:

@@ -194,9 +194,10 @@ def _print_start(training: Training) -> None:
     outputs = (
         f"classes {listed(spec.classes)}" if spec.classes else f"targets {listed(layout.targets)}"
     )
+    model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
     ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
     out.print(
-        f"inputs {inputs}; {outputs}; {spec.model} of {spec.layers} x {spec.hidden};"
+        f"inputs {inputs}; {outputs}; {model};"
         f" {describe_policy(training.policy)}{ranks if training.team.count > 1 else ''}"
     )
     if config.gradient == "exact" and config.update_steps() is None:

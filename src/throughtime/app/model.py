@@ -18,17 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
-from throughtime.app.config import Config
+from throughtime.app.config import Config, counted
 from throughtime.app.data_statistics import Statistics, class_name, sorted_classes
 from throughtime.app.recordings import DataLayout, SourceRecording
 from throughtime.app.run_folder import from_plain, load_tensors, one_line
+from throughtime.app.user_class import (
+    ClassReference,
+    is_reference,
+    kept_class,
+    make_user_model,
+    model_arguments,
+)
 from throughtime.app.values import weights_by_class
 from throughtime.carry.carried import Carried, carry
-from throughtime.errors import ConfigError, RunError, listed
+from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine
-from throughtime.predict import predict
+from throughtime.predict import predict, running
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array
@@ -49,7 +56,7 @@ class ModelSpec:
 
     Attributes:
         layout: how to read files for it; its columns are resolved.
-        model: the recurrent layer.
+        model: the recurrent layer, or the file and the class of a user's module.
         hidden: its width.
         layers: their number.
         features: inputs of a step, static features included.
@@ -57,11 +64,12 @@ class ModelSpec:
         classes: their names; empty for a regression.
         dtype: of weights and inputs.
         dropout: the share of the outputs of each layer that training replaces by 0.
+        sha256: of the file of a user's module.
         update: the one that the weights are of; 0 in training.
     """
 
     layout: DataLayout
-    model: Literal["lstm", "gru", "rnn"]
+    model: str
     hidden: int
     layers: int
     features: int
@@ -69,6 +77,7 @@ class ModelSpec:
     classes: tuple[str, ...]
     dtype: Literal["float32", "float64"]
     dropout: float = 0.0
+    sha256: str = ""
     update: int = 0
 
     @classmethod
@@ -84,9 +93,10 @@ class ModelSpec:
             rate=next((rate.value for source in sources for rate in source.rates), None),
         )
         classes = sorted_classes(statistics.classes) if layout.classify else ()
+        own = own_class(config)
         return cls(
             layout,
-            config.model,
+            config.model if own is None else own.short,
             config.hidden,
             config.layers,
             len(statistics.inputs.mean),
@@ -94,6 +104,7 @@ class ModelSpec:
             classes,
             config.dtype,
             config.dropout,
+            "" if own is None else own.sha256(),
         )
 
     @property
@@ -105,25 +116,109 @@ class ModelSpec:
         """Empty metrics of the task."""
         return Classification(self.classes) if self.classes else Regression()
 
+    @property
+    def title(self) -> str:
+        """The kind of the model: LSTM, or the class of a user's module and its file."""
+        if not self.sha256:
+            return self.model.upper()
+        file, _, name = self.model.rpartition(":")
+        return f"{name} of {file}"
+
     def is_small(self, lanes: int) -> bool:
-        """Whether the products of a step are too small for a second thread."""
-        return 8 * lanes * self.hidden**2 < _WORTH_THREADS
+        """Whether the products of a step are too small for a second thread.
+
+        Those of a user's module are not known.
+        """
+        return not self.sha256 and 8 * lanes * self.hidden**2 < _WORTH_THREADS
 
 
-def build_model(spec: ModelSpec) -> Carried:
-    """The net: raw inputs in, logits of the classes or values in the targets' units out."""
+def own_class(config: Config) -> ClassReference | None:
+    """The user's module that the settings name; `None` for a layer of ours."""
+    return ClassReference.parse("model", config.model) if is_reference(config.model) else None
+
+
+def resolve_model(config: Config) -> Config:
+    """The settings with a user's module by its full path.
+
+    Raises:
+        ConfigError: no such file or class, or a constructor that needs other arguments.
+    """
+    own = own_class(config)
+    if own is None:
+        return config
+    model_arguments(own)
+    return replace(config, model=str(own))
+
+
+def code_remarks(config: Config, spec: ModelSpec) -> list[str]:
+    """That the file of a user's module is no longer the one that the run was started with."""
+    own = own_class(config)
+    if own is None or not own.path.is_file() or own.sha256() == spec.sha256:
+        return []
+    return [f"{own.path} has changed since; the run goes on with its own copy"]
+
+
+def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
+    """The net: raw inputs in, logits of the classes or values in the targets' units out.
+
+    Args:
+        spec: its description.
+        own: the user's module, if it names one.
+
+    Raises:
+        ConfigError: the module cannot be made with these sizes.
+    """
+    if own is not None:
+        return _carried(spec, [("recurrent", make_user_model(own, spec))])
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
     recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
-    parts: list[tuple[str, nn.Module]] = [
-        ("standardise", Affine(spec.features, inverse=False)),
-        ("recurrent", recurrent),
-        *([("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []),
-        ("readout", nn.Linear(spec.hidden, spec.outputs)),
-    ]
+    return _carried(
+        spec,
+        [
+            ("recurrent", recurrent),
+            *([("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []),
+            ("readout", nn.Linear(spec.hidden, spec.outputs)),
+        ],
+    )
+
+
+def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
+    """The net between standardised inputs and, for a regression, outputs in units."""
+    parts = [("standardise", Affine(spec.features, inverse=False)), *inner]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))
     return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
+
+
+def prepare_own(net: Carried, spec: ModelSpec) -> None:
+    """Find out how a user's module is called, and that it returns the outputs of the run.
+
+    Args:
+        net: with its statistics, on its device.
+        spec: of the net.
+
+    Raises:
+        ModelError: its state cannot be carried; the message has the line to change.
+        ConfigError: it returns outputs of another shape.
+    """
+    statistics = statistics_of(net)
+    shift, scale = statistics["standardise.shift"], statistics["standardise.scale"]
+    rows = torch.linspace(-1.0, 1.0, 5 * spec.features).view(5, 1, spec.features).sin()
+    x = shift + scale * rows.to(scale)
+    try:
+        net.prepare(x)
+    except ModelError as error:
+        raise ModelError(f"the state of {spec.title} cannot be carried: {error}") from error
+    with running(net):
+        y, _ = net(x, net.initial_state(1, like=x))
+    if y.shape != (5, 1, spec.outputs):
+        per_step = f"each of {counted(spec.outputs, 'class' if spec.classes else 'target')}"
+        raise ConfigError(
+            f"model={spec.model!r}: returns {tuple(y.shape)} for 5 steps of 1 lane, expected"
+            f" (5, 1, {spec.outputs}): a number for {per_step}. Take the argument `outputs` in its"
+            f" constructor, and end with nn.Linear(hidden, outputs)"
+        )
 
 
 def without_dropout(net: nn.Module) -> None:
@@ -141,6 +236,8 @@ def check_memory(spec: ModelSpec, device: str) -> None:
     Raises:
         ConfigError: weights, gradients and the two moments of Adam take more than there is.
     """
+    if spec.sha256:
+        return  # the sizes of a user's module are known once it is made
     gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
     first = gates * hidden * (spec.features + hidden + 2)
     rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
@@ -348,14 +445,19 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     """
     hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
     values, tensors = load_tensors(path, _MODEL, hint)
+    own = None
     try:
         spec: ModelSpec = from_plain(ModelSpec, values)
-        with torch.device("meta"):  # sizes are compared before memory is taken for them
-            faults = differences(tensors, build_model(spec).module.state_dict(), "tensor")
-        if faults:
-            raise ValueError(join_faults(faults))
-        net = build_model(spec)
+        if spec.sha256:
+            own = kept_class(path.parent, spec.model, spec.sha256)
+        else:
+            with torch.device("meta"):  # sizes are compared before memory is taken for them
+                _check_layout(tensors, build_model(spec))
+        net = build_model(spec, own)
+        _check_layout(tensors, net)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ThroughtimeError):
+            raise
         raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error
     net.module.load_state_dict(tensors)
     for name, value in tensors.items():
@@ -364,4 +466,11 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
                 f"{path}: '{name}' is not finite, so every answer would be NaN: the training"
                 " diverged, or the file is damaged; train again with a smaller --lr"
             )
+    if own is not None:
+        prepare_own(net, spec)
     return net, spec
+
+
+def _check_layout(tensors: Mapping[str, Tensor], net: Carried) -> None:
+    if faults := differences(tensors, net.module.state_dict(), "tensor"):
+        raise ValueError(join_faults(faults))

@@ -1,17 +1,14 @@
 """The gradient policy of a run: one of ours by name, or a class in the user's own file."""
 
-import importlib.util
 import inspect
 import math
-import sys
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from throughtime import state as trees
 from throughtime.app.config import DEFAULT_STRIDE, Config
+from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import convert
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, ThroughtimeError
@@ -36,9 +33,8 @@ def resolve_gradient(config: Config) -> Config:
     Raises:
         ConfigError: see `make_policy`.
     """
-    if ".py:" in config.gradient:
-        file, _, name = config.gradient.rpartition(":")
-        config = replace(config, gradient=f"{Path(file).resolve()}:{name}")
+    if is_reference(config.gradient):
+        config = replace(config, gradient=str(ClassReference.parse("gradient", config.gradient)))
     make_policy(config)
     typed = _arguments(config, _policy_class(config.gradient))
     return replace(config, gradient_args={name: typed[name] for name in config.gradient_args})
@@ -63,41 +59,14 @@ def make_policy(config: Config) -> Policy:
 def _policy_class(name: str) -> Callable[..., Policy]:
     if name in _POLICIES:
         return _POLICIES[name]
-    file, _, class_name = name.rpartition(":")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise ConfigError(f"gradient={name!r}: no such file {path}")
-    module = _load_module(path)
-    policy_class = getattr(module, class_name, None)
+    policy_class = ClassReference.parse("gradient", name).load()
     missing = [method for method in _METHODS if not hasattr(policy_class, method)]
-    if not inspect.isclass(policy_class) or missing:
-        fault = (
-            f"its class {class_name} has no method {missing[0]}"
-            if inspect.isclass(policy_class)
-            else f"{path.name} defines no class {class_name}"
-        )
-        raise ConfigError(f"gradient={name!r}: {fault}; docs/extending.md shows a policy")
-    return cast("type[Any]", policy_class)
-
-
-def _load_module(path: Path) -> Any:
-    """The module in a file, executed once; its classes keep their identity."""
-    name = f"throughtime_user_{path.stem}_{zlib.crc32(str(path).encode()):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the annotations of their module there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
+    if missing:
         raise ConfigError(
-            f"{path}: cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    return module
+            f"gradient={name!r}: its class {policy_class.__name__} has no method {missing[0]};"
+            " docs/extending.md shows a policy"
+        )
+    return policy_class
 
 
 def _arguments(config: Config, policy_class: Callable[..., Policy]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from throughtime import _safetensors
 from throughtime._files import exclusive, named_errors, sync, write_atomically
-from throughtime.app.config import Config, make_config, read_toml
+from throughtime.app.config import Config, make_config
+from throughtime.app.user_class import ClassReference, is_reference, kept_class
+from throughtime.app.values import read_toml
 from throughtime.errors import RunError, ThroughtimeError
 from throughtime.state import map_tensors
 
@@ -141,10 +144,32 @@ class RunFolder:
             self._refuse_run()
             self.remove_temporary_files()
             self.metrics.unlink(missing_ok=True)
+            if is_reference(config.model):
+                code = ClassReference.parse("model", config.model).path
+                write_atomically(self.path / code.name, code.read_bytes())
             write_atomically(self.config, config.to_toml().encode())
         except BaseException:
             self.unlock()
             raise
+
+    def with_own_code(self, config: Config, saved: Mapping[str, Any] | None) -> Config:
+        """The settings with a user's module in the copy of its file that the run keeps.
+
+        Args:
+            config: of the run.
+            saved: its checkpoint.
+
+        Raises:
+            RunError: the copy is missing, or not the file of which the weights are.
+        """
+        if not is_reference(config.model):
+            return config
+        own = ClassReference.parse("model", config.model)
+        if saved is None:
+            own = replace(own, path=(self.path / own.path.name).resolve())
+        else:
+            own = kept_class(self.path, own.short, saved["spec"]["sha256"])
+        return replace(config, model=str(own))
 
     def _refuse_run(self) -> None:
         """Refuse a folder with more than an unfinished start: settings that we wrote, and a log."""

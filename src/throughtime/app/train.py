@@ -25,8 +25,12 @@ from throughtime.app.model import (
     build_model,
     check_device,
     check_memory,
+    code_remarks,
     make_loss,
     model_bytes,
+    own_class,
+    prepare_own,
+    resolve_model,
     set_statistics,
 )
 from throughtime.app.optimizer import learning_rate, make_optimizer
@@ -39,6 +43,7 @@ from throughtime.app.policy import (
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
+from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Update
@@ -84,12 +89,15 @@ class Training:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         torch.manual_seed(config.seed)
         check_memory(dataset.spec, config.device)
-        self.net = build_model(dataset.spec)
+        own = own_class(config)
+        self.net = build_model(dataset.spec, own)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)
-        self.device = next(self.net.parameters()).device
-        self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
+        if own is not None:
+            prepare_own(self.net, dataset.spec)
+        self.device = device_of(self.net)
         self.optimizer = make_optimizer(config, self.net)
+        self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         policy = make_policy(config)  # on every rank, which imports a user's file
@@ -132,7 +140,7 @@ class Training:
         """
         team = team or Team()
         data = str(Path(config.data).resolve())
-        resolved = team.on_all(lambda: resolve_gradient(replace(config, data=data)))
+        resolved = team.on_all(lambda: resolve_model(resolve_gradient(replace(config, data=data))))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
         team.on_first(folder.check_free)
@@ -171,12 +179,15 @@ class Training:
         further = updates is not None or epochs is not None
 
         def load() -> "Training":
-            config, saved = folder.read_config(), folder.read_checkpoint()
+            started_with, saved = folder.read_config(), folder.read_checkpoint()
+            config = folder.with_own_code(started_with, saved)
             if further:
                 config = replace(config, updates=updates, epochs=epochs)
             at = "the start" if saved is None else f"update {saved['counts'][0]}"
             team.check_equal({**_shared_settings(config), "the checkpoint of the run": at})
-            training = cls(config, _open(config, on_phase), folder, team, on_phase)
+            dataset = _open(config, on_phase)
+            remarks = (*dataset.remarks, *code_remarks(started_with, dataset.spec))
+            training = cls(config, replace(dataset, remarks=remarks), folder, team, on_phase)
             team.check_equal(training.dataset.checksums())
             if saved is not None:
                 training_state.restore(training, saved)
@@ -191,7 +202,8 @@ class Training:
             if folder.checkpoint.exists():
                 folder.restore_model(training._model())
             if further and not training.finished:
-                write_atomically(folder.config, training.config.to_toml().encode())
+                longer = replace(folder.read_config(), updates=updates, epochs=epochs)
+                write_atomically(folder.config, longer.to_toml().encode())
             return rows
 
         def lock() -> None:

@@ -1,9 +1,13 @@
-"""Values of settings: checked against a type, or read from text.
+"""Values of settings: checked against a type, or read from text and TOML.
 
 This module imports no torch, as `throughtime.app.config`.
 """
 
+import json
 import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -90,3 +94,36 @@ def weights_by_class(text: str) -> dict[str, float]:
             " classes, such as pvc=5,beat=2"
         )
     return weights
+
+
+def toml_lines(settings: Mapping[str, Any]) -> str:
+    """Settings as lines of TOML."""
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, unchecked.
+
+    A table `[gradient]` becomes `gradient`, its key `policy`, and `gradient_args`, its other keys.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML.
+    """
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML ({error}); text needs quotes") from error
+    table = settings.get("gradient")
+    if isinstance(table, dict):
+        name = table.pop("policy", None)
+        settings |= {"gradient": name, "gradient_args": table}
+        if name is None:
+            raise ConfigError(
+                f'{path}: the table [gradient] has no policy; write policy = "adaptive", or'
+                ' policy = "FILE.py:Class"'
+            )
+    return settings

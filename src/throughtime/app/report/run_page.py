@@ -68,7 +68,7 @@ def write_report(folder: RunFolder) -> Path:
     how = "unbroken recordings, the state carried"
     if config.train_on == "windows":
         how = f"windows of {config.chunk_steps()} steps from a zero state"
-    lead = f"{spec.model.upper()} trained on {Path(config.data).name}: {how}."
+    lead = f"{spec.title} trained on {Path(config.data).name}: {how}."
     page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
     return folder.report
@@ -143,15 +143,18 @@ def _model_choice(config: Config) -> str:
 
 def _model_in_words(config: Config, spec: ModelSpec) -> str:
     layers = f"{counted(config.layers, 'layer')} of {config.hidden} units"
+    model = f"{spec.title} with {layers}"
+    if spec.sha256:
+        model = f"{spec.title} (SHA-256 {spec.sha256})"
     if config.dropout:
-        layers += f", dropout {config.dropout:g}"
+        model += f", dropout {config.dropout:g}"
     names = spec.classes or spec.layout.targets
     listed = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         listed += f" and {len(names) - _MOST_NAMES} more"
     outputs = f"one of {len(names)} classes ({listed})" if spec.classes else listed
     return (
-        f"{spec.model.upper()} with {layers}. At every step it reads"
+        f"{model}. At every step it reads"
         f" {counted(spec.features, 'number')} and predicts {outputs}. Seed {config.seed} sets the"
         f" weights and the order of the recordings; numbers are {config.dtype} on {config.device}."
     )

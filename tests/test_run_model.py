@@ -1,0 +1,272 @@
+"""The user's own module as FILE.py:Class: trained, resumed, evaluated from the run's copy."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from test_cli import run
+from test_run import _lines, command, finish, flags, settings, write_recordings
+from throughtime.app.config import make_config
+from throughtime.app.model import load_model
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import Training
+from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError
+
+CODE = '''
+"""Modules as people write them."""
+import torch
+from torch import nn
+
+
+class Explicit(nn.Module):
+    """Batch first, the state an argument and a result."""
+
+    def __init__(self, inputs, outputs, hidden=3, layers=1):
+        super().__init__()
+        self.rnn = nn.GRU(inputs, hidden, layers, batch_first=True)
+        self.out = nn.Linear(hidden, outputs)
+
+    def forward(self, x, state=None):
+        y, state = self.rnn(x, state)
+        return self.out(torch.relu(y)), state
+
+
+class Hidden(nn.Module):
+    """Drops the state of its layer; batch norm has buffers that training changes."""
+
+    def __init__(self, inputs, outputs, dropout=0.0):
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, 7)
+        self.norm = nn.LayerNorm(7)
+        self.drop = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+        self.out = nn.Linear(7, outputs)
+
+    def forward(self, x):
+        y, _ = self.lstm(x)
+        return self.out(self.drop(self.norm(y)))
+
+
+class Cell(nn.Module):
+    """Loops over time by hand."""
+
+    def __init__(self, *, outputs, inputs, hidden):
+        super().__init__()
+        self.hidden = hidden
+        self.cell = nn.GRUCell(inputs, hidden)
+        self.out = nn.Linear(hidden, outputs)
+
+    def forward(self, x, h=None):
+        if h is None:
+            h = x.new_zeros(x.shape[1], self.hidden)
+        rows = []
+        for step in x:
+            h = self.cell(step, h)
+            rows.append(self.out(h))
+        return torch.stack(rows), h
+
+
+class Any(Explicit):
+    def __init__(self, **sizes):
+        sizes.pop("dropout")
+        super().__init__(**sizes)
+
+
+class Vocabulary(nn.Module):
+    def __init__(self, inputs, vocabulary, width):
+        super().__init__()
+
+
+class Narrow(Explicit):
+    def __init__(self, inputs, hidden):
+        super().__init__(inputs, hidden, hidden)
+
+
+class Weightless(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+
+    def forward(self, x, h=None):
+        h = x.new_zeros(x.shape[1], 3) if h is None else h
+        rows = []
+        for step in x:
+            h = h * 0.5 + step.sum(1, keepdim=True)
+            rows.append(h)
+        return torch.stack(rows), h
+
+
+class Backwards(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.rnn = nn.GRU(inputs, 4, bidirectional=True)
+        self.out = nn.Linear(8, outputs)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+class Fails(nn.Module):
+    def __init__(self, inputs):
+        raise ValueError("no GPU here")
+
+
+class Plain:
+    def __init__(self, inputs):
+        pass
+
+
+def function(inputs):
+    return Explicit(inputs, 3)
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "code" / "nets.py"
+    path.parent.mkdir()
+    path.write_text(CODE, encoding="utf-8")
+    return path
+
+
+def scored(folder: RunFolder, split: str = "valid") -> str:
+    run("eval", folder.path, "--split", split)
+    return folder.scores(split).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("task", ["classify", "regress"])
+@pytest.mark.parametrize("name", ["Explicit", "Hidden", "Cell", "Any"])
+def test_a_module_of_ones_own_is_trained_resumed_and_scored(
+    tmp_path: Path, code: Path, name: str, task: str
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    more: dict[str, Any] = {"model": f"{code}:{name}", "task": task, "hidden": 5, "layers": 2}
+    more |= {"updates": 40, "dropout": 0.2, "keep": "last", "lr": 0.01}
+    whole = finish(settings(data, tmp_path / "whole", **more))
+    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    weights = stopped.net.module.state_dict()
+    initial = next(value.clone() for name, value in weights.items() if "weight_ih" in name)
+    for progress in stopped.run():
+        if progress.update == 23:
+            stopped.stop()
+    resumed = Training.resume(stopped.folder.path)
+    list(resumed.run())
+    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    assert _lines(whole) == _lines(resumed.folder)
+    net, spec = load_model(whole.model)
+    assert spec.model == f"nets.py:{name}"
+    layer = next(m for m in net.modules() if isinstance(m, (torch.nn.RNNBase, torch.nn.GRUCell)))
+    assert layer.input_size == 2
+    assert layer.hidden_size == (7 if name == "Hidden" else 5)
+    assert getattr(layer, "num_layers", 1) == (2 if name in {"Explicit", "Any"} else 1)
+    assert not torch.equal(next(layer.parameters()), initial)
+    assert '"update": 40' in scored(whole)
+
+
+def test_a_run_finds_its_module_again_from_its_own_copy(
+    tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    monkeypatch.chdir(code.parent)
+    values = settings(data, tmp_path / "run", model="nets.py:Explicit", updates=20, keep="last")
+    folder = finish(values)
+    assert folder.read_config().model == f"{code.resolve()}:Explicit"
+    before = scored(folder)
+    code.write_text(CODE.replace("torch.relu(y)", "0 * y"), encoding="utf-8")
+    assert scored(folder) == before
+    resumed = Training.resume(folder.path, updates=30)
+    assert any(
+        f"{code} has changed since; the run goes on with its own copy" in remark
+        for remark in resumed.dataset.remarks
+    )
+    list(resumed.run())
+    assert folder.read_config().model == f"{code.resolve()}:Explicit"
+    code.unlink()
+    moved = RunFolder(Path(shutil.move(folder.path, tmp_path / "moved")))
+    run("predict", moved.path, data / "0_x.npy", "--out", tmp_path / "p.npy")
+    assert np.load(tmp_path / "p.npy").shape == (400, 3)
+    audit = run("audit", moved.path, "--horizons", "10", "--steps", "40")
+    assert "what cutting the gradient costs" in audit
+    page = moved.report.read_text(encoding="utf-8")
+    assert f"Explicit of nets.py (SHA-256 {load_model(moved.model)[1].sha256})" in page
+    list(Training.resume(moved.path, updates=40).run())
+    copy = moved.path / "nets.py"
+    copy.write_text(CODE + "\n# edited\n", encoding="utf-8")
+    for refused in (lambda: load_model(moved.model), lambda: Training.resume(moved.path)):
+        with pytest.raises(RunError, match=r"nets\.py: the code of the model has been changed"):
+            refused()
+    copy.unlink()
+    with pytest.raises(RunError, match=r"nets\.py: the code of the model is missing; put back"):
+        load_model(moved.model)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_from_its_copy(
+    tmp_path: Path, code: Path
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    values = settings(data, tmp_path / "run", model=f"{code}:Cell", updates=20)
+    started = Training.begin(make_config(values))
+    started.folder.unlock()
+    Path(code).unlink()
+    list(Training.resume(started.folder.path).run())
+    assert load_model(started.folder.model)[1].model == "nets.py:Cell"
+
+
+def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
+    tmp_path: Path, code: Path
+) -> None:
+    data = write_recordings(tmp_path / "data")
+    more: dict[str, Any] = {"model": f"{code}:Cell", "updates": 20, "dtype": "float64"}
+    one = finish(settings(data, tmp_path / "one", **more))
+    words = flags(settings(data, tmp_path / "two", **more, strategy="ddp", devices=2))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command(*words), env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for mine, theirs in zip(
+        load_model(tmp_path / "two" / "model.safetensors")[0].parameters(),
+        load_model(one.model)[0].parameters(),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "output"),
+    [
+        ("nets.py:Missing", ConfigError, "nets.py defines no class Missing"),
+        ("nets.py:function", ConfigError, "nets.py defines no class function"),
+        ("other.py:Net", ConfigError, "no such file"),
+        ("nets.py:Plain", ConfigError, "Plain is no torch.nn.Module"),
+        ("nets.py:Vocabulary", ConfigError, "needs 'vocabulary', 'width', and train passes"),
+        ("nets.py:Fails", ConfigError, "Fails(inputs=2) fails with ValueError: no GPU here"),
+        ("nets.py:Narrow", ConfigError, "returns (5, 1, 8) for 5 steps of 1 lane, expected (5, 1,"),
+        ("nets.py:Weightless", ConfigError, "has no weights, so there is nothing to train"),
+        ("nets.py:Backwards", ModelError, "the state of Backwards of nets.py cannot be carried"),
+        ("lstn", ConfigError, "expected lstm, gru, rnn, or FILE.py:Class; did you mean 'lstm'?"),
+        ("imports.py:Net", ConfigError, "it is loaded by its path alone"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_is_refused_with_what_to_change(
+    tmp_path: Path, code: Path, name: str, error: type[ThroughtimeError], output: str
+) -> None:
+    (code.parent / "imports.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
+    data = write_recordings(tmp_path / "data")
+    model = str(code.parent / name) if ".py" in name else name
+    with pytest.raises(error) as refused:
+        Training.begin(make_config(settings(data, tmp_path / "run", model=model)))
+    assert output in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_start_of_training_names_the_module(tmp_path: Path, code: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    words = ["--task", "classify", "--updates", "3", "--lanes", "2", "--stride", "10"]
+    output = run("train", data, "--model", f"{code}:Hidden", *words, "--out", tmp_path / "run")
+    assert "classes 0, 1, 2; Hidden of nets.py;" in output
