@@ -3,6 +3,7 @@
 Shapes: `n` steps, `C` target columns.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Part, StepArrays, TableRecording
 from throughtime.stream.row_sources import ArrayRows
-from throughtime.stream.shift import padded_slice, shift_targets
+from throughtime.stream.shift import later_times, padded_slice, shift_targets
 
 lengths = st.integers(1, 60)
 cuts = st.tuples(st.floats(0, 1), st.floats(0, 1))
@@ -130,3 +131,28 @@ def test_a_recording_needs_a_target() -> None:
     assert len(shift_targets(recording, np.int64(8))) == 9
     with pytest.raises(DataError, match="has 9 steps, so none has a target 9 steps later"):
         shift_targets(recording, 9)
+
+
+@given(lengths, st.integers(0, 70), cuts, st.booleans())
+def test_times_go_on_beyond_the_end(
+    n: int, steps: int, cut: tuple[float, float], gap: bool
+) -> None:
+    """A gap, or an empty stamp at the end, does not move the times after it."""
+    hours = np.arange(n + 100) + 2.0 * gap * (np.arange(n + 100) > 0)
+    times = np.datetime64("2020-03-09T10:00", "ns") + hours.astype(np.int64) * 3_600_000_000_000
+    stamps = times[:n].copy()
+    if n > 4:
+        stamps[-1] = np.datetime64("NaT")
+    recording = replace(series(np.arange(float(n))), times=ArrayRows("times", stamps))
+    start = min(int(cut[0] * n), n - 1)
+    stop = start + 1 + int(cut[1] * (n - start - 1))
+    got = later_times(recording, start, stop, steps)
+    assert got is not None
+    expected = times[start + steps : stop + steps]
+    known = np.arange(start + steps, stop + steps) < n
+    if n < 2 or (n < 4 and gap):  # no spacing, or that of the gap
+        expected, got, known = expected[known], got[known], known[known]
+    empty = np.arange(start + steps, start + steps + len(got)) == n - 1
+    assert np.isnat(got[empty & (n > 4)]).all()
+    assert (got[~(empty & (n > 4))] == expected[~(empty & (n > 4))]).all()
+    assert later_times(series(np.arange(float(n))), start, stop, steps) is None

@@ -168,6 +168,40 @@ def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -
         finish(short)
 
 
+def lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predict_writes_the_time_that_each_forecast_is_for(tmp_path: Path) -> None:
+    data, _ = hourly(tmp_path)
+    finish(forecast(data, tmp_path / "run", updates=2))
+    run("predict", tmp_path / "run", data, "--out", tmp_path / "times.csv")
+    rows = lines(tmp_path / "times.csv")
+    start = datetime(2020, 1, 1)  # noqa: DTZ001 (without a zone)
+    assert list(rows[0]) == ["step", "forecast_for", "y[OT]"]
+    assert [row["forecast_for"] for row in rows] == [
+        (start + timedelta(hours=i + 24)).isoformat() for i in range(ROWS)
+    ]
+    assert all(row["y[OT]"] for row in rows)  # the last 24 are the forecasts of the future
+
+    without = tmp_path / "rows.csv"
+    text = data.read_text(encoding="utf-8").splitlines()
+    without.write_text("\n".join(line.partition(",")[2] for line in text), encoding="utf-8")
+    run("predict", tmp_path / "run", without, "--out", tmp_path / "steps.csv")
+    assert [row["forecast_for"] for row in lines(tmp_path / "steps.csv")] == [
+        str(i + 24) for i in range(ROWS)
+    ]
+    finish(forecast(data, tmp_path / "frames", updates=2, frame_size=6))
+    run("predict", tmp_path / "frames", without, "--out", tmp_path / "frames.csv")
+    rows = lines(tmp_path / "frames.csv")
+    assert [row["forecast_for"] for row in rows] == [
+        str(i + 24) for i in range(5, ROWS - ROWS % 6, 6)
+    ]
+    run("predict", tmp_path / "frames", data, "--out", tmp_path / "frames.csv")
+    assert lines(tmp_path / "frames.csv")[0]["forecast_for"] == "2020-01-02T05:00:00"
+
+
 def test_the_season_is_the_last_one_that_is_known() -> None:
     assert baseline_lags(24, 24) == {"persistence": 0, "season": 0}
     assert baseline_lags(25, 24)["season"] == 23

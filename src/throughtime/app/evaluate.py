@@ -27,6 +27,7 @@ from throughtime.app.model import (
     unbroken_stream,
 )
 from throughtime.app.recordings import (
+    DataLayout,
     OnPhase,
     concat_tables,
     input_recording,
@@ -41,7 +42,9 @@ from throughtime.predict import Evaluation, Evaluator, L, OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.times import time_texts
 from throughtime.stream.manifest import find_recordings
+from throughtime.stream.shift import later_times
 
 _CHUNK = 1024
 _LANES = 64  # recordings evaluated at the same time
@@ -169,12 +172,12 @@ class _NpyWriter:
     probabilities.
     """
 
-    def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
+    def __init__(self, file: IO[Any], recording: Recording, spec: ModelSpec) -> None:
         self._file, self._spec, self.skipped = file, spec, 0
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
             "fortran_order": False,
-            "shape": (steps, spec.outputs),
+            "shape": (len(recording), spec.outputs),
         }
         np.lib.format.write_array_header_2_0(file, header)
 
@@ -184,26 +187,42 @@ class _NpyWriter:
 
 
 class _CsvWriter:
-    """A `.csv` with a line per step: the step, the class if there are classes, and the outputs."""
+    """A `.csv` with a line per step: the step, the class if there are classes, and the outputs.
 
-    def __init__(self, file: IO[Any], steps: int, spec: ModelSpec) -> None:
-        del steps
+    That of a forecast also has the time that it is for, or the row where there are no time stamps.
+    """
+
+    def __init__(self, file: IO[Any], recording: Recording, spec: ModelSpec) -> None:
         self._rows, self._spec, self.skipped = csv.writer(file), spec, 0
+        self._recording = recording
         names = (
             [f"p[{name}]" for name in spec.classes]
             or [f"y[{name}]" for name in spec.layout.targets]
             or [f"y[{i}]" for i in range(spec.outputs)]
         )
-        self._rows.writerow(["step", *(["class"] if spec.classes else []), *names])
+        own = ["forecast_for"] * bool(spec.layout.ahead) + ["class"] * bool(spec.classes)
+        self._rows.writerow(["step", *own, *names])
 
     def __setitem__(self, steps: slice, values: Array) -> None:
         self.skipped += _without_answer(values)
-        classes = self._spec.classes
+        classes, layout = self._spec.classes, self._spec.layout
+        times = _forecast_times(self._recording, layout, steps) if layout.ahead else []
         for step, row in enumerate(_probabilities(values, self._spec).tolist(), steps.start):
             # a step that was left out has no answer, and the first NaN would be the largest
             name = "" if math.isnan(row[0]) else classes[int(np.argmax(row))] if classes else ""
-            predicted = [name] if classes else []
-            self._rows.writerow([step, *predicted, *(f"{value:.6g}" for value in row)])
+            own = [times[step - steps.start]] if times else []
+            own += [name] if classes else []
+            self._rows.writerow([step, *own, *(f"{value:.6g}" for value in row)])
+
+
+def _forecast_times(recording: Recording, layout: DataLayout, steps: slice) -> list[str]:
+    """The time stamps that the forecasts of some steps are for, or the rows of the file."""
+    times = later_times(recording, steps.start, steps.stop, layout.steps_ahead)
+    if times is not None:
+        return time_texts(times)
+    last = layout.frame_size - 1  # the target of a frame is that of its last row
+    rows = range(steps.start * layout.frame_size, steps.stop * layout.frame_size, last + 1)
+    return [str(row + last + layout.ahead) for row in rows]
 
 
 def _probabilities(outputs: Array, spec: ModelSpec) -> Array:
@@ -306,7 +325,7 @@ def predict_to_file(
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
         with named_errors(out), temporary.open(**mode) as file:
-            rows = writer(file, len(recording), spec)
+            rows = writer(file, recording, spec)
             shown = rows if on_phase is None else _ProgressWriter(rows, len(recording), on_phase)
             _, after = predict(
                 net,

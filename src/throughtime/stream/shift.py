@@ -15,7 +15,9 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import missing_like
-from throughtime.stream.recording import Recording, StepArrays
+from throughtime.stream.recording import Recording, StepArrays, step_times
+
+_RECENT = 1000  # steps whose spacing goes on
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,26 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
             f" {count} steps later; leave it out, or take a smaller target_shift (--ahead)"
         )
     return ForecastRecording(recording, count) if count else recording
+
+
+def later_times(recording: Recording, start: int, stop: int, steps: int) -> Array | None:
+    """The time stamps of the steps `steps` after each of `start` to before `stop`.
+
+    Beyond the end of the recording they go on by the median of its last spacings.
+
+    Returns:
+        `datetime64[ns]` `(stop - start,)`; `None` if the recording has no time stamps.
+    """
+    end = len(recording)
+    recent = step_times(recording, max(0, end - _RECENT), end)
+    if recent is None:
+        return None
+    first, last = start + steps, stop + steps
+    known = recent[:0] if first >= end else step_times(recording, first, min(last, end))
+    rows = np.flatnonzero(~np.isnat(recent))
+    after = np.arange(max(first, end), last) - end + len(recent)
+    future = np.full(len(after), np.datetime64("NaT"), recent.dtype)
+    if len(rows) > 1:
+        spacings = np.sort(np.diff(recent[rows]) // np.diff(rows))
+        future = recent[rows[-1]] + (after - rows[-1]) * spacings[len(spacings) // 2]
+    return future if known is None else np.concatenate([known, future])
