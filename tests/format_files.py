@@ -149,6 +149,14 @@ def write_sound(path: Path, values: Array) -> None:
             file.write(values[start : start + 10_000])
 
 
+def write_bdf(path: Path, values: Array) -> None:
+    signals = [
+        edfio.BdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1))
+        for i, name in enumerate("abc")
+    ]
+    edfio.Bdf(signals, data_record_duration=0.01 if len(values) < 1000 else 1).write(path)
+
+
 def write_edf(path: Path, values: Array) -> None:
     signals = [
         edfio.EdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1))
@@ -187,6 +195,8 @@ class Format(NamedTuple):
         self.write(path, values)
         if self.suffix == ".ogg":
             return soundfile.read(path)[0]
+        if self.suffix == ".bdf":
+            return np.stack([signal.data for signal in edfio.read_bdf(path).signals], axis=1)
         if self.suffix == ".edf":
             return np.stack([signal.data for signal in edfio.read_edf(path).signals], axis=1)
         return values
@@ -220,6 +230,7 @@ FORMATS: dict[str, Format] = {
     "flac": Format(".flac", write_sound, 8000),
     "ogg": Format(".ogg", write_sound, 8000),
     "edf": Format(".edf", write_edf, 100),
+    "bdf": Format(".bdf", write_bdf, 100),
     "wfdb": Format(".hea", write_wfdb, 360),
 }
 CSV = (

@@ -155,7 +155,6 @@ EXTRAS = {
     ".zarr": ("zarr", "zarr"),
     ".nc": ("netCDF4", "netcdf"),
     ".wav": ("soundfile", "audio"),
-    ".edf": ("edfio", "edf"),
     ".hea": ("wfdb", "wfdb"),
 }
 
@@ -200,8 +199,8 @@ def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.csv, .*, \.zarr;"
-            r" text is read"
+            r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.bdf, \.csv, .*,"
+            r" \.zarr; text is read"
         ),
     ):
         open_table(tmp_path / "r.txt")

@@ -20,6 +20,7 @@ from format_files import FORMATS, STEPS, matrix
 from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
+from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import columns
 
 
@@ -226,6 +227,49 @@ def test_edf_signals_of_another_rate_are_refused_together(tmp_path: Path) -> Non
         ),
     ):
         table.read(0, 10, table.columns)
+
+
+def bdf_bytes(integers: Array, per_record: int) -> bytes:
+    """A BDF file by its specification: two signals of 24-bit integers and one of annotations."""
+    steps, count = len(integers) // per_record, 3
+
+    def field(texts: list[str], width: int) -> bytes:
+        return "".join(text.ljust(width) for text in texts).encode("latin-1")
+
+    header = b"\xffBIOSEMI" + b" " * 160 + b"01.01.2001.02.03"
+    header += field([str(256 * (count + 1))], 8) + field(["BDF+C"], 44)
+    header += field([str(steps), "0.5"], 8) + field([str(count)], 4)
+    header += field(["Fp1 \u00b5V", "Status", "BDF Annotations"], 16) + b" " * 80 * count
+    header += field(["uV"] * count, 8) + field(["-262144", "-8388608", "-1"], 8)
+    header += field(["262143", "8388607", "1"], 8) + field(["-8388608"] * count, 8)
+    header += field(["8388607"] * count, 8) + b" " * 80 * count
+    header += field([str(per_record)] * 2 + ["4"], 8) + b" " * 32 * count
+    records = b""
+    for record in range(steps):
+        rows = integers[record * per_record : (record + 1) * per_record]
+        for column in rows.T.tolist():
+            records += b"".join(int(v).to_bytes(3, "little", signed=True) for v in column)
+        records += b"+0\x14\x14\0\0" + b"\0" * 6
+    return header + records
+
+
+def test_bdf_integers_of_24_bits_are_those_of_its_specification(tmp_path: Path) -> None:
+    integers = np.random.default_rng(0).integers(-(2**23), 2**23, size=(40, 2))
+    integers[:3] = [[-(2**23), -(2**23)], [2**23 - 1, 2**23 - 1], [-1, 0]]
+    (tmp_path / "r.bdf").write_bytes(bdf_bytes(integers, 8))
+    table = open_table(tmp_path / "r.bdf")
+    assert (table.columns, len(table), table.rate) == (("Fp1 \u00b5V", "Status"), 40, 16.0)
+    np.testing.assert_array_equal(table.read(0, 40, ["Status"])[:, 0], integers[:, 1])
+    span = 2**19 - 1
+    expected = (integers[:, 0] + 2**23) / (2**24 - 1) * span - 2**18
+    np.testing.assert_allclose(table.read(3, 37, ["Fp1 \u00b5V"])[:, 0], expected[3:37], rtol=1e-12)
+    content = (tmp_path / "r.bdf").read_bytes()
+    (tmp_path / "cut.bdf").write_bytes(content[:-10])
+    with pytest.raises(DataError, match=r"cut\.bdf: holds \d+ bytes, its header promises"):
+        open_table(tmp_path / "cut.bdf")
+    (tmp_path / "gaps.bdf").write_bytes(content.replace(b"BDF+C", b"BDF+D"))
+    with pytest.raises(DataError, match=r"gaps\.bdf: has gaps in time \(BDF\+D\)"):
+        open_table(tmp_path / "gaps.bdf")
 
 
 def test_columns_of_hdf5_are_the_longest_datasets(tmp_path: Path) -> None:

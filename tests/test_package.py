@@ -134,9 +134,7 @@ def test_public_names_load_no_optional_dependency() -> None:
     assert not loaded & set(OPTIONAL)
 
 
-@pytest.mark.parametrize(
-    "module", ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb"]
-)
+@pytest.mark.parametrize("module", ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "wfdb"])
 def test_the_check_of_optional_dependencies_can_fail(module: str) -> None:
     """Both are installed here, so that the test above would see them."""
     assert module in loaded_by(f"import {module}") & set(OPTIONAL)

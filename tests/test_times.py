@@ -19,7 +19,8 @@ from throughtime.stream.formats.times import (
     time_span,
     time_texts,
 )
-from throughtime.stream.recording import Part, as_recording, columns, step_times
+from throughtime.stream.recording import Part, columns, step_times
+from throughtime.stream.sources import as_recording
 
 FORMS = {
     "ymd": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from throughtime._files import write_atomically
+from throughtime.app.checked import ClassRecording
 from throughtime.app.config import Config, counted
 from throughtime.app.data_statistics import collect_statistics
-from throughtime.app.dataset import ClassRecording, recordings_for
+from throughtime.app.dataset import recordings_for
 from throughtime.app.evaluate import Missing, open_run
 from throughtime.app.model import (
     ModelSpec,

@@ -7,17 +7,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from throughtime.app.checked import ClassRecording, NumericRecording
 from throughtime.app.config import Config, counted
 from throughtime.app.data_statistics import (
     Statistics,
-    class_name,
     collect_statistics,
     read_blocks,
     sorted_classes,
@@ -26,23 +24,26 @@ from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
     DataLayout,
     OnPhase,
-    RowsView,
     SourceRecording,
     open_recordings,
 )
 from throughtime.errors import DataError, listed
 from throughtime.stream import Recording, Stream, windows
-from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.folder import read_folder
 from throughtime.stream.formats.times import time_span
-from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
-from throughtime.stream.recording import Part, StepArrays, TableRecording
-from throughtime.stream.row_sources import ColumnRows
+from throughtime.stream.manifest import (
+    MANIFESTS,
+    ManifestEntry,
+    find_recordings,
+    is_folder,
+    join_faults,
+    manifest_of,
+)
+from throughtime.stream.recording import Part
 from throughtime.stream.shift import shift_targets
 
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
-_EXCERPT = 64  # steps in which columns of text are looked for
 _MAX_COPIES = 3  # named in the remarks
 
 
@@ -84,116 +85,6 @@ class Dataset:
         } | {key: repr(value) for key, value in asdict(self.spec).items()}
 
 
-@dataclass(frozen=True)
-class NumericRecording:
-    """A recording whose inputs must be numbers, and the targets of a regression, too."""
-
-    source: TableRecording
-    check_targets: bool
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.source.read(start, stop)
-        self._check("inputs", self.source.inputs, steps.inputs, start)
-        if self.check_targets and self.source.targets is not None and steps.targets is not None:
-            self._check("targets", self.source.targets, steps.targets, start)
-        return steps
-
-    def _check(self, role: str, rows: RowSource, values: Array, start: int) -> None:
-        if values.dtype.kind in "biuf":
-            return
-        values = rows.read(start, start + _EXCERPT)
-        raise DataError(_text_fault(role, rows, values.reshape(len(values), -1), start))
-
-
-def _text_fault(role: str, rows: RowSource, fields: Array, start: int) -> str:
-    """Which columns hold text where numbers are expected, and what to do about it."""
-    inner: Any = rows
-    while not isinstance(inner, ColumnRows):
-        inner = inner.rows if isinstance(inner, RowsView) else getattr(inner, "labels", None)
-        if inner is None:
-            return f"{rows.source}: the {role} hold text such as {fields[0, 0]!r}, expected numbers"
-    return _text_columns_fault(role, inner, fields, start)
-
-
-def _text_columns_fault(role: str, rows: ColumnRows, fields: Array, start: int) -> str:
-    names = rows.columns
-    steps = dict[str, list[int]]()
-    texts = dict[str, str]()
-    for step, row in enumerate(fields.tolist()):
-        for index, text in enumerate(row):
-            if text.strip() and not is_number(text):
-                name = names[index % len(names)]
-                steps.setdefault(name, []).append(start + step)
-                texts.setdefault(name, text)
-    first = next(iter(texts), names[0])
-    where = f"{rows.source}: {listed(steps or names, quoted=True)}"
-    what = f"of the {role} hold text, such as {texts.get(first, '')!r} in '{first}'"
-    if start == 0 and len(fields) > 1 and any(at == [0] for at in steps.values()):
-        return (
-            f"{where} {what} in the first row and numbers after it; is the line after the header"
-            " one of units? Delete it"
-        )
-    others = [name for name in rows.table.columns if name not in texts]
-    return (
-        f"{where} {what}, expected numbers; leave them out: --exclude {quote(','.join(steps))}"
-        f" (or are they classes? --targets {quote(first)} --task classify)"
-        + f". The other columns are {listed(others)}"
-        * bool(others)
-    )
-
-
-@dataclass(frozen=True)
-class ClassRecording:
-    """A recording whose targets are class names, read as indices; -100 where there is none."""
-
-    source: Recording
-    classes: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.source.read(start, stop)
-        if steps.targets is None:
-            return steps
-        return steps._replace(targets=self._indices(steps.targets, start))
-
-    def _indices(self, targets: Array, start: int) -> Array:
-        if targets.ndim > 1:
-            raise DataError(
-                f"recording '{self.name}': classification needs one column of targets, got"
-                f" {targets.shape[1]}; choose it with --targets"
-            )
-        values, inverse = np.unique(targets, return_inverse=True)
-        index = {name: i for i, name in enumerate(self.classes)}
-        codes = np.array(
-            [
-                IGNORE_INDEX if name == "" else index.get(name, -1)
-                for name in map(class_name, values)
-            ],
-            dtype=np.int64,
-        )
-        if (codes == -1).any():
-            wrong = values[codes == -1][0]
-            step = start + int(np.argmax(targets == wrong))
-            raise DataError(
-                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step}; the"
-                f" training split has {listed(self.classes)}"
-            )
-        return codes[inverse]
-
-
 def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     """Open the recordings, read them once for statistics, and derive the shape of the model.
 
@@ -207,7 +98,8 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     listed = find_recordings(Path(config.data), config.static)
     layout = DataLayout.from_config(config)
     sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
-    splits, remark = split_recordings(_numeric(sources, layout), config.holdout)
+    source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
+    splits, remark = split_recordings(_numeric(sources, layout), config.holdout, source)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
 
@@ -239,6 +131,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     remarks = (
         remark + _split_counts(listed),
         *_ahead_remarks(layout),
+        *_folder_remarks(Path(config.data)),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
         *_time_remarks(sources),
@@ -283,18 +176,18 @@ def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[
 
 
 def split_recordings(
-    recordings: Sequence[tuple[str, Recording]], holdout: float
+    recordings: Sequence[tuple[str, Recording]], holdout: float, source: str = "manifest"
 ) -> tuple[dict[str, list[Recording]], str]:
     """Recordings by split, and in words where the splits come from.
 
-    Without a split column the last recordings by name are held out as `valid`; of a single
-    recording, its end.
+    Without splits in a manifest or by sub-folders, the last recordings by name are held out as
+    `valid`; of a single recording, its end.
     """
     if any(name for name, _ in recordings):
         splits: dict[str, list[Recording]] = {}
         for name, recording in recordings:
             splits.setdefault(name or "train", []).append(recording)
-        return splits, "splits as in the manifest"
+        return splits, f"splits as in the {source}"
     everything = [recording for _, recording in recordings]
     if holdout == 0:
         remark = "nothing held out (--holdout 0): the scores are those of the training data"
@@ -401,11 +294,20 @@ def _classes(statistics: Statistics) -> tuple[str, ...]:
     )
 
 
+def _folder_remarks(data: Path) -> list[str]:
+    """Files of a folder that are no recordings."""
+    if not is_folder(data) or manifest_of(data) is not None:
+        return []
+    others = read_folder(data, MANIFESTS).others
+    what = f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
+    return [what] if others else []
+
+
 def _split_counts(entries: Sequence[ManifestEntry]) -> str:
     counts = Counter(entry.split for entry in entries)
     if len(counts) < 2:
         return ""
-    return f" ({listed(f'{name} {count}' for name, count in counts.items())})"
+    return f" ({listed(f'{name} {count}' for name, count in sorted(counts.items()))})"
 
 
 def _ahead_remarks(layout: DataLayout) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from throughtime.errors import DataError, listed
-from throughtime.stream import formats
-from throughtime.stream.formats.table import column_names, is_number, other_encoding
+from throughtime.stream.folder import read_folder
+from throughtime.stream.formats._csv_dialect import header_delimiter
+from throughtime.stream.formats.table import FOLDERS, column_names, is_number, other_encoding
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
@@ -64,31 +65,33 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
     """
     if not data.exists():
         raise DataError(f"{data}: no such file or folder")
-    folder = data.is_dir() and data.suffix.lower() not in formats.SUFFIXES
-    manifest = (
-        next((data / name for name in MANIFESTS if (data / name).is_file()), None)
-        if folder
-        else data
-    )
-    if manifest is not None and (folder or is_manifest(manifest)):
+    manifest = manifest_of(data)
+    if manifest is not None:
         return _read(manifest, static)
     if static:
         raise DataError(
             f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
             f" {', '.join(COLUMNS)}), but this is not a manifest"
         )
-    if not folder:
+    if not is_folder(data):
         return [ManifestEntry(data.name, "", (data,))]
-    paths = sorted(p for p in data.iterdir() if p.suffix.lower() in formats.SUFFIXES)
-    if not paths:
-        raise DataError(
-            f"{data}: the folder holds no {', '.join(formats.SUFFIXES)} file and no"
-            f" {' or '.join(MANIFESTS)}"
-        )
-    entries = [ManifestEntry(path.name, "", (path,)) for path in paths]
+    files = read_folder(data, MANIFESTS).recordings
+    entries = [ManifestEntry(file.name, file.split, (file.path,)) for file in files]
     if faults := _duplicates(entries):
         raise DataError(f"{data}: {join_faults(faults)}")
     return entries
+
+
+def is_folder(data: Path) -> bool:
+    """Whether a path is a folder of recordings, rather than one recording."""
+    return data.is_dir() and data.suffix.lower() not in FOLDERS
+
+
+def manifest_of(data: Path) -> Path | None:
+    """The manifest that a path is, or that lies in the folder; `None` if there is none."""
+    if not is_folder(data):
+        return data if is_manifest(data) else None
+    return next((data / name for name in MANIFESTS if (data / name).is_file()), None)
 
 
 def header_of(path: Path) -> tuple[str, ...]:
@@ -98,7 +101,8 @@ def header_of(path: Path) -> tuple[str, ...]:
     with path.open("rb") as file:
         first = file.readline(_HEADER).decode("utf-8-sig", errors="replace")
     try:
-        return tuple(field.strip() for field in next(csv.reader([first]), []))
+        reader = csv.reader([first], delimiter=header_delimiter(first))
+        return tuple(field.strip() for field in next(reader, []))
     except csv.Error:
         return ()
 
@@ -138,7 +142,9 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     rows: list[dict[str, str]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
+            delimiter = header_delimiter(file.readline(_HEADER))
+            file.seek(0)
+            reader = csv.reader(file, strict=True, delimiter=delimiter)
             columns = column_names(path, next(reader, []))
             for fields in filter(None, reader):
                 if len(fields) != len(columns):
@@ -215,7 +221,7 @@ def _entry_faults(row: dict[str, str], entry: ManifestEntry, static: Sequence[st
 
 def _exists(path: Path) -> bool:
     try:
-        return path.is_file() or (path.is_dir() and path.suffix.lower() in formats.SUFFIXES)
+        return path.is_file() or (path.is_dir() and path.suffix.lower() in FOLDERS)
     except OSError:  # an impossible file name
         return False
 
@@ -246,7 +252,7 @@ def _identity(path: Path) -> object:
     """
     try:
         stat = path.stat()
-    except OSError:  # reported where it is opened
+    except (OSError, ValueError):  # reported where it is opened
         return path
     if not stat.st_ino:
         return path.resolve()

@@ -22,7 +22,7 @@ from throughtime.stream import formats
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import interval_labels, periodic_labels
-from throughtime.stream.manifest import ManifestEntry, find_recordings, is_manifest
+from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import (
     Part,
     Recording,
@@ -214,8 +214,7 @@ def _from_path(text: str) -> list[Recording]:
         from throughtime.stream.formats.text import text as text_recording
 
         return [text_recording(path)]
-    folder = path.is_dir() and path.suffix.lower() not in formats.SUFFIXES
-    if not folder and not is_manifest(path):
+    if not is_folder(path) and not is_manifest(path):
         return [_from_table(path.name, formats.open_table(path))]
     entries = find_recordings(path)
     splits = list(dict.fromkeys(entry.split for entry in entries))

@@ -157,6 +157,11 @@ def detect_dialect(
     return sample.dialect._replace(decimal=decimal)
 
 
+def header_delimiter(line: str) -> str:
+    """The delimiter that splits a header into the most fields; spaces are part of names."""
+    return max(DELIMITERS[:-1], key=lambda mark: len(_sample([line], mark).header))
+
+
 def _fit(sample: _Sample) -> tuple[object, ...]:
     """A key to compare samples by: the larger one is the likelier dialect."""
     spaces = sample.dialect.delimiter == " "

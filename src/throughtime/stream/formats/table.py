@@ -208,6 +208,7 @@ class _Format(NamedTuple):
 
 _FORMATS = {
     ".arrow": _Format("arrow", "ArrowFile"),
+    ".bdf": _Format("edf", "EdfFile"),
     ".csv": _Format("csv", "CsvFile"),
     ".edf": _Format("edf", "EdfFile"),
     ".feather": _Format("arrow", "ArrowFile"),
@@ -225,6 +226,7 @@ _FORMATS = {
 }
 _CSV_ROWS = _Format("csv_rows", "CsvRowsFile")
 SUFFIXES = tuple(_FORMATS)
+FOLDERS = tuple(suffix for suffix, form in _FORMATS.items() if form.folder)
 
 
 # The longer ones first: that of UTF-32 begins with that of UTF-16.

@@ -1,0 +1,128 @@
+"""Recordings whose values are checked as they are read: numbers, and classes by name."""
+
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+import numpy as np
+
+from throughtime.app.data_statistics import class_name
+from throughtime.app.recordings import RowsView
+from throughtime.errors import DataError, listed
+from throughtime.stream import Recording
+from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.labels import IGNORE_INDEX
+from throughtime.stream.recording import StepArrays, TableRecording
+from throughtime.stream.row_sources import ColumnRows
+
+_EXCERPT = 64  # steps in which columns of text are looked for
+
+
+@dataclass(frozen=True)
+class NumericRecording:
+    """A recording whose inputs must be numbers, and the targets of a regression, too."""
+
+    source: TableRecording
+    check_targets: bool
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.source.read(start, stop)
+        self._check("inputs", self.source.inputs, steps.inputs, start)
+        if self.check_targets and self.source.targets is not None and steps.targets is not None:
+            self._check("targets", self.source.targets, steps.targets, start)
+        return steps
+
+    def _check(self, role: str, rows: RowSource, values: Array, start: int) -> None:
+        if values.dtype.kind in "biuf":
+            return
+        values = rows.read(start, start + _EXCERPT)
+        raise DataError(_text_fault(role, rows, values.reshape(len(values), -1), start))
+
+
+def _text_fault(role: str, rows: RowSource, fields: Array, start: int) -> str:
+    """Which columns hold text where numbers are expected, and what to do about it."""
+    inner: Any = rows
+    while not isinstance(inner, ColumnRows):
+        inner = inner.rows if isinstance(inner, RowsView) else getattr(inner, "labels", None)
+        if inner is None:
+            return f"{rows.source}: the {role} hold text such as {fields[0, 0]!r}, expected numbers"
+    return _text_columns_fault(role, inner, fields, start)
+
+
+def _text_columns_fault(role: str, rows: ColumnRows, fields: Array, start: int) -> str:
+    names = rows.columns
+    steps = dict[str, list[int]]()
+    texts = dict[str, str]()
+    for step, row in enumerate(fields.tolist()):
+        for index, text in enumerate(row):
+            if text.strip() and not is_number(text):
+                name = names[index % len(names)]
+                steps.setdefault(name, []).append(start + step)
+                texts.setdefault(name, text)
+    first = next(iter(texts), names[0])
+    where = f"{rows.source}: {listed(steps or names, quoted=True)}"
+    what = f"of the {role} hold text, such as {texts.get(first, '')!r} in '{first}'"
+    if start == 0 and len(fields) > 1 and any(at == [0] for at in steps.values()):
+        return (
+            f"{where} {what} in the first row and numbers after it; is the line after the header"
+            " one of units? Delete it"
+        )
+    others = [name for name in rows.table.columns if name not in texts]
+    return (
+        f"{where} {what}, expected numbers; leave them out: --exclude {quote(','.join(steps))}"
+        f" (or are they classes? --targets {quote(first)} --task classify)"
+        + f". The other columns are {listed(others)}"
+        * bool(others)
+    )
+
+
+@dataclass(frozen=True)
+class ClassRecording:
+    """A recording whose targets are class names, read as indices; -100 where there is none."""
+
+    source: Recording
+    classes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.source.read(start, stop)
+        if steps.targets is None:
+            return steps
+        return steps._replace(targets=self._indices(steps.targets, start))
+
+    def _indices(self, targets: Array, start: int) -> Array:
+        if targets.ndim > 1:
+            raise DataError(
+                f"recording '{self.name}': classification needs one column of targets, got"
+                f" {targets.shape[1]}; choose it with --targets"
+            )
+        values, inverse = np.unique(targets, return_inverse=True)
+        index = {name: i for i, name in enumerate(self.classes)}
+        codes = np.array(
+            [
+                IGNORE_INDEX if name == "" else index.get(name, -1)
+                for name in map(class_name, values)
+            ],
+            dtype=np.int64,
+        )
+        if (codes == -1).any():
+            wrong = values[codes == -1][0]
+            step = start + int(np.argmax(targets == wrong))
+            raise DataError(
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step}; the"
+                f" training split has {listed(self.classes)}"
+            )
+        return codes[inverse]

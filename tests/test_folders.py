@@ -1,0 +1,181 @@
+"""Folders of recordings: sub-folders, splits, links, what is left out; columns and their roles."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from throughtime.app.config import make_config
+from throughtime.app.dataset import open_dataset
+from throughtime.errors import DataError
+from throughtime.stream.folder import read_folder
+from throughtime.stream.manifest import find_recordings
+
+TEXT = "u,y\n" + "1,2\n3,5\n" * 30
+
+
+def make(folder: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TEXT + f"{number},0\n" if name.endswith(".csv") else "text")
+    return folder
+
+
+def names_of(folder: Path) -> list[tuple[str, str]]:
+    return [(entry.name, entry.split) for entry in find_recordings(folder)]
+
+
+def test_files_of_all_sub_folders_are_recordings_named_by_their_paths(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", "b.csv", "a/2.csv", "a/1.csv", "a/deep/er/1.csv", "c/1.csv")
+    assert names_of(folder) == [
+        (name, "") for name in ("a/1.csv", "a/2.csv", "a/deep/er/1.csv", "b.csv", "c/1.csv")
+    ]
+
+
+@pytest.mark.parametrize("valid", ["valid", "val", "validation", "Validation"])
+def test_sub_folders_called_like_splits_are_splits(valid: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", "train/x/1.csv", "train/2.csv", f"{valid}/1.csv", "test/1.csv")
+    assert sorted(names_of(folder)) == sorted(
+        [
+            ("train/x/1.csv", "train"),
+            ("train/2.csv", "train"),
+            (f"{valid}/1.csv", "valid"),
+            ("test/1.csv", "test"),
+        ]
+    )
+    settings = {"data": str(folder), "task": "regress", "targets": ["y"], "out": str(tmp_path)}
+    data = open_dataset(make_config(settings))
+    assert (len(data.train), len(data.valid)) == (2, 1)
+    assert data.remarks[0] == "splits as in the folders (test 1, train 2, valid 1)"
+
+
+def test_recordings_beside_or_in_two_splits_are_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", "train/1.csv", "2.csv", "more/3.csv")
+    with pytest.raises(
+        DataError, match=r"\['2.csv', 'more/3.csv'\] lie beside the folders of the splits train"
+    ):
+        find_recordings(folder)
+    folder = make(tmp_path / "b", "train/1.csv", "train/test/1.csv")
+    with pytest.raises(
+        DataError, match=r"'train/test/1.csv' lies in folders of the splits test and train"
+    ):
+        find_recordings(folder)
+
+
+def test_hidden_files_runs_and_predictions_are_left_out(tmp_path: Path) -> None:
+    folder = make(
+        tmp_path / "d",
+        *("1.csv", ".hidden.csv", ".git/2.csv", "__MACOSX/3.csv", "runs/a/metrics.jsonl"),
+        *("runs/a/extra.csv", "runs/a/deep/extra.csv", "p/predictions.json", "p/1.csv"),
+        *("notes.txt.bak", "sub/README.md"),
+    )
+    assert names_of(folder) == [("1.csv", "")]
+    assert read_folder(folder).others == ["notes.txt.bak", "sub/README.md"]
+    settings = {"data": str(folder), "task": "regress", "targets": ["y"], "out": str(tmp_path)}
+    assert (
+        "2 files of an unknown format left out: notes.txt.bak, sub/README.md"
+        in open_dataset(make_config(settings)).remarks
+    )
+
+
+def test_a_folder_reached_by_links_is_read_once_and_a_loop_ends(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", "a/1.csv")
+    other = make(tmp_path / "elsewhere", "2.csv")
+    Path(folder / "a" / "loop").symlink_to(folder)
+    Path(folder / "linked").symlink_to(other)
+    Path(folder / "z").symlink_to(folder / "a")
+    assert names_of(folder) == [("a/1.csv", ""), ("linked/2.csv", "")]
+
+
+def test_a_manifest_of_a_sub_folder_is_refused_and_one_in_the_folder_wins(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", "a/1.csv", "a/2.csv")
+    (folder / "a" / "recordings.csv").write_text("id;split;inputs\n1;train;1.csv\n2;test;2.csv\n")
+    with pytest.raises(
+        DataError, match=r"the sub-folder a has a manifest of its own, a/recordings"
+    ):
+        find_recordings(folder)
+    assert names_of(folder / "a") == [("1", "train"), ("2", "test")]  # Excel writes semicolons
+    (folder / "recordings.csv").write_text("id,inputs\nx,a/1.csv\n")
+    assert names_of(folder) == [("x", "")]
+
+
+def anomaly_files(folder: Path) -> Path:
+    """Files as those of SKAB: semicolons, time stamps, sub-folders, a column that must not leak."""
+    random = np.random.default_rng(0)
+    for name in ("valve1/0", "valve1/1", "valve2/0", "other/9", "other/10"):
+        steps = 200
+        anomaly = (np.arange(steps) // 50) % 2
+        values = random.normal(size=(steps, 2)) + anomaly[:, None]
+        times = np.datetime64("2020-03-09T10:14:33") + np.arange(steps) + (np.arange(steps) > 99)
+        change = np.abs(np.diff(anomaly, prepend=0))
+        lines = ["datetime;Current;Volume Flow RateRMS;anomaly;changepoint"]
+        lines += [
+            f"{str(t).replace('T', ' ')};{a:.5f};{b:.5f};{float(y)};{float(c)}"
+            for t, (a, b), y, c in zip(times, values, anomaly, change, strict=True)
+        ]
+        path = folder / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def dataset(folder: Path, **settings: Any) -> Any:
+    base = {"data": str(folder), "task": "classify", "targets": ["anomaly"], "out": "unused"}
+    return open_dataset(make_config(base | settings))
+
+
+def test_columns_that_are_excluded_and_times_are_no_inputs(tmp_path: Path) -> None:
+    """A mutant that ignores `exclude` has the column of change points among the inputs."""
+    data = dataset(anomaly_files(tmp_path), exclude=["changepoint"])
+    assert data.spec.layout.inputs == ("Current", "Volume Flow RateRMS")
+    assert data.spec.classes == ("0", "1")
+    assert data.train[0].read(0, 5).inputs.shape == (5, 2)
+    (remark,) = [remark for remark in data.remarks if "time stamps" in remark]
+    assert remark.endswith("; 5 gaps, the longest of 2 s before row 100 of 'valve2/0.csv'")
+    assert remark.startswith("time stamps in 'datetime', every 1 s: no input; ")
+    assert dataset(tmp_path).spec.layout.inputs[-1] == "changepoint"
+
+
+def test_a_name_that_no_recording_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    anomaly_files(tmp_path)
+    with pytest.raises(DataError, match=r"--exclude changepoin: no .*; did you mean 'changepoint'"):
+        dataset(tmp_path, exclude=["changepoin"])
+
+
+def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_path: Path) -> None:
+    path = anomaly_files(tmp_path) / "other/9.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *lines[100:], *lines[1:100]]))
+    with pytest.raises(
+        DataError,
+        match=r"recording 'other/9.csv': row 101 of 'datetime', 2020-03-09T10:14:33, is earlier",
+    ):
+        dataset(tmp_path)
+    assert len(dataset(tmp_path, exclude=["datetime"]).train) == 4
+
+
+def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
+    path = anomaly_files(tmp_path / "a") / "valve1" / "0.csv"
+    lines = path.read_text().splitlines()
+    rest = [line.split(";") for line in lines[1:]]
+    rows = [";".join([row[0], "open", *row[2:]]) for row in rest]
+    path.write_text("\n".join([lines[0], *rows]))
+    with pytest.raises(
+        DataError, match=r"\['Current'\] of the inputs hold text, such as 'open'.*--exclude Current"
+    ):
+        dataset(path)
+    path.write_text("\n".join([lines[0], ";A;l/min;;", *lines[1:]]))
+    with pytest.raises(DataError, match=r"'A' in 'Current' in the first row .* line .* of units"):
+        dataset(path)
+
+
+def test_a_line_named_from_the_last_is_no_input_when_it_is_the_target(tmp_path: Path) -> None:
+    """A mutant that compares names alone has the labels among the inputs, as line 2."""
+    values = np.vstack([np.random.default_rng(0).normal(size=(2, 90)), np.arange(90) // 9 % 2])
+    np.savetxt(tmp_path / "r.csv", values, delimiter=",")
+    data = dataset(tmp_path / "r.csv", csv="rows", targets=["-1"])
+    assert data.spec.layout.inputs == ("0", "1")
+    with pytest.raises(DataError, match="are inputs and targets of the same step"):
+        dataset(tmp_path / "r.csv", csv="rows", targets=["-1"], inputs=["0", "2"])
