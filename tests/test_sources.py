@@ -132,9 +132,9 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 PAIRS: dict[str, Callable[[Path], Any]] = {
     "arrays": lambda _: (values(), values()[:, 0]),
-    "frame and series": lambda _: (frame(), frame()["a"]),
-    "frame and frame": lambda _: (frame(), frame()[["a"]]),
-    "polars": lambda _: (pl.from_pandas(frame()), pl.from_pandas(frame())["a"]),
+    "frame and series": lambda _: (frame(), pd.Series(values()[:, 0], name="y")),
+    "frame and frame": lambda _: (frame(), pd.DataFrame({"y": values()[:, 0]})),
+    "polars": lambda _: (pl.from_pandas(frame()), pl.from_pandas(frame())["a"].alias("y")),
     "arrow": lambda _: (pa.table(frame()), pa.table(frame())["a"]),
     "array and series": lambda _: (values(), frame()["a"]),
     "h5py": lambda folder: ((file := hdf5(folder))["x"], file["columns/a"]),
@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "two paths": (lambda _: ("x.npy", "y.npy"), r"tuple of two paths.*'inputs': ..., 'targets'"),
     "three arrays": (lambda _: (np.ones(3),) * 3, r"a tuple of 3: expected \(inputs, targets\)"),
     "lengths": (lambda _: (np.ones(3), np.ones(4)), "3 steps of inputs and 4 of targets"),
+    "a series of the frame": (
+        lambda _: (frame(), frame()["b"]),
+        r"column 'b' of the inputs is the target.*tt.recording\(frame, inputs=.*targets='b'\)",
+    ),
     "splits": (lambda _: {"train": [np.ones(3)]}, r"data\['train'\]"),
     "recordings by name": (lambda _: {"a": frame(), "b": frame()}, r"list\(data.values\(\)\)"),
     "numbers": (lambda _: [1.0, 2.0], r"recording 0 is a float.*np.asarray\(values\)"),
@@ -338,7 +342,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_evaluate_predict_and_windows_accept_the_same() -> None:
     net = tt.carry(torch.nn.Sequential(torch.nn.GRU(D, 4), torch.nn.Linear(4, 1)).double())
-    pair = (frame(), frame()["a"])
+    pair = (frame(), pd.Series(values()[:, 0], name="y"))
     arrays = {"inputs": values(), "targets": values()[:, 0]}
     results = [tt.evaluate(net, data, torch.nn.MSELoss()).loss for data in (pair, arrays)]
     assert results[0] == results[1]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from throughtime.nn import fuse
     from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
     from throughtime.stream import Recording, Stream, windows
+    from throughtime.stream.tables import from_frame, recording
     from throughtime.updates import Updates, updates
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "draw",
     "evaluate",
     "export",
+    "from_frame",
     "fuse",
     "linear_scan",
     "metrics",
@@ -74,6 +76,7 @@ __all__ = [
     "optim",
     "predict",
     "reach",
+    "recording",
     "rollout",
     "state",
     "testing",
@@ -106,6 +109,7 @@ _EXPORTS = {
     "nn": ("fuse",),
     "predict": ("Evaluation", "Evaluator", "Predictor", "evaluate", "predict"),
     "stream": ("Recording", "Stream", "windows"),
+    "stream.tables": ("from_frame", "recording"),
     "updates": ("Updates", "updates"),
 }
 _SOURCE = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -33,6 +33,7 @@ from throughtime.stream.recording import (
 from throughtime.stream.row_sources import (
     ArrayRows,
     ColumnRows,
+    ConcatRows,
     as_rows,
     concat_rows,
     is_array,
@@ -42,6 +43,7 @@ from throughtime.stream.row_sources import (
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
+_COMPARED = 1000  # rows
 _KEYS = ("inputs", "targets", "target_every", "intervals", "target_at", "static", "name")
 
 
@@ -251,11 +253,14 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     parts = _several(values["inputs"])
     inputs = concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
     _check_separate_files(name, parts, values.get("targets"))
+    targets = _targets(values, name, len(inputs))
+    for part in inputs.parts if isinstance(inputs, ConcatRows) else (inputs,):
+        _check_separate_columns(name, part, targets)
     return TableRecording(
         name,
         inputs,
-        _targets(values, name, len(inputs)),
-        _static(values.get("static"), name),
+        targets,
+        as_static(values["static"], name) if "static" in values else None,
         inputs.columns if isinstance(inputs, ColumnRows) else (),
     )
 
@@ -281,6 +286,22 @@ def _check_separate_files(name: str, inputs: Sequence[Any], targets: Any) -> Non
                 f"recording '{name}': inputs and targets are all columns of {part}, so each step"
                 f" has its target as an input. Its columns are {listed(names)}; choose:"
                 f" tt.recording('{part}', inputs={[*names[:1]]}, targets='{names[-1]}')"
+            )
+
+
+def _check_separate_columns(name: str, inputs: RowSource, targets: RowSource | None) -> None:
+    """Refuse frames that share a column, by name and by its first values."""
+    if not (isinstance(inputs, ColumnRows) and isinstance(targets, ColumnRows)):
+        return
+    if isinstance(inputs.table.path, Path) or isinstance(targets.table.path, Path):
+        return
+    for column in set(inputs.columns) & set(targets.columns):
+        first, second = (rows.table.read(0, _COMPARED, (column,)) for rows in (inputs, targets))
+        if first.dtype == second.dtype and first.tobytes() == second.tobytes():
+            raise DataError(
+                f"recording '{name}': column '{column}' of the inputs is the target of the same"
+                " step, so the net would only learn to copy it; choose columns:"
+                f" tt.recording(frame, inputs=[...], targets='{column}')"
             )
 
 
@@ -317,12 +338,17 @@ def _targets(values: Mapping[str, Any], name: str, steps: int) -> RowSource | No
             f"recording '{name}' has 'target_at' and a target for every step; it belongs to"
             " 'target_every', 'intervals' or a single target"
         )
-    if len(targets) != steps:
-        raise DataError(
-            f"recording '{name}' has {steps} steps of inputs and {len(targets)} of targets; both"
-            " need one row per step, or say how many steps each target is for: 'target_every'"
-        )
+    check_steps(name, steps, len(targets))
     return targets
+
+
+def check_steps(name: str, inputs: int, targets: int) -> None:
+    """Refuse another number of targets than of steps."""
+    if inputs != targets:
+        raise DataError(
+            f"recording '{name}' has {inputs} steps of inputs and {targets} of targets; both need"
+            " one row per step, or say how many steps each target is for: 'target_every'"
+        )
 
 
 def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
@@ -338,9 +364,8 @@ def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
     return "the mapping", starts, stops, labels
 
 
-def _static(value: Any, name: str) -> Array | None:
-    if value is None:
-        return None
+def as_static(value: Any, name: str) -> Array:
+    """Static features `(S,)`, checked."""
     static = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
         raise DataError(

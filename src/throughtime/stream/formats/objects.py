@@ -22,6 +22,7 @@ from throughtime.stream.formats.arrays import (
     arrays_of_netcdf,
     arrays_of_zarr,
     longest_arrays,
+    slice_rows,
 )
 from throughtime.stream.formats.arrow import distinct_columns, stack_columns, time_columns
 from throughtime.stream.formats.table import (
@@ -70,7 +71,7 @@ def _is_group(value: object) -> bool:
 
 
 def open_object(value: Any) -> FileTable:
-    """The columns of an object: those of a frame or a group; a series is the column `0`.
+    """The columns of an object: those of a frame or a group; a series is one column.
 
     Raises:
         DataError: two columns of one name, or a group without a numeric array.
@@ -106,7 +107,7 @@ def _group(value: Any, path: Path) -> TableFile:
 
 
 class ArrowColumns(TableFile):
-    """The columns of a frame or an Arrow table; a series or an Arrow array is the column `0`.
+    """The columns of a frame or an Arrow table; one without a name is called `0`.
 
     Args:
         path: for messages.
@@ -135,9 +136,12 @@ class ArrowColumns(TableFile):
         elif isinstance(value, (pa.Array, pa.ChunkedArray)):
             table = pa.table({"0": value})
         elif is_series(value):
-            table = pa.table(value.to_frame("0"))
+            table = pa.table(value.to_frame(value.name or "0"))
         else:
             table = pa.table(value)
+        for i, field in enumerate(table.schema):
+            if str(field.type) == "string_view":  # that of polars, of which Arrow takes no rows
+                table = table.set_column(i, field.name, table.column(i).cast(pa.large_string()))
         named = zip(table.column_names, table.columns, strict=True)
         nullable = frozenset(name for name, column in named if column.null_count)
         return cls(path, table, nullable, faults)
@@ -175,7 +179,7 @@ def _from_pandas(value: Any) -> tuple[Any, dict[str, str]]:
     columns = (
         [(str(name), value.iloc[:, i]) for i, name in enumerate(value.columns)]
         if has(value, "columns")
-        else [("0", value)]
+        else [("0" if value.name is None else str(value.name), value)]
     )
     arrays: list[Any] = []
     for name, column in columns:
@@ -185,6 +189,19 @@ def _from_pandas(value: Any) -> tuple[Any, dict[str, str]]:
             faults[name] = str(error)
             arrays.append(pa.nulls(len(column)))
     return pa.table(arrays, names=[name for name, _ in columns]), faults
+
+
+class MatrixColumns(TableFile):
+    """The columns of an array `(T, D)`, called `0`, `1` and so on; whole rows are read of it."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = as_file_array(array)
+        self.length, width = (int(size) for size in array.shape)
+        self.columns = tuple(map(str, range(width)))
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        rows = slice_rows(self._array, start, stop)
+        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
 class RawColumns(TableFile):

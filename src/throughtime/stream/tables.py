@@ -1,0 +1,396 @@
+"""Recordings of named columns: of a file, a frame, an Arrow table, a group of arrays.
+
+Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from throughtime.errors import DataError, listed
+from throughtime.stream import formats
+from throughtime.stream.formats.arrays import ArraysFile, longest_arrays
+from throughtime.stream.formats.objects import (
+    ArrowColumns,
+    MatrixColumns,
+    as_file_array,
+    has_columns,
+    is_series,
+    open_object,
+    opened,
+)
+from throughtime.stream.formats.table import Array
+from throughtime.stream.recording import Part, Recording, TableRecording
+from throughtime.stream.recording import columns as of_columns
+from throughtime.stream.row_sources import (
+    ColumnRows,
+    as_rows,
+    check_columns,
+    is_array,
+    value_columns,
+)
+from throughtime.stream.shift import shift_targets
+from throughtime.stream.sources import as_static, check_steps
+
+_BLOCK = 65_536  # rows
+
+
+def recording(
+    source: Any,
+    *,
+    inputs: str | Sequence[str] | None = None,
+    targets: Any = None,
+    static: Any = None,
+    start: int = 0,
+    stop: int | None = None,
+    name: str | None = None,
+    sep: str | None = None,
+    decimal: str | None = None,
+    columns: Sequence[str] | None = None,
+    target_shift: int = 0,
+    allow_target_as_input: bool = False,
+) -> Recording:
+    """One recording, its columns chosen by name.
+
+    `tt.from_frame` makes one for each group of rows, `tt.recordings` those of a folder or manifest.
+
+    Args:
+        source: the path of a file, a pandas or polars frame, an Arrow table, an `xarray.Dataset`,
+            an open group of h5py, Zarr or netCDF4, an MNE `Raw`, a mapping of arrays by name, or
+            an array `(T, D)`, whose columns are called "0", "1" and so on.
+        inputs: columns, in this order; default: all that are neither targets nor static nor time
+            stamps, and with a `target_shift` the targets as well.
+        targets: columns; or the targets themselves, `(T,)` or `(T, C)`, as an array or a series.
+        static: columns with one value for the whole recording; or `(S,)` numbers. Appended to the
+            inputs of every step.
+        start: the first step.
+        stop: the step after the last one; default: the end.
+        name: in messages and reports; default: that of the file.
+        sep: the character between the fields of a CSV file; default: detected.
+        decimal: the decimal mark of a CSV file; default: detected.
+        columns: names for all columns of a source, where it has none.
+        target_shift: the target of a step is that of so many steps later, within `start` and
+            `stop`; the last steps have none.
+        allow_target_as_input: whether an input may be the target of the same step.
+
+    Raises:
+        DataError: a column that does not exist, is named twice, holds no numbers, or is an input
+            and the target of the same step; a start and stop that leave no step.
+
+    Cost: the header of a file and one row; static columns are read whole.
+
+    Example:
+        >>> import pandas, throughtime as tt
+        >>> frame = pandas.DataFrame({"u": [0.1, 0.2, 0.3], "v": [1.0, 2.0, 3.0], "y": [0, 0, 1]})
+        >>> stream = tt.Stream(tt.recording(frame, inputs=["u", "v"], targets="y"), 1, chunk=3)
+        >>> next(iter(stream))
+        Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
+    """
+    table = _as_table(source, sep, decimal)
+    if columns is not None:
+        table = _renamed(table, columns)
+    title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
+    separate = targets is not None and not _is_names(targets)
+    numbers = static is not None and not _is_names(static)
+    choice = ColumnChoice.of(
+        table,
+        inputs,
+        None if separate else targets,
+        None if numbers else static,
+        shifted=target_shift != 0,
+    )
+    result = choice.recording(title, table, copies=allow_target_as_input or target_shift != 0)
+    if numbers:
+        result = replace(result, static=as_static(static, title))
+    if separate:
+        rows = as_rows(targets, title, "targets")
+        check_steps(title, len(table), len(rows))
+        result = replace(result, targets=rows)
+    return shift_targets(_part(result, start, stop), target_shift)
+
+
+def from_frame(
+    frame: Any,
+    *,
+    by: str | Sequence[str] | None = None,
+    time: str | None = None,
+    inputs: str | Sequence[str] | None = None,
+    targets: str | Sequence[str] | None = None,
+    static: str | Sequence[str] | None = None,
+    target_shift: int = 0,
+    allow_target_as_input: bool = False,
+) -> list[Recording]:
+    """One recording for each group of the rows of a frame, in order of time.
+
+    Args:
+        frame: a pandas or polars frame, or an Arrow table.
+        by: the column, or the columns, whose values name the groups; default: one group.
+        time: the column by which the rows of each group are sorted; default: rows are in order.
+        inputs: columns; default: all that are not named otherwise, nor time stamps.
+        targets: columns.
+        static: columns with one value for each group.
+        target_shift: as for `tt.recording`.
+        allow_target_as_input: as for `tt.recording`.
+
+    Returns:
+        The recordings, in the order in which their groups appear, named by the group.
+
+    Raises:
+        DataError: as for `tt.recording`; or a row without a group or a time, or two rows of a group
+            with the same time.
+
+    Cost: rows of a group that follow one another in order are not copied; others are, once.
+
+    Example:
+        >>> import pandas, throughtime as tt
+        >>> rows = {"patient": ["a", "b", "a"], "day": [2, 1, 1], "u": [0.2, 0.3, 0.1]}
+        >>> recordings = tt.from_frame(pandas.DataFrame(rows), by="patient", time="day")
+        >>> [(r.name, r.read(0, len(r)).inputs[:, 0].tolist()) for r in recordings]
+        [('a', [0.1, 0.2]), ('b', [0.3])]
+    """
+    if not has_columns(frame):
+        raise DataError(
+            f"got a {type(frame).__name__}, expected a data frame or an Arrow table; of a file make"
+            " one: pandas.read_csv(path), or use tt.recording(path, ...)"
+        )
+    whole = ArrowColumns.of(frame)
+    table = opened(str(whole.path), whole)
+    groups, times = _names(by), _names(time)
+    used = (*groups, *times)
+    check_columns(replace(table, times=()), used or table.columns[:1], "by and time")
+    choice = ColumnChoice.of(
+        table, inputs, targets, static, exclude=used, shifted=target_shift != 0
+    )
+    codes = _codes(whole, groups)
+    order = _order(whole, codes, times)
+    edges = np.flatnonzero(np.diff(codes[order])) + 1
+    recordings: list[Recording] = []
+    for rows in np.split(order, edges) if len(order) else []:
+        first = whole.table.slice(int(rows[0]), 1)
+        group = "/".join(str(first.column(column)[0].as_py()) for column in groups) or "0"
+        part = opened(f"group '{group}'", whole.take(rows))
+        copies = allow_target_as_input or target_shift != 0
+        recordings.append(shift_targets(choice.recording(group, part, copies=copies), target_shift))
+    return recordings
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """The columns of a table that are inputs, targets and static features."""
+
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    static: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        table: formats.Table,
+        inputs: Any,
+        targets: Any,
+        static: Any,
+        *,
+        shifted: bool,
+        exclude: Sequence[str] = (),
+    ) -> "ColumnChoice":
+        """The choice of the user, checked; by default the inputs are the other columns."""
+        target_names, static_names = _names(targets), _names(static)
+        others = {*exclude, *static_names, *(() if shifted else target_names)}
+        names = _names(inputs) or value_columns(table, [*others])
+        for role, chosen in (
+            ("inputs", names),
+            ("targets", target_names),
+            ("static", static_names),
+        ):
+            if chosen or role == "inputs":
+                check_columns(table, chosen, role)
+        both = [name for name in names if name in {*exclude, *static_names}]
+        if both:
+            raise DataError(
+                f"{table.path}: {listed(both, quoted=True)} are inputs and named as by, time or"
+                " static as well; name each column once"
+            )
+        return cls(names, target_names, static_names)
+
+    def recording(self, name: str, table: formats.Table, *, copies: bool) -> TableRecording:
+        """The recording of these columns; `copies` allows an input that is the target."""
+        copied = [column for column in self.inputs if column in self.targets]
+        if copied and not copies:
+            raise DataError(
+                f"recording '{name}': {listed(copied, quoted=True)} are inputs and targets of the"
+                " same step, so the net would only learn to copy them; name other inputs, predict"
+                " later values, target_shift=1, or write allow_target_as_input=True if it is meant"
+            )
+        labels = table if self.targets else None
+        result = of_columns(name, table, self.inputs, labels, self.targets)
+        for role, rows in (("inputs", result.inputs), ("targets", result.targets)):
+            _check_numbers(table, rows, role)
+        if not self.static:
+            return result
+        return replace(result, static=_constants(table, self.static))
+
+
+def _is_names(value: Any) -> bool:
+    """Whether a value names columns, rather than being one."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, str) for item in value)
+    return isinstance(value, str)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of columns; pandas also has numbers as such."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(map(str, value))
+
+
+def _as_table(source: Any, sep: str | None, decimal: str | None) -> formats.Table:
+    if isinstance(source, (str, Path)):
+        return formats.open_table(Path(source), delimiter=sep, decimal=decimal)
+    if sep is not None or decimal is not None:
+        raise DataError(
+            f"sep={sep!r}, decimal={decimal!r} belong to a CSV file, and the source is a"
+            f" {type(source).__name__}; leave them out"
+        )
+    if has_columns(source) or is_series(source):
+        return open_object(source)
+    path = Path(f"the {type(source).__name__}")
+    if is_array(source) and len(source.shape) == 2:
+        return opened(str(path), MatrixColumns(source))
+    if isinstance(source, Mapping) and source and all(map(is_array, source.values())):
+        arrays = {str(key): as_file_array(value) for key, value in source.items()}
+        return opened(str(path), ArraysFile(path, longest_arrays(path, arrays)))
+    raise DataError(
+        f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
+        " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
+    )
+
+
+@dataclass(frozen=True)
+class RenamedTable:
+    """A table with other names for its columns; `names` maps them to those that it has."""
+
+    table: formats.Table
+    names: dict[str, str]
+
+    @property
+    def path(self) -> Path | str:
+        return self.table.path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.names)
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        return tuple(new for new, old in self.names.items() if old in self.table.times)
+
+    @property
+    def rate(self) -> float | None:
+        return self.table.rate
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        return self.table.read(start, stop, [self.names[name] for name in columns])
+
+
+def _renamed(table: formats.Table, names: Sequence[str]) -> RenamedTable:
+    named = dict(zip(map(str, names), table.columns, strict=False))
+    if len(names) != len(table.columns) or len(named) < len(names):
+        raise DataError(
+            f"{table.path}: columns={listed(names, quoted=True)} are {len(names)} names, expected a"
+            f" distinct one for each of its {len(table.columns)} columns,"
+            f" {listed(table.columns, quoted=True)}"
+        )
+    return RenamedTable(table, named)
+
+
+def _check_numbers(table: formats.Table, rows: Any, role: str) -> None:
+    """Refuse columns of text; the others are named in the line to write."""
+    texts = rows.text_columns() if isinstance(rows, ColumnRows) else []
+    if not texts:
+        return
+    example = table.read(0, 1, texts[:1])[0, 0]
+    others = [name for name in rows.columns if name not in texts]
+    hint = (
+        "map it to integers: np.unique(labels, return_inverse=True)[1]"
+        if role == "targets"
+        else f"leave it out: {role}={listed(others, quoted=True)}"
+    )
+    raise DataError(
+        f"{table.path}: column '{texts[0]}' of the {role} holds text, such as '{example}', expected"
+        f" numbers; {hint}"
+    )
+
+
+def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
+    """The values of columns that do not change, `(S,)`."""
+    first = table.read(0, 1, names)[0]
+    for start in range(0, len(table), _BLOCK):
+        rows = table.read(start, start + _BLOCK, names)
+        changes = np.argwhere(rows != first)
+        if len(changes):
+            step, column = changes[0].tolist()
+            raise DataError(
+                f"{table.path}: static column '{names[column]}' is {first[column]} in row 0 and"
+                f" {rows[step, column]} in row {start + step}; a value that changes is an input"
+            )
+    return as_static(first, str(table.path))
+
+
+def _part(recording: TableRecording, start: int, stop: int | None) -> Recording:
+    end = len(recording) if stop is None else stop
+    if not 0 <= start < end <= len(recording):
+        raise DataError(
+            f"recording '{recording.name}': start={start}, stop={stop} of {len(recording)} steps;"
+            " expected 0 <= start < stop <= the number of steps"
+        )
+    return recording if end - start == len(recording) else Part(recording, start, end)
+
+
+def _codes(frame: ArrowColumns, names: tuple[str, ...]) -> Array:
+    """The group of each row as a number, in order of appearance."""
+    codes = np.zeros(frame.length, np.int64)
+    for name in names:
+        column = frame.table.column(name).combine_chunks()
+        if column.null_count:
+            row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+            raise DataError(f"{frame.path}: row {row} has no '{name}', so it belongs to no group")
+        if hasattr(column, "dictionary"):  # a categorical
+            column = column.dictionary_decode()
+        own = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        codes = codes * (int(own.max(initial=0)) + 1) + own
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        codes = np.argsort(np.argsort(first))[inverse]
+    return codes
+
+
+def _order(frame: ArrowColumns, codes: Array, times: tuple[str, ...]) -> Array:
+    """The rows by group, and within a group by time."""
+    if not times:
+        return np.argsort(codes, kind="stable")
+    (name,) = times
+    values = frame.read(0, frame.length, times)[:, 0]
+    if values.dtype.kind not in "iufM":
+        raise DataError(
+            f"{frame.path}: time='{name}' holds {values.dtype}, such as '{values[0]}', expected"
+            f" numbers or time stamps: pandas.to_datetime(frame['{name}'])"
+        )
+    missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
+    if missing.any():
+        raise DataError(f"{frame.path}: row {int(missing.argmax())} has no time '{name}'")
+    order = np.lexsort((values, codes))
+    same = (np.diff(codes[order]) == 0) & (values[order][1:] == values[order][:-1])
+    if same.any():
+        at = int(same.argmax())
+        first, second = sorted((int(order[at]), int(order[at + 1])))
+        raise DataError(
+            f"{frame.path}: rows {first} and {second} have the same '{name}',"
+            f" {values[first]}, in one group; which is first? Name another by=, or drop one"
+        )
+    return order
