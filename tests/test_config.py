@@ -95,7 +95,7 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
         ("lanes=0: expected at least 1", "train d --lanes 0", "--lanes 0: expected at least 1"),
         ("max_norm=-1.0 and lr=0.0", "train d --lr 0", "--max-norm -1.0 and --lr 0.0"),
         ("offset=3, and hand_off=True passes", "train d", "--offset 3, and --hand-off passes"),
-        ("'task' is missing, 'data' is missing", "train", "--task is missing, DATA is missing"),
+        ("'out' is missing, 'data' is missing", "train", "--out is missing, DATA is missing"),
         ("r.toml: lanes=0", "train --config r.toml", "r.toml: lanes=0"),
         ("r/config.toml: lanes=0", "train --resume=r", "r/config.toml: lanes=0"),
         ("age=63 and 'note' is missing", "predict r d", "age=63 and 'note' is missing"),
@@ -109,9 +109,9 @@ def test_settings_in_messages_are_flags_unless_a_file_sets_them(
 
 def test_all_wrong_settings_are_listed_at_once() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'task' is missing"
+        ConfigError, match=r"unknown key 'strid'.*unknown key 'hiden'.*'data' is missing"
     ):
-        make_config({"data": "d", "out": "o", "strid": 1, "hiden": 2})
+        make_config({"task": "classify", "out": "o", "strid": 1, "hiden": 2})
 
 
 def test_help_and_versions_need_no_torch_and_ranks_no_lightning() -> None:

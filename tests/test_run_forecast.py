@@ -64,7 +64,7 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     """Baselines are those of NumPy, on the steps that have a target and both values."""
     data, y = hourly(tmp_path)
     out = tmp_path / "run"
-    words = f"train {data} --task regress --targets OT --ahead 24 --season 168 --updates 20"
+    words = f"train {data} --targets OT --ahead 24 --season 168 --updates 20"
     printed = run(*words.split(), "--missing", "mask", "--out", out)
     assert "targets are 24 steps later: the last 24 steps of each recording have none" in printed
     assert "inputs load, OT; targets OT" in printed

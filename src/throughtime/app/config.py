@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from throughtime.app.user_class import is_reference
 from throughtime.app.values import convert, toml_lines, weights_by_class
@@ -47,10 +47,13 @@ class Config:
         "A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets"
         " or label).",
     )
-    task: Literal["classify", "regress"] = _setting(
-        "Data", "What the targets are.", unset="none: it is required"
-    )
     out: str = _setting("Run", "The run folder.", unset="runs/NAME-OF-DATA")
+    task: Literal["classify", "regress"] | None = _setting(
+        "Data",
+        "What the targets are: classes, or numbers.",
+        None,
+        unset="classify for text and up to 20 different whole numbers, else regress",
+    )
     inputs: tuple[str, ...] = _setting(
         "Data", "Input columns, separated by commas.", (), unset="all that are not targets"
     )
@@ -477,7 +480,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
         hint = f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(types)}"
         faults.append(f"unknown key '{key}'{hint}")
     faults += [
-        f"'{f.name}' is missing" + f" ({' or '.join(get_args(types[f.name]))})" * (f.name == "task")
+        f"'{f.name}' is missing"
         for f in fields(Config)
         if f.default is MISSING and f.name not in present
     ]

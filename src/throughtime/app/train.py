@@ -43,6 +43,7 @@ from throughtime.app.policy import (
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
+from throughtime.app.task import resolve_task
 from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
@@ -140,7 +141,8 @@ class Training:
         """
         team = team or Team()
         data = str(Path(config.data).resolve())
-        resolved = team.on_all(lambda: resolve_model(resolve_gradient(replace(config, data=data))))
+        own = replace(config, data=data)
+        resolved = team.on_all(lambda: resolve_task(resolve_model(resolve_gradient(own))))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
         team.on_first(folder.check_free)
