@@ -164,8 +164,10 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 def example_of(module: nn.Module) -> Tensor:
     if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Embedding):
         return torch.randint(0, 11, (50,))
-    scaled = isinstance(module, nn.Sequential) and isinstance(module[0], Affine)
-    return torch.randn(50, 3) * (3 if scaled else 1) + (1e4 if scaled else 0)
+    x = torch.randn(50, 3)
+    if isinstance(module, nn.Sequential) and isinstance(module[0], Affine):
+        return x * module[0].scale + module[0].shift
+    return x
 
 
 def exported(
@@ -412,7 +414,7 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
 def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
     net = tt.carry(CHAINS["lstm"]())
     x = torch.randn(10, 3)
-    with pytest.raises(ConfigError, match=r"expected .onnx, .c or .js"):
+    with pytest.raises(ConfigError, match=r"expected \.onnx, \.c, \.js"):
         tt.export(net, tmp_path / "net.pt", inputs=x)
     with pytest.raises(ConfigError, match="float32"):
         tt.export(net, tmp_path / "net.c", inputs=x, dtype="float64")
@@ -424,6 +426,71 @@ def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
         next(net.parameters())[0, 0] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
         tt.export(net, tmp_path / "net.c", inputs=x)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("lstm", "net.nam"),
+        ("lstm two", "net.nam"),
+        ("lstm bare", "net.nam"),
+        ("lstm two", "net.json"),
+        ("lstm bare", "net.json"),
+        ("gru two", "net.json"),
+        ("gru bare", "net.json"),
+        ("audio", "net.nam"),
+        ("audio", "net.json"),
+        ("functions", "net.json"),
+    ],
+)
+def test_files_of_audio_plugins_compute_what_the_net_computes(
+    name: str, file: str, tmp_path: Path
+) -> None:
+    def audio() -> nn.Module:
+        first, last = Affine(3, inverse=False), Affine(2, inverse=True)
+        for values, number in ((first.shift, 5), (first.scale, 3), (last.shift, 5)):
+            values.fill_(number)
+        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2), last)
+
+    def functions() -> nn.Module:
+        parts = (nn.Linear(3, 4), nn.ELU(), nn.GRU(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(*parts, nn.Softmax(-1))
+
+    make = {"audio": audio, "functions": functions} | CHAINS
+    _, written = exported(tmp_path, make[name], file, rate=48_000)
+    assert written.verification is not None
+    assert written.verification.error < (1e-5 if name == "audio" else 1e-6)
+    assert ("folded" in " ".join(written.remarks)) == (name == "audio")
+    content = json.loads(written.paths[0].read_text())
+    assert content["sample_rate" if file == "net.nam" else "samplerate"] == 48_000
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("gru", "net.nam", "has gru, nn.Linear"),
+        ("projected", "net.nam", "without projection"),
+        ("projected", "net.json", "no lstm with a projection"),
+        ("rnn", "net.json", "no rnn_tanh"),
+        ("learned start", "net.json", "from a state of zeros"),
+        ("words", "net.json", "no nn.Embedding"),
+        ("standardised", "net.json", "no elu"),
+        ("coarse", "net.nam", "other outputs"),
+        ("cells", "net.nam", "no chain"),
+    ],
+)
+def test_what_an_audio_plugin_does_not_have_is_refused(
+    name: str, file: str, message: str, tmp_path: Path
+) -> None:
+    def coarse() -> nn.Module:
+        """Its shift is 1e5 times its scale: folded into float32 weights, digits are lost."""
+        first = Affine(3, inverse=False)
+        first.shift.fill_(1e5)
+        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
+
+    with pytest.raises(ModelError, match=message):
+        exported(tmp_path, (CHAINS | OTHERS | {"coarse": coarse})[name], file)
     assert list(tmp_path.iterdir()) == []
 
 

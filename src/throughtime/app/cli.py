@@ -261,9 +261,12 @@ def predict(
 @app.command()
 def export(
     run: _Run,
-    out: Annotated[Path, _option("The file to write: .onnx, .c (and .h), .js.", flag="--out")],
+    out: Annotated[
+        Path, _option("The file to write: .onnx, .c (and .h), .js, .nam, .json.", flag="--out")
+    ],
     to: Annotated[
-        Literal["onnx", "c", "js"] | None, _option("The format.", "by the suffix of --out")
+        Literal["onnx", "c", "js", "nam", "rtneural"] | None,
+        _option("The format.", "by the suffix of --out"),
     ] = None,
     check: Annotated[
         Path | None, _option("Verify the file on this recording as well, step by step.")

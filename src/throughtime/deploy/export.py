@@ -17,7 +17,8 @@ from throughtime import state as trees
 from throughtime._files import write_together
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.deploy import metadata
-from throughtime.deploy.chain import Chain, Pointwise, read_chain
+from throughtime.deploy.audio import write_nam, write_rtneural
+from throughtime.deploy.chain import Chain, Pointwise, Rescale, read_chain
 from throughtime.deploy.onnx import write_onnx
 from throughtime.deploy.scan import write_scan
 from throughtime.deploy.source import write_c, write_javascript
@@ -26,11 +27,24 @@ from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.predict import running
 from throughtime.state import State
 
-Format: TypeAlias = Literal["onnx", "c", "js"]
+Format: TypeAlias = Literal["onnx", "c", "js", "nam", "rtneural"]
 # Writes the files of a chain by their suffixes; the description, and the name of the file
 _Writer: TypeAlias = Callable[[Chain, Mapping[str, Any], str], Mapping[str, bytes]]
-_WRITERS: dict[str, _Writer] = {"onnx": write_onnx, "c": write_c, "js": write_javascript}
-_SUFFIXES = {".onnx": "onnx", ".c": "c", ".js": "js", ".mjs": "js"}
+_WRITERS: dict[str, _Writer] = {
+    "onnx": write_onnx,
+    "c": write_c,
+    "js": write_javascript,
+    "nam": write_nam,
+    "rtneural": write_rtneural,
+}
+_SUFFIXES = {
+    ".onnx": "onnx",
+    ".c": "c",
+    ".js": "js",
+    ".mjs": "js",
+    ".nam": "nam",
+    ".json": "rtneural",
+}
 _LAST = {"softmax": "probabilities", "log_softmax": "log-probabilities", "sigmoid": "probabilities"}
 
 
@@ -78,7 +92,8 @@ def export(
         path: of the file; its suffix names the format, unless `to` does.
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and deviations.
-        to: "onnx", "c" (C99, and a header beside it) or "js" (an ES module).
+        to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "nam" (Neural Amp
+            Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
         rate: steps per second, for the description.
         classes: names of the outputs.
         dtype: of weights, state and outputs.
@@ -105,7 +120,7 @@ def export(
     kind = to or _SUFFIXES.get(path.suffix.lower())
     if kind not in _WRITERS:
         raise ConfigError(
-            f"{path}: its suffix names no format; expected .onnx, .c or .js, or to="
+            f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}, or to="
             f"{' or '.join(map(repr, _WRITERS))}"
         )
     if dtype != "float32" and kind != "onnx":
@@ -138,7 +153,8 @@ def export(
                 temporary.write_bytes(content)
             verification = verify(net, kind, trial[0], description, x)
     write_together(named)
-    return Export(tuple(named), kind, verification, _remarks(kind, verification, steps))
+    remarks = [*_remarks(kind, verification, steps), *_folding(chain, kind)]
+    return Export(tuple(named), kind, verification, tuple(remarks))
 
 
 def _example(inputs: Any) -> Tensor:
@@ -272,8 +288,18 @@ def _describe(
     return description
 
 
-def _remarks(kind: str, verification: Verification | None, steps: int) -> tuple[str, ...]:
+def _folding(chain: Chain | None, kind: str) -> list[str]:
+    """Says that standardisation is in the weights, and what that costs."""
+    first = None if chain is None else chain.operations[0]
+    if kind not in {"nam", "rtneural"} or not isinstance(first, Rescale):
+        return []
+    ratio = float(np.abs(first.shift / first.scale).max())
+    cost = f"{6e-8 * ratio:.1g} of a standardised input"
+    return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
+
+
+def _remarks(kind: str, verification: Verification | None, steps: int) -> list[str]:
     if verification is not None or not steps:
-        return ()
+        return []
     needs = {"onnx": "onnxruntime", "c": "a C compiler", "js": "Node.js"}[kind]
-    return (f"not verified: {needs} is not at hand",)
+    return [f"not verified: {needs} is not at hand"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from throughtime.carry.carried import Carried
+from throughtime.deploy.audio import play_nam, play_rtneural
 from throughtime.deploy.chain import Array
 from throughtime.deploy.session import Session
 from throughtime.deploy.source import identifier
@@ -192,4 +194,6 @@ _PLAYERS: dict[str, Callable[[Path, Mapping[str, Any], Path], _Play | None]] = {
     "onnx": _onnx,
     "c": _c,
     "js": _javascript,
+    "nam": lambda path, *_: partial(play_nam, path.read_bytes()),
+    "rtneural": lambda path, *_: partial(play_rtneural, path.read_bytes()),
 }

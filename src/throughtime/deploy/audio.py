@@ -1,0 +1,280 @@
+"""Files of audio plug-ins: NAM (`.nam`), and the JSON that RTNeural and AIDA-X read.
+
+NAM: layers of LSTM and an `nn.Linear`. RTNeural: layers of LSTM and GRU, `nn.Linear` and functions,
+from a state of zeros. Neither has a place for standardisation, so it is folded into the weights
+next to it, which costs digits where a shift is many times its scale.
+
+Each writer has a reader, written from the plug-ins' own: files are verified by it.
+
+References: NeuralAmpModelerCore, `NAM/lstm.cpp`, file version 0.5.4; RTNeural,
+`RTNeural/model_loader.h`, and `python/model_utils.py` for the layout of Keras.
+
+Shapes: `T` steps, `D` input features, `H` hidden, `C` outputs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from throughtime.deploy.chain import Array, Chain, Dense, Operation, Pointwise, Recurrence, Rescale
+from throughtime.deploy.metadata import seal
+from throughtime.errors import ModelError
+from throughtime.kernels.cells import GRU, LSTM
+
+_NAM_VERSION = "0.5.4"
+_RTNEURAL_FUNCTIONS = ("tanh", "relu", "sigmoid", "softmax", "elu")
+_KERAS_BLOCKS = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
+
+
+def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    """The file of a chain, by suffix.
+
+    Raises:
+        ModelError: NAM does not have this chain.
+    """
+    *layers, head = _folded(chain).operations
+    if not isinstance(head, Dense) or any(
+        not isinstance(layer, Recurrence) or layer.cell is not LSTM or layer.hr is not None
+        for layer in layers
+    ):
+        raise ModelError(
+            "a .nam file has layers of LSTM, without projection, and an nn.Linear; this net has"
+            f" {_names(chain)}"
+        )
+    cells = [layer for layer in layers if isinstance(layer, Recurrence)]
+    if len({layer.hidden for layer in cells}) > 1:
+        raise ModelError("the LSTM layers of a .nam file have one width, hidden_size")
+    weights: list[Array] = []
+    for layer in cells:
+        h, c = layer.leaves
+        weights += [np.concatenate([layer.ih, layer.hh], axis=1), _bias(layer), h.start, c.start]
+    weights += [head.weight, np.zeros(len(head.weight)) if head.bias is None else head.bias]
+    config = {
+        "input_size": chain.width,
+        "hidden_size": cells[0].hidden,
+        "num_layers": len(cells),
+        "in_channels": chain.width,
+        "out_channels": chain.outputs,
+    }
+    content: dict[str, Any] = {
+        "version": _NAM_VERSION,
+        "architecture": "LSTM",
+        "config": config,
+        "metadata": {"name": name, "throughtime": seal(description, b"")},
+        "weights": [number for array in weights for number in array.ravel().tolist()],
+    }
+    if description["rate"] is not None:
+        content["sample_rate"] = description["rate"]
+    return {".nam": json.dumps(content).encode()}
+
+
+def write_rtneural(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    """The file of a chain, by suffix.
+
+    Raises:
+        ModelError: RTNeural does not have this chain.
+    """
+    del name
+    layers: list[dict[str, Any]] = []
+    width = chain.width
+    for operation in _folded(chain).operations:
+        layers.append(_keras_layer(operation, width))
+        width = layers[-1]["shape"][-1]
+    content = {
+        "in_shape": [None, None, chain.width],
+        "in_skip": 0,
+        "layers": layers,
+        "metadata": {"throughtime": seal(description, b"")},
+    }
+    if description["rate"] is not None:
+        content["samplerate"] = description["rate"]
+    return {".json": json.dumps(content).encode()}
+
+
+def play_nam(content: bytes, chunks: Sequence[Array]) -> list[Array]:
+    """What a NAM plug-in computes for chunks `(T, D)`, from the state in the file."""
+    file = json.loads(content)
+    config, weights = file["config"], iter(file["weights"])
+    hidden, width = config["hidden_size"], config["input_size"]
+
+    def take(*shape: int) -> Array:
+        numbers = [next(weights) for _ in range(int(np.prod(shape)))]
+        return np.array(numbers, np.float32).reshape(shape)
+
+    cells: list[list[Array]] = []
+    for k in range(config["num_layers"]):
+        columns = hidden + (hidden if k else width)
+        cells.append([take(4 * hidden, columns), take(4 * hidden), take(hidden), take(hidden)])
+    head, bias = take(config["out_channels"], hidden), take(config["out_channels"])
+    if next(weights, None) is not None:
+        raise ModelError("the .nam file has more weights than its layers need")
+    outputs: list[Array] = []
+    for chunk in chunks:
+        rows: list[Array] = []
+        for x in chunk:
+            value = x
+            for cell in cells:
+                matrix, offset, h, c = cell
+                i, f, g, o = np.split(matrix @ np.concatenate([value, h]) + offset, 4)
+                cell[3] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+                value = cell[2] = _sigmoid(o) * np.tanh(cell[3])
+            rows.append(head @ value + bias)
+        outputs.append(np.array(rows))
+    return outputs
+
+
+def play_rtneural(content: bytes, chunks: Sequence[Array]) -> list[Array]:
+    """What RTNeural computes for chunks `(T, D)`, from a state of zeros."""
+    layers = json.loads(content)["layers"]
+    arrays = [[np.array(values, np.float32) for values in layer["weights"]] for layer in layers]
+    states = [np.zeros((2, layer["shape"][-1]), np.float32) for layer in layers]
+    outputs: list[Array] = []
+    for chunk in chunks:
+        rows: list[Array] = []
+        for x in chunk:
+            value = x
+            for layer, weights, state in zip(layers, arrays, states, strict=True):
+                value = _keras_step(layer, weights, state, value)
+            rows.append(value)
+        outputs.append(np.array(rows))
+    return outputs
+
+
+def _keras_step(
+    layer: Mapping[str, Any], weights: Sequence[Array], state: Array, x: Array
+) -> Array:
+    """The outputs of one layer; its state, `h` and `c`, is changed."""
+    h, c = state
+    if layer["type"] == "lstm":
+        i, f, g, o = np.split(x @ weights[0] + h @ weights[1] + weights[2], 4)
+        state[1] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+        state[0] = _sigmoid(o) * np.tanh(state[1])
+        return state[0].copy()
+    if layer["type"] == "gru":
+        a = np.split(x @ weights[0] + weights[2][0], 3)
+        b = np.split(h @ weights[1] + weights[2][1], 3)
+        z, r = _sigmoid(a[0] + b[0]), _sigmoid(a[1] + b[1])
+        state[0] = z * h + (1 - z) * np.tanh(a[2] + r * b[2])
+        return state[0].copy()
+    y = x @ weights[0] + weights[1] if layer["type"] == "dense" else x
+    functions = {
+        "": lambda v: v,
+        "tanh": np.tanh,
+        "relu": lambda v: np.maximum(v, 0),
+        "sigmoid": _sigmoid,
+        "softmax": lambda v: np.exp(v - v.max()) / np.exp(v - v.max()).sum(),
+        "elu": lambda v: np.where(v > 0, v, np.expm1(np.minimum(v, 0))),
+    }
+    return functions[layer["activation"]](y)
+
+
+def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
+    """The layer in the layout of Keras: matrices `(inputs, outputs)`, gates i f g o or z r n."""
+    match operation:
+        case Dense(weight, bias):
+            offset = np.zeros(len(weight)) if bias is None else bias
+            return _entry("dense", len(weight), [weight.T, offset])
+        case Pointwise(function, parameter):
+            if function in _RTNEURAL_FUNCTIONS and parameter in {0.0, 1.0}:
+                return {**_entry("activation", width, []), "activation": function}
+        case Recurrence():
+            known = operation.cell in _KERAS_BLOCKS and operation.hr is None
+            if known and not any(leaf.start.any() for leaf in operation.leaves):
+                return _entry(operation.cell.name, operation.hidden, _keras_weights(operation))
+        case _:
+            pass
+    raise ModelError(
+        f"RTNeural has no {_name(operation)}: expected layers of LSTM and GRU without projection,"
+        f" from a state of zeros, nn.Linear and {', '.join(_RTNEURAL_FUNCTIONS)}"
+    )
+
+
+def _entry(kind: str, width: int, weights: Sequence[Array]) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "activation": "",
+        "shape": [None, None, width],
+        "weights": [array.tolist() for array in weights],
+    }
+
+
+def _keras_weights(layer: Recurrence) -> list[Array]:
+    def arranged(values: Array) -> Array:
+        blocks = np.split(values, len(layer.cell.gates))
+        return np.concatenate([blocks[k] for k in _KERAS_BLOCKS[layer.cell]])
+
+    rows = len(layer.ih)
+    b_ih, b_hh = (np.zeros(rows) if b is None else b for b in (layer.b_ih, layer.b_hh))
+    biases = np.stack([arranged(b_ih), arranged(b_hh)]) if layer.cell is GRU else b_ih + b_hh
+    return [arranged(layer.ih).T, arranged(layer.hh).T, biases]
+
+
+def _folded(chain: Chain) -> Chain:
+    """The chain with its standardisation in the weights beside it.
+
+    Raises:
+        ModelError: it has none beside it, or the inputs are indices.
+    """
+    operations = list(chain.operations)
+    if isinstance(first := operations[0], Rescale):
+        operations[:2] = [_behind(first, operations[1])]
+    if isinstance(last := operations[-1], Rescale):
+        operations[-2:] = [_before(operations[-2], last)]
+    if any(isinstance(operation, Rescale) for operation in operations) or chain.is_indexed:
+        raise ModelError(
+            "this format has no nn.Embedding, and standardisation only before the first layer and"
+            f" after an nn.Linear at the end; this net has {_names(chain)}"
+        )
+    return replace(chain, operations=tuple(operations))
+
+
+def _behind(first: Rescale, operation: Operation) -> Operation:
+    """An operation whose inputs were standardised, for raw inputs."""
+    factor = first.scale if first.inverse else 1 / first.scale.astype(np.float64)
+    offset = first.shift if first.inverse else -first.shift * factor
+    if isinstance(operation, Dense):
+        bias = operation.weight @ offset + (0 if operation.bias is None else operation.bias)
+        return Dense(operation.weight * factor, bias)
+    if isinstance(operation, Recurrence):
+        rows = np.zeros(len(operation.ih))
+        bias = operation.ih @ offset + (rows if operation.b_ih is None else operation.b_ih)
+        other = rows if operation.b_hh is None else operation.b_hh
+        return operation._replace(ih=operation.ih * factor, b_ih=bias, b_hh=other)
+    raise ModelError(f"standardisation stands before {_name(operation)}, expected a layer")
+
+
+def _before(operation: Operation, last: Rescale) -> Operation:
+    """An operation whose outputs are put into units."""
+    if not isinstance(operation, Dense) or not last.inverse:
+        raise ModelError(f"standardisation stands after {_name(operation)}, expected an nn.Linear")
+    bias = last.shift + (0 if operation.bias is None else operation.bias * last.scale)
+    return Dense(operation.weight * last.scale[:, None], bias)
+
+
+def _bias(layer: Recurrence) -> Array:
+    if layer.b_ih is None or layer.b_hh is None:
+        return np.zeros(len(layer.ih))
+    return layer.b_ih + layer.b_hh
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
+
+
+def _name(operation: Operation) -> str:
+    match operation:
+        case Recurrence():
+            return operation.cell.name + (" with a projection" if operation.hr is not None else "")
+        case Pointwise(function):
+            return function
+        case _:
+            return {"Dense": "nn.Linear", "Lookup": "nn.Embedding"}.get(
+                type(operation).__name__, "standardisation"
+            )
+
+
+def _names(chain: Chain) -> str:
+    return ", ".join(map(_name, chain.operations))
