@@ -7,13 +7,14 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 from throughtime.app.user_class import is_reference
 from throughtime.app.values import convert, toml_lines, weights_by_class
 from throughtime.errors import ConfigError
 
 DEFAULT_STRIDE = 100
+LoggerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
 MODEL_NAMES = ("lstm", "gru", "rnn")
 POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
 # Settings that are short for an argument of a gradient policy, and the policies that have it.
@@ -250,6 +251,13 @@ class Config:
         None,
         minimum=1,
         unset="never stop early",
+    )
+    logger: tuple[LoggerName, ...] = _setting(
+        "Run",
+        f"Write the metrics there, too: {', '.join(get_args(LoggerName))}; repeat for more.",
+        (),
+        unset="none",
+        words=get_args(LoggerName),
     )
     checkpoint_every: float = _setting(
         "Run", "Seconds between two checkpoints.", 30.0, positive=True

@@ -94,6 +94,8 @@ def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
             settings[name] = tuple(name.strip() for name in settings[name].split(","))
     if (delimiter := settings.get("delimiter")) is not None:
         settings["delimiter"] = _DELIMITERS.get(delimiter, delimiter)
+    if "logger" in settings:
+        settings["logger"] = [name.lower() for name in settings["logger"]]
     if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
         settings["workers"] = int(settings["workers"])
     if arguments := settings.pop("gradient_args", None):
@@ -138,6 +140,8 @@ def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
         return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
     if name == "gradient_args":
         annotation, names = list[str] | None, ["--gradient-arg"]
+    elif name == "logger":
+        annotation = list[str]
     elif name in {*_COLUMNS, "workers"}:
         annotation = str | None
     if default is MISSING or default == ():

@@ -65,6 +65,7 @@ class RunFolder:
         metrics: the log: one JSON object per line.
         report: the HTML report.
         audit: the results of `audit`.
+        loggers: the ids by which loggers continue.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,6 +76,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
         self.audit = path / "audit.json"
+        self.loggers = path / "loggers.json"
         self._lock = ExitStack()
 
     def lock(self) -> None:
@@ -144,6 +146,7 @@ class RunFolder:
             self._refuse_run()
             self.remove_temporary_files()
             self.metrics.unlink(missing_ok=True)
+            self.loggers.unlink(missing_ok=True)
             if is_reference(config.model):
                 code = ClassReference.parse("model", config.model).path
                 write_atomically(self.path / code.name, code.read_bytes())

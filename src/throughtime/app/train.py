@@ -21,6 +21,7 @@ from throughtime.app.config import Config
 from throughtime.app.dataset import Dataset, idle_remarks, open_dataset, training_stream
 from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
+from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
     build_model,
     check_device,
@@ -123,6 +124,7 @@ class Training:
         self._updates: Updates | None = None
         self._loss_sum = torch.zeros((), dtype=dataset.spec.torch_dtype, device=config.device)
         self._loss_steps = 0
+        self._loggers = Loggers(config.logger if team.is_first else ())
 
     @classmethod
     def begin(
@@ -145,6 +147,7 @@ class Training:
         resolved = team.on_all(lambda: resolve_task(resolve_model(resolve_gradient(own))))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
+        team.on_first(lambda: check_installed(resolved.logger))
         team.on_first(folder.check_free)
         training = team.on_all(
             lambda: cls(resolved, _open(resolved, on_phase), folder, team, on_phase)
@@ -209,7 +212,7 @@ class Training:
             return rows
 
         def lock() -> None:
-            folder.read_config()
+            check_installed(folder.read_config().logger)
             folder.lock()
 
         try:
@@ -242,10 +245,16 @@ class Training:
 
     def run(self) -> Iterator[TrainProgress]:
         """Train to the end, or until `stop`: log, validate, save; yield each line of the log."""
+        status: Status = "stopped"
         try:
             if not self.finished:
                 yield from self._run()
+            status = "finished" if self.finished else "stopped"
+        except Exception:
+            status = "failed"
+            raise
         finally:
+            self._loggers.finish(status)
             self.folder.unlock()
 
     def _run(self) -> Iterator[TrainProgress]:
@@ -275,6 +284,9 @@ class Training:
 
     def _begin_log(self) -> None:
         self.team.on_first(self.folder.remove_scores)
+        self.team.on_first(
+            lambda: self._loggers.start(self.folder.loggers, self.config.settings(), self.count)
+        )
         if not self.rows:
             self.team.on_first(lambda: self._write("data", **self.dataset.facts()))
             self.rows += 1
@@ -384,18 +396,18 @@ class Training:
         return selection_score(row)
 
     def _write(self, kind: str, **values: Any) -> None:
-        self.folder.add_metrics(
-            {
-                "kind": kind,
-                "update": self.count,
-                **values,
-                "seconds": round(self.seconds, 3),
-                "training_seconds": round(self.training_seconds, 3),
-                "waiting": round(self.waiting, 4),
-                "peak_memory": peak_memory(),
-                "frames": self.frames,
-            }
-        )
+        numbers = {
+            **values,
+            "seconds": round(self.seconds, 3),
+            "training_seconds": round(self.training_seconds, 3),
+            "waiting": round(self.waiting, 4),
+            "peak_memory": peak_memory(),
+            "frames": self.frames,
+        }
+        self.folder.add_metrics({"kind": kind, "update": self.count, **numbers})
+        if kind != "data":
+            with self._outside_training():
+                self._loggers.log(kind, numbers, self.count)
 
     @contextmanager
     def _outside_training(self) -> Generator[None]:

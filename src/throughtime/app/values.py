@@ -42,8 +42,12 @@ def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
         return value in words, value, [repr(word) for word in words]
     if get_origin(option) is tuple:
         items = [value] if isinstance(value, str) else value
-        fits = isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items)
-        return fits, tuple(items) if fits else value, ["a list of column names"]
+        words = get_args(get_args(option)[0])
+        fits = isinstance(items, (list, tuple)) and all(
+            item in words if words else isinstance(item, str) for item in items
+        )
+        expected = f"a list of {', '.join(words) or 'column names'}"
+        return fits, tuple(items) if fits else value, [expected]
     if option is NoneType:
         return value is None, value, []
     if option not in _TYPES:  # only the policy itself can check it
