@@ -4,9 +4,11 @@ Shapes: `n` steps, `C` target columns.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,3 +158,40 @@ def test_times_go_on_beyond_the_end(
     assert np.isnat(got[empty & (n > 4)]).all()
     assert (got[~(empty & (n > 4))] == expected[~(empty & (n > 4))]).all()
     assert later_times(series(np.arange(float(n))), start, stop, steps) is None
+
+
+@pytest.mark.parametrize("form", ["array", "file", "frame", "part of a frame"])
+def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
+    """An input column may be the target of a later step, and not of the same one."""
+    y = np.arange(9.0)
+    np.savetxt(tmp_path / "y.csv", y, "%.1f", header="y", comments="")
+    data: Any = {"array": y, "file": tmp_path / "y.csv"}.get(form, pd.DataFrame({"y": y}))
+    recording: Any = {"inputs": data, "targets": data, "target_shift": 2}
+    if form == "part of a frame":
+        recording = tt.recording(data, targets="y", start=1, stop=9, target_shift=2)
+    (chunk,) = tt.Stream(recording, lanes=1, chunk=9, rank=0, ranks=1)
+    assert chunk.targets is not None
+    first = int(form == "part of a frame")
+    assert chunk.targets[chunk.mask].flatten().tolist() == [*range(first + 2, 9)]
+    assert chunk.inputs.flatten().tolist() == [*range(first, 9)]
+    if form in {"file", "frame"}:
+        with pytest.raises(DataError, match="target"):
+            tt.Stream(recording | {"target_shift": 0}, lanes=1, chunk=9)
+    if isinstance(recording, dict):
+        with pytest.raises(DataError, match="a target of the past is no forecast"):
+            tt.Stream(recording | {"target_shift": -2}, lanes=1, chunk=9)
+        with pytest.raises(DataError, match="'target_shift' and no targets"):
+            tt.Stream({"inputs": data, "target_shift": 2}, lanes=1, chunk=9)
+
+
+def test_shifted_intervals_of_several_recordings_are_of_one_kind() -> None:
+    """One without any interval takes the type of the others, also behind a shift."""
+    spans = (np.array([3]), np.array([6]), np.array([0.5]))
+    none = (np.array([], int), np.array([], int), np.array([]))
+    recordings = [
+        {"inputs": np.zeros(9), "intervals": labels, "target_shift": 1} for labels in (none, spans)
+    ]
+    recordings[0]["intervals"] = (*none[:2], np.array([], int))
+    (chunk,) = tt.Stream(recordings, lanes=2, chunk=9, seed=None, rank=0, ranks=1)
+    assert chunk.mask.sum(0).tolist() == [0, 3]
+    assert chunk.mask[2:5, 1].all()

@@ -242,6 +242,8 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     """Recordings whose label types agree: one without any interval takes the type of the others."""
 
     def intervals(recording: Recording) -> IntervalLabels | None:
+        if inner := getattr(recording, "whole", None):
+            return intervals(inner)
         targets = recording.targets if isinstance(recording, TableRecording) else None
         return targets if isinstance(targets, IntervalLabels) else None
 
@@ -253,6 +255,8 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
         if sample is None or labels is None or len(labels.labels):
             return recording
         typed: Any = recording
+        if not isinstance(recording, TableRecording):
+            return replace(typed, whole=alike(typed.whole))
         return replace(typed, targets=replace(labels, labels=sample[:0]))
 
     return tuple(map(alike, recordings))

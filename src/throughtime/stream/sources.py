@@ -40,11 +40,15 @@ from throughtime.stream.row_sources import (
     is_rows,
     value_columns,
 )
+from throughtime.stream.shift import shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
 _COMPARED = 1000  # rows
-_KEYS = ("inputs", "targets", "target_every", "intervals", "target_at", "static", "name")
+_KEYS = (
+    *("inputs", "targets", "target_every", "intervals", "target_at", "target_shift"),
+    *("static", "name"),
+)
 
 
 def as_recordings(data: Recordings) -> list[Recording]:
@@ -66,6 +70,8 @@ def as_recordings(data: Recordings) -> list[Recording]:
             these columns, in order and without overlap;
             `target_at`: "all" steps of such a span carry its label, or only the "last"; default:
             all of an interval, the last of others;
+            `target_shift`: the target of a step is that of so many steps later, of an input or
+            another column; the last steps have none;
             `static`: `(S,)` numbers of the recording, appended to the inputs of every step;
             `name`: the name in messages and reports.
 
@@ -252,17 +258,19 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         )
     parts = _several(values["inputs"])
     inputs = concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
-    _check_separate_files(name, parts, values.get("targets"))
-    targets = _targets(values, name, len(inputs))
-    for part in inputs.parts if isinstance(inputs, ConcatRows) else (inputs,):
-        _check_separate_columns(name, part, targets)
-    return TableRecording(
+    targets, shift = _targets(values, name, len(inputs)), values.get("target_shift", 0)
+    if not shift:  # an input is then the target of the same step
+        _check_separate_files(name, parts, values.get("targets"))
+        for part in inputs.parts if isinstance(inputs, ConcatRows) else (inputs,):
+            _check_separate_columns(name, part, targets)
+    recording = TableRecording(
         name,
         inputs,
         targets,
         as_static(values["static"], name) if "static" in values else None,
         inputs.columns if isinstance(inputs, ColumnRows) else (),
     )
+    return shift_targets(recording, shift)
 
 
 def _hint(source: Mapping[str, Any]) -> str:
@@ -318,7 +326,7 @@ def _targets(values: Mapping[str, Any], name: str, steps: int) -> RowSource | No
             name, source, starts, stops, labels, steps, values.get("target_at", "all")
         )
     if "targets" not in values:
-        for key in ("target_every", "target_at"):
+        for key in ("target_every", "target_at", "target_shift"):
             if key in values:
                 raise DataError(
                     f"recording '{name}' has '{key}' and no targets that it could belong to"
