@@ -108,6 +108,9 @@ class Session:
 
     def step(self, inputs: Any) -> Array:
         """Outputs `(B, C)` for the inputs `(B, D)` of one step."""
+        single = self._single
+        if type(inputs) is np.ndarray and single.takes(inputs):
+            return single.run(inputs)
         return self(np.asarray(inputs)[None])[0]
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
@@ -185,7 +188,7 @@ class Session:
 
     def _run(self, x: Array) -> Array:
         if len(x) == 1:
-            return self._single.run(x)
+            return self._single.run(x[0])[None]
         y, after = _run(self._runtime, x, self._single.state)
         self._single.set_state(after)
         return y
@@ -228,6 +231,7 @@ class _SingleStep:
         width = () if inputs["indexed"] else (inputs["width"],)
         kind = "int64" if inputs["indexed"] else inputs["dtype"]
         self._x = np.zeros((1, lanes, *width), kind)
+        self._row, self._zeros = self._x[0], np.zeros(lanes * math.prod(width), kind)
         self._y = np.zeros((1, lanes, description["outputs"]["width"]), inputs["dtype"])
         self._states = [
             {leaf["name"]: metadata.start_of(leaf, lanes).copy() for leaf in leaves}
@@ -246,12 +250,19 @@ class _SingleStep:
         for name, buffer in self.state.items():
             np.copyto(buffer, values[name])
 
+    def takes(self, x: Array) -> bool:
+        """Whether an array fits as it is: shape, type, and finite, not an index."""
+        row = self._row
+        if x.shape != row.shape or x.dtype != row.dtype or x.ndim == 1:
+            return False
+        return x.ravel().dot(self._zeros) == 0  # NaN if any is NaN or infinite
+
     def run(self, x: Array) -> Array:
-        """The outputs `(1, B, C)` of one step."""
-        np.copyto(self._x, x)
+        """The outputs `(B, C)` of one step `(B, D)`, or of `(B,)` indices."""
+        self._row[:] = x
         self._runtime.run_with_iobinding(self._bindings[self._now])
         self._now = 1 - self._now
-        return self._y.copy()
+        return self._y[0].copy()
 
     def _binding(self, before: Mapping[str, Array], after: Mapping[str, Array]) -> Any:
         binding = self._runtime.io_binding()

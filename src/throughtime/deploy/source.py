@@ -4,7 +4,7 @@ C: one source and its header, without heap and without libm. Weights are constan
 hexadecimal, so no digit is lost; the state is a struct of the caller's. With `-ffp-contract=off`
 every optimisation level gives the same bits, since each sum has one order and each function is
 computed from additions, products and quotients alone: e^x by its series after a reduction by powers
-of 2, tanh by Lambert's continued fraction near 0, ln by the series of artanh.
+of 2, tanh and the logistic function from it, ln by the series of artanh.
 
 JavaScript: weights and state are float32, sums are double.
 
@@ -50,7 +50,7 @@ _C_EXPRESSIONS = {
     "sigmoid": "sigmoid(v)",
     "silu": "v * sigmoid(v)",
     "leaky_relu": "v < 0.f ? v * (float){} : v",
-    "elu": "v < 0.f ? (float){} * (exponential(v) - 1.f) : v",
+    "elu": "v < 0.f ? (float){} * decay_less_1(v) : v",
 }
 _JS_EXPRESSIONS = {
     "tanh": "Math.tanh(v)",
@@ -286,11 +286,13 @@ def _uses(chain: Chain) -> dict[str, bool]:
     cells = {layer.cell for layer in chain.layers}
     sigmoid = bool(cells & {LSTM, GRU} or functions & {"sigmoid", "silu"})
     tangent = bool(cells - {RNN_RELU} or "tanh" in functions)
-    others = functions & {"elu", "softmax", "log_softmax"}
+    decay = bool(functions & {"softmax", "log_softmax"})
     return {
         "product": True,
         "sigmoid": sigmoid,
         "tangent": tangent,
-        "exponential": bool(sigmoid or tangent or others),
+        "decay": decay,
+        "decay_less_1": "elu" in functions,
+        "exponential": bool(sigmoid or tangent or decay or "elu" in functions),
         "logarithm": "log_softmax" in functions,
     }
