@@ -20,7 +20,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from struct import Struct
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -35,6 +35,9 @@ from throughtime.stream import Stream
 
 if TYPE_CHECKING:  # the import takes longer than all of throughtime
     from torch.distributed.fsdp import FSDPModule
+
+
+T = TypeVar("T")
 
 
 class RankError(RunError):
@@ -80,6 +83,13 @@ class Ranks:
             distributed.all_reduce(summed)
         return summed.tolist()
 
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, on all ranks; it is pickled."""
+        everyone: list[Any] = [None] * self.count
+        with rank_errors():
+            distributed.all_gather_object(everyone, value)
+        return everyone
+
     def mean(self, values: Sequence[float]) -> list[float]:
         """Of each value over the ranks."""
         return [value / self.count for value in self.total(values)]
@@ -117,9 +127,7 @@ class Ranks:
             **{f"weight '{name}'": _digest(w) for name, w in weights.items()},
             **{key: repr(value) for key, value in (plan or {}).items()},
         }
-        everyone: list[Any] = [None] * self.count
-        with rank_errors():
-            distributed.all_gather_object(everyone, mine)
+        everyone = self.gather(mine)
         for rank, other in enumerate(everyone):
             keys = differing_keys(everyone[0], other)
             if keys and keys[0].startswith("weight"):

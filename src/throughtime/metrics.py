@@ -6,14 +6,15 @@ Shapes: `N` valid steps, `C` classes or output columns.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from throughtime.errors import ConfigError, DataError, listed
 
+_MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}  # of torchmetrics
 Metrics: TypeAlias = dict[str, float]
 
 
@@ -30,6 +31,15 @@ class Metric(Protocol):
 
     def compute(self) -> Metrics:
         """The values by name; NaN without any update."""
+        ...
+
+
+@runtime_checkable
+class MergeableMetric(Metric, Protocol):
+    """A metric that several ranks, each with its own recordings, can compute together."""
+
+    def merge(self, other: Any) -> None:
+        """Add the updates of another of the same kind."""
         ...
 
 
@@ -67,6 +77,11 @@ class TorchMetricAdapter:
     def new(self) -> "TorchMetricAdapter":
         metric = self.metric.clone()
         metric.reset()
+        for part in metric.modules() if isinstance(metric, nn.Module) else ():
+            if hasattr(
+                part, "sync_on_compute"
+            ):  # `merge` adds ranks up, and only where they differ
+                setattr(part, "sync_on_compute", False)  # noqa: B010 (torchmetrics has no types)
         return TorchMetricAdapter(metric)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -74,6 +89,29 @@ class TorchMetricAdapter:
             self.metric = self.metric.to(outputs.device)
         self._updated = True
         self.metric.update(outputs, targets)
+
+    def merge(self, other: "TorchMetricAdapter") -> None:
+        if other._updated and not self._updated:
+            self.metric = other.metric
+        elif other._updated:
+            for mine, theirs in zip(_parts(self.metric), _parts(other.metric), strict=True):
+                mine.merge_state(theirs)
+        self._updated = self._updated or other._updated
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether all state is summed, collected, or a largest or smallest value."""
+        return all(
+            hasattr(part, "merge_state")
+            and len(list(part.modules())) == 1  # a metric around another keeps state in that one
+            and not part.full_state_update
+            and {getattr(f, "__name__", "") for f in part._reductions.values()} <= _MERGED
+            for part in _parts(self.metric)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """On the CPU, for other ranks."""
+        return self.__dict__ | {"metric": self.metric.clone().to(torch.device("cpu"))}
 
     def compute(self) -> Metrics:
         if not self._updated:  # torchmetrics would warn, and has no names yet
@@ -89,6 +127,19 @@ class TorchMetricAdapter:
                 rows = enumerate(numbers.flatten().tolist())
                 values |= {f"{name}[{i}]": number for i, number in rows}
         return values
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metrics of a collection, each with a state of its own; or the metric itself."""
+    values: Any = getattr(metric, "values", None)
+    return [metric] if values is None else list(values(copy_state=True))
+
+
+def is_mergeable(metric: Metric) -> bool:
+    """Whether ranks can add up this metric."""
+    if isinstance(metric, TorchMetricAdapter):
+        return metric.is_mergeable
+    return isinstance(metric, MergeableMetric)
 
 
 def as_metric(metric: Metric | TorchMetric) -> Metric:
@@ -167,6 +218,9 @@ class Classification:
         pairs = targets.long() * n + outputs.argmax(dim=-1)
         self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
 
+    def merge(self, other: "Classification") -> None:
+        self.confusion += other.confusion
+
     def compute(self) -> Metrics:
         right = self.confusion.diagonal().double()
         occurs, predicted = self.confusion.sum(1).double(), self.confusion.sum(0).double()
@@ -218,18 +272,22 @@ class Regression:
             )
         self.squared_error += (y - t).square().sum().item()
         self.squared_target += t.square().sum().item()
-        self._grow(t)
+        mean = t.mean(0)
+        self._grow(len(t), mean, (t - mean).square().sum().item())
 
-    def _grow(self, t: Tensor) -> None:
+    def _grow(self, n: int, mean: Tensor, spread: float) -> None:
         """Chan, Golub & LeVeque's pairwise update: no cancellation however long the recording."""
-        here, n = t.mean(0), len(t)
-        before = self.mean if self.count else torch.zeros_like(here)
-        step = here - before
-        self.spread += (
-            t - here
-        ).square().sum().item() + step.square().sum().item() * self.count * n / (self.count + n)
+        before = self.mean if self.count else torch.zeros_like(mean)
+        step = mean - before
+        self.spread += spread + step.square().sum().item() * self.count * n / (self.count + n)
         self.mean = before + step * n / (self.count + n)
         self.count += n
+
+    def merge(self, other: "Regression") -> None:
+        if other.count:
+            self.squared_error += other.squared_error
+            self.squared_target += other.squared_target
+            self._grow(other.count, other.mean, other.spread)
 
     def compute(self) -> Metrics:
         values = self.count * max(1, len(self.mean))

@@ -25,7 +25,14 @@ from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import ConfigError, DataError, RunError, StateError, listed, warn_caller
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient._pairing import check_rows
-from throughtime.metrics import Metric, Metrics, TorchMetric, as_metric
+from throughtime.metrics import (
+    MergeableMetric,
+    Metric,
+    Metrics,
+    TorchMetric,
+    as_metric,
+    is_mergeable,
+)
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
@@ -90,7 +97,7 @@ def evaluate(
 
     A stream with more lanes than recordings cuts recordings, and each part starts from the initial
     state: a warning says so. On several ranks each plays its share of a stream, and all return the
-    loss over all of them.
+    loss and the metrics over all of them.
 
     Args:
         net: made by `tt.carry`.
@@ -104,7 +111,7 @@ def evaluate(
 
     Raises:
         DataError: the recordings have no targets, or a stream plays only a rank's share and
-            `metrics` are given.
+            the metrics have no `merge`.
 
     Warns:
         UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
@@ -211,12 +218,12 @@ class Evaluator(Generic[L]):
         self._checked: Stream | None = None
 
     def check(self, stream: Stream) -> None:
-        """Refuse metrics where the stream plays only a rank's share; warn where it cuts recordings.
+        """Refuse metrics that ranks cannot add up; warn where the stream cuts recordings.
 
         `result` checks a stream that has not been checked before.
 
         Raises:
-            DataError: the stream plays a rank's share, and there are metrics.
+            DataError: the stream plays a rank's share, and the metrics have no `merge`.
 
         Warns:
             UserWarning: as for `tt.evaluate`.
@@ -224,11 +231,12 @@ class Evaluator(Generic[L]):
         self._checked = stream
         warn_of_cuts(stream)
         ranks = ranks_of(self._predictor.net, stream)
-        if ranks.count > 1 and self._metric is not None:
+        if ranks.count > 1 and self._metric is not None and not is_mergeable(self._metric):
             raise DataError(
-                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and scores are"
-                " not added up over ranks: give it tt.Stream(..., rank=0, ranks=1), which plays"
-                " everything"
+                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and these"
+                " metrics cannot be added up over ranks: give them a method merge(other), which"
+                " Classification, Regression and most of torchmetrics have, or write"
+                " tt.Stream(..., rank=0, ranks=1), which plays everything"
             )
 
     def add(self, chunk: Chunk) -> Tensor:
@@ -266,26 +274,43 @@ class Evaluator(Generic[L]):
         owners = chunk.recording[chunk.mask]
         for index in owners.unique().tolist():
             own = owners == index
-            metric = self._by_recording.setdefault(index, kind.new())
-            metric.update(rows[own], targets[own])
+            if index not in self._by_recording:
+                self._by_recording[index] = kind.new()
+            self._by_recording[index].update(rows[own], targets[own])
 
     def result(self, stream: Stream) -> Evaluation[L]:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
         if stream is not self._checked:
             self.check(stream)
         total, weight, steps = self._loss, self._weight, self._steps
+        metric, by_recording = self._metric, self._by_recording
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1:
             total, weight, steps = ranks.total([total, weight, steps])
+            if metric is not None:
+                metric, by_recording = _merged(ranks.gather((metric, by_recording)))
         mean = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
         loss = cast("L", None if self._objective is None else mean)
         names = Counter(recording.name for recording in stream.recordings)
         by_name = {
-            _unique(stream.recordings[i].name, i, names): self._by_recording[i].compute()
-            for i in sorted(self._by_recording)
+            _unique(stream.recordings[i].name, i, names): by_recording[i].compute()
+            for i in sorted(by_recording)
         }
-        metrics = {} if self._metric is None else self._metric.compute()
+        metrics = {} if metric is None else metric.compute()
         return Evaluation(loss, int(steps), metrics, by_name)
+
+
+def _merged(everyone: Sequence[Any]) -> tuple[MergeableMetric, dict[int, Metric]]:
+    """The metrics of all ranks as one, over all recordings and by recording."""
+    (metric, by_recording), *others = everyone
+    for other, theirs in others:
+        metric.merge(other)
+        for index, own in theirs.items():
+            if index in by_recording:
+                by_recording[index].merge(own)
+            else:
+                by_recording[index] = own
+    return metric, by_recording
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:
