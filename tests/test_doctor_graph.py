@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import throughtime as tt
 from throughtime.doctor import doctor
+from throughtime.doctor._frames import SourceLine
 from throughtime.doctor.doctor import Doctor
 
 MARK = re.compile(r"# <- (TT\d{3})")
@@ -739,3 +740,22 @@ def detached_a_second_time() -> None:
 )
 def test_a_sound_neighbour_has_no_finding(loop: Loop) -> None:
     assert examine(loop).findings == ()
+
+
+def changed_at_two_lines() -> None:
+    cell, v = nn.Linear(2, 4), torch.zeros(3, 4)
+    for x in torch.randn(6, 3, 2):
+        kept = v.exp()
+        v = kept + cell(x)
+        squared = v.square()
+        v *= 0.9  # <- TT103
+        v += squared  # <- TT103
+    v.sum().backward()
+
+
+def test_all_lines_that_change_a_tensor_in_place_are_named() -> None:
+    (finding,) = examine(changed_at_two_lines, "inplace").findings
+    lines = {line for _, line in marks(changed_at_two_lines)}
+    assert finding.line in lines
+    (other,) = lines - {finding.line}
+    assert f"It is also changed at {SourceLine(finding.file, other)}." in finding.message

@@ -140,7 +140,7 @@ class LoopEvents:
 
     def _notify(self, event: str, *args: Any) -> list[Any]:
         """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
-        return [self.watcher.guarded(handler, *args) for handler in self._handlers[event]]
+        return self.watcher.guarded(_results, self._handlers[event], args) or []
 
     def _on_operation(self, op: Operation, result: TensorRecord) -> None:
         for handler in self._handlers["on_operation"]:
@@ -157,6 +157,9 @@ class LoopEvents:
         over = self.clock.chunk >= self._watch_until
         if over and self.clock.chunk % PERIOD == 0:
             self._watch(AGAIN_CHUNKS)
+        elif over and self.watcher.follows_data and self.watcher.internal_error is None:
+            self.watcher.operations = 0
+            self.watcher.on()
         elif over or self.watcher.operations > MAX_OPERATIONS:
             self.watcher.off()
 
@@ -173,7 +176,11 @@ class LoopEvents:
             elif self.watcher.operations > MAX_OPERATIONS:
                 self.watcher.off()
         clock.depth += 1
-        if not self.watcher.active and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            return
+        if clock.chunk >= self._watch_until:
+            self.watcher.off()
+        if not self.watcher.active:
             frame = user_frame(current_frame(1))
             self._notify("before_module", module, inputs, frame)
 
@@ -310,6 +317,10 @@ class LoopEvents:
             values = list(batch.values()) if isinstance(batch, dict) else batch
             clock.contents = [weakref.ref(tensor) for tensor in tensors(values)]
         return batch
+
+
+def _results(handlers: list[Callable[..., Any]], args: tuple[Any, ...]) -> list[Any]:
+    return [handler(*args) for handler in handlers]
 
 
 def draws_at_random(loader: Any) -> bool:

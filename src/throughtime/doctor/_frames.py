@@ -176,6 +176,7 @@ def called_by_trainer(frame: FrameType | None) -> bool:
     return False
 
 
+@cache
 def line_of(instruction: Instruction) -> SourceLine:
     """The source line of a bytecode instruction."""
     code, offset = instruction

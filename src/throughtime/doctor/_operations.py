@@ -12,12 +12,31 @@ from throughtime.doctor._torch_private import base_of
 # Operations by name. Those that select rows, that take a part, that cast or copy:
 ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
 SELECTIONS = ROWS | {"select"}
+STEPS = frozenset(["__getitem__", "unbind", "select"])
 SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
 CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
+CLONES = frozenset(["clone", "__deepcopy__"])
 DETACHES = frozenset(["detach", "data", "detach_"])
 # those through which data is followed,
 PACK = "_pack_padded_sequence"
-COPIES = ROWS | CASTS | {"stack", "cat", "one_hot", "pad_sequence", PACK}
+ELEMENTWISE = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "neg",
+        "abs",
+        "log",
+        "log1p",
+        "sqrt",
+        "clamp",
+    )
+    for prefix, suffix in (("", ""), ("__", "__"), ("__r", "__"))
+)
+COPIES = ROWS | CASTS | ELEMENTWISE | {"long", "stack", "cat", "one_hot", "pad_sequence", PACK}
 # those that pass a state on unchanged,
 COPY_OR_VIEW = (
     DETACHES

@@ -10,6 +10,7 @@ from throughtime.doctor._records import TensorRecord, Unit, UnitCall
 from throughtime.doctor._torch_private import base_of
 from throughtime.doctor.watcher import Watcher
 
+FEW_LANES = 2  # lanes compared of copies, chunk by chunk
 MAX_ROOTS = 64  # recordings remembered, the lanes of some chunks
 
 
@@ -24,9 +25,16 @@ class ChunkOrder:
 
     def lanes(self, call: UnitCall) -> list[LaneEnds] | None:
         """Where each lane of the data begins and ends; `None` if unknown."""
-        if call.lanes is None and call.data is not None:
-            call.lanes = lane_ends(call, self.watcher.record_of) or ()
+        data = call.data
+        if call.lanes is None and data is not None:
+            all_lanes = self.watcher.active or base_of(data) is not None
+            most = MAX_LANES if all_lanes else FEW_LANES
+            call.lanes = lane_ends(call, self.watcher.table.record_of, most) or ()
         return call.lanes or None
+
+    def first_lanes(self, call: UnitCall) -> list[LaneEnds] | None:
+        """The same for the first lanes, which takes less time."""
+        return call.lanes or lane_ends(call, self.watcher.table.record_of, FEW_LANES)
 
     def relation(self, origin: UnitCall, call: UnitCall, state: TensorRecord | None = None) -> str:
         """How a call lies after the one that its state comes from: see `_provenance.relation`."""
@@ -62,11 +70,16 @@ class ChunkOrder:
         """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
         if origin.batch_sizes is not None or call.batch_sizes is not None:
             return False
-        lanes = self.lanes(call)
+        return all(self._are_adjacent(origin, call, most) for most in (1, MAX_LANES))
+
+    def _are_adjacent(self, origin: UnitCall, call: UnitCall, most: int) -> bool:
+        """The same for so many steps."""
+        lanes = self.first_lanes(call)
         before, after = (
             lane_ends(
                 replace(each, lane_dim=each.time_dim, time_dim=each.lane_dim, previous=None),
-                self.watcher.record_of,
+                self.watcher.table.record_of,
+                most,
             )
             for each in (origin, call)
         )

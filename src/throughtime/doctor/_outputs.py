@@ -1,6 +1,7 @@
 """The last outputs of recurrent units, by which a state without a record is identified."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ class LayerOutputs:
         self.release_graphs()
         storage = storage_of(tensor)
         for outputs, record in self.detached.values():
-            if any(storage_of(output) == storage or _equals(output, tensor) for output in outputs):
+            if any(storage_of(output) == storage for output in outputs):
                 return record
+        for outputs, record in self.detached.values():
+            if any(_equals(output, tensor) for output in outputs):
+                return replace(record, copies=1)
         return None
 
     def release_graphs(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.doctor._records import CopyRecord, TensorRecord, UnitCall
+from throughtime.doctor._records import CopyRecord, Operation, TensorRecord, UnitCall
 from throughtime.doctor._torch_private import base_of
 
 MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
@@ -158,8 +158,8 @@ def _lane_lengths(call: UnitCall, data: Tensor) -> tuple[list[int], list[int]]:
     return [steps] * (1 if dim is None or dim >= data.dim() else data.shape[dim]), []
 
 
-def lane_ends(call: UnitCall, record_of: Lookup) -> list[LaneEnds] | None:
-    """The ends of each lane of the data of a call; `None` if any of them is unknown.
+def lane_ends(call: UnitCall, record_of: Lookup, most: int = MAX_LANES) -> list[LaneEnds] | None:
+    """The ends of the first lanes of the data of a call; `None` if any of them is unknown.
 
     For a single step the step of time is that from the data of the call before.
     """
@@ -168,7 +168,7 @@ def lane_ends(call: UnitCall, record_of: Lookup) -> list[LaneEnds] | None:
         return None
     ends, dims = list[LaneEnds](), range(data.dim())
     lengths, starts = _lane_lengths(call, data)
-    for lane, steps in enumerate(lengths[:MAX_LANES]):
+    for lane, steps in enumerate(lengths[:most]):
 
         def element(tensor: Tensor, t: int, lane: int = lane) -> TensorElement | None:
             at = {0: starts[t] + lane} if starts else {call.time_dim: t, call.lane_dim: lane}
@@ -269,10 +269,10 @@ def _lane_relation(
 
 
 def same_start(before: list[LaneEnds], after: list[LaneEnds]) -> bool:
-    """Whether every lane of two chunks begins at the same element."""
-    return len(before) == len(after) and all(
+    """Whether every lane known of both chunks begins at the same element."""
+    return all(
         a.first.root is b.first.root and a.first.index == b.first.index
-        for a, b in zip(before, after, strict=True)
+        for a, b in zip(before, after, strict=False)
     )
 
 
@@ -297,3 +297,38 @@ def stack_along(data: Tensor, dim: int | None, record_of: Lookup) -> CopyRecord 
             return None
         data = source
     return None
+
+
+def data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int | None]:
+    """The data behind an operation, and its dimension of lanes.
+
+    It is the first input with a row for each row of the result, or a column for each of its
+    columns. Token ids are numbers, one for each row. A vector has no lanes; a number may be its
+    data, as that of a signal.
+    """
+    shape, candidates = op.outputs[0].shape, list[Tensor]()
+    for tensor, record in op.pairs():
+        data = record.data if record is not None and record.learned else tensor
+        is_weight = tensor.is_leaf and tensor.requires_grad
+        if data is not None and not is_weight and all(tensor is not t for t in excluded):
+            candidates.append(data)
+    lead = min(1, len(shape) - 1)
+    for data in candidates:
+        are_ids = data.shape == shape[:-1] and not data.is_floating_point()
+        if are_ids or (data.dim() == len(shape) and data.shape[:lead] == shape[:lead]):
+            return data, 0 if len(shape) > 1 else None
+    if len(shape) == 1:
+        return next((d for d in candidates if d.dim() == 0), None), None
+    columns = (d for d in candidates if d.dim() == 2 and d.shape[1] == shape[-1] == 1)
+    return next(columns, None), 1
+
+
+def layer_dims(
+    inputs: Tensor, layer: bool, batch_first: bool
+) -> tuple[int, int | None, int | None]:
+    """The number of steps, and the dimensions of lanes and of time in the inputs."""
+    if not layer:
+        return 1, 0 if inputs.dim() == 2 else None, None
+    if inputs.dim() == 2:
+        return len(inputs), None, 0
+    return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)

@@ -56,7 +56,7 @@ class UnitCall:
     batch_sizes: Tensor | None = None  # of packed data, the lanes at each step
     graph_steps: int = 1  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
-    model_calls: int = 0  # changes of the model call or the batch within that graph
+    model_calls: int = 0  # changes of the model call, the batch or the part of the data within it
     lanes: Any = None  # where each lane of the data begins and ends
     previous: Tensor | None = None  # of single steps, the data of the one before
     parent: "UnitCall | None" = None  # the call, maybe of another unit, that its state comes from
@@ -64,6 +64,7 @@ class UnitCall:
     masks: bool = False  # it masks a state by its data
     start: Any = None  # copies of the states from which its chunk started
     begin: "UnitCall | None" = None  # the first call in its chunk, if it is another one
+    copies: int = 0  # of the memory of its state since the call that it comes from
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
 
 
@@ -109,6 +110,7 @@ class TensorRecord:
     data: Any = None  # the inputs that it was computed from, one or one for each result
     source: UnitCall | None = None  # the recurrent call that it comes from
     edited: bool = False  # values were changed since that call
+    copies: int = 0  # of its memory since that call
     masked: bool = False  # data masked it, now or at an earlier step
     lane_dim: Any = None  # the dimension of lanes, one or one for each result
     rows: Any = None  # the lane that each row comes from, if rows were selected
@@ -117,7 +119,8 @@ class TensorRecord:
     depth: int = 0  # chunks that a sum goes through
     call: int = 0  # the call of an outermost module before it, for a sum that of its last term
     passes: int = 0  # such calls in a sum
-    origin: CopyRecord | None = None  # of data
+    origin: CopyRecord | None = None  # of data, a copy
+    whole: Tensor | None = None  # of data, the tensor that it is one step of
 
     def copy(self) -> "TensorRecord":
         """A copy; several times faster than `copy.copy`."""

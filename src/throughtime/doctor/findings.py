@@ -214,6 +214,19 @@ def text_of(line: SourceLine) -> str:
     return linecache.getline(line.file, line.line).strip()
 
 
+def lost_detach(line: SourceLine) -> tuple[str, str]:
+    """The evidence of a detach whose result is discarded, and what to write."""
+    text = text_of(line)
+    path = r"[\w.\[\]'\"]+"
+    call = re.search(
+        rf"(?:^|[:;] *)(({path})\.detach\(\)|[\w.]*detach\(({path})\))(?: *[;#]|$)", text
+    )
+    fix = "assign the result: h = h.detach()"
+    if call is not None:
+        fix = detached(call[2]) if call[2] else f"{call[3]} = {call[1]}"
+    return "A detach returns a new tensor, and the result of this call is discarded.", fix
+
+
 def rewritten(code: str, line: SourceLine) -> str:
     """The user's own line without the fault; empty where it is no simple statement."""
     try:

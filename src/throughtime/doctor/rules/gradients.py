@@ -125,7 +125,13 @@ class CreditRule(Rule):
     def end_backward(self, backward: BackwardCall) -> None:
         for handle in self.handles:
             handle.remove()
-        silent = [_silent_steps(norms) for norms in self.norms.values()]
+        # of a cell by hand the values of one step; a gate on a zero state alone has no gradient
+        cells: dict[Any, list[int]] = {}
+        for unit, norms in self.norms.items():
+            if any(norms):
+                key = unit.code if isinstance(unit, Instruction) else unit
+                cells.setdefault(key, []).append(_silent_steps(norms))
+        silent = [min(steps) for steps in cells.values()]
         silent += [
             _silent_steps(_input_norms(op, grads[0]), grads[0].select(int(op.args[8]), 0))
             for op, grads in self.layers
@@ -216,6 +222,7 @@ def _input_norms(op: Operation, grad: Tensor) -> list[float]:
 class OptimizerRecord:
     """Facts about one optimizer since its last step."""
 
+    ref: Callable[[], Any]
     cleared: bool = True
     wiped: SourceLine | None = None  # the line that cleared gradients no step had used
     wiped_lines: set[SourceLine] = field(default_factory=set)  # of their backwards
@@ -245,13 +252,23 @@ class OptimizerRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         self.last_step = 0  # the chunk at the last step of any optimizer
-        self.optimizers: weakref.WeakKeyDictionary[Any, OptimizerRecord] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.records: list[OptimizerRecord] = []
         self.means: list[tuple[SourceLine, MeanTerm]] = []  # losses of one mean, with their line
 
+    def _record_of(self, optimizer: Any, *, whole: bool = False) -> OptimizerRecord:
+        for other, record in self._optimizers():
+            if other is optimizer:
+                return record
+        record = OptimizerRecord(weakref.ref(optimizer), whole=whole)
+        self.records = [r for r in self.records if r.ref() is not None] + [record]
+        return record
+
+    def _optimizers(self) -> list[tuple[Any, OptimizerRecord]]:
+        """The optimizers that exist, with their records."""
+        return [(o, record) for record in self.records if (o := record.ref()) is not None]
+
     def before_backward(self, backward: BackwardCall) -> None:
-        for optimizer, record in self.optimizers.items():
+        for optimizer, record in self._optimizers():
             # gradients that the user cleared by hand count as cleared
             if record.last_grad is not None and not record.cleared:
                 grad = _first_grad(optimizer)
@@ -265,7 +282,7 @@ class OptimizerRule(Rule):
         lines = {self.watcher.instruction_of(term.number) for term in terms}
         if len(lines) == 1 < len(terms) and len(terms) - 1 in self.clock.continued.values():
             self._report_unequal(backward.line, terms)  # a mean for each chunk of a recording
-        for optimizer, record in self.optimizers.items():
+        for optimizer, record in self._optimizers():
             record.retained = backward.retain or (record.retained and record.backwards > 0)
             record.backwards += 1
             record.lines.add(backward.line)
@@ -275,10 +292,10 @@ class OptimizerRule(Rule):
     def before_zero_grad(
         self, owner: Any, parameters: list[Tensor], line: SourceLine | None
     ) -> None:
-        if isinstance(owner, torch.optim.Optimizer) and owner not in self.optimizers:
-            self.optimizers[owner] = OptimizerRecord(whole=self.clock.chunk == 0)
+        if isinstance(owner, torch.optim.Optimizer):
+            self._record_of(owner, whole=self.clock.chunk == 0)
         ids = {id(p) for p in parameters}
-        for optimizer, record in self.optimizers.items():
+        for optimizer, record in self._optimizers():
             cleared = [p for p in parameters_of(optimizer) if id(p) in ids]
             if not cleared:
                 continue
@@ -303,11 +320,11 @@ class OptimizerRule(Rule):
             record.backwards, record.lines = 0, set()
 
     def before_step(self, optimizer: Any) -> None:
-        record = self.optimizers.setdefault(optimizer, OptimizerRecord(whole=False))
+        record = self._record_of(optimizer)
         record.stepping = True
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
-        record = self.optimizers.setdefault(optimizer, OptimizerRecord(whole=False))
+        record = self._record_of(optimizer)
         record.steps += 1
         record.stepping = False
         self._check_means()
@@ -322,7 +339,7 @@ class OptimizerRule(Rule):
         record.dropped, record.chunk, self.last_step = 0, self.clock.chunk, self.clock.chunk
         grad = _first_grad(optimizer)
         record.last_grad = weakref.ref(grad) if grad is not None else None
-        for other in self.optimizers.values():
+        for other in self.records:
             other.backwards, other.lines = 0, set()
 
     def _check_wiped(self, optimizer: Any, record: OptimizerRecord) -> None:
@@ -363,7 +380,7 @@ class OptimizerRule(Rule):
     def _check_uncleared(self, optimizer: Any, record: OptimizerRecord, line: SourceLine) -> None:
         last = record.last_grad() if record.last_grad is not None else None
         summed = last is not None and _first_grad(optimizer) is last
-        if summed and not record.cleared and record.backwards:
+        if summed and not record.cleared and self.clock.chunk > record.chunk:
             record.uncleared += 1
             if record.uncleared == REPEATS:
                 detail = (

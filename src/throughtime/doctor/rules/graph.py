@@ -10,7 +10,6 @@ why:
 """
 
 import itertools
-import linecache
 import math
 import re
 import resource
@@ -54,7 +53,7 @@ from throughtime.doctor.findings import (
     Finding,
     FindingList,
     detach_fix,
-    detached,
+    lost_detach,
     one_backward,
     release_fix,
 )
@@ -171,7 +170,7 @@ class GrowthRule(Rule):
     def _check_kept(self) -> None:
         """Report tensors of several chunks that still exist, although their graphs were used."""
         by_line: dict[Instruction, list[TensorRecord]] = {}
-        for record in self.watcher.records.values():
+        for record in self.watcher.table.records.values():
             if record.learned and record.chunk < self.clock.chunk:
                 by_line.setdefault(record.instruction, []).append(record)
         for instruction, records in by_line.items():
@@ -318,21 +317,26 @@ class AutogradErrorRule(Rule):
         number, parameter = sequence(result[0]), result[1]
         user = self.watcher.instruction_of(number)
         detail = f"It is needed by the operation at {line_of(user)}." if user else ""
-        at = self._line_of_change(parts, number, parameter)
+        lines = self._lines_of_change(parts, number, parameter)
+        at, others = next(iter(lines), None), ", ".join(map(str, lines[1:]))
         if parameter is None:
+            detail += f" It is also changed at {others}." if others else ""
             return self.findings.add("TT103", at, detail)
-        if number > self.watcher.boundary:
+        past = self.backwards[self._position(result[0]) :]
+        if not any(each.call.retain for each in past) and not reaches_unusable(
+            result[0], MAX_OLD_NODES, FREED
+        ):  # no backward has gone through it before
             return self.findings.add("TT103", at, detail, fix=BACKWARD_FIRST)
         change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
         return self._entered(root, call, message, change)
 
-    def _line_of_change(
+    def _lines_of_change(
         self, parts: re.Match[str], number: int, parameter: Tensor | None
-    ) -> SourceLine | None:
-        """The line of the optimizer step or operation that changed a tensor in place."""
+    ) -> list[SourceLine]:
+        """The lines of the optimizer step or the operations that changed a tensor in place."""
         for step in self.steps:
             if parameter is not None and step.number >= number and id(parameter) in step.parameters:
-                return step.line
+                return [step.line] if step.line else []
         shape, now, expected = changed_shape(parts), int(parts[2]), int(parts[3])
         later = [
             (list(changed), instruction)
@@ -341,8 +345,7 @@ class AutogradErrorRule(Rule):
         ]
         same = [instruction for changed, instruction in later if changed == shape]
         larger = [i for changed, i in later if math.prod(changed) >= math.prod(shape)]
-        candidates = same or larger
-        return line_of(candidates[0]) if candidates else None
+        return list(dict.fromkeys(map(line_of, same or larger)))
 
     def _entered(
         self, root: Any, call: BackwardCall, message: str, change: str = ""
@@ -426,13 +429,14 @@ class AutogradErrorRule(Rule):
         if created and not retained and created != entry:
             details.append(f"The state was created at {line_of(created)}.")
         lost = next(
-            filter(None, (self.watcher.lost_detaches.get(sequence(s.old)) for s in states)), None
+            filter(None, (self.watcher.table.lost_detaches.get(sequence(s.old)) for s in states)),
+            None,
         )
         if retained:
             at = past.line
         elif lost is not None:
             at = line_of(lost)
-            details[0], fix = lost_detach(lost)
+            details[0], fix = lost_detach(line_of(lost))
         if entry and line_of(entry) != at:
             details.append(f"It enters at {line_of(entry)}.")
         code = "TT102" if retained else "TT101"
@@ -474,25 +478,11 @@ class AutogradErrorRule(Rule):
     def close(self) -> None:
         """Report a lost detach of a state, where neither an error nor growth has shown it."""
         if all(finding.code not in {"TT101", "TT102"} for finding in self.findings.items):
-            for instruction in self.watcher.lost_states:
-                detail, fix = lost_detach(instruction)
+            for instruction in self.watcher.table.lost_states:
+                detail, fix = lost_detach(line_of(instruction))
                 self.findings.add("TT101", line_of(instruction), detail, fix=fix)
 
 
 def below(edge: StaleEdge) -> Iterable[Any]:
     """Nodes of the graph that an edge enters."""
     return reachable_nodes(edge.old, MAX_OLD_NODES)
-
-
-def lost_detach(instruction: Instruction) -> tuple[str, str]:
-    """The evidence of a detach whose result is discarded, and what to write."""
-    line = line_of(instruction)
-    text = linecache.getline(line.file, line.line).strip()
-    path = r"[\w.\[\]'\"]+"
-    call = re.search(
-        rf"(?:^|[:;] *)(({path})\.detach\(\)|[\w.]*detach\(({path})\))(?: *[;#]|$)", text
-    )
-    fix = "assign the result: h = h.detach()"
-    if call is not None:
-        fix = detached(call[2]) if call[2] else f"{call[3]} = {call[1]}"
-    return "A detach returns a new tensor, and the result of this call is discarded.", fix

@@ -17,6 +17,7 @@ from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.rule import Rule
 from throughtime.doctor.watcher import Watcher
 
+SMOOTHER = 0.8  # the change along time, at most, of that along lanes
 CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
 
 
@@ -48,7 +49,7 @@ class LayoutRule(Rule):
         data, lane, time = call.data, call.lane_dim, call.time_dim
         if data is None or not _has_two_dims(call) or call.instruction in self.evidence:
             return
-        stacks = [stack_along(data, dim, self.watcher.record_of) for dim in (time, lane)]
+        stacks = [stack_along(data, dim, self.watcher.table.record_of) for dim in (time, lane)]
         of_steps, of_lanes = (stack is not None and stack.random for stack in stacks)
         if of_steps and not of_lanes:
             detail = "The steps that the layer reads are samples that the loader drew at random."
@@ -66,7 +67,7 @@ class LayoutRule(Rule):
         if not (_has_two_dims(call) and self.order.goes_on_along_lanes(origin, call)):
             return
         samples = call.data is not None and stack_along(
-            call.data, call.lane_dim, self.watcher.record_of
+            call.data, call.lane_dim, self.watcher.table.record_of
         )
         if not samples or call.batch == origin.batch:
             self.beside[call.instruction] = call
@@ -87,7 +88,7 @@ class LayoutRule(Rule):
             known = record is None or not record.learned
             if not known or tensor.requires_grad or tensor.numel() < size:
                 continue
-            if not (lanes := self.order.lanes(call)):
+            if not (lanes := self.order.first_lanes(call)):
                 return
             first, target = lanes[0].first, self._first_element(tensor)
             ahead = () if target is None else difference(first, target)
@@ -96,12 +97,12 @@ class LayoutRule(Rule):
             if any(ahead) and ahead == difference(first, lanes[1].first):
                 detail = "The targets are the inputs of the next lane, not of the next step."
                 self.evidence[call.instruction] = call, detail
-            elif self.beside.get(call.instruction) is call:
+            elif self.beside.get(call.instruction) is call and _changes_as_if_exchanged(call):
                 detail = "Each chunk goes on where the last lane ended, not where the steps ended."
                 self.evidence[call.instruction] = call, detail
 
     def _first_element(self, tensor: Tensor) -> TensorElement | None:
-        return locate(tensor, (0,) * tensor.dim(), self.watcher.record_of)
+        return locate(tensor, (0,) * tensor.dim(), self.watcher.table.record_of)
 
     def before_backward(self, backward: BackwardCall) -> None:
         for instruction, (call, detail) in self.evidence.items():
@@ -180,6 +181,20 @@ def _layout_fix(batch_first: bool) -> str:
     if batch_first:
         return "without batch_first=True: the inputs are (time, batch, features)"
     return "batch_first=True in the layer: the inputs are (batch, time, features)"
+
+
+def _changes_as_if_exchanged(call: UnitCall) -> bool:
+    """Whether the inputs change less from lane to lane than from step to step, as time does.
+
+    Samples that are read in order also go on where the last lane ended. A layer with
+    batch_first=True says that lanes come first, so the inputs must show the contrary.
+    """
+    data, dims = call.data, (call.lane_dim, call.time_dim)
+    if data is None or data.is_complex():
+        return False
+    changes = (data.double().diff(dim=dim).abs().mean() for dim in dims if dim is not None)
+    lanes, steps = map(float, changes)
+    return lanes < steps * (SMOOTHER if call.time_dim == 1 else 1 / SMOOTHER)
 
 
 def _lanes(call: UnitCall) -> int:

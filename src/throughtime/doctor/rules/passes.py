@@ -138,7 +138,7 @@ class PassRule(Rule):
         """Whether a value is the state that the chunk before ended with."""
         if not isinstance(value, Tensor) or (start and value.shape != start[0].shape):
             return False
-        record = self.watcher.record_of(value)
+        record = self.watcher.table.record_of(value)
         return record is not None and record.source is before and not record.edited
 
     def before_backward(self, backward: BackwardCall) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled, nn
 from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
 from throughtime.doctor._operations import has_mask
 from throughtime.doctor._order import ChunkOrder, remember
-from throughtime.doctor._provenance import difference, nonzero
+from throughtime.doctor._provenance import data_of, difference, layer_dims, nonzero
 from throughtime.doctor._records import (
     BackwardCall,
     Operation,
@@ -22,7 +22,7 @@ from throughtime.doctor._records import (
     UnitCall,
     tensors,
 )
-from throughtime.doctor._torch_private import root_of
+from throughtime.doctor._torch_private import base_of, root_of
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.passes import PassRule
 from throughtime.doctor.rules.rule import Rule
@@ -75,7 +75,7 @@ class StateRule(Rule):
             return
         call = self._layer_or_cell(op, result)
         outputs = op.outputs[1:] if op.is_layer else op.outputs
-        self.watcher.layers.remember(outputs, call, 1 if op.is_layer else 0)
+        self.watcher.table.layers.remember(outputs, call, 1 if op.is_layer else 0)
 
     def before_module(self, module: nn.Module, inputs: Any, frame: FrameType | None) -> None:
         """Handle a layer or cell that is called while the watcher is off.
@@ -90,7 +90,7 @@ class StateRule(Rule):
         if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
             call.begin = call.begin or replace(call)
             call.previous, call.lanes = call.data, None
-            call.data = data if call.data is not None else None
+            call.data = None if call.data is None else self._known(data)
         elif frame is not None and data.dim() == (3 if layer else 2):
             call = self._module_call(module, inputs, data, frame)
         else:
@@ -100,27 +100,32 @@ class StateRule(Rule):
     def _module_call(
         self, module: nn.Module, inputs: Any, data: Tensor, frame: FrameType
     ) -> UnitCall:
-        record = self.watcher.record_or_base(data)
-        known = None if data.requires_grad else data
-        if record is not None and record.learned:
-            known = record.data
+        layer = isinstance(module, nn.RNNBase)
         call = self._new_call(
-            id(next(module.parameters())),
+            id(module.weight_ih_l0 if layer else module.weight_ih),
             self.watcher.instruction_at(frame),
-            known,
-            *_dims(data, isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)),
+            self._known(data),
+            *layer_dims(data, layer, layer and module.batch_first),
         )
         # hooks of all modules do not receive a state that is passed by keyword
         state_known = len(inputs) > 1
         self._compare(call, tensors(inputs[1] if state_known else ()), state_known)
         return call
 
+    def _known(self, inputs: Tensor) -> Tensor | None:
+        """The data of inputs while the watcher is off; `None` for a copy that it did not record."""
+        record = self.watcher.table.record_or_base(inputs)
+        if record is not None and record.learned:
+            return record.data
+        unknown = self.watcher.follows_data and record is None and base_of(inputs) is None
+        return None if unknown or inputs.requires_grad else inputs
+
     def after_module(self, module: nn.Module, result: Any) -> None:
         """Remember the outputs of a layer or cell that was called while the watcher is off."""
         call = self.running.get(id(module))
         if call is not None and result is not None:
             layer = isinstance(module, nn.RNNBase)
-            self.watcher.layers.remember(result[1] if layer else result, call, int(layer))
+            self.watcher.table.layers.remember(result[1] if layer else result, call, int(layer))
 
     def _new_call(
         self,
@@ -156,7 +161,7 @@ class StateRule(Rule):
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
         unit = id(weights[0] if layer else weights)
-        dims = _dims(inputs, layer, layer and args[8])
+        dims = layer_dims(inputs, layer, layer and args[8])
         if packed:
             dims = len(args[1]), None, None
         batched = packed or inputs.dim() > 2
@@ -171,6 +176,9 @@ class StateRule(Rule):
             leading, dims = 1, (dims[0], None, 0)  # tokens of a single lane
         if data is not None and data.shape[:leading] != inputs.shape[:leading]:
             data = None
+        copy = None if data is None else self.watcher.table.record_of(data)
+        if copy is not None and copy.origin is not None and not copy.origin.random:
+            self.watcher.follows_data |= all(r() is not data for r in self.clock.contents)
         call = self._new_call(unit, op.instruction, data, *dims)
         call.batch_sizes = args[1] if packed else None
         self._compare(call, [state] if isinstance(state, Tensor) else list(state))
@@ -188,7 +196,7 @@ class StateRule(Rule):
             result.source = None if out.numel() == 1 else result.source
             return
         states = [tensor for tensor, _ in op.loop_inputs]
-        data, result.lane_dim = _data_of(op, states)
+        data, result.lane_dim = data_of(op, states)
         if data is None:
             if all(t.requires_grad or (r is not None and r.learned) for t, r in op.pairs()):
                 self._keep_source(op, result)  # no data, thus no mask
@@ -227,7 +235,7 @@ class StateRule(Rule):
         )
         if zeros is None:
             return
-        data, lane_dim = _data_of(op, [zeros])
+        data, lane_dim = data_of(op, [zeros])
         if data is None:
             return
         call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
@@ -239,15 +247,16 @@ class StateRule(Rule):
 
     def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
         """Compare a call with the one that its state comes from."""
-        records = [r for r in map(self.watcher.record_of_state, states) if r and r.learned]
+        records = [r for r in map(self.watcher.table.record_of_state, states) if r and r.learned]
         origins = [(r, _call_behind(r.source, call)) for r in records]
         state, origin = next((pair for pair in origins if pair[1] is not None), (None, None))
         call.parent = next((r.source for r in records if r.source), None)
         # a state that is a leaf with a record was detached, to read its gradient
-        record_of = self.watcher.record_of
+        record_of = self.watcher.table.record_of
         has_graph = any(t.requires_grad and not (t.is_leaf and record_of(t)) for t in states)
         before = self.last.get((call.unit, call.training))
         if state is not None and origin is not None:
+            call.copies = state.copies
             if origin.chunk != call.chunk:
                 self.clock.crossed.add(call.chunk)
             elif origin.call != call.call and call.steps > 1:
@@ -299,7 +308,7 @@ class StateRule(Rule):
         )
 
     def _check_carried(self, call: UnitCall, origin: UnitCall, state: TensorRecord) -> None:
-        order, line = self.order.relation(origin, call, state), line_of(call.instruction)
+        order = self.order.relation(origin, call, state)
         if order == "next":
             self.passes.goes_on(call.unit)
             if origin.lanes:
@@ -309,7 +318,7 @@ class StateRule(Rule):
         if state.edited and order != "rows":
             self.passes.starts_fresh(call)
             return
-        name = self._name(call, state)
+        name, line = self._name(call, state), line_of(call.instruction)
         if call.training == origin.training and self.passes.begins_again(
             call, origin, order, line, name
         ):
@@ -328,6 +337,8 @@ class StateRule(Rule):
         """The code of a state that does not go on in time, its line, a detail and what to write."""
         detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
         starts = order == "other" or (order == "start" and self._is_recording(origin))
+        if call.training is False and state.copies > origin.copies:
+            return "", None, "", ""  # validation starts from a copy, training keeps its state
         if call.training != origin.training or (call.grad != origin.grad and starts):
             new_phase = call.training != origin.training
             trains = call.training if new_phase else call.grad
@@ -410,13 +421,23 @@ class StateRule(Rule):
                 self._report_connected(self.evaluations.pop(call.unit))
             return
         call.graph_steps, call.graph_calls = origin.graph_steps + call.steps, origin.graph_calls + 1
-        changes = (origin.call, origin.batch) != (call.call, call.batch)
-        call.model_calls = origin.model_calls + changes
+        call.model_calls = origin.model_calls + self._is_new_part(call, origin)
         longer = call.graph_calls > 2 * self.trained.get(call.unit, call.graph_calls)
         if call.training is False or self.clock.chunk == 0 or longer:
             self.evaluations[call.unit] = call
         if self.longest is None or call.graph_steps > self.longest.graph_steps:
             self.longest = call
+
+    def _is_new_part(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether two calls read parts of the data that the loop treats as chunks of their own."""
+        wholes = [
+            record.whole
+            for data in (origin.data, call.data)
+            if data is not None and (record := self.watcher.table.record_of(data)) is not None
+        ]
+        if len(wholes) == 2 and all(whole is not None for whole in wholes):
+            return wholes[0] is not wholes[1]
+        return (origin.call, origin.batch) != (call.call, call.batch)
 
     def _report_connected(self, call: UnitCall) -> None:
         limit = CONNECTED_CHUNKS if call.steps > 1 else CONNECTED_STEPS
@@ -451,36 +472,3 @@ def _call_behind(source: UnitCall | None, call: UnitCall) -> UnitCall | None:
             return source
         source = None if source.masks or call.masks else source.parent
     return None
-
-
-def _data_of(op: Operation, excluded: list[Tensor]) -> tuple[Tensor | None, int | None]:
-    """The data behind an operation, and its dimension of lanes.
-
-    It is the first input with a row for each row of the result, or a column for each of its
-    columns. Token ids are numbers, one for each row. A vector has no lanes; a number may be its
-    data, as that of a signal.
-    """
-    shape, candidates = op.outputs[0].shape, list[Tensor]()
-    for tensor, record in op.pairs():
-        data = record.data if record is not None and record.learned else tensor
-        is_weight = tensor.is_leaf and tensor.requires_grad
-        if data is not None and not is_weight and all(tensor is not t for t in excluded):
-            candidates.append(data)
-    lead = min(1, len(shape) - 1)
-    for data in candidates:
-        are_ids = data.shape == shape[:-1] and not data.is_floating_point()
-        if are_ids or (data.dim() == len(shape) and data.shape[:lead] == shape[:lead]):
-            return data, 0 if len(shape) > 1 else None
-    if len(shape) == 1:
-        return next((d for d in candidates if d.dim() == 0), None), None
-    columns = (d for d in candidates if d.dim() == 2 and d.shape[1] == shape[-1] == 1)
-    return next(columns, None), 1
-
-
-def _dims(inputs: Tensor, layer: bool, batch_first: bool) -> tuple[int, int | None, int | None]:
-    """The number of steps, and the dimensions of lanes and of time in the inputs."""
-    if not layer:
-        return 1, 0 if inputs.dim() == 2 else None, None
-    if inputs.dim() == 2:
-        return len(inputs), None, 0
-    return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)
