@@ -213,6 +213,19 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
 
 
+@needs_node
+@pytest.mark.parametrize("name", ["lstm two", "words"])
+def test_a_page_computes_what_the_net_computes(name: str, tmp_path: Path) -> None:
+    classes = ["</script>", *"abcdefghij"] if name == "words" else ["</script>", "<b>"]
+    _, written = exported(tmp_path, CHAINS[name], "<b>.html", classes=classes)
+    assert written.verification is not None
+    assert written.verification.error < 1e-6
+    page = written.paths[0].read_text(encoding="utf-8")
+    assert page.count("</script>") == 1
+    assert "<title>&lt;b&gt;</title>" in page
+    assert not re.search(r"""(src|href)=|https?://|import """, page)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", CHAINS)

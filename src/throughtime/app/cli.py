@@ -262,10 +262,11 @@ def predict(
 def export(
     run: _Run,
     out: Annotated[
-        Path, _option("The file to write: .onnx, .c (and .h), .js, .nam, .json.", flag="--out")
+        Path,
+        _option("The file to write: .onnx, .c (and .h), .js, .html, .nam, .json.", flag="--out"),
     ],
     to: Annotated[
-        Literal["onnx", "c", "js", "nam", "rtneural"] | None,
+        Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None,
         _option("The format.", "by the suffix of --out"),
     ] = None,
     check: Annotated[
@@ -407,7 +408,7 @@ def demo(
 ) -> None:
     """Train on windows and on the unbroken stream, on generated data whose best score is known."""
     from throughtime.app.console import out, print_table
-    from throughtime.app.demo import credit, exact, results_table, run_demo
+    from throughtime.app.demo import credit, exact, results_table, run_demo, write_live_page
     from throughtime.app.report.demo_page import write_report
 
     if updates < 1:
@@ -427,3 +428,4 @@ def demo(
     for line in (credit(results), exact(results)):
         out.print(line)
     out.print(f"the pictures are in {write_report(results, to)}")
+    out.print(f"both nets run side by side in {write_live_page(results, to)}")

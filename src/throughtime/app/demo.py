@@ -13,9 +13,10 @@ Shapes: `T` frames.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from throughtime.app.audit import AuditReport
 from throughtime.app.model import one_thread
 from throughtime.app.report.page import DataTable
 from throughtime.carry.carried import Carried, carry
+from throughtime.deploy.export import export_page
+from throughtime.deploy.page import SIGNAL
 from throughtime.diagnose import audit, reach
-from throughtime.errors import ConfigError
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient._memory import measure_graph
 from throughtime.gradient.schedule import in_bytes
@@ -127,13 +129,17 @@ class ExactCost:
 
 @dataclass(frozen=True)
 class Demo:
-    """The results: networks of both kinds for every seed, and measurements of one on the stream."""
+    """The results: networks of both kinds for every seed, and measurements of one on the stream.
+
+    The nets are those of the first seed, by the way they were trained.
+    """
 
     updates: int
     test: GeneratedRecording
     networks: tuple[DemoNetwork, ...]
     audit_report: AuditReport
     exact_cost: ExactCost
+    nets: Mapping[str, Carried]
 
     def of(self, name: str) -> list[DemoNetwork]:
         """The networks that were trained on windows, or on the stream."""
@@ -157,7 +163,7 @@ def run_demo(
         STREAM: (train, [test.recording]),
     }
     networks: list[DemoNetwork] = []
-    on_stream: Carried | None = None
+    nets: dict[str, Carried] = {}
     with one_thread():
         for seed in seeds:
             for name, (to_train, to_score) in pieces.items():
@@ -165,12 +171,10 @@ def run_demo(
                 net = _train(network, to_train, updates_each, on_loss)
                 _evaluate(network, net, to_score, test)
                 networks.append(network)
-                if name == STREAM and on_stream is None:
-                    on_stream = net
-        if on_stream is None:
-            raise ConfigError("seeds is empty: expected one at least")
-        report, cost = _audit(on_stream, train, updates_each), _exact_cost(on_stream, train)
-    return Demo(updates_each, test, tuple(networks), report, cost)
+                nets.setdefault(name, net)
+        report = _audit(nets[STREAM], train, updates_each)
+        cost = _exact_cost(nets[STREAM], train)
+    return Demo(updates_each, test, tuple(networks), report, cost, nets)
 
 
 def _exact_cost(net: Carried, train: list[Recording]) -> ExactCost:
@@ -245,6 +249,15 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
     """Updates without end."""
     while True:
         yield from updates(net, stream, nn.CrossEntropyLoss(), gradient=Truncated(STRIDE))
+
+
+def write_live_page(demo: Demo, folder: Path) -> Path:
+    """A page in which both nets of the first seed run on the test recording, side by side."""
+    path, test = folder / "live.html", demo.test
+    inputs = torch.from_numpy(test.recording.read(0, SIGNAL).inputs).unsqueeze(1)
+    titles = {f"trained on {name}": net for name, net in demo.nets.items()}
+    export_page(titles, path, inputs=inputs, classes=MODES, labels=test.labels)
+    return path
 
 
 def results_table(demo: Demo) -> DataTable:

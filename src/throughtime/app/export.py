@@ -21,7 +21,7 @@ _STEPS = 1_000  # of the example
 def export_run(
     folder: RunFolder,
     out: Path,
-    to: Literal["onnx", "c", "js", "nam", "rtneural"] | None = None,
+    to: Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None = None,
     check: Path | None = None,
     steps: int = 100_000,
 ) -> Export:

@@ -18,8 +18,9 @@ from throughtime._files import write_together
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.deploy import metadata
 from throughtime.deploy.audio import write_nam, write_rtneural
-from throughtime.deploy.chain import Chain, Pointwise, Rescale, read_chain
+from throughtime.deploy.chain import Array, Chain, Pointwise, Rescale, read_chain
 from throughtime.deploy.onnx import write_onnx
+from throughtime.deploy.page import PageNet, write_page
 from throughtime.deploy.scan import write_scan
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import Verification, random_steps, verify
@@ -27,7 +28,7 @@ from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.predict import running
 from throughtime.state import State
 
-Format: TypeAlias = Literal["onnx", "c", "js", "nam", "rtneural"]
+Format: TypeAlias = Literal["onnx", "c", "js", "html", "nam", "rtneural"]
 # Writes the files of a chain by their suffixes; the description, and the name of the file
 _Writer: TypeAlias = Callable[[Chain, Mapping[str, Any], str], Mapping[str, bytes]]
 _WRITERS: dict[str, _Writer] = {
@@ -42,6 +43,7 @@ _SUFFIXES = {
     ".c": "c",
     ".js": "js",
     ".mjs": "js",
+    ".html": "html",
     ".nam": "nam",
     ".json": "rtneural",
 }
@@ -92,8 +94,9 @@ def export(
         path: of the file; its suffix names the format, unless `to` does.
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and deviations.
-        to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "nam" (Neural Amp
-            Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
+        to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "html" (a page that runs
+            the net on `check`, or on the example), "nam" (Neural Amp Modeler) or "rtneural" (the
+            JSON of RTNeural and AIDA-X).
         rate: steps per second, for the description.
         classes: names of the outputs.
         dtype: of weights, state and outputs.
@@ -117,11 +120,11 @@ def export(
         ['beat.c', 'beat.h']
     """
     net, path = require_carried(net), Path(path)
-    kind = to or _SUFFIXES.get(path.suffix.lower())
-    if kind not in _WRITERS:
+    kind = to or _SUFFIXES.get(path.suffix.lower(), "")
+    if kind not in _SUFFIXES.values():
         raise ConfigError(
             f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}, or to="
-            f"{' or '.join(map(repr, _WRITERS))}"
+            f"{' or '.join(map(repr, dict.fromkeys(_SUFFIXES.values())))}"
         )
     if dtype != "float32" and kind != "onnx":
         raise ConfigError(f"dtype={dtype!r}: {kind} files compute in float32; leave it out")
@@ -137,16 +140,20 @@ def export(
             chain = None
         ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
         description = _describe(net, ports, example, rate, classes, details or {})
-        if chain is not None:
-            files = _WRITERS[kind](chain, description, path.stem)
-        else:
-            files = {".onnx": write_scan(net, example, description, path.stem)}
+    recorded = None if check is None else _example(check)
+    if chain is None:
+        files = {".onnx": write_scan(net, example, description, path.stem)}
+    elif kind == "html":
+        signal = (example if recorded is None else recorded)[:, 0].numpy()
+        files = {".html": write_page(path.stem, [PageNet("", chain, description)], signal)}
+    else:
+        files = _WRITERS[kind](chain, description, path.stem)
     named = {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
     verification = None
-    if steps or check is not None:
+    if steps or recorded is not None:
         x = random_steps(description, steps)
-        if check is not None:
-            x = np.concatenate([x, _example(check)[:, 0].numpy().astype(x.dtype)])
+        if recorded is not None:
+            x = np.concatenate([x, recorded[:, 0].numpy().astype(x.dtype)])
         with tempfile.TemporaryDirectory() as folder:
             trial = [Path(folder) / p.name for p in named]
             for temporary, content in zip(trial, named.values(), strict=True):
@@ -155,6 +162,36 @@ def export(
     write_together(named)
     remarks = [*_remarks(kind, verification, steps), *_folding(chain, kind)]
     return Export(tuple(named), kind, verification, tuple(remarks))
+
+
+def export_page(
+    nets: Mapping[str, Carried],
+    path: Path,
+    *,
+    inputs: Tensor,
+    classes: Sequence[str],
+    labels: Array,
+) -> None:
+    """Write a page that runs several nets side by side on the same inputs.
+
+    Args:
+        nets: chains, by their titles.
+        path: the file to write.
+        inputs: that the page plays, `(T, D)` or `(T,)` indices.
+        classes: names of the outputs.
+        labels: the right class of each step, `(T,)`.
+
+    Raises:
+        ModelError: a net is no chain.
+    """
+    example = _example(inputs)
+    parts: list[PageNet] = []
+    for title, net in nets.items():
+        with running(net):
+            chain = read_chain(net, example, np.dtype("float32"))
+            description = _describe(net, _chain_ports(chain, net), example, None, classes, {})
+        parts.append(PageNet(title, chain, description))
+    write_together({path: write_page(path.stem, parts, example[:, 0].numpy(), labels)})
 
 
 def _example(inputs: Any) -> Tensor:
@@ -301,5 +338,5 @@ def _folding(chain: Chain | None, kind: str) -> list[str]:
 def _remarks(kind: str, verification: Verification | None, steps: int) -> list[str]:
     if verification is not None or not steps:
         return []
-    needs = {"onnx": "onnxruntime", "c": "a C compiler", "js": "Node.js"}[kind]
+    needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
     return [f"not verified: {needs} is not at hand"]

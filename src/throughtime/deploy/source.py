@@ -74,7 +74,7 @@ def write_c(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str
             for key, array in values["arrays"].items()
         ],
     }
-    return {suffix: _render(f"net{suffix}.j2", values) for suffix in (".c", ".h")}
+    return {suffix: render(f"net{suffix}.j2", values) for suffix in (".c", ".h")}
 
 
 def write_javascript(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
@@ -84,7 +84,7 @@ def write_javascript(chain: Chain, description: Mapping[str, Any], name: str) ->
         {"name": key, "text": base64.b64encode(array.astype("<f4").tobytes()).decode()}
         for key, array in values["arrays"].items()
     ]
-    return {".js": _render("net.js.j2", values)}
+    return {".js": render("net.js.j2", values)}
 
 
 def _template_values(
@@ -105,7 +105,7 @@ def _template_values(
     return {
         "name": own,
         "NAME": own.upper(),
-        "summary": _summary(chain),
+        "summary": summary(chain),
         "json": _comment(description, b"".join(array.tobytes() for array in arrays.values())),
         "indexed": chain.is_indexed,
         "width": chain.width,
@@ -128,7 +128,7 @@ def _template_values(
     }
 
 
-def _render(template: str, values: Mapping[str, Any]) -> bytes:
+def render(template: str, values: Mapping[str, Any]) -> bytes:
     """The file that a template gives."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -159,16 +159,16 @@ def identifier(text: str) -> str:
     return f"net_{name}" if not name or name[0].isdigit() or name in _KEYWORDS else name
 
 
-def _summary(chain: Chain) -> str:
+def summary(chain: Chain) -> str:
     """The layers in a line: `3 -> lstm 50 -> 2`."""
     layers = " -> ".join(f"{layer.cell} {layer.hidden}" for layer in chain.layers)
     return f"{chain.width} -> {layers} -> {chain.outputs}"
 
 
 def _comment(description: Mapping[str, Any], weights: bytes) -> str:
-    """The description as JSON that neither begins nor ends a comment."""
+    """The description as JSON that ends no comment and no script of a page."""
     text = json.dumps(metadata.seal(description, weights), separators=(",", ":"))
-    return text.replace("*/", "\\u002a/").replace("/*", "/\\u002a")
+    return text.replace("*/", "\\u002a/").replace("/*", "/\\u002a").replace("</", "<\\/")
 
 
 def _meaning(description: Mapping[str, Any]) -> str:

@@ -165,7 +165,12 @@ def _javascript(path: Path, description: Mapping[str, Any], folder: Path) -> _Pl
     if node is None:
         return None
     inputs = description["inputs"]
-    shutil.copyfile(path, folder / "net.mjs")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".html":  # its module is a function there
+        start = text.index("(() => {\n") + len("(() => {\n")
+        text = text[start : text.index("return { create, description };", start)]
+        text += "export { create };\n"
+    (folder / "net.mjs").write_text(text, encoding="utf-8")
     (folder / "run.mjs").write_text(_SCRIPT)
     width = 1 if inputs["indexed"] else inputs["width"]
 
@@ -194,6 +199,7 @@ _PLAYERS: dict[str, Callable[[Path, Mapping[str, Any], Path], _Play | None]] = {
     "onnx": _onnx,
     "c": _c,
     "js": _javascript,
+    "html": _javascript,
     "nam": lambda path, *_: partial(play_nam, path.read_bytes()),
     "rtneural": lambda path, *_: partial(play_rtneural, path.read_bytes()),
 }
